@@ -1,0 +1,96 @@
+//! Memory for swaptide inside a program: an allocator over its own mapping, which is never the program's heap.
+//!
+//! Locks: the arena's, last in the lock order.
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::ptr::NonNull;
+
+use swaptide_sys::lock::Lock;
+use swaptide_sys::mem::Mapping;
+use talc::{OomHandler, Span, Talc};
+
+/// Address space of the arena: far more than tables for the largest program need; only what is touched costs memory.
+const RESERVED: usize = 32 << 30;
+/// The arena grows in steps of this.
+const STEP: usize = 256 << 10;
+
+/// Hands the allocator another piece of the mapping when it has none left.
+struct Grow {
+    base: usize,
+    claimed: usize,
+}
+
+impl OomHandler for Grow {
+    fn handle_oom(talc: &mut Talc<Self>, layout: Layout) -> Result<(), ()> {
+        let grow = &mut talc.oom_handler;
+        if grow.base == 0 {
+            let map = Mapping::reserve(RESERVED).map_err(|_| ())?;
+            grow.base = map.into_raw().as_ptr() as usize;
+        }
+        let old_end = grow.base + grow.claimed;
+        let more = (layout.size() + layout.align() + STEP).next_multiple_of(STEP);
+        if grow.claimed + more > RESERVED {
+            return Err(());
+        }
+        let first = grow.claimed == 0;
+        grow.claimed += more;
+        let whole = Span::new(grow.base as *mut u8, (old_end + more) as *mut u8);
+        // SAFETY: the span lies in the mapping made above, which is never unmapped and used by nothing else; when extended, the old heap is
+        // what was claimed before.
+        unsafe {
+            if first {
+                talc.claim(whole)?;
+            } else {
+                let old = Span::new(talc.oom_handler.base as *mut u8, old_end as *mut u8);
+                talc.extend(old, whole);
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Arena(Lock<Talc<Grow>>);
+
+// SAFETY: allocations come from the allocator under its lock; sizes and alignments are passed through as they came.
+unsafe impl GlobalAlloc for Arena {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller's layout has a size above 0.
+        unsafe { self.0.lock().malloc(layout) }.map_or(std::ptr::null_mut(), NonNull::as_ptr)
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        if let Some(ptr) = NonNull::new(ptr) {
+            // SAFETY: the caller's pointer came from `alloc` with this layout.
+            unsafe { self.0.lock().free(ptr, layout) };
+        }
+    }
+}
+
+#[cfg_attr(not(test), global_allocator)]
+static ARENA: Arena = Arena(Lock::new(Talc::new(Grow { base: 0, claimed: 0 })));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_allocated_is_apart_and_comes_back() {
+        let mut kept: Vec<(*mut u8, Layout, u8)> = Vec::new();
+        for round in 0..2000usize {
+            let layout = Layout::from_size_align(1 + (round * 7919) % 20_000, 1 << (round % 8)).expect("a layout");
+            // SAFETY: the size is above 0; the bytes written are the allocation's.
+            let ptr = unsafe { ARENA.alloc(layout) };
+            assert!(!ptr.is_null() && (ptr as usize).is_multiple_of(layout.align()));
+            unsafe { ptr.write_bytes(round as u8, layout.size()) };
+            kept.push((ptr, layout, round as u8));
+            if round % 3 == 0 {
+                let (ptr, layout, fill) = kept.swap_remove(round * 31 % kept.len());
+                // SAFETY: it was allocated above with this layout.
+                unsafe {
+                    assert!((0..layout.size()).all(|i| *ptr.add(i) == fill));
+                    ARENA.dealloc(ptr, layout);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! The preloaded library: it waits until the supervisor asks, then puts the program's memory under management.
+//!
+//! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that waits and becomes the fault handler
+//! ([`start`]), and the few functions of libc it stands in front of ([`hooks`]): `madvise`, `posix_madvise`, `pthread_create`. Forks are seen through
+//! libc's own fork handlers.
+//!
+//! Invariants
+//! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered, read or counted.
+//! 2. The program's threads take one lock of swaptide's ([`start::FORK_LOCK`], in fork handlers only) and allocate nothing of it: a fork finds every
+//!    other lock free.
+//! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor closes none of swaptide's, and swaptide
+//!    keeps none of the program's open.
+
+mod arena;
+mod hooks;
+mod log;
+mod pins;
+mod start;

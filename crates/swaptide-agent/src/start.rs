@@ -1,0 +1,303 @@
+//! From the constructor to the fault handler.
+//!
+//! | state | means |
+//! |---|---|
+//! | `ASLEEP` | the thread waits for the supervisor; nothing is managed |
+//! | `ENGAGED` | [`ENGINE`] is set |
+//! | `OFF` | there is no supervisor, or management was refused: the program runs as it would without swaptide |
+//!
+//! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it from its prepare handler to its parent or
+//! child handler.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use swaptide_engine::bell::Ring;
+use swaptide_engine::fork::{NONE, PREPARED};
+use swaptide_engine::handler::Handler;
+use swaptide_engine::reclaim::Worker;
+use swaptide_engine::{Engine, Start};
+use swaptide_ipc::{Counter, ENV_AGENT_LOG, ENV_SOCKET, ProcState, Request, Segment, SlotIndex};
+use swaptide_sys::affinity::cpus_online;
+use swaptide_sys::lock::{Lock, futex};
+use swaptide_sys::mem::{SharedMap, after_fork_in_child};
+use swaptide_sys::sock::Conn;
+use swaptide_sys::thread::{abort_with, exit_thread, getpid, gettid, now, set_name, spawn_engine_thread, unshare_files_and_close_all};
+use swaptide_sys::{AsFd, OwnedFd};
+
+use crate::{hooks, log, pins};
+
+/// See the module's description.
+pub static FORK_LOCK: Lock<()> = Lock::new(());
+static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
+static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
+/// The supervisor's socket name.
+static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
+/// Length of the program's path, and the path.
+static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
+/// Raised by a forked child's handler when it serves; a futex word.
+static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
+/// Process id of the forking parent, for its child.
+static PARENT: AtomicU32 = AtomicU32::new(0);
+static THREAD: AtomicUsize = AtomicUsize::new(0);
+
+const STACK: usize = 512 << 10;
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
+
+unsafe extern "C" {
+    fn pthread_atfork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> c_int;
+}
+
+/// The engine, if the program's memory is managed.
+pub fn engine() -> Option<&'static Engine> {
+    // SAFETY: the pointer is null or that of an engine that is never freed.
+    unsafe { ENGINE.load(Acquire).as_ref() }
+}
+
+/// Runs before the program's own constructors.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *const *const c_char) {
+    let Some(socket) = variable(envp, ENV_SOCKET) else { return };
+    {
+        let mut name = SOCKET.lock();
+        let len = socket.len().min(108);
+        name.0[..len].copy_from_slice(&socket[..len]);
+        name.1 = len;
+    }
+    if let Some(path) = variable(envp, ENV_AGENT_LOG) {
+        log::set_path(path);
+    }
+    hooks::find_real();
+    let _ = now();
+    // SAFETY: the handlers are functions of this library, which is never unloaded.
+    unsafe { pthread_atfork(prepare, parent, child) };
+    spawn(sleeper);
+}
+
+/// A variable of the environment the program started with.
+fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]> {
+    if envp.is_null() {
+        return None;
+    }
+    loop {
+        // SAFETY: the loader passes a null-terminated array of NUL-terminated strings that live as long as the process.
+        let entry = unsafe { *envp };
+        if entry.is_null() {
+            return None;
+        }
+        // SAFETY: as above.
+        let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
+        if let Some(value) = entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"=")) {
+            return Some(value);
+        }
+        // SAFETY: the array goes on until its null.
+        envp = unsafe { envp.add(1) };
+    }
+}
+
+fn spawn(entry: extern "C" fn(usize)) {
+    // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own allocator.
+    match unsafe { spawn_engine_thread(STACK, entry, 0) } {
+        Ok(tid) => THREAD.store(tid.0 as usize, Relaxed),
+        Err(_) => THREAD.store(0, Relaxed),
+    }
+}
+
+fn ask(request: Request) -> Option<OwnedFd> {
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    conn.send(&[request as u8], &[]).ok()?;
+    let mut fds = [None];
+    let mut reply = [0u8; 8];
+    conn.recv(&mut reply, &mut fds).ok()?;
+    let [fd] = fds;
+    fd
+}
+
+fn segment() -> Option<&'static Segment> {
+    // SAFETY: null, or a segment that stays mapped.
+    if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
+        return Some(segment);
+    }
+    let fd = ask(Request::Segment)?;
+    let map = SharedMap::map(fd.as_fd(), Segment::BYTES).ok()?;
+    match Segment::open(map) {
+        Ok(segment) => {
+            SEGMENT.store(std::ptr::from_ref(segment).cast_mut(), Release);
+            Some(segment)
+        }
+        Err(error) => {
+            log::line(&error.to_string());
+            None
+        }
+    }
+}
+
+/// The thread that waits.
+extern "C" fn sleeper(_: usize) {
+    if unshare_files_and_close_all(&[]).is_err() {
+        return;
+    }
+    set_name(c"swaptide");
+    let Some(segment) = segment() else { return };
+    let forked_from = PARENT.load(Relaxed);
+    let Some(index) = segment.claim(getpid().0, forked_from) else {
+        log::line("the supervisor's table of processes is full: this process is not managed");
+        return;
+    };
+    let slot = segment.slot(index);
+    loop {
+        let bell = slot.bell.load(Acquire);
+        if slot.wanted.load(Acquire) != 0 {
+            engage(segment, index);
+        }
+        futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
+    }
+}
+
+/// Takes the program's memory under management; returns only if that was refused.
+fn engage(segment: &'static Segment, index: SlotIndex) {
+    let slot = segment.slot(index);
+    let guard = FORK_LOCK.lock();
+    let handler = match prepare_engine(segment, index) {
+        Ok(handler) => handler,
+        Err(why) => {
+            drop(guard);
+            log::line(&why);
+            slot.set_state(ProcState::Refused);
+            slot.wanted.store(0, Release);
+            return;
+        }
+    };
+    drop(guard);
+    handler.run()
+}
+
+fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
+    {
+        let mut path = MAIN_OBJECT.lock();
+        let (bytes, len) = &mut *path;
+        *len = rustix::fs::readlink("/proc/self/exe", Vec::new()).map_or(0, |target| {
+            let target = target.as_bytes();
+            let n = target.len().min(bytes.len());
+            bytes[..n].copy_from_slice(&target[..n]);
+            n
+        });
+    }
+    let file = if segment.header.extents.load(Relaxed) > 0 { ask(Request::SwapFile) } else { None };
+    let start = Start { segment, index, file, salt: salt(), log: log::line, main_object: is_main_object, pinned: pins::is_pinned };
+    let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
+    let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
+    ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
+    start_workers(engine);
+    handler.adopt();
+    engine.count(Counter::Engaged, 1);
+    engine.slot().set_state(ProcState::Engaged);
+    Ok(handler)
+}
+
+/// A number that no other process of this run has: the cipher's nonces must never repeat.
+fn salt() -> u64 {
+    let mut bytes = [0u8; 8];
+    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
+        Ok(8) => u64::from_le_bytes(bytes),
+        _ => abort_with(&[b"swaptide: the kernel gives no random numbers, which the swap file's cipher needs"]),
+    }
+}
+
+fn is_main_object(name: &[u8]) -> bool {
+    let path = MAIN_OBJECT.lock();
+    path.1 > 0 && name == &path.0[..path.1]
+}
+
+fn start_workers(engine: &'static Engine) {
+    let wanted = (cpus_online() / 2).clamp(1, 4);
+    let mut running = 0;
+    for index in 0..wanted {
+        // SAFETY: the entry runs on engine rules.
+        if unsafe { spawn_engine_thread(STACK, worker, index as usize) }.is_ok() {
+            running += 1;
+        }
+    }
+    engine.workers.store(running, Release);
+    engine.slot().engine_threads.store(running + 1, Relaxed);
+}
+
+extern "C" fn worker(index: usize) {
+    set_name(c"swaptide-work");
+    let Some(engine) = engine() else { exit_thread() };
+    Box::leak(Box::new(Worker::new())).run(engine, index)
+}
+
+/// Before a fork, in the forking thread.
+extern "C" fn prepare() {
+    std::mem::forget(FORK_LOCK.lock());
+    PARENT.store(getpid().0, Relaxed);
+    if let Some(engine) = engine() {
+        engine.fork.forker.store(gettid().0, Release);
+        engine.bells.ring(Ring::ForkPrepare);
+        engine.fork.wait(PREPARED);
+    }
+}
+
+/// After a fork, in the parent.
+extern "C" fn parent() {
+    if let Some(engine) = engine() {
+        engine.bells.ring(Ring::ForkDone);
+        engine.fork.wait(NONE);
+    }
+    // SAFETY: this thread took the lock in `prepare`.
+    unsafe { FORK_LOCK.force_unlock() };
+}
+
+/// After a fork, in the child, whose only thread this is.
+extern "C" fn child() {
+    after_fork_in_child();
+    // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
+    unsafe { FORK_LOCK.force_unlock() };
+    match engine() {
+        None => spawn(sleeper),
+        Some(engine) => {
+            engine.forked();
+            TAKEN_OVER.store(0, Relaxed);
+            spawn(heir);
+            while TAKEN_OVER.load(Acquire) == 0 {
+                futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
+            }
+        }
+    }
+}
+
+/// The handler of a forked child.
+extern "C" fn heir(_: usize) {
+    let stop = |why: &str| -> ! {
+        abort_with(&[b"swaptide: a forked child could not take its memory over: ", why.as_bytes(), b"; it is stopped rather than given wrong data"])
+    };
+    if let Err(errno) = unshare_files_and_close_all(&[]) {
+        stop(&errno.to_string());
+    }
+    set_name(c"swaptide");
+    let (Some(engine), Some(segment)) = (engine(), segment()) else { stop("its engine is gone") };
+    let Some(index) = segment.claim(getpid().0, PARENT.load(Relaxed)) else { stop("the table of processes is full") };
+    let slot = segment.slot(index);
+    slot.limit_bytes.store(engine.charge.limit(), Relaxed);
+    slot.wanted.store(1, Relaxed);
+    let left = match engine.inherit(index) {
+        Ok(left) => left,
+        Err(errno) => stop(&format!("its parent does not answer: {errno}")),
+    };
+    let handler = match Handler::inherited(engine, index, salt(), left) {
+        Ok(handler) => Box::leak(Box::new(handler)),
+        Err(error) => stop(&error.to_string()),
+    };
+    start_workers(engine);
+    slot.set_state(ProcState::Engaged);
+    TAKEN_OVER.store(1, Release);
+    futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
+    handler.run()
+}

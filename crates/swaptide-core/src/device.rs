@@ -1,0 +1,434 @@
+//! One swap device: its clusters, tables, lists and counters.
+//!
+//! What moves slots from state to state is in [`crate::exchange`], what finds free ones in [`crate::alloc`].
+//!
+//! Invariants:
+//! 1. `used` counts reserved and taken slots without the bad ones, and never exceeds the capacity: an allocation reserves first
+//!    and searches then, so that the
+//!    capacity is never exceeded, and a reservation of one slot always has a free slot to find.
+//! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
+//!    device to itself (both sequentially consistent).
+//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 64 at a time, tables 8 at a
+//!    time.
+//!
+//! Locks, in order: cluster, then lists or table pool. The hook given to [`SwapDevice::with_free_notify`] runs under the
+//! cluster lock.
+
+use crate::cluster::{Cluster, NO_CLUSTER, State};
+use crate::entry::{Entry, Slot, SlotInfo};
+use crate::ids::{ClusterIndex, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
+use crate::lists::{Headers, ListId, Lists};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, SpinLock};
+use crate::table::{TableDiscard, TablePool};
+
+/// What a device's access times are like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Any place costs the same: a current cluster per CPU and order.
+    Solid,
+    /// Seeks cost: one current cluster per order for all CPUs, so that writes follow each other.
+    Rotational,
+}
+
+/// Called with the first slot and the number of slots that just became free, under their cluster's lock: nobody can be given
+/// them before the hook returns. It must not call back into the device.
+pub type FreeNotify = Box<dyn Fn(SwapOffset, u32) + Send + Sync>;
+
+/// Numbers about a device. Taken one after the other while others go on, so that they may differ by what happened meanwhile.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Slots the device was made with.
+    pub slots: u32,
+    /// Most slots that can be used at one time: the limit, or all but the bad ones.
+    pub capacity: u32,
+    /// Slots in use, bad ones not counted.
+    pub used: u32,
+    /// Slots that cannot be used.
+    pub bad: u32,
+    /// Clusters without a used slot, those that wait for their discard not counted.
+    pub clusters_free: u32,
+    /// Clusters without a used slot that wait for their discard.
+    pub clusters_discard: u32,
+    /// Clusters with a table.
+    pub tables: u32,
+}
+
+/// A swap device: slots 0 to `slots` - 1, each free, in the swap cache, swapped out, or bad.
+pub struct SwapDevice {
+    pub(crate) ty: SwapType,
+    kind: Kind,
+    slots: u32,
+    pub(crate) discard: bool,
+    pub(crate) headers: Headers,
+    pub(crate) pool: TablePool,
+    pub(crate) lists: SpinLock<Lists>,
+    used: AtomicU32,
+    bad: AtomicU32,
+    limit: AtomicU32,
+    enabled: AtomicBool,
+    pub(crate) overflow_bytes: AtomicUsize,
+    /// Per CPU and order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
+    current: Box<[AtomicU64]>,
+    pub(crate) notify: Option<FreeNotify>,
+}
+
+impl SwapDevice {
+    /// A device of `slots` slots (at most [`MAX_SLOTS`], more are cut off), all free, open for allocation. `cpus` is the number of
+    /// allocation lanes; a larger CPU number wraps around.
+    ///
+    /// # Panics
+    /// When there is no memory for the first few KiB.
+    pub fn new(ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
+        let slots = slots.min(MAX_SLOTS);
+        let clusters = (slots as usize).div_ceil(SLOTS_PER_CLUSTER);
+        let lanes = if kind == Kind::Rotational { 1 } else { cpus.max(1) };
+        let device = SwapDevice {
+            ty,
+            kind,
+            slots,
+            discard: false,
+            headers: Headers::new(clusters),
+            pool: TablePool::new(clusters),
+            lists: SpinLock::new(Lists::new(clusters as u32)),
+            used: AtomicU32::new(0),
+            bad: AtomicU32::new(0),
+            limit: AtomicU32::new(u32::MAX),
+            enabled: AtomicBool::new(true),
+            overflow_bytes: AtomicUsize::new(0),
+            current: (0..lanes * ORDERS).map(|_| AtomicU64::new(u64::MAX)).collect(),
+            notify: None,
+        };
+        device.close_last_cluster(clusters as u32);
+        device
+    }
+
+    /// Emptied clusters wait on a list until [`SwapDevice::next_discard`] and [`SwapDevice::discard_done`] took them off.
+    pub fn with_discard(mut self, discard: bool) -> Self {
+        self.discard = discard;
+        self
+    }
+
+    /// At most `limit` slots are used at one time, though `slots` numbers exist. A store that maps slots to places itself (all of
+    /// swaptide's do) gives the slot space room to spare, and no run of slots is ever hard to find.
+    pub fn with_limit(self, limit: u32) -> Self {
+        self.set_limit(limit);
+        self
+    }
+
+    /// Tells the owner of the slots' data when slots become free, before anybody can be given them again.
+    pub fn with_free_notify(mut self, notify: FreeNotify) -> Self {
+        self.notify = Some(notify);
+        self
+    }
+
+    /// Gives the memory of unused tables back through `discard`; without it the memory is kept for later tables.
+    pub fn with_table_discard(mut self, discard: TableDiscard) -> Self {
+        self.pool.set_discard(discard);
+        self
+    }
+
+    /// Changes the limit of [`SwapDevice::with_limit`]. Below what is used, nothing is allocated until enough was freed.
+    pub fn set_limit(&self, limit: u32) {
+        self.limit.store(limit, Ordering::Relaxed);
+    }
+
+    /// The device's number.
+    pub fn ty(&self) -> SwapType {
+        self.ty
+    }
+
+    /// Slots the device was made with.
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Opens or closes the device for allocation. After closing, [`SwapDevice::used`] only falls.
+    pub fn set_allocation_enabled(&self, enabled: bool) {
+        self.enabled.store(enabled, Ordering::SeqCst);
+    }
+
+    /// Is the device open for allocation?
+    pub fn allocation_enabled(&self) -> bool {
+        self.enabled.load(Ordering::SeqCst)
+    }
+
+    /// Slots in use, with those just being allocated.
+    pub fn used(&self) -> u32 {
+        self.used.load(Ordering::SeqCst)
+    }
+
+    /// Most slots that can be in use.
+    pub fn capacity(&self) -> u32 {
+        let usable = self.slots - self.bad.load(Ordering::Relaxed);
+        usable.min(self.limit.load(Ordering::Relaxed))
+    }
+
+    /// The device's numbers.
+    pub fn usage(&self) -> Usage {
+        let lists = self.lists.lock();
+        let clusters_free = lists.len(ListId::Free) + (lists.fresh_end - lists.fresh);
+        let clusters_discard = lists.len(ListId::Discard);
+        drop(lists);
+        Usage {
+            slots: self.slots,
+            capacity: self.capacity(),
+            used: self.used(),
+            bad: self.bad.load(Ordering::Relaxed),
+            clusters_free,
+            clusters_discard,
+            tables: self.pool.in_use(),
+        }
+    }
+
+    /// Bytes of memory the device holds: all of them, counted, not estimated.
+    pub fn metadata_bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.headers.bytes()
+            + self.pool.bytes()
+            + size_of_val(&*self.current)
+            + self.overflow_bytes.load(Ordering::Relaxed)
+    }
+
+    /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and whoever acts on it says in
+    /// the exchange what he expects. A slot beyond the end is bad.
+    #[inline]
+    pub fn lookup(&self, off: SwapOffset) -> Slot {
+        self.word(off).slot()
+    }
+
+    /// Like [`SwapDevice::lookup`], with count (saturated at 255), zero flag and group.
+    #[inline]
+    pub fn info(&self, off: SwapOffset) -> SlotInfo {
+        self.word(off).info()
+    }
+
+    #[inline]
+    pub(crate) fn word(&self, off: SwapOffset) -> Entry {
+        if off.0 >= self.slots {
+            return Entry::BAD;
+        }
+        match self.headers.get(off.cluster().0 as usize) {
+            Some(cluster) => cluster.word(&self.pool, off.in_cluster()),
+            None => Entry::FREE,
+        }
+    }
+
+    /// Calls `f` for every used slot of a cluster (bad ones are not used). Takes no lock: what is allocated or freed meanwhile may
+    /// be seen or not.
+    pub fn for_each_used(&self, index: ClusterIndex, mut f: impl FnMut(SwapOffset, SlotInfo)) {
+        let Some(cluster) = self.headers.get(index.0 as usize) else { return };
+        if cluster.table().is_none() {
+            return;
+        }
+        for i in 0..SLOTS_PER_CLUSTER {
+            let word = cluster.word(&self.pool, i);
+            if !word.is_free() && !word.is_bad() {
+                f(index.slot(i), word.info());
+            }
+        }
+    }
+
+    /// The first used slot at or after `from`. Clusters without a table are skipped whole.
+    pub fn next_used(&self, from: SwapOffset) -> Option<SwapOffset> {
+        let mut off = from;
+        while off.0 < self.slots {
+            let index = off.cluster();
+            let used = self.headers.get(index.0 as usize).filter(|cluster| cluster.table().is_some()).and_then(|cluster| {
+                (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| {
+                    let word = cluster.word(&self.pool, i);
+                    !word.is_free() && !word.is_bad()
+                })
+            });
+            match used {
+                Some(i) => return Some(index.slot(i)),
+                None => off = ClusterIndex(index.0 + 1).first(),
+            }
+        }
+        None
+    }
+
+    /// Every used slot once, in order, as it is met: what swapoff walks after closing the device. It repeats the walk until
+    /// [`SwapDevice::used`] is 0.
+    pub fn drain(&self) -> impl Iterator<Item = (SwapOffset, SlotInfo)> + '_ {
+        let mut at = Some(SwapOffset(0));
+        core::iter::from_fn(move || {
+            let off = self.next_used(at?)?;
+            at = (off.0 + 1 < self.slots).then(|| off.plus(1));
+            Some((off, self.info(off)))
+        })
+    }
+
+    /// An emptied cluster to be discarded on the device; give it back with [`SwapDevice::discard_done`]. Until then none of its
+    /// slots is allocated.
+    pub fn next_discard(&self) -> Option<ClusterIndex> {
+        self.lists.lock().pop(&self.headers, ListId::Discard).map(|(index, _state)| index)
+    }
+
+    /// Up to `max` clusters of [`SwapDevice::next_discard`], for one batched discard.
+    pub fn take_emptied(&self, max: usize) -> Vec<ClusterIndex> {
+        core::iter::from_fn(|| self.next_discard()).take(max).collect()
+    }
+
+    /// The cluster was discarded, or need not be: it is free.
+    ///
+    /// # Panics
+    /// When the cluster did not come from [`SwapDevice::next_discard`]: it may hold data.
+    pub fn discard_done(&self, index: ClusterIndex) {
+        let cluster = self.cluster(index);
+        let mut state = cluster.lock();
+        assert!(
+            state.list == ListId::None && state.used == 0,
+            "{index} of {} is not being discarded (list {:?}, {} slots used)",
+            self.ty,
+            state.list,
+            state.used
+        );
+        self.move_to(index, &mut state, ListId::Free);
+    }
+
+    /// The cluster of `order` most worth emptying, among the first few of the fragmented ones: the one with the fewest used slots.
+    /// Moving its pages elsewhere (swap in, swap out) wins back a whole cluster and its table.
+    pub fn fragmented_candidate(&self, order: Order) -> Option<ClusterIndex> {
+        self.candidate([ListId::Frag(order.index() as u8), ListId::Nonfull(order.index() as u8)])
+    }
+
+    /// The full cluster looked at least recently: its slots that only the swap cache holds can be won back without any I/O.
+    pub fn full_candidate(&self) -> Option<ClusterIndex> {
+        let (index, mut state) = self.lists.lock().pop(&self.headers, ListId::Full)?;
+        self.move_to(index, &mut state, ListId::Full);
+        Some(index)
+    }
+
+    fn candidate(&self, from: [ListId; 2]) -> Option<ClusterIndex> {
+        const LOOK_AT: usize = 8;
+        let mut best: Option<(u16, ClusterIndex)> = None;
+        for list in from {
+            for _ in 0..LOOK_AT {
+                let Some((index, mut state)) = self.lists.lock().pop(&self.headers, list) else { break };
+                if best.is_none_or(|(used, _)| state.used < used) {
+                    best = Some((state.used, index));
+                }
+                self.move_to(index, &mut state, list);
+            }
+        }
+        best.map(|(_, index)| index)
+    }
+
+    /// Takes `n` slots out of the capacity; the error says why not. While a large allocation still searches, and before it fails,
+    /// a small one may find its slots reserved: "full" is exact but for allocations under way.
+    pub(crate) fn reserve(&self, n: u32) -> Result<(), crate::AllocError> {
+        let capacity = self.capacity();
+        let room = |used: u32| used.checked_add(n).filter(|&used| used <= capacity);
+        self.used.fetch_update(Ordering::SeqCst, Ordering::Relaxed, room).map_err(|_| crate::AllocError::Full)?;
+        if !self.allocation_enabled() {
+            self.unreserve(n);
+            return Err(crate::AllocError::Disabled);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn unreserve(&self, n: u32) {
+        let before = self.used.fetch_sub(n, Ordering::SeqCst);
+        debug_assert!(before >= n);
+    }
+
+    pub(crate) fn lane(&self, cpu: crate::CpuId, order: Order) -> &AtomicU64 {
+        let lanes = self.current.len() / ORDERS;
+        let lane = if self.kind == Kind::Rotational { 0 } else { usize::from(cpu.0) % lanes };
+        &self.current[lane * ORDERS + order.index()]
+    }
+
+    pub(crate) fn cluster(&self, index: ClusterIndex) -> &Cluster {
+        self.headers.get(index.0 as usize).expect("a cluster in use has a record")
+    }
+
+    /// Puts a locked cluster on `list`, from whichever it is on.
+    pub(crate) fn move_to(&self, index: ClusterIndex, state: &mut State, list: ListId) {
+        if state.list != list {
+            let mut lists = self.lists.lock();
+            lists.unlink(&self.headers, index, state);
+            lists.push(&self.headers, index, state, list);
+        }
+    }
+
+    /// Gives a table to an empty, locked cluster. `false`: no memory.
+    pub(crate) fn open(&self, cluster: &Cluster, state: &mut State, order: Order) -> bool {
+        debug_assert!(state.used == 0 && cluster.table().is_none());
+        let Some(table) = self.pool.take() else { return false };
+        cluster.publish(Some(table));
+        state.order = order.index() as u8;
+        true
+    }
+
+    /// Takes the table from a locked cluster in which no slot is used any more, and puts the cluster where empty ones go.
+    pub(crate) fn close(&self, index: ClusterIndex, cluster: &Cluster, state: &mut State) {
+        debug_assert_eq!(state.used, 0);
+        let table = cluster.table().expect("a cluster that was used has a table");
+        debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.pool.get(table).get(i).is_free()));
+        cluster.publish(None);
+        self.pool.put(table);
+        state.reset(&self.overflow_bytes);
+        self.move_to(index, state, if self.discard { ListId::Discard } else { ListId::Free });
+    }
+
+    /// Marks free slots as bad: they are never allocated. The cluster keeps a table from now on and serves order 0 first.
+    ///
+    /// # Errors
+    /// Nothing is changed when a slot is not free, or the range leaves its cluster.
+    ///
+    /// # Panics
+    /// When there is no memory for the cluster's record and table.
+    pub fn mark_bad(&self, off: SwapOffset, n: u32) -> Result<(), crate::Mismatch> {
+        self.check_range(off, n)?;
+        self.make_up_to(off.cluster());
+        let (index, start) = (off.cluster(), off.in_cluster());
+        let cluster = self.cluster(index);
+        let mut state = cluster.lock();
+        if cluster.table().is_none() {
+            assert!(self.open(cluster, &mut state, Order::ZERO), "no memory for the swap table of {index}");
+        }
+        let table = self.pool.get(cluster.table().expect("just opened"));
+        let range = start..start + n as usize;
+        if let Some(i) = range.clone().find(|&i| !table.get(i).is_free()) {
+            return Err(self.mismatch(index.slot(i), crate::Expected::Free, table.get(i).info()));
+        }
+        range.for_each(|i| table.set(i, Entry::BAD));
+        state.used += n as u16;
+        self.bad.fetch_add(n, Ordering::Relaxed);
+        let order = state.order;
+        let full = usize::from(state.used) == SLOTS_PER_CLUSTER;
+        self.move_to(index, &mut state, if full { ListId::Full } else { ListId::Nonfull(order) });
+        Ok(())
+    }
+
+    /// Makes the records of all clusters up to `index`; those that were never used go to the free list.
+    fn make_up_to(&self, index: ClusterIndex) {
+        loop {
+            let mut lists = self.lists.lock();
+            if lists.fresh > index.0 {
+                return;
+            }
+            let (made, mut state) = lists.pop_fresh(&self.headers).expect("no memory for the records of clusters");
+            lists.push(&self.headers, made, &mut state, ListId::Free);
+        }
+    }
+
+    /// The slots behind the end in the last cluster are bad. They count neither as slots nor as bad ones.
+    fn close_last_cluster(&self, clusters: u32) {
+        let tail = (clusters as usize * SLOTS_PER_CLUSTER) - self.slots as usize;
+        if tail == 0 {
+            return;
+        }
+        let index = ClusterIndex(clusters - 1);
+        self.lists.lock().fresh_end = index.0;
+        let cluster = self.headers.make(index.0 as usize).expect("no memory for the record of the last cluster");
+        let mut state = cluster.lock();
+        assert!(self.open(cluster, &mut state, Order::ZERO), "no memory for the swap table of the last cluster");
+        let table = self.pool.get(cluster.table().expect("just opened"));
+        (SLOTS_PER_CLUSTER - tail..SLOTS_PER_CLUSTER).for_each(|i| table.set(i, Entry::BAD));
+        state.used = tail as u16;
+        self.move_to(index, &mut state, ListId::Nonfull(0));
+    }
+}
+
+const _: () = assert!(NO_CLUSTER as u64 > (MAX_SLOTS as u64) / SLOTS_PER_CLUSTER as u64);

@@ -1,0 +1,108 @@
+//! What can go wrong: an allocation that finds no place, an exchange that finds another state than it was told.
+
+use crate::entry::{Slot, SlotInfo};
+use crate::ids::{ClusterIndex, FolioId, SwapEntry};
+use core::fmt;
+
+/// Why an allocation failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// As many slots are used as the device holds: free some, or use another device.
+    Full,
+    /// Enough slots are free, but no aligned run of that order: split the folio.
+    NoRun,
+    /// The device is being taken away (or no device is permitted): use another one.
+    Disabled,
+    /// No memory for the cluster's header or table: reclaim and try again.
+    NoMemory,
+}
+
+impl fmt::Display for AllocError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            AllocError::Full => "the swap device is full: free slots or use another device",
+            AllocError::NoRun => "no aligned run of free slots of that order: split the folio",
+            AllocError::Disabled => "no swap device is open for allocation: use another device",
+            AllocError::NoMemory => "no memory for a swap table: reclaim memory and try again",
+        })
+    }
+}
+
+impl core::error::Error for AllocError {}
+
+/// The state an operation was told to find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Expected {
+    /// This folio.
+    Folio(FolioId),
+    /// This folio, mapped by nobody (count 0).
+    CacheOnly(FolioId),
+    /// A shadow.
+    Shadow,
+    /// Folio or shadow.
+    Used,
+    /// Folio or shadow with a count of at least 1.
+    Mapped,
+    /// Used, with a count of exactly 1 (or 0 in the cache).
+    LastUser,
+    /// A free slot.
+    Free,
+    /// A range of 1 to 512 slots in one cluster of this device.
+    Range,
+    /// A count that can still grow (the overflow table needed memory and got none).
+    CountRoom,
+}
+
+/// What an exchange of folios and shadows starts from, told by the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Expect {
+    /// Every slot holds this folio.
+    Folio(FolioId),
+    /// Every slot holds a shadow.
+    Shadow,
+    /// Every slot is used, by whatever.
+    Any,
+}
+
+/// A slot was not in the state the caller expected. Nothing was changed.
+///
+/// Where the caller lost a race that its protocol allows ([`Mismatch::exists`], [`Mismatch::gone`]), it tries again; everywhere
+/// else a mismatch is corruption and the process should stop with this message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// The first slot that did not match.
+    pub entry: SwapEntry,
+    /// Its cluster.
+    pub cluster: ClusterIndex,
+    /// What should have been there.
+    pub expected: Expected,
+    /// What was there.
+    pub found: SlotInfo,
+}
+
+impl Mismatch {
+    /// A shadow was expected and a folio found: somebody else swapped it in first.
+    pub fn exists(&self) -> bool {
+        self.expected == Expected::Shadow && matches!(self.found.slot, Slot::Folio(_))
+    }
+
+    /// The slot is free: its last user went away first.
+    pub fn gone(&self) -> bool {
+        self.found.slot == Slot::Free && self.expected != Expected::Range
+    }
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let SlotInfo { slot, count, zero, group } = self.found;
+        write!(
+            f,
+            "{} ({}): expected {:?}, found {slot:?} with count {count}, zero {zero}, {group}",
+            self.entry, self.cluster, self.expected
+        )
+    }
+}
+
+impl core::error::Error for Mismatch {}

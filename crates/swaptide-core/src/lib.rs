@@ -1,0 +1,58 @@
+//! The swap layer itself: swap entries, clusters, the swap table, the swap cache, the slot allocator.
+//!
+//! A device's slots are grouped in clusters of 512. Each cluster in use has a table of 512 atomic words; a word says all about its
+//! slot: free, in the swap cache (which folio), swapped out (which shadow), bad, and count, zero flag and group. That table is
+//! the swap cache, the swap map and the zero map in one. Looking up an entry takes no lock: one shift to the cluster, one index
+//! into its table, loads only. Changing words takes the cluster's lock and tells what is expected; what is found instead comes back
+//! as [`Mismatch`].
+//!
+//! The crate does no I/O, no system call, starts no thread and knows no clock: the engine above it does, and the crate can be
+//! model-checked, fuzzed and measured alone. All unsafe code is in one module, `sync`.
+//!
+//! Indirection, and why there is no compaction: a run of slots is hard to find only where slots are places. Here a slot is a name:
+//! every store of swaptide maps slots to places itself. So a device gets more names than places
+//! ([`SwapDevice::with_limit`]): aligned runs stay easy to find however the small folios lie, and no page has to be moved for
+//! it. What it costs is tables that are not quite full; [`SwapDevice::fragmented_candidate`] names those worth emptying.
+//!
+//! | module   | what it owns |
+//! |----------|--------------|
+//! | ids      | the identifiers |
+//! | entry    | the word: its layout and its states |
+//! | table    | tables and their pool |
+//! | cluster  | a cluster's record, overflowing counts |
+//! | lists    | free, nonfull, frag, full and discard lists |
+//! | alloc    | the search for free slots |
+//! | exchange | every change of a slot in use |
+//! | device   | one device: counters, look-up, discard, swapoff |
+//! | space    | several devices: priority, rotation, masks |
+//! | sync     | spin lock, lazily published memory |
+
+#![deny(unsafe_code)]
+// `cfg(loom)` is given by hand (RUSTFLAGS), so cargo does not know it.
+#![allow(unexpected_cfgs)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used))]
+
+mod alloc;
+mod cluster;
+mod device;
+mod entry;
+mod error;
+mod exchange;
+mod ids;
+mod lists;
+mod space;
+mod sync;
+mod table;
+
+pub use device::{FreeNotify, Kind, SwapDevice, Usage};
+pub use entry::{Slot, SlotInfo};
+pub use error::{AllocError, Expect, Expected, Mismatch};
+pub use exchange::ZeroMask;
+pub use ids::{
+    CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow,
+    SwapEntry, SwapOffset, SwapType,
+};
+pub use space::{SpaceError, SwapSpace, TypeMask};
+#[cfg(not(loom))]
+pub use sync::set_yield;
+pub use table::TableDiscard;

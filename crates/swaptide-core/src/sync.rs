@@ -1,0 +1,327 @@
+//! The primitives everything else is built from, and all the unsafe code of the crate: a spin lock, and the publication of
+//! lazily made memory to readers that take no lock.
+//!
+//! Invariants:
+//! 1. A chunk of a [`Directory`] is published once, complete, and stays where it is until the directory is dropped. What is
+//!    in it (cluster headers, swap tables) is type-stable: a late reader reads an old word, never foreign memory.
+//! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter that has spun for long calls
+//!    the hook given to [`set_yield`], because a holder may have lost its CPU.
+//!
+//! Under `cfg(loom)` the atomics and the lock are loom's, so that the models see every exchange.
+
+#![allow(unsafe_code)]
+
+#[cfg(not(loom))]
+pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use core::ptr;
+
+#[cfg(loom)]
+pub(crate) use model::{Guard, SpinLock};
+#[cfg(not(loom))]
+pub(crate) use spin::{Guard, SpinLock};
+
+#[cfg(not(loom))]
+mod spin {
+    use super::{AtomicBool, Ordering};
+    use core::cell::UnsafeCell;
+    use core::ops::{Deref, DerefMut};
+
+    /// A lock for short critical sections. It knows no owner and no queue.
+    #[derive(Default)]
+    pub(crate) struct SpinLock<T> {
+        locked: AtomicBool,
+        value: UnsafeCell<T>,
+    }
+
+    // SAFETY: the value is reached only through a guard, and `locked` lets one guard exist at a time.
+    unsafe impl<T: Send> Sync for SpinLock<T> {}
+
+    /// Exclusive access; ends when dropped.
+    pub(crate) struct Guard<'a, T> {
+        lock: &'a SpinLock<T>,
+    }
+
+    impl<T> SpinLock<T> {
+        pub const fn new(value: T) -> Self {
+            SpinLock { locked: AtomicBool::new(false), value: UnsafeCell::new(value) }
+        }
+
+        pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+            // Acquire pairs with the release in `Guard::drop`.
+            if self.locked.load(Ordering::Relaxed) || self.locked.swap(true, Ordering::Acquire) {
+                return None;
+            }
+            // Made only now: a guard that is dropped unlocks.
+            Some(Guard { lock: self })
+        }
+
+        pub fn lock(&self) -> Guard<'_, T> {
+            let mut spins = 0;
+            loop {
+                if let Some(guard) = self.try_lock() {
+                    return guard;
+                }
+                super::relax(&mut spins);
+            }
+        }
+    }
+
+    impl<T> Deref for Guard<'_, T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            // SAFETY: a guard exists only while `locked` is its own (`try_lock`).
+            unsafe { &*self.lock.value.get() }
+        }
+    }
+
+    impl<T> DerefMut for Guard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            // SAFETY: as in `deref`; `&mut self` makes this the only reference taken from this guard.
+            unsafe { &mut *self.lock.value.get() }
+        }
+    }
+
+    impl<T> Drop for Guard<'_, T> {
+        fn drop(&mut self) {
+            self.lock.locked.store(false, Ordering::Release);
+        }
+    }
+}
+
+#[cfg(loom)]
+mod model {
+    /// loom's mutex behind the spin lock's interface.
+    #[derive(Default)]
+    pub(crate) struct SpinLock<T>(loom::sync::Mutex<T>);
+
+    pub(crate) type Guard<'a, T> = loom::sync::MutexGuard<'a, T>;
+
+    impl<T> SpinLock<T> {
+        pub fn new(value: T) -> Self {
+            SpinLock(loom::sync::Mutex::new(value))
+        }
+
+        pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+            self.0.try_lock().ok()
+        }
+
+        pub fn lock(&self) -> Guard<'_, T> {
+            self.0.lock().expect("no holder panics")
+        }
+    }
+}
+
+#[cfg(not(loom))]
+static YIELD: AtomicPtr<fn()> = AtomicPtr::new(ptr::null_mut());
+
+/// Installs what a long waiter calls to give up its CPU (`sched_yield`, usually). The core makes no system call of its own;
+/// without a hook it only spins.
+#[cfg(not(loom))]
+pub fn set_yield(hook: &'static fn()) {
+    YIELD.store(ptr::from_ref(hook).cast_mut(), Ordering::Release);
+}
+
+/// One step of waiting; `spins` counts them.
+pub(crate) fn relax(spins: &mut u32) {
+    #[cfg(loom)]
+    {
+        *spins += 1;
+        loom::thread::yield_now();
+    }
+    #[cfg(not(loom))]
+    {
+        *spins = spins.wrapping_add(1);
+        if *spins % 256 == 0 {
+            let hook = YIELD.load(Ordering::Acquire);
+            if !hook.is_null() {
+                // SAFETY: `set_yield` is the only writer, and what it stores is a `&'static fn()`.
+                unsafe { (*hook)() };
+            }
+        }
+        core::hint::spin_loop();
+    }
+}
+
+/// An array made chunk by chunk: `N` elements come into being together, at the first use of one of them, and live until the
+/// directory is dropped. Reading takes no lock.
+pub(crate) struct Directory<T, const N: usize> {
+    chunks: Box<[AtomicPtr<T>]>,
+    made: AtomicUsize,
+}
+
+impl<T: Default, const N: usize> Directory<T, N> {
+    /// Room for `len` elements; none is made yet.
+    pub fn new(len: usize) -> Self {
+        Directory { chunks: (0..len.div_ceil(N)).map(|_| AtomicPtr::new(ptr::null_mut())).collect(), made: AtomicUsize::new(0) }
+    }
+
+    /// Element `i`, if its chunk was made.
+    #[inline]
+    pub fn get(&self, i: usize) -> Option<&T> {
+        // Acquire pairs with the release in `make`: the chunk's elements were written before its address.
+        let chunk = self.chunks.get(i / N)?.load(Ordering::Acquire);
+        if chunk.is_null() {
+            return None;
+        }
+        // SAFETY: a non-null chunk is the start of `N` initialised elements (`make`) that live as long as `self`
+        // (invariant 1), and `i % N` is below `N`.
+        Some(unsafe { &*chunk.add(i % N) })
+    }
+
+    /// Element `i`, making its chunk when need be. `None` when there is no memory, or no such element.
+    pub fn make(&self, i: usize) -> Option<&T> {
+        let place = self.chunks.get(i / N)?;
+        if place.load(Ordering::Acquire).is_null() {
+            let mut chunk = Vec::new();
+            chunk.try_reserve_exact(N).ok()?;
+            chunk.extend((0..N).map(|_| T::default()));
+            let chunk = Box::into_raw(chunk.into_boxed_slice()).cast::<T>();
+            if place.compare_exchange(ptr::null_mut(), chunk, Ordering::Release, Ordering::Relaxed).is_ok() {
+                self.made.fetch_add(1, Ordering::Relaxed);
+            } else {
+                // SAFETY: `chunk` came from `into_raw` just above and was not published.
+                unsafe { free_chunk::<T, N>(chunk) };
+            }
+        }
+        self.get(i)
+    }
+
+    /// Number of elements made.
+    pub fn made(&self) -> usize {
+        self.made.load(Ordering::Relaxed) * N
+    }
+
+    /// Bytes asked of the allocator.
+    pub fn bytes(&self) -> usize {
+        self.chunks.len() * size_of::<AtomicPtr<T>>() + self.made() * size_of::<T>()
+    }
+}
+
+/// # Safety
+/// `chunk` is the start of a boxed slice of `N` elements that nobody else uses.
+unsafe fn free_chunk<T, const N: usize>(chunk: *mut T) {
+    // SAFETY: the caller's promise.
+    drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(chunk, N)) });
+}
+
+impl<T, const N: usize> Drop for Directory<T, N> {
+    fn drop(&mut self) {
+        for place in &self.chunks {
+            // Relaxed: `&mut self`, so whoever published did so before.
+            let chunk = place.load(Ordering::Relaxed);
+            if !chunk.is_null() {
+                // SAFETY: published by `make` from a boxed slice of `N`; `&mut self` says that no reader is left.
+                unsafe { free_chunk::<T, N>(chunk) };
+            }
+        }
+    }
+}
+
+// SAFETY: the directory owns its elements and hands out shared references only.
+unsafe impl<T: Send, const N: usize> Send for Directory<T, N> {}
+// SAFETY: as above; `T: Sync` is what sharing references across threads needs.
+unsafe impl<T: Send + Sync, const N: usize> Sync for Directory<T, N> {}
+
+/// A value published once to readers that take no lock, and kept until the cell is dropped or emptied by its only owner.
+pub(crate) struct Published<T>(AtomicPtr<T>);
+
+impl<T> Default for Published<T> {
+    fn default() -> Self {
+        Published(AtomicPtr::new(ptr::null_mut()))
+    }
+}
+
+impl<T> Published<T> {
+    #[inline]
+    pub fn get(&self) -> Option<&T> {
+        // Acquire pairs with the release in `set`. SAFETY: a non-null pointer is a boxed value published by `set`; it is freed
+        // only through `&mut self`.
+        unsafe { self.0.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// Publishes `value`, or gives it back when one is there already.
+    pub fn set(&self, value: T) -> Result<(), T> {
+        let value = Box::into_raw(Box::new(value));
+        if self.0.compare_exchange(ptr::null_mut(), value, Ordering::Release, Ordering::Relaxed).is_ok() {
+            return Ok(());
+        }
+        // SAFETY: from `into_raw` just above, not published.
+        Err(*unsafe { Box::from_raw(value) })
+    }
+
+    /// Takes the value out; `&mut self` says that no reader is left.
+    pub fn take(&mut self) -> Option<T> {
+        let value = self.0.swap(ptr::null_mut(), Ordering::AcqRel);
+        // SAFETY: a non-null pointer came from `into_raw` in `set`, and was just made unreachable.
+        (!value.is_null()).then(|| *unsafe { Box::from_raw(value) })
+    }
+}
+
+impl<T> Drop for Published<T> {
+    fn drop(&mut self) {
+        drop(self.take());
+    }
+}
+
+// SAFETY: the cell owns the value and hands out shared references only (`AtomicPtr` alone would ask nothing of `T`).
+unsafe impl<T: Send> Send for Published<T> {}
+// SAFETY: as above; `set` moves a value in from any thread, hence `Send`.
+unsafe impl<T: Send + Sync> Sync for Published<T> {}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn the_lock_excludes() {
+        static HOOK: fn() = std::thread::yield_now;
+        set_yield(&HOOK);
+        let lock = SpinLock::new(0u64);
+        thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    for _ in 0..20_000 {
+                        let mut value = lock.lock();
+                        let before = *value;
+                        assert!(lock.try_lock().is_none());
+                        *value = before + 1;
+                    }
+                });
+            }
+        });
+        assert_eq!(*lock.lock(), 80_000);
+        let held = lock.lock();
+        assert!(lock.try_lock().is_none() && lock.try_lock().is_none(), "a failed attempt unlocks nothing");
+        drop(held);
+        assert!(lock.try_lock().is_some());
+    }
+
+    #[test]
+    fn a_value_is_published_once() {
+        let mut cell = Published::default();
+        assert_eq!(cell.get(), None);
+        assert_eq!(cell.set(String::from("first")), Ok(()));
+        assert_eq!(cell.set(String::from("second")), Err(String::from("second")));
+        assert_eq!(cell.get().map(String::as_str), Some("first"));
+        assert_eq!(cell.take().as_deref(), Some("first"));
+        assert_eq!(cell.set(String::from("third")), Ok(()));
+    }
+
+    #[test]
+    fn a_chunk_is_made_once_by_many() {
+        let directory = Directory::<AtomicU64, 8>::new(64);
+        assert!(directory.get(3).is_none() && directory.make(64).is_none());
+        thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| (0..64).for_each(|i| _ = directory.make(i).unwrap().fetch_add(1, Ordering::Relaxed)));
+            }
+        });
+        assert_eq!(directory.made(), 64);
+        assert!((0..64).all(|i| directory.get(i).unwrap().load(Ordering::Relaxed) == 4));
+    }
+}

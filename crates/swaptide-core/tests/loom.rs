@@ -1,0 +1,197 @@
+//! Models of the races that matter, every interleaving: `RUSTFLAGS="--cfg loom" cargo test -p swaptide-core --release --test loom`.
+//! Clusters have 4 slots here, orders go from 0 to 2.
+#![allow(unexpected_cfgs)]
+#![cfg(loom)]
+
+use loom::sync::Arc;
+use loom::thread;
+use swaptide_core::*;
+
+const G: GroupId = GroupId(0);
+
+fn device(slots: u32) -> SwapDevice {
+    SwapDevice::new(SwapType::new(0).unwrap(), slots, 2, Kind::Solid)
+}
+
+fn model(f: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    // Three switches a thread does not ask for: more only repeats (and takes hours).
+    builder.preemption_bound = std::env::var("PB").ok().and_then(|s| s.parse().ok());
+    let runs = std::sync::atomic::AtomicUsize::new(0);
+    let runs: &'static std::sync::atomic::AtomicUsize = Box::leak(Box::new(runs));
+    builder.check(move || {
+        runs.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        f();
+    });
+    let runs = runs.load(std::sync::atomic::Ordering::Relaxed);
+    println!("{runs} interleavings");
+    assert!(runs > 20, "{runs} interleavings: the model has no race");
+}
+
+fn alloc(d: &SwapDevice, cpu: u16, order: u8, folio: u32) -> Result<SwapOffset, AllocError> {
+    d.alloc_folio(CpuId(cpu), Order::new(order).unwrap(), FolioId(folio), G)
+}
+
+/// A look-up while the cluster's last slot goes, its table is given back, and lent to another cluster.
+#[test]
+fn lookup_against_table_free() {
+    model(|| {
+        let d = Arc::new(device(8));
+        let off = alloc(&d, 0, 2, 1).unwrap();
+        let writer = {
+            let d = d.clone();
+            thread::spawn(move || {
+                // The other cluster gets the table back from the pool: take this one first so that it cannot be reused.
+                d.free(off, 4, Expect::Folio(FolioId(1))).unwrap();
+                let first = alloc(&d, 0, 2, 2).unwrap();
+                let second = alloc(&d, 1, 2, 3).unwrap();
+                (first, second)
+            })
+        };
+        let slot = off.plus(1);
+        let seen = [d.lookup(slot), d.lookup(slot)];
+        let (first, second) = writer.join().unwrap();
+        let own = if first.cluster() == off.cluster() { 2 } else { 3 };
+        assert_ne!(first.cluster(), second.cluster());
+        for slot in seen {
+            let known = [Slot::Free, Slot::Folio(FolioId(1)), Slot::Folio(FolioId(own))];
+            assert!(known.contains(&slot), "{slot:?} was never in this slot");
+        }
+        assert!(!(seen[0] == known(own) && seen[1] == known(1)), "a look-up went back in time");
+    });
+}
+
+fn known(folio: u32) -> Slot {
+    Slot::Folio(FolioId(folio))
+}
+
+/// The table goes to another cluster while a reader looks through the old publication.
+#[test]
+fn lookup_against_table_lent_elsewhere() {
+    model(|| {
+        let d = Arc::new(device(8));
+        let a = alloc(&d, 0, 2, 1).unwrap();
+        let b = alloc(&d, 1, 2, 2).unwrap();
+        d.free(b, 4, Expect::Any).unwrap();
+        // The free list holds b's cluster, the pool b's table. Freeing a and filling b gives b the table that was a's.
+        let writer = {
+            let d = d.clone();
+            thread::spawn(move || {
+                d.free(a, 4, Expect::Any).unwrap();
+                let off = alloc(&d, 0, 2, 3).unwrap();
+                assert_eq!(off, b, "first in, first out");
+            })
+        };
+        let seen = d.lookup(a);
+        assert!(seen == Slot::Free || seen == known(1), "{seen:?} is another cluster's word");
+        writer.join().unwrap();
+    });
+}
+
+/// Two folios are swapped in over ranges that overlap: one wins whole, the other finds out.
+#[test]
+fn insert_against_overlapping_insert() {
+    model(|| {
+        let d = Arc::new(device(4));
+        let off = alloc(&d, 0, 2, 1).unwrap();
+        d.folio_to_shadow(off, 4, FolioId(1), Shadow(9), ZeroMask::None).unwrap();
+        let other = {
+            let d = d.clone();
+            thread::spawn(move || d.shadow_to_folio(off, 4, FolioId(2), None))
+        };
+        let mine = d.shadow_to_folio(off.plus(1), 2, FolioId(3), None);
+        let theirs = other.join().unwrap();
+        assert!(mine.is_ok() != theirs.is_ok());
+        let lost = mine.err().or(theirs.err()).unwrap();
+        assert!(lost.exists());
+        let now: Vec<Slot> = (0..4).map(|i| d.lookup(off.plus(i))).collect();
+        let shadow = Slot::Shadow { shadow: Shadow(9), zero: false };
+        if theirs.is_ok() {
+            assert_eq!(now, [known(2); 4]);
+        } else {
+            assert_eq!(now, [shadow, known(3), known(3), shadow]);
+        }
+    });
+}
+
+/// Two CPUs, one cluster: a run of order 1 and slots of order 0 that steal from it.
+#[test]
+fn alloc_with_stealing() {
+    model(|| {
+        let d = Arc::new(device(4));
+        let first = alloc(&d, 0, 1, 1).unwrap();
+        let other = {
+            let d = d.clone();
+            thread::spawn(move || alloc(&d, 1, 0, 2))
+        };
+        let run = alloc(&d, 0, 1, 3);
+        let one = other.join().unwrap();
+        // The run may lose against the slot, or the slot against the run's reservation.
+        assert!(run.is_ok() || one.is_ok());
+        let mut taken = vec![first.0, first.0 + 1];
+        taken.extend(run.iter().flat_map(|off| [off.0, off.0 + 1]));
+        taken.extend(one.iter().map(|off| off.0));
+        let (n, used) = (taken.len(), d.used());
+        taken.sort_unstable();
+        taken.dedup();
+        assert_eq!((taken.len(), used as usize), (n, n));
+        if let Ok(off) = one {
+            assert_eq!(d.lookup(off), known(2));
+        }
+        if let Ok(off) = run {
+            assert_eq!((d.lookup(off), d.lookup(off.plus(1))), (known(3), known(3)));
+        }
+    });
+}
+
+/// The last page table lets go of a slot while a swap-in puts a folio there: the slot is freed once, or stays with the folio.
+#[test]
+fn put_to_zero_against_swap_in() {
+    model(|| {
+        let d = Arc::new(device(4));
+        let off = alloc(&d, 0, 0, 1).unwrap();
+        d.folio_to_shadow(off, 1, FolioId(1), Shadow(9), ZeroMask::None).unwrap();
+        let reader = {
+            let d = d.clone();
+            thread::spawn(move || d.shadow_to_folio(off, 1, FolioId(2), None))
+        };
+        let freed = d.put(off, 1).unwrap();
+        match reader.join().unwrap() {
+            Ok(()) => {
+                assert_eq!((freed, d.lookup(off), d.count(off)), (0, known(2), 0));
+                assert_eq!(d.folio_release(off, 1, FolioId(2)), Ok(1));
+            }
+            Err(gone) => assert!(gone.gone() && freed == 1),
+        }
+        assert_eq!((d.used(), d.usage().tables, d.lookup(off)), (0, 0, Slot::Free));
+    });
+}
+
+/// A cluster empties while another CPU looks for space and a third hand discards: nobody gets a slot that is being discarded.
+#[test]
+fn free_against_discard_and_alloc() {
+    model(|| {
+        let d = Arc::new(device(4).with_discard(true));
+        let off = alloc(&d, 0, 2, 1).unwrap();
+        let discarder = {
+            let d = d.clone();
+            thread::spawn(move || {
+                let Some(index) = d.next_discard() else { return };
+                let mut used = 0;
+                d.for_each_used(index, |_, _| used += 1);
+                assert_eq!(used, 0, "a cluster being discarded is nobody's");
+                d.discard_done(index);
+            })
+        };
+        d.free(off, 4, Expect::Any).unwrap();
+        let again = alloc(&d, 0, 2, 2);
+        discarder.join().unwrap();
+        match again {
+            Ok(off) => assert_eq!(d.lookup(off.plus(3)), known(2)),
+            Err(e) => {
+                assert_eq!(e, AllocError::NoRun);
+                assert!(alloc(&d, 0, 2, 3).is_ok());
+            }
+        }
+    });
+}

@@ -1,0 +1,162 @@
+//! Adoption: finding the program's memory and putting it under management.
+//!
+//! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split mapping fails.
+//!
+//! Rules
+//! 1. Adopted are private, anonymous, readable and writable mappings of at least [`MIN_BYTES`], except the engine's own memory, the main
+//!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's).
+//! 2. A range enters the list of regions only after: its registration; a check that it is one mapping armed with this userfaultfd while no
+//!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
+//! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts the mapping then.
+//!
+//! Only the handler adopts: the order of registration, events and the list is its own.
+
+use swaptide_ipc::Counter;
+use swaptide_sys::maps::{Vma, for_each_vma};
+use swaptide_sys::mem::own_ranges;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::uffd::Coverage;
+
+use crate::handler::Handler;
+use crate::ids::pages_of;
+use crate::ids::PageNo;
+
+/// Smallest mapping worth managing.
+pub const MIN_BYTES: usize = 64 << 10;
+
+impl Handler {
+    /// Adopts what there is to adopt.
+    pub fn adopt(&mut self) {
+        let mut found = std::mem::take(&mut self.found);
+        found.clear();
+        let engine = self.engine;
+        let mut last_file_end = VirtAddr(0);
+        let mut last_file_main = false;
+        let listed = for_each_vma(&mut self.maps_buf, |vma| {
+            if vma.inode != 0 {
+                last_file_end = vma.range.end;
+                last_file_main = (engine.start.main_object)(vma.name);
+                return true;
+            }
+            let library_bss = vma.range.start == last_file_end && !last_file_main;
+            if !library_bss && eligible(&vma) {
+                program_parts(vma.range, |part| found.push(part));
+            }
+            true
+        });
+        if listed.is_err() {
+            (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
+        }
+        for range in &found {
+            let mut gaps = std::mem::take(&mut self.gaps);
+            gaps.clear();
+            engine.mm.lock().regions.gaps(*range, |gap| gaps.push(gap));
+            for gap in &gaps {
+                self.adopt_range(*gap);
+            }
+            self.gaps = gaps;
+        }
+        self.found = found;
+        let mm = engine.mm.lock();
+        engine.settle(&mm);
+    }
+
+    fn adopt_range(&mut self, range: VirtRange) {
+        if self.uffd.register_missing(range).is_err() {
+            return;
+        }
+        for _ in 0..16 {
+            match self.uffd.coverage(range) {
+                Coverage::Whole => {
+                    self.manage(range);
+                    return;
+                }
+                Coverage::Changing => self.drain_events(),
+                // It changed between the listing and the registration. What is armed of it is adopted when it faults or at the next look.
+                Coverage::NotWhole | Coverage::Gone => return,
+            }
+        }
+    }
+
+    /// Marks what the program has of an armed range and lists it.
+    fn manage(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        mm.regions.insert(range);
+        let scanned = self.pagemap.present(range, |present| {
+            for page in pages_of(present) {
+                mm.mark_present(PageNo(page));
+            }
+        });
+        if scanned.is_err() {
+            // Pages whose presence is not known are simply never taken out.
+            (engine.start.log)("reading the page map failed: adopted pages stay in memory");
+        }
+        engine.count(Counter::RegionsAdopted, 1);
+    }
+
+    /// A fault came from an address that is not managed. True when its mapping is managed now.
+    pub fn adopt_at(&mut self, addr: VirtAddr) -> bool {
+        let Ok(Some(info)) = self.maps.vma_at(addr) else { return false };
+        let range = info.vma().range;
+        let mut part = None;
+        program_parts(range, |p| {
+            if p.contains(addr) {
+                part = Some(p);
+            }
+        });
+        let Some(part) = part else { return false };
+        if self.uffd.coverage(part) != Coverage::Whole {
+            return false;
+        }
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.clear();
+        self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap));
+        for gap in &gaps {
+            self.manage(*gap);
+        }
+        self.gaps = gaps;
+        self.engine.mm.lock().regions.find(addr).is_some()
+    }
+}
+
+fn eligible(vma: &Vma<'_>) -> bool {
+    vma.private
+        && vma.read
+        && vma.write
+        && vma.inode == 0
+        && vma.range.len() >= MIN_BYTES
+        && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))
+}
+
+/// The parts of a mapping that are not the engine's own: the kernel joins neighbouring anonymous mappings.
+fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
+    let mut own = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; 64];
+    let mut n = 0;
+    let mut overflow = false;
+    own_ranges(|r| {
+        let cut = VirtRange { start: r.start.max(range.start), end: r.end.min(range.end) };
+        if cut.start < cut.end {
+            match own.get_mut(n) {
+                Some(place) => *place = cut,
+                None => overflow = true,
+            }
+            n += 1;
+        }
+    });
+    if overflow {
+        return;
+    }
+    let own = &mut own[..n];
+    own.sort_unstable_by_key(|r| r.start);
+    let mut at = range.start;
+    for r in own.iter() {
+        if at < r.start {
+            f(VirtRange { start: at, end: r.start });
+        }
+        at = at.max(r.end);
+    }
+    if at < range.end {
+        f(VirtRange { start: at, end: range.end });
+    }
+}

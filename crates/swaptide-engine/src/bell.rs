@@ -1,0 +1,152 @@
+//! Bells: how any thread of the process gets the handler's ear.
+//!
+//! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area (`MADV_DONTNEED`) is an event there, and
+//! the caller waits until it is read: so an area of a few pages is registered for that alone, and which page is given up says what is
+//! wanted. Nothing is ever stored in it.
+//!
+//! Owns: the area, the mailbox of the one request that carries data, and the reply words.
+//!
+//! Locks: none. A ringing thread waits on futex words of the engine's memory only.
+
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use swaptide_sys::lock::futex;
+use swaptide_sys::mem::{Advice, Mapping, advise};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+
+use crate::EngineError;
+
+/// What a thread wants of the handler.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub enum Ring {
+    /// Look for memory to adopt.
+    Adopt = 0,
+    /// Stand still: the ringing thread is about to fork.
+    ForkPrepare = 1,
+    /// The mailbox holds a hint.
+    Hint = 2,
+    /// The fork is over for its parent: the thread goes on when the child serves itself.
+    ForkDone = 3,
+}
+
+/// A hint from the program, as it came with `madvise`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Hint {
+    /// The range will be needed soon.
+    WillNeed = 1,
+    /// The range is the first to take.
+    Cold = 2,
+    /// Take the range now.
+    PageOut = 3,
+    /// The range is read from start to end.
+    Sequential = 4,
+    /// The range is read without order.
+    Random = 5,
+    /// No longer either.
+    Normal = 6,
+}
+
+impl Hint {
+    fn of(word: u32) -> Option<Hint> {
+        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal].into_iter().find(|h| *h as u32 == word)
+    }
+}
+
+/// See the module's description.
+pub struct Bells {
+    area: Mapping,
+    busy: AtomicU32,
+    hint: AtomicU32,
+    hint_start: AtomicUsize,
+    hint_end: AtomicUsize,
+    /// Raised each time the handler has done what a ring asked for.
+    pub answered: AtomicU32,
+}
+
+impl Bells {
+    /// Makes the area; the handler registers it.
+    ///
+    /// # Errors
+    /// When memory is refused.
+    pub fn new() -> Result<Bells, EngineError> {
+        let area = Mapping::reserve(4 * PAGE_SIZE).map_err(|e| EngineError::Memory("the bells' pages", e))?;
+        Ok(Bells {
+            area,
+            busy: AtomicU32::new(0),
+            hint: AtomicU32::new(0),
+            hint_start: AtomicUsize::new(0),
+            hint_end: AtomicUsize::new(0),
+            answered: AtomicU32::new(0),
+        })
+    }
+
+    /// The range to register.
+    pub fn range(&self) -> VirtRange {
+        self.area.range()
+    }
+
+    /// Rings; returns when the handler has read it. Never from the handler itself.
+    pub fn ring(&self, ring: Ring) {
+        let start = self.range().start.offset(ring as usize * PAGE_SIZE);
+        // SAFETY: the page is the engine's own, holds nothing and is never read.
+        let _ = unsafe { advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeed) };
+    }
+
+    /// Which bell an event of the area means.
+    pub fn decode(&self, at: VirtAddr) -> Option<Ring> {
+        match (at.0 - self.range().start.0) / PAGE_SIZE {
+            0 => Some(Ring::Adopt),
+            1 => Some(Ring::ForkPrepare),
+            2 => Some(Ring::Hint),
+            3 => Some(Ring::ForkDone),
+            _ => None,
+        }
+    }
+
+    /// Which bell an event means, if it is of the area.
+    pub fn decode_in(&self, at: VirtAddr) -> Option<Ring> {
+        self.range().contains(at).then(|| self.decode(at)).flatten()
+    }
+
+    /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another one is dropped: it is only a hint.
+    pub fn hint(&self, hint: Hint, range: VirtRange) {
+        if self.busy.swap(1, AcqRel) != 0 {
+            return;
+        }
+        self.hint_start.store(range.start.0, Relaxed);
+        self.hint_end.store(range.end.0, Relaxed);
+        let before = self.answered.load(Acquire);
+        self.hint.store(hint as u32, Release);
+        self.ring(Ring::Hint);
+        self.wait_answer(before);
+        self.busy.store(0, Release);
+    }
+
+    /// The hint in the mailbox.
+    pub fn take_hint(&self) -> Option<(Hint, VirtRange)> {
+        let hint = Hint::of(self.hint.swap(0, AcqRel))?;
+        Some((hint, VirtRange { start: VirtAddr(self.hint_start.load(Relaxed)), end: VirtAddr(self.hint_end.load(Relaxed)) }))
+    }
+
+    /// Says that what was asked for is done.
+    pub fn answer(&self) {
+        self.answered.fetch_add(1, Release);
+        futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
+    }
+
+    /// Waits until the count of answers is no longer `before`.
+    pub fn wait_answer(&self, before: u32) {
+        while self.answered.load(Acquire) == before {
+            futex::wait(&self.answered, before, Some(Duration::from_millis(100)), futex::Scope::Private);
+        }
+    }
+
+    /// In a forked child: nobody has asked for anything.
+    pub fn reset(&self) {
+        self.busy.store(0, Relaxed);
+        self.hint.store(0, Relaxed);
+    }
+}

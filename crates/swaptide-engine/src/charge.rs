@@ -1,0 +1,147 @@
+//! What a process costs, against what it may cost.
+//!
+//! Owns: the limit the supervisor set, the parts of the charge that are kept as they change (managed pages, frames, compressed pool) and the
+//! rest, which is measured: everything anonymous that is not under management.
+//!
+//! Invariant: `charged()` is at least what the kernel accounts to the process as anonymous memory at the last [`Charge::measure`], give
+//! or take the kernel's own per-CPU slack (a few hundred KiB), plus what was filled since.
+//!
+//! Locks: none; atomics, each read on its own.
+
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+
+use swaptide_ipc::ProcSlot;
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::StatmFd;
+
+use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
+
+/// See the module's description.
+pub struct Charge {
+    limit: AtomicU64,
+    pool_percent: AtomicU64,
+    pool_cap: AtomicU64,
+    pages: AtomicU64,
+    pool: AtomicU64,
+    ready: AtomicU64,
+    rest: AtomicI64,
+}
+
+impl Charge {
+    /// A charge of nothing under a limit of `limit` bytes.
+    pub fn new(limit: u64, pool_percent: u64, pool_cap: u64) -> Charge {
+        Charge {
+            limit: AtomicU64::new(limit),
+            pool_percent: AtomicU64::new(pool_percent),
+            pool_cap: AtomicU64::new(pool_cap),
+            pages: AtomicU64::new(0),
+            pool: AtomicU64::new(0),
+            ready: AtomicU64::new(0),
+            rest: AtomicI64::new(0),
+        }
+    }
+
+    /// The limit in bytes.
+    pub fn limit(&self) -> u64 {
+        self.limit.load(Relaxed)
+    }
+
+    /// Takes over what the supervisor wrote.
+    pub fn take_limit(&self, slot: &ProcSlot) {
+        let limit = slot.limit_bytes.load(Relaxed);
+        if limit != 0 {
+            self.limit.store(limit, Relaxed);
+        }
+    }
+
+    /// Publishes managed pages (the program's and full frames), how many of them are free frames, and the pool's bytes.
+    pub fn publish(&self, pages: usize, ready: usize, pool_bytes: usize) {
+        self.ready.store(ready as u64, Relaxed);
+        self.pages.store(pages as u64, Relaxed);
+        self.pool.store(pool_bytes as u64, Relaxed);
+    }
+
+    /// Bytes charged.
+    pub fn charged(&self) -> u64 {
+        let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
+        kept.saturating_add_signed(self.rest.load(Relaxed))
+    }
+
+    /// Bytes that are not under management.
+    pub fn rest(&self) -> i64 {
+        self.rest.load(Relaxed)
+    }
+
+    /// Measures the rest anew. `kept` must have been published just before.
+    pub fn measure(&self, statm: &StatmFd) {
+        if let Some(anon) = statm.anon_rss() {
+            let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
+            self.rest.store(anon as i64 - kept as i64, Relaxed);
+        }
+    }
+
+    /// Bytes that may still be filled before the limit is reached; negative beyond it.
+    pub fn headroom(&self) -> i64 {
+        self.limit() as i64 - self.charged() as i64
+    }
+
+    /// Bytes that may be filled: the headroom, and the free frames, which are charged already and are filled first.
+    pub fn room(&self) -> i64 {
+        self.headroom() + (self.ready.load(Relaxed) * PAGE_SIZE as u64) as i64
+    }
+
+    /// Reclaim starts when the headroom is less than this.
+    pub fn low(&self) -> i64 {
+        (self.limit() / 64).clamp(512 << 10, 16 << 20) as i64
+    }
+
+    /// Reclaim goes on until the headroom is this.
+    pub fn high(&self) -> i64 {
+        (self.limit() / 32).clamp(1 << 20, 32 << 20) as i64
+    }
+
+    /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its way.
+    pub fn batch_chunks(&self) -> usize {
+        (self.limit() as usize / 128 / CHUNK_BYTES).clamp(2, CHUNKS_PER_LEAF)
+    }
+
+    /// Free frames worth keeping for the next growth or swap-in.
+    pub fn keep_frames(&self) -> usize {
+        (self.limit() as usize / 64 / PAGE_SIZE).clamp(32, 1024)
+    }
+
+    /// Most pages that one fault fills.
+    pub fn window_pages(&self) -> usize {
+        (self.limit() as usize / 64 / PAGE_SIZE).clamp(16, 512)
+    }
+
+    /// Bytes that the compressed pool may take before its oldest pages go to the file.
+    pub fn pool_limit(&self) -> u64 {
+        let share = self.limit() / 100 * self.pool_percent.load(Relaxed);
+        match self.pool_cap.load(Relaxed) {
+            0 => share,
+            cap => share.min(cap),
+        }
+    }
+
+    /// Bytes of the compressed pool.
+    pub fn pool(&self) -> u64 {
+        self.pool.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_charge_is_what_is_kept_and_the_rest() {
+        let charge = Charge::new(64 << 20, 75, 0);
+        charge.publish(1024, 256, 1 << 20);
+        assert_eq!(charge.charged(), (4 << 20) + (1 << 20));
+        assert_eq!(charge.headroom(), (64 - 5) << 20);
+        assert_eq!(charge.room(), (64 - 4) << 20);
+        assert!(charge.low() < charge.high());
+        assert_eq!(charge.pool_limit(), (64u64 << 20) / 100 * 75);
+    }
+}

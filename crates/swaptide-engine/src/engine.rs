@@ -1,0 +1,278 @@
+//! The engine of one process: what its threads share.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
+use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
+use swaptide_sys::lock::{Lock, futex};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
+
+use crate::EngineError;
+use crate::bell::Bells;
+use crate::charge::Charge;
+use crate::devices::{Devices, FILE};
+use crate::fork::ForkControl;
+use crate::ids::{ChunkNo, PageNo};
+use crate::pagetable::{PageState, PageTable};
+use crate::queue::Queues;
+use crate::regions::Regions;
+use crate::staging::{FrameNo, Staging};
+
+/// What an engine starts with.
+pub struct Start {
+    /// The shared segment.
+    pub segment: &'static Segment,
+    /// The process's place in it at first; a forked child gets another ([`Engine::set_index`]).
+    pub index: SlotIndex,
+    /// The swap file, in the descriptor table of the engine's threads.
+    pub file: Option<OwnedFd>,
+    /// A number no other process of the run uses: it keeps the nonces of the file's cipher apart.
+    pub salt: u64,
+    /// Writes one line to the log, if there is one.
+    pub log: fn(&str),
+    /// True for the name of the program's own file: its zero-initialised data is managed, a library's is not.
+    pub main_object: fn(&[u8]) -> bool,
+    /// True for a chunk that must stay (it holds a thread's control block).
+    pub pinned: fn(ChunkNo) -> bool,
+}
+
+/// What the memory lock guards.
+pub struct Mm {
+    /// What every page is.
+    pub table: PageTable,
+    /// What is managed.
+    pub regions: Regions,
+    /// Staging frames.
+    pub staging: Staging,
+    /// Orders of reclaim.
+    pub queues: Queues,
+    /// For each staging frame in use: its page.
+    pub owner: Vec<PageNo>,
+    /// For the first frame of each folio in the swap cache: its first swap entry.
+    pub base: Vec<SwapEntry>,
+    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up.
+    pub cancelled: Vec<u64>,
+    /// Chunks taken out so far: the clock that shadows hold.
+    pub evictions: u32,
+}
+
+/// See the module's description.
+pub struct Engine {
+    /// The memory lock: first in the lock order.
+    pub mm: Lock<Mm>,
+    /// The devices.
+    pub devices: Devices,
+    /// The account.
+    pub charge: Charge,
+    /// The bells.
+    pub bells: Bells,
+    /// Forks.
+    pub fork: ForkControl,
+    /// Futex word on which idle workers wait: raised when there may be work.
+    pub work: AtomicU32,
+    /// Not 0: workers stand still at their next safe point.
+    pub park: AtomicU32,
+    /// Workers standing still.
+    pub parked: AtomicU32,
+    /// Workers running.
+    pub workers: AtomicU32,
+    /// A fork left pages shared with another process: taking such a page out needs its sharing broken first.
+    pub shared_pages: AtomicBool,
+    /// Pages could not be stored anywhere: told once.
+    pub swap_full: AtomicBool,
+    /// What the engine was started with.
+    pub start: Start,
+    staging_base: VirtAddr,
+    index: Arc<AtomicU32>,
+}
+
+impl Engine {
+    /// Makes an engine with nothing under management.
+    ///
+    /// # Errors
+    /// When memory or a userfaultfd is refused.
+    pub fn new(mut start: Start) -> Result<Engine, EngineError> {
+        let staging = Staging::new()?;
+        let frames = staging.frames();
+        let staging_base = staging.addr(FrameNo(0));
+        let header = &start.segment.header;
+        let slot = start.segment.slot(start.index);
+        let index = Arc::new(AtomicU32::new(start.index.0));
+        let devices = Devices::new(start.segment, index.clone(), start.file.take(), start.salt)?;
+        let percent = match header.pool_percent.load(Relaxed) {
+            0 => 75,
+            percent => u64::from(percent),
+        };
+        let charge = Charge::new(slot.limit_bytes.load(Relaxed), percent, header.pool_cap_bytes.load(Relaxed));
+        Ok(Engine {
+            mm: Lock::new(Mm {
+                table: PageTable::new(),
+                regions: Regions::default(),
+                staging,
+                queues: Queues::default(),
+                owner: vec![PageNo(0); frames],
+                base: vec![crate::devices::NO_ENTRY; frames],
+                cancelled: vec![0; frames.div_ceil(64)],
+                evictions: 0,
+            }),
+            devices,
+            charge,
+            bells: Bells::new()?,
+            fork: ForkControl::new(),
+            work: AtomicU32::new(0),
+            park: AtomicU32::new(0),
+            parked: AtomicU32::new(0),
+            workers: AtomicU32::new(0),
+            shared_pages: AtomicBool::new(false),
+            swap_full: AtomicBool::new(false),
+            start,
+            staging_base,
+            index,
+        })
+    }
+
+    /// The process's place in the segment.
+    pub fn slot(&self) -> &'static ProcSlot {
+        self.start.segment.slot(SlotIndex(self.index.load(Relaxed)))
+    }
+
+    /// In a forked child: its own place in the segment.
+    pub fn set_index(&self, index: SlotIndex) {
+        self.index.store(index.0, Relaxed);
+    }
+
+    /// Adds to a counter.
+    pub fn count(&self, counter: Counter, n: usize) {
+        if n > 0 {
+            self.slot().count(counter, n as u64);
+        }
+    }
+
+    /// The address of a staging frame, without the memory lock.
+    pub fn frame_addr(&self, frame: FrameNo) -> VirtAddr {
+        self.staging_base.offset(frame.0 as usize * PAGE_SIZE)
+    }
+
+    /// Publishes the account after a change under the lock, and calls the workers when little is left.
+    pub fn settle(&self, mm: &Mm) {
+        self.charge.publish(mm.table.present() + mm.staging.full_frames(), mm.staging.ready_frames(), self.devices.pool.pool_bytes());
+        if self.charge.headroom() < self.charge.low() {
+            self.call_workers();
+        }
+    }
+
+    /// Wakes idle workers.
+    pub fn call_workers(&self) {
+        if self.work.swap(1, Release) == 0 {
+            futex::wake(&self.work, 1, futex::Scope::Private);
+        }
+    }
+
+    /// Publishes what a supervisor shows.
+    pub fn publish_slot(&self) {
+        let (present, full, swapped, table) = {
+            let mm = self.mm.lock();
+            self.charge.publish(mm.table.present() + mm.staging.full_frames(), mm.staging.ready_frames(), self.devices.pool.pool_bytes());
+            (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
+        };
+        let slot = self.slot();
+        let file_pages = self.devices.file.as_ref().map_or(0, |f| f.slots.usage().used as usize);
+        let page = PAGE_SIZE as u64;
+        slot.managed_bytes.store(present as u64 * page, Relaxed);
+        slot.staging_bytes.store(full as u64 * page, Relaxed);
+        slot.pool_bytes.store(self.charge.pool(), Relaxed);
+        slot.overhead_bytes.store((table + self.devices.metadata_bytes()) as u64, Relaxed);
+        slot.swapped_pool_bytes.store(swapped.saturating_sub(file_pages) as u64 * page, Relaxed);
+        slot.swapped_file_bytes.store(file_pages as u64 * page, Relaxed);
+        let unmanaged = self.charge.rest().max(0) as u64;
+        slot.peak_footprint_bytes.fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
+    }
+
+    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done.
+    pub fn stand_still(&self) {
+        if self.park.load(Acquire) == 0 {
+            return;
+        }
+        self.parked.fetch_add(1, Release);
+        futex::wake(&self.parked, 1, futex::Scope::Private);
+        while self.park.load(Acquire) != 0 {
+            futex::wait(&self.park, 1, None, futex::Scope::Private);
+        }
+        self.parked.fetch_sub(1, Release);
+    }
+}
+
+impl Mm {
+    /// True when the page of a staging frame is no longer swapped.
+    pub fn is_cancelled(&self, frame: FrameNo) -> bool {
+        self.cancelled[frame.0 as usize / 64] >> (frame.0 % 64) & 1 == 1
+    }
+
+    /// Notes that the page of a staging frame is no longer swapped.
+    pub fn cancel(&mut self, frame: FrameNo) {
+        self.cancelled[frame.0 as usize / 64] |= 1 << (frame.0 % 64);
+    }
+
+    /// Forgets such a note.
+    pub fn uncancel(&mut self, frame: FrameNo) {
+        self.cancelled[frame.0 as usize / 64] &= !(1 << (frame.0 % 64));
+    }
+
+    /// The staging frame that holds the page of a swap entry whose slot holds a folio.
+    pub fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
+        let base = self.base[folio.0 as usize];
+        let step = entry.offset().0.wrapping_sub(base.offset().0);
+        if base.ty() != entry.ty() || step >= 512 {
+            crate::fatal(&format!("entry {entry:?} names folio {folio:?}, whose entries start at {base:?}"));
+        }
+        FrameNo(folio.0 + step)
+    }
+
+    /// A page is the program's again (or for the first time).
+    pub fn mark_present(&mut self, page: PageNo) {
+        self.table.set(page, PageState::Present);
+        self.queues.arrived(&mut self.table, page.chunk());
+    }
+
+    /// A page's swap entry is not needed any more: its data is dropped, now or by the worker that is storing it.
+    pub fn release(&mut self, devices: &Devices, entry: SwapEntry) {
+        match devices.slots(entry.ty()).lookup(entry.offset()) {
+            TableSlot::Folio(folio) => {
+                let frame = self.frame_of(entry, folio);
+                self.cancel(frame);
+            }
+            TableSlot::Shadow { .. } => devices.drop_swapped(entry),
+            other => crate::fatal(&format!("swap entry {entry:?} is in use and its slot is {other:?}")),
+        }
+    }
+
+    /// How long ago, in chunks taken out, the page of a shadow went; `None` if its slot holds a folio.
+    pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u32> {
+        match devices.slots(entry.ty()).lookup(entry.offset()) {
+            TableSlot::Shadow { shadow, .. } => Some(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK),
+            _ => None,
+        }
+    }
+
+    /// The shadow of what goes out now.
+    pub fn shadow(&self) -> Shadow {
+        Shadow(self.evictions & SHADOW_MASK)
+    }
+
+    /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot is the caller's to free.
+    pub fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
+        debug_assert_eq!(entry.ty(), FILE);
+        self.table.set(page, PageState::Swapped(entry));
+    }
+
+    /// Frees the slot of a cancelled folio page.
+    pub fn free_cancelled(&mut self, devices: &Devices, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
+        self.uncancel(frame);
+        devices.free_slot(entry, Expect::Folio(folio));
+    }
+}
+
+/// Bits of a shadow's clock.
+const SHADOW_MASK: u32 = (1 << 28) - 1;

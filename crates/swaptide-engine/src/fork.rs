@@ -1,0 +1,431 @@
+//! fork: a child that serves itself from its own copy of everything.
+//!
+//! The engine's memory is private, so that a forked child has a copy of the page table, the swap table, the compressed pool. What it lacks are
+//! threads, descriptors and its own userfaultfd, which the kernel hands to the parent's handler. The hand-over:
+//!
+//! | forking thread (parent) | parent's handler | child |
+//! |---|---|---|
+//! | rings `ForkPrepare`, waits | parks the workers, gives free frames back, listens on a socket: **prepared** | |
+//! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
+//! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
+//! | rings `ForkDone`, waits | waits | starts its handler, which connects and says its process slot |
+//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, goes on |
+//! | goes on | applies the events, answers the faults: **none** | |
+//!
+//! Invariants
+//! 1. From *prepared* to the hand-over nothing in the engine's memory changes but by the forking thread's own faults, while it waits for them and so
+//!    cannot be inside fork(2): the child's copy is of one moment, and equals the parent's until the hand-over.
+//! 2. No staging frame is full and no folio is in the swap cache at that moment: frames need not be shared.
+//! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte of them until one holder is left.
+//! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in and its userfaultfd closed.
+
+use swaptide_sys::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use swaptide_core::Slot as TableSlot;
+use swaptide_ipc::{Counter, ExtentId, SlotIndex};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::lock::futex;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::sock::{Conn, Listener, poll_readable};
+use swaptide_sys::thread::getpid;
+use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
+
+use crate::EngineError;
+use crate::devices::POOL;
+use crate::engine::Engine;
+use crate::handler::Handler;
+use crate::ids::{PageNo, pages_of, range_of};
+use crate::pagetable::PageState;
+
+/// No fork is under way.
+pub const NONE: u32 = 0;
+/// The handler stands still for the forking thread.
+pub const PREPARED: u32 = 1;
+
+/// Most events of other threads that are noted during a fork.
+pub(crate) const NOTED: usize = 4096;
+/// Bytes of one message of the hand-over.
+const MESSAGE_BYTES: usize = 32 << 10;
+
+/// What the forking thread, the handler and the child share.
+pub struct ForkControl {
+    /// [`NONE`] or [`PREPARED`]; a futex word.
+    pub phase: AtomicU32,
+    /// The forking thread.
+    pub forker: AtomicU32,
+    token: AtomicU64,
+    parent: AtomicU32,
+}
+
+impl Default for ForkControl {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl ForkControl {
+    /// No fork is under way.
+    pub const fn new() -> ForkControl {
+        ForkControl { phase: AtomicU32::new(NONE), forker: AtomicU32::new(0), token: AtomicU64::new(0), parent: AtomicU32::new(0) }
+    }
+
+    /// Waits until the phase is `phase`.
+    pub fn wait(&self, phase: u32) {
+        loop {
+            let now = self.phase.load(Acquire);
+            if now == phase {
+                return;
+            }
+            futex::wait(&self.phase, now, Some(Duration::from_millis(100)), futex::Scope::Private);
+        }
+    }
+
+    fn set(&self, phase: u32) {
+        self.phase.store(phase, Release);
+        futex::wake(&self.phase, u32::MAX >> 1, futex::Scope::Private);
+    }
+
+    fn socket_name(&self) -> String {
+        format!("swaptide-fork-{}-{:016x}", self.parent.load(Relaxed), self.token.load(Relaxed))
+    }
+}
+
+/// An event as it goes over the socket.
+fn encode(event: &Event) -> Option<[u64; 4]> {
+    match event {
+        Event::Unmap(r) => Some([1, r.start.0 as u64, r.end.0 as u64, 0]),
+        Event::Remap { from, to, len } => Some([2, from.0 as u64, to.0 as u64, *len as u64]),
+        // Given up at the same moment as the fork: the child may have either contents.
+        _ => None,
+    }
+}
+
+impl Handler {
+    /// The forking thread has rung. Returns when the fork is over.
+    pub(crate) fn fork(&mut self) {
+        let engine = self.engine;
+        let forker = engine.fork.forker.load(Acquire);
+        self.forking = true;
+        if self.uffd.set_nonblocking(true).is_err() {
+            crate::fatal("the userfaultfd cannot be made non-blocking");
+        }
+        self.park_workers();
+        engine.mm.lock().staging.trim(0);
+        let _ = self.mint.discard(0, self.mint.len());
+        if let Some(file) = &engine.devices.file {
+            file.device.freeze_all();
+        }
+        let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
+        engine.fork.token.store(token, Relaxed);
+        engine.fork.parent.store(getpid().0, Relaxed);
+        let listener = match Listener::bind_abstract(engine.fork.socket_name().as_bytes()) {
+            Ok(listener) => listener,
+            Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {errno}")),
+        };
+        self.deferring = true;
+        engine.fork.set(PREPARED);
+        loop {
+            if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
+                let Some(fault) = self.pending.remove(at) else { continue };
+                self.answer(fault);
+                continue;
+            }
+            if self.child.is_some() || self.fork_done {
+                break;
+            }
+            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_millis(10)));
+            self.read();
+        }
+        if let Some(child) = self.child.take() {
+            self.hand_over(child, &listener);
+            engine.shared_pages.store(true, Relaxed);
+            engine.count(Counter::Forks, 1);
+        }
+        self.fork_is_over();
+    }
+
+    fn park_workers(&mut self) {
+        let engine = self.engine;
+        engine.park.store(1, Release);
+        loop {
+            engine.work.store(1, Release);
+            futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
+            if engine.parked.load(Acquire) == engine.workers.load(Acquire) {
+                return;
+            }
+            // A worker may be waiting for the handler to read its bell.
+            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_micros(200)));
+            self.read();
+        }
+    }
+
+    fn fork_is_over(&mut self) {
+        let engine = self.engine;
+        self.deferring = false;
+        self.fork_done = false;
+        self.forking = false;
+        if self.uffd.set_nonblocking(false).is_err() {
+            crate::fatal("the userfaultfd cannot be made blocking");
+        }
+        engine.park.store(0, Release);
+        futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+        engine.fork.set(NONE);
+        let noted = std::mem::replace(&mut self.noted, Vec::with_capacity(NOTED));
+        for event in noted {
+            self.take(event);
+        }
+    }
+
+    /// Notes an event for after the fork.
+    pub(crate) fn note_event(&mut self, event: Event) {
+        if self.noted.len() == self.noted.capacity() {
+            crate::fatal("more than 4096 changes of mappings during one fork");
+        }
+        self.noted.push(event);
+    }
+
+    /// Serves the child until it serves itself, and gives it what it needs for that.
+    fn hand_over(&mut self, child: Uffd, listener: &Listener) {
+        let mut served: Vec<u64> = Vec::new();
+        let _ = child.set_nonblocking(true);
+        loop {
+            let ready = poll_readable(&[listener.as_fd(), child.as_fd(), self.uffd.as_fd()], Some(Duration::from_millis(2))).unwrap_or(0);
+            if ready & 4 != 0 {
+                self.read();
+            }
+            if ready & 2 != 0 {
+                self.read_child(&child, &mut served);
+            }
+            if ready & 1 != 0 {
+                let Ok((conn, _)) = listener.accept() else { continue };
+                match self.send(&conn, &child, &served) {
+                    Ok(()) => return,
+                    Err(errno) => (self.engine.start.log)(&format!("handing over to a child failed: {errno}")),
+                }
+            }
+            if child.coverage(self.engine.bells.range()) == Coverage::Gone {
+                return;
+            }
+        }
+    }
+
+    fn read_child(&mut self, child: &Uffd, served: &mut Vec<u64>) {
+        let mut messages = Message::buffer::<8>();
+        let Ok(n) = child.read(&mut messages) else { return };
+        for message in &mut messages[..n] {
+            match message.decode() {
+                Event::Fault { addr, .. } => {
+                    let page = PageNo::of(addr);
+                    if self.copy_to(child, page) {
+                        served.push(page.0 as u64);
+                        self.engine.count(Counter::ForkServed, 1);
+                    }
+                    let _ = child.wake(range_of(page, 1));
+                }
+                Event::Fork { uffd } => self.fill_stranger(&uffd),
+                // The child waits in its hook; libc's own code changes no mapping there.
+                _ => {}
+            }
+        }
+    }
+
+    /// Copies what this process has for a page to another one. True when the page is there now and was not before.
+    fn copy_to(&mut self, child: &Uffd, page: PageNo) -> bool {
+        let engine = self.engine;
+        for _ in 0..1000 {
+            let mm = engine.mm.lock();
+            let range = range_of(page, 1);
+            let progress = match mm.table.get(page) {
+                PageState::Swapped(entry) => {
+                    // SAFETY: the buffer is the handler's own.
+                    let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
+                    let out: &mut Page = buffer.try_into().expect("a page's bytes");
+                    let loaded = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                        TableSlot::Folio(folio) => {
+                            let frame = mm.frame_of(entry, folio);
+                            // SAFETY: the frame is full while the memory lock is held.
+                            out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
+                            true
+                        }
+                        _ if entry.ty() == POOL => engine.devices.pool.load(Slot(entry.offset().0), out).is_ok(),
+                        _ => engine.devices.file.as_ref().is_some_and(|f| f.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok()),
+                    };
+                    if loaded {
+                        // SAFETY: the buffer is the handler's own; the destination is another process's missing page.
+                        unsafe { child.copy_pages(page.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false) }
+                    } else {
+                        engine.count(Counter::PagesPoisoned, 1);
+                        child.poison(range)
+                    }
+                }
+                PageState::Poisoned => child.poison(range),
+                PageState::Empty | PageState::Present => child.zero_pages(range, true),
+            };
+            match progress.error {
+                None => return true,
+                Some(Errno::AGAIN) => swaptide_sys::thread::yield_now(),
+                Some(_) => return false,
+            }
+        }
+        false
+    }
+
+    /// Answers a child's hello: `[process slot, process id, token]`.
+    fn send(&mut self, conn: &Conn, child: &Uffd, served: &[u64]) -> Result<(), Errno> {
+        let engine = self.engine;
+        let mut hello = [0u8; 16];
+        let (n, _) = conn.recv(&mut hello, &mut [])?;
+        let word = |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
+        let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
+        if n != hello.len() || token != engine.fork.token.load(Relaxed) {
+            return Err(Errno::PROTO);
+        }
+        let index = SlotIndex(word(0));
+        if let Some(file) = &engine.devices.file {
+            file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
+        }
+        let mut words: Vec<u64> = vec![served.len() as u64];
+        words.extend_from_slice(served);
+        words.extend(self.noted.iter().filter_map(encode).flatten());
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let file = engine.devices.file.as_ref().map(|f| f.fd.lock());
+        let total = (bytes.len() as u64).to_le_bytes();
+        match &file {
+            Some(fd) => conn.send(&total, &[child.as_fd(), fd.as_fd()])?,
+            None => conn.send(&total, &[child.as_fd()])?,
+        }
+        for part in bytes.chunks(MESSAGE_BYTES) {
+            conn.send(part, &[])?;
+        }
+        Ok(())
+    }
+
+    /// A fork that came through no hook.
+    pub(crate) fn stranger(&mut self, child: Uffd) {
+        (self.engine.start.log)("a fork came through no hook of libc: the child gets all its memory at once and is not managed");
+        self.engine.shared_pages.store(true, Relaxed);
+        self.engine.count(Counter::Forks, 1);
+        self.fill_stranger(&child);
+    }
+
+    fn fill_stranger(&mut self, child: &Uffd) {
+        let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
+        for region in regions {
+            let pages = pages_of(region);
+            let end = PageNo(pages.end);
+            let mut at = PageNo(pages.start);
+            loop {
+                let next = self.engine.mm.lock().table.next_used(at, end);
+                let Some(page) = next.filter(|p| *p < end) else { break };
+                let state = self.engine.mm.lock().table.get(page);
+                if matches!(state, PageState::Swapped(_) | PageState::Poisoned) {
+                    self.copy_to(child, page);
+                }
+                at = page.plus(1);
+            }
+        }
+    }
+}
+
+/// What a child's handler got from its parent's.
+pub struct Inheritance {
+    uffd: Uffd,
+    file: Option<OwnedFd>,
+    served: Vec<PageNo>,
+    events: Vec<Event>,
+}
+
+impl Engine {
+    /// In the child, before any engine thread runs: forgets the parent's threads.
+    pub fn forked(&self) {
+        self.park.store(0, Relaxed);
+        self.parked.store(0, Relaxed);
+        self.workers.store(0, Relaxed);
+        self.work.store(0, Relaxed);
+        self.bells.reset();
+        self.shared_pages.store(true, Relaxed);
+    }
+
+    /// In the child's handler thread: asks the parent's handler for what the child needs.
+    ///
+    /// # Errors
+    /// When the parent is gone.
+    pub fn inherit(&self, index: SlotIndex) -> Result<Inheritance, Errno> {
+        let conn = Conn::connect_abstract(self.fork.socket_name().as_bytes())?;
+        let mut hello = [0u8; 16];
+        hello[..4].copy_from_slice(&index.0.to_le_bytes());
+        hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
+        hello[8..].copy_from_slice(&self.fork.token.load(Relaxed).to_le_bytes());
+        conn.send(&hello, &[])?;
+        let mut total = [0u8; 8];
+        let mut fds = [None, None];
+        let (n, _) = conn.recv(&mut total, &mut fds)?;
+        let [uffd, file] = fds;
+        let (Some(uffd), 8) = (uffd, n) else { return Err(Errno::PROTO) };
+        let mut bytes = vec![0u8; u64::from_le_bytes(total) as usize];
+        let mut at = 0;
+        while at < bytes.len() {
+            let end = bytes.len().min(at + MESSAGE_BYTES);
+            let (n, _) = conn.recv(&mut bytes[at..end], &mut [])?;
+            if n == 0 {
+                return Err(Errno::PROTO);
+            }
+            at += n;
+        }
+        let words: Vec<usize> = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
+        let count = words.first().copied().unwrap_or(0);
+        let served = words.iter().skip(1).take(count).map(|p| PageNo(*p)).collect();
+        let events = words[(1 + count).min(words.len())..]
+            .chunks_exact(4)
+            .filter_map(|w| match w[0] {
+                1 => Some(Event::Unmap(VirtRange { start: VirtAddr(w[1]), end: VirtAddr(w[2]) })),
+                2 => Some(Event::Remap { from: VirtAddr(w[1]), to: VirtAddr(w[2]), len: w[3] }),
+                _ => None,
+            })
+            .collect();
+        Ok(Inheritance { uffd: Uffd::from_fd(uffd), file, served, events })
+    }
+}
+
+impl Handler {
+    /// A handler for a forked child, over its parent's bequest.
+    ///
+    /// # Errors
+    /// When a userfaultfd or memory is refused: the child must be stopped then.
+    pub fn inherited(engine: &'static Engine, index: SlotIndex, salt: u64, left: Inheritance) -> Result<Handler, EngineError> {
+        engine.set_index(index);
+        let mut handler = Handler::with(engine, left.uffd)?;
+        engine.mm.lock().staging.reopen()?;
+        if let Some(file) = &engine.devices.file {
+            match left.file {
+                Some(fd) => file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?,
+                None => return Err(EngineError::Devices("the swap file was not handed over")),
+            }
+        }
+        for page in left.served {
+            let mut mm = engine.mm.lock();
+            if let PageState::Swapped(entry) = mm.table.get(page) {
+                mm.release(&engine.devices, entry);
+            }
+            if mm.regions.find(page.addr()).is_some() {
+                mm.mark_present(page);
+            }
+        }
+        for event in left.events {
+            // The parent's other threads changed mappings at the moment of the fork: the child has the change or has it not.
+            let happened = match &event {
+                Event::Unmap(range) => handler.uffd.coverage(*range) != Coverage::Whole,
+                Event::Remap { to, len, .. } => handler.uffd.coverage(VirtRange { start: *to, end: to.offset(*len) }) == Coverage::Whole,
+                _ => false,
+            };
+            if happened {
+                handler.apply(event);
+            }
+        }
+        engine.fork.set(NONE);
+        Ok(handler)
+    }
+}

@@ -1,0 +1,257 @@
+//! The engine's page table: what every managed page of the program is.
+//!
+//! Owns: one word for each page of the leaves in use and one [`Chunk`] for each 64 KiB.
+//!
+//! Invariants
+//! 1. A page's word is `Present` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
+//!    moment it is taken out or given up. A page whose word is not `Present` is never taken out, whatever the kernel maps there.
+//! 2. A chunk's masks are derived from its words by [`PageTable::set`] alone.
+//! 3. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value read before a piece of unlocked work and
+//!    found again after it proves that the swap entries of the chunk are the same *and* stand for the same data.
+//!
+//! Locks: none; the table lies inside the engine's memory lock.
+
+use swaptide_core::SwapEntry;
+
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_LEAF, PageNo};
+
+const LEAVES_PER_MID: usize = 8192;
+const MIDS: usize = 8192;
+
+/// What a page is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PageState {
+    /// Never filled, or given up by the program: the next touch gets zeros.
+    Empty,
+    /// The program has it.
+    Present,
+    /// Its data is where the swap entry says.
+    Swapped(SwapEntry),
+    /// Its data could not be brought back; the page is poisoned in the program.
+    Poisoned,
+}
+
+const EMPTY: u32 = 0;
+const PRESENT: u32 = 1;
+const POISONED: u32 = 2;
+const SWAPPED: u32 = 1 << 31;
+
+impl PageState {
+    fn word(self) -> u32 {
+        match self {
+            PageState::Empty => EMPTY,
+            PageState::Present => PRESENT,
+            PageState::Poisoned => POISONED,
+            PageState::Swapped(entry) => SWAPPED | entry.raw(),
+        }
+    }
+
+    fn of(word: u32) -> PageState {
+        match word {
+            EMPTY => PageState::Empty,
+            PRESENT => PageState::Present,
+            POISONED => PageState::Poisoned,
+            swapped => PageState::Swapped(SwapEntry::from_raw(swapped & !SWAPPED).expect("a word made from an entry")),
+        }
+    }
+}
+
+/// What the engine remembers of 64 KiB.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Chunk {
+    /// Pages that are present.
+    pub present: u16,
+    /// Pages that are swapped.
+    pub swapped: u16,
+    /// See the module's third invariant; drawn from one count for the whole table, so that no two changes share a value.
+    pub epoch: u32,
+    /// How many times reclaim passes the chunk by before it takes it.
+    pub hot: u8,
+    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`].
+    pub flags: u8,
+}
+
+/// The chunk stands in the queue of resident chunks.
+pub const QUEUED: u8 = 1;
+/// The chunk stands in the log of chunks that went to compressed memory.
+pub const POOL_LOGGED: u8 = 2;
+/// Moving the chunk out failed for a reason that lasts (locked memory, protection).
+pub const STUCK: u8 = 4;
+
+struct Leaf {
+    words: [u32; PAGES_PER_LEAF],
+    chunks: [Chunk; CHUNKS_PER_LEAF],
+    used: u32,
+}
+
+type Mid = Vec<Option<Box<Leaf>>>;
+
+/// See the module's description.
+pub struct PageTable {
+    top: Vec<Option<Mid>>,
+    present: usize,
+    swapped: usize,
+    leaves: usize,
+    epoch: u32,
+}
+
+impl PageTable {
+    /// An empty table for the 47 bits of a program's addresses.
+    pub fn new() -> PageTable {
+        let mut top = Vec::new();
+        top.resize_with(MIDS, || None);
+        PageTable { top, present: 0, swapped: 0, leaves: 0, epoch: 0 }
+    }
+
+    /// Pages that are present.
+    pub fn present(&self) -> usize {
+        self.present
+    }
+
+    /// Pages that are swapped.
+    pub fn swapped(&self) -> usize {
+        self.swapped
+    }
+
+    /// Bytes of the table itself.
+    pub fn bytes(&self) -> usize {
+        self.leaves * size_of::<Leaf>()
+    }
+
+    fn leaf(&self, leaf: usize) -> Option<&Leaf> {
+        self.top.get(leaf / LEAVES_PER_MID)?.as_ref()?[leaf % LEAVES_PER_MID].as_deref()
+    }
+
+    fn leaf_mut(&mut self, leaf: usize) -> &mut Leaf {
+        let mid = self.top[leaf / LEAVES_PER_MID].get_or_insert_with(|| {
+            let mut mid = Vec::new();
+            mid.resize_with(LEAVES_PER_MID, || None);
+            mid
+        });
+        let slot = &mut mid[leaf % LEAVES_PER_MID];
+        if slot.is_none() {
+            self.leaves += 1;
+        }
+        slot.get_or_insert_with(|| {
+            Box::new(Leaf { words: [EMPTY; PAGES_PER_LEAF], chunks: [Chunk::default(); CHUNKS_PER_LEAF], used: 0 })
+        })
+    }
+
+    /// What a page is.
+    pub fn get(&self, page: PageNo) -> PageState {
+        self.leaf(page.0 / PAGES_PER_LEAF).map_or(PageState::Empty, |leaf| PageState::of(leaf.words[page.0 % PAGES_PER_LEAF]))
+    }
+
+    /// Changes what a page is; gives what it was.
+    pub fn set(&mut self, page: PageNo, state: PageState) -> PageState {
+        let word = state.word();
+        if word == EMPTY && self.leaf(page.0 / PAGES_PER_LEAF).is_none() {
+            return PageState::Empty;
+        }
+        let epoch = self.epoch.wrapping_add(1);
+        let leaf = self.leaf_mut(page.0 / PAGES_PER_LEAF);
+        let place = &mut leaf.words[page.0 % PAGES_PER_LEAF];
+        let old = std::mem::replace(place, word);
+        if old == word {
+            return state;
+        }
+        leaf.used = leaf.used + u32::from(old == EMPTY) - u32::from(word == EMPTY);
+        let used = leaf.used;
+        let chunk = &mut leaf.chunks[page.chunk().0 % CHUNKS_PER_LEAF];
+        let bit = 1u16 << page.in_chunk();
+        chunk.present = chunk.present & !bit | if word == PRESENT { bit } else { 0 };
+        chunk.swapped = chunk.swapped & !bit | if word & SWAPPED != 0 { bit } else { 0 };
+        if (old | word) & SWAPPED != 0 {
+            chunk.epoch = epoch;
+        }
+        self.epoch = epoch;
+        self.present = self.present + usize::from(word == PRESENT) - usize::from(old == PRESENT);
+        self.swapped = self.swapped + usize::from(word & SWAPPED != 0) - usize::from(old & SWAPPED != 0);
+        if used == 0 {
+            self.drop_leaf(page.0 / PAGES_PER_LEAF);
+        }
+        PageState::of(old)
+    }
+
+    /// A leaf without a used word goes, unless one of its chunks still stands in a queue, where its flag must be found again.
+    fn drop_leaf(&mut self, leaf: usize) {
+        if self.leaf(leaf).is_some_and(|l| l.chunks.iter().all(|c| c.flags & (QUEUED | POOL_LOGGED) == 0)) {
+            if let Some(mid) = &mut self.top[leaf / LEAVES_PER_MID] {
+                mid[leaf % LEAVES_PER_MID] = None;
+                self.leaves -= 1;
+            }
+        }
+    }
+
+    /// What is remembered of a chunk.
+    pub fn chunk(&self, chunk: ChunkNo) -> Chunk {
+        self.leaf(chunk.0 / CHUNKS_PER_LEAF).map_or(Chunk::default(), |leaf| leaf.chunks[chunk.0 % CHUNKS_PER_LEAF])
+    }
+
+    /// Changes a chunk's heat and flags.
+    pub fn update(&mut self, chunk: ChunkNo, change: impl FnOnce(&mut Chunk)) {
+        if self.leaf(chunk.0 / CHUNKS_PER_LEAF).is_some() {
+            let leaf = self.leaf_mut(chunk.0 / CHUNKS_PER_LEAF);
+            change(&mut leaf.chunks[chunk.0 % CHUNKS_PER_LEAF]);
+            if leaf.used == 0 {
+                self.drop_leaf(chunk.0 / CHUNKS_PER_LEAF);
+            }
+        }
+    }
+
+    /// The first page at or after `page` and before `end` whose leaf is in use: lets a walk skip what is empty.
+    pub fn next_used(&self, page: PageNo, end: PageNo) -> Option<PageNo> {
+        let mut leaf = page.0 / PAGES_PER_LEAF;
+        let last = end.0.div_ceil(PAGES_PER_LEAF);
+        while leaf < last {
+            match self.top.get(leaf / LEAVES_PER_MID)? {
+                None => leaf = (leaf / LEAVES_PER_MID + 1) * LEAVES_PER_MID,
+                Some(mid) if mid[leaf % LEAVES_PER_MID].is_none() => leaf += 1,
+                Some(_) => return Some(PageNo((leaf * PAGES_PER_LEAF).max(page.0))),
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        #[test]
+        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..4), 1..400)) {
+            let mut table = PageTable::new();
+            let mut model = BTreeMap::new();
+            for (page, kind) in ops {
+                let state = match kind {
+                    0 => PageState::Empty,
+                    1 => PageState::Present,
+                    2 => PageState::Poisoned,
+                    _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
+                };
+                let old = table.set(PageNo(page), state);
+                let expected = if state == PageState::Empty { model.remove(&page) } else { model.insert(page, state) };
+                prop_assert_eq!(old, expected.unwrap_or(PageState::Empty));
+            }
+            for page in 0..3000 {
+                prop_assert_eq!(table.get(PageNo(page)), model.get(&page).copied().unwrap_or(PageState::Empty));
+            }
+            prop_assert_eq!(table.present(), model.values().filter(|s| **s == PageState::Present).count());
+            prop_assert_eq!(table.swapped(), model.values().filter(|s| matches!(s, PageState::Swapped(_))).count());
+            for chunk in 0..3000 / 16 {
+                let mask = (0..16).filter(|i| model.get(&(chunk * 16 + i)) == Some(&PageState::Present)).fold(0u16, |m, i| m | 1 << i);
+                prop_assert_eq!(table.chunk(ChunkNo(chunk)).present, mask);
+            }
+            let mut at = PageNo(0);
+            let mut walked = 0;
+            while let Some(page) = table.next_used(at, PageNo(3000)) {
+                walked += usize::from(model.contains_key(&page.0));
+                at = page.plus(1);
+            }
+            prop_assert_eq!(walked, model.len());
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The order in which chunks are looked at.
+//!
+//! Owns: the queue of resident chunks, in the order in which they came, and the log of chunks that went to compressed memory, oldest first.
+//! A chunk stands in each at most once, which its flags say; an entry whose chunk has nothing left in that place is dropped when met.
+//!
+//! Locks: none; inside the engine's memory lock.
+
+use std::collections::VecDeque;
+
+use crate::ids::ChunkNo;
+use crate::pagetable::{POOL_LOGGED, PageTable, QUEUED};
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Queues {
+    resident: VecDeque<ChunkNo>,
+    pool: VecDeque<ChunkNo>,
+}
+
+impl Queues {
+    /// A page of the chunk became present.
+    pub fn arrived(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.chunk(chunk).flags & QUEUED == 0 {
+            table.update(chunk, |c| c.flags |= QUEUED);
+            self.resident.push_back(chunk);
+        }
+    }
+
+    /// Pages of the chunk went to compressed memory.
+    pub fn pooled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.chunk(chunk).flags & POOL_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= POOL_LOGGED);
+            self.pool.push_back(chunk);
+        }
+    }
+
+    /// The chunk is the next to be looked at.
+    pub fn first_to_go(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        let info = table.chunk(chunk);
+        if info.present == 0 {
+            return;
+        }
+        if info.flags & QUEUED != 0 {
+            self.resident.retain(|c| *c != chunk);
+        }
+        table.update(chunk, |c| {
+            c.flags |= QUEUED;
+            c.hot = 0;
+        });
+        self.resident.push_front(chunk);
+    }
+
+    /// Entries in the queue of resident chunks.
+    pub fn resident_len(&self) -> usize {
+        self.resident.len()
+    }
+
+    /// Takes the chunk that has been resident longest.
+    pub fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.resident.pop_front()?;
+        table.update(chunk, |c| c.flags &= !QUEUED);
+        Some(chunk)
+    }
+
+    /// Takes the chunk that went to compressed memory longest ago.
+    pub fn next_pooled(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.pool.pop_front()?;
+        table.update(chunk, |c| c.flags &= !POOL_LOGGED);
+        Some(chunk)
+    }
+}

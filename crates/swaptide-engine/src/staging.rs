@@ -1,0 +1,252 @@
+//! Staging frames: where pages wait between the program and the devices, and the frames that go round for ever.
+//!
+//! Owns: one area of the process's memory, cut into slabs of 512 frames, and the second userfaultfd that makes it a destination for
+//! `UFFDIO_MOVE`. A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab; once written their
+//! frames are free but full, and growth and swap-in move the same physical pages back into the program.
+//!
+//! Invariants
+//! 1. The engine reads or writes only full frames. A touch of a frame that is not full would wait for an answer for ever, because
+//!    nobody reads the staging userfaultfd.
+//! 2. A slab is on one list at a time: empty (no frame full), ready (some frames full, none in use), or with a worker.
+//! 3. `full_frames` is the sum of the full bits of all slabs: what the area costs in memory.
+//!
+//! Locks: none of its own; it lies inside the engine's memory lock. A worker reads the frames of its own slab without it.
+
+use std::collections::VecDeque;
+
+use swaptide_sys::mem::Mapping;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::uffd::{Features, Uffd};
+
+use crate::EngineError;
+use crate::ids::PAGES_PER_LEAF;
+
+const SLABS: usize = 48;
+const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
+
+/// A slab of staging frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SlabNo(u16);
+
+/// A staging frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FrameNo(pub u32);
+
+impl SlabNo {
+    /// The frame at a place of the slab.
+    pub fn frame(self, place: usize) -> FrameNo {
+        debug_assert!(place < PAGES_PER_LEAF);
+        FrameNo(u32::from(self.0) * PAGES_PER_LEAF as u32 + place as u32)
+    }
+}
+
+#[derive(Clone)]
+struct Slab {
+    full: [u64; PAGES_PER_LEAF / 64],
+    count: usize,
+}
+
+/// A run of full, free frames that the taker will move away or give back.
+#[derive(Clone, Copy, Debug)]
+pub struct FrameRun {
+    first: FrameNo,
+    /// How many.
+    pub len: usize,
+}
+
+/// See the module's description.
+pub struct Staging {
+    map: Mapping,
+    uffd: Uffd,
+    slabs: Vec<Slab>,
+    empty: Vec<SlabNo>,
+    ready: VecDeque<SlabNo>,
+    cursor: usize,
+    full_frames: usize,
+    ready_frames: usize,
+}
+
+impl Staging {
+    /// Makes the area and its userfaultfd.
+    ///
+    /// # Errors
+    /// When memory or a userfaultfd is refused.
+    pub fn new() -> Result<Staging, EngineError> {
+        let map = Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
+        let uffd = Self::open(map.range())?;
+        Ok(Staging {
+            map,
+            uffd,
+            slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0 }; SLABS],
+            empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
+            ready: VecDeque::with_capacity(SLABS),
+            cursor: 0,
+            full_frames: 0,
+            ready_frames: 0,
+        })
+    }
+
+    fn open(range: VirtRange) -> Result<Uffd, EngineError> {
+        let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
+        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
+        Ok(uffd)
+    }
+
+    /// In a forked child: the area is there, empty, but armed with nothing; arms it anew.
+    ///
+    /// # Errors
+    /// When a userfaultfd is refused.
+    pub fn reopen(&mut self) -> Result<(), EngineError> {
+        debug_assert_eq!(self.full_frames, 0);
+        // The parent's descriptor was never in this process's table under this number: forget it, do not close it.
+        let stale = std::mem::replace(&mut self.uffd, Self::open(self.map.range())?);
+        std::mem::forget(stale);
+        Ok(())
+    }
+
+    /// The userfaultfd on which moves *into* the area are made.
+    pub fn uffd(&self) -> &Uffd {
+        &self.uffd
+    }
+
+    /// The address of a frame.
+    pub fn addr(&self, frame: FrameNo) -> VirtAddr {
+        VirtAddr(self.map.as_ptr() as usize + frame.0 as usize * PAGE_SIZE)
+    }
+
+    /// Frames of the area.
+    pub fn frames(&self) -> usize {
+        SLABS * PAGES_PER_LEAF
+    }
+
+    /// Frames with a physical page.
+    pub fn full_frames(&self) -> usize {
+        self.full_frames
+    }
+
+    /// Full frames that are free to be used.
+    pub fn ready_frames(&self) -> usize {
+        self.ready_frames
+    }
+
+    /// An empty slab for a worker; at need one is made by giving free frames back to the kernel.
+    pub fn take_empty(&mut self) -> Option<SlabNo> {
+        if let Some(slab) = self.empty.pop() {
+            return Some(slab);
+        }
+        self.discard_one();
+        self.empty.pop()
+    }
+
+    /// The worker moved `len` pages to the frames from `place` on.
+    pub fn filled(&mut self, slab: SlabNo, place: usize, len: usize) {
+        let slab = &mut self.slabs[slab.0 as usize];
+        for at in place..place + len {
+            debug_assert_eq!(slab.full[at / 64] >> (at % 64) & 1, 0);
+            slab.full[at / 64] |= 1 << (at % 64);
+        }
+        slab.count += len;
+        self.full_frames += len;
+    }
+
+    /// A frame of a worker's slab was moved away.
+    pub fn emptied(&mut self, frame: FrameNo) {
+        let at = frame.0 as usize % PAGES_PER_LEAF;
+        let slab = &mut self.slabs[frame.0 as usize / PAGES_PER_LEAF];
+        debug_assert_eq!(slab.full[at / 64] >> (at % 64) & 1, 1);
+        slab.full[at / 64] &= !(1 << (at % 64));
+        slab.count -= 1;
+        self.full_frames -= 1;
+    }
+
+    /// The worker is done with its slab: all its full frames are free.
+    pub fn give_back(&mut self, slab: SlabNo) {
+        if self.slabs[slab.0 as usize].count == 0 {
+            self.empty.push(slab);
+        } else {
+            self.ready_frames += self.slabs[slab.0 as usize].count;
+            self.ready.push_back(slab);
+        }
+    }
+
+    /// Takes up to `want` neighbouring free frames.
+    pub fn take_run(&mut self, want: usize) -> Option<FrameRun> {
+        let slab_no = *self.ready.front()?;
+        let slab = &mut self.slabs[slab_no.0 as usize];
+        let is_full = |slab: &Slab, at: usize| slab.full[at / 64] >> (at % 64) & 1 == 1;
+        let mut first = self.cursor;
+        while first < PAGES_PER_LEAF && !is_full(slab, first) {
+            first += if first % 64 == 0 && slab.full[first / 64] == 0 { 64 } else { 1 };
+        }
+        if first >= PAGES_PER_LEAF {
+            // Frames below the cursor were given back by a taker that failed.
+            self.cursor = 0;
+            debug_assert!(slab.count > 0);
+            return self.take_run(want);
+        }
+        let mut len = 0;
+        while len < want && first + len < PAGES_PER_LEAF && is_full(slab, first + len) {
+            slab.full[(first + len) / 64] &= !(1 << ((first + len) % 64));
+            len += 1;
+        }
+        slab.count -= len;
+        self.cursor = first + len;
+        self.ready_frames -= len;
+        if slab.count == 0 {
+            self.ready.pop_front();
+            self.empty.push(slab_no);
+            self.cursor = 0;
+        }
+        Some(FrameRun { first: slab_no.frame(first), len })
+    }
+
+    /// The address of a run's first frame.
+    pub fn run_addr(&self, run: FrameRun) -> VirtAddr {
+        self.addr(run.first)
+    }
+
+    /// `used` frames of the run were moved away; the rest is given back.
+    pub fn run_used(&mut self, run: FrameRun, used: usize) {
+        self.full_frames -= used;
+        let slab_no = SlabNo((run.first.0 as usize / PAGES_PER_LEAF) as u16);
+        let first = run.first.0 as usize % PAGES_PER_LEAF;
+        if used < run.len {
+            let slab = &mut self.slabs[slab_no.0 as usize];
+            if slab.count == 0 {
+                self.empty.retain(|s| *s != slab_no);
+                self.ready.push_front(slab_no);
+                self.cursor = 0;
+            }
+            for at in first + used..first + run.len {
+                slab.full[at / 64] |= 1 << (at % 64);
+            }
+            slab.count += run.len - used;
+            self.ready_frames += run.len - used;
+            self.cursor = 0;
+        }
+    }
+
+    /// Gives free frames back to the kernel until at most `keep` are left (whole slabs at a time). Returns the frames given back.
+    pub fn trim(&mut self, keep: usize) -> usize {
+        let before = self.ready_frames;
+        while self.ready_frames > keep && self.discard_one() {}
+        before - self.ready_frames
+    }
+
+    fn discard_one(&mut self) -> bool {
+        let Some(slab_no) = self.ready.pop_back() else { return false };
+        if self.ready.is_empty() {
+            self.cursor = 0;
+        }
+        let slab = &mut self.slabs[slab_no.0 as usize];
+        self.ready_frames -= slab.count;
+        self.full_frames -= slab.count;
+        slab.count = 0;
+        slab.full = [0; PAGES_PER_LEAF / 64];
+        if let Err(errno) = self.map.discard(slab_no.0 as usize * SLAB_BYTES, SLAB_BYTES) {
+            crate::fatal(&format!("giving staging frames back failed: {errno}"));
+        }
+        self.empty.push(slab_no);
+        true
+    }
+}

@@ -1,0 +1,133 @@
+//! Write-back: the oldest pages of compressed memory go to the file when compressed memory has its share.
+//!
+//! Owns: the buffers of one batch.
+//!
+//! A batch takes chunks from the log's old end, loads their pages under the memory lock (decompressing is quick), writes them without it and
+//! takes the lock again to exchange the entries.
+//!
+//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was loaded; otherwise the page was brought in or
+//! given up meanwhile, and the copy in the file is dropped.
+
+use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
+use swaptide_ipc::Counter;
+use swaptide_store::{Page, Slot};
+
+use crate::devices::POOL;
+use crate::engine::{Engine, Mm};
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, runs};
+use crate::pagetable::PageState;
+
+/// Pages of a batch.
+const BATCH: usize = 128;
+/// The folio that stands in the file's swap cache while a page is written.
+const WRITING: FolioId = FolioId(u32::MAX >> 8);
+
+struct Moving {
+    page: PageNo,
+    old: SwapEntry,
+    new: SwapEntry,
+    shadow: Shadow,
+    chunk: ChunkNo,
+    epoch: u32,
+    valid: bool,
+}
+
+/// See the module's description.
+pub struct Writeback {
+    data: Vec<Page>,
+    moving: Vec<Moving>,
+}
+
+impl Default for Writeback {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Writeback {
+    /// Empty buffers; they are made at first use.
+    pub fn new() -> Writeback {
+        Writeback { data: Vec::new(), moving: Vec::new() }
+    }
+
+    /// Moves one batch. False when there was nothing to move or nowhere to put it.
+    pub fn step(&mut self, engine: &Engine) -> bool {
+        let Some(file) = &engine.devices.file else { return false };
+        self.data.resize(BATCH, [0; 4096]);
+        self.moving.clear();
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH {
+                let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
+                if !self.load_chunk(engine, mm, chunk) {
+                    break;
+                }
+            }
+        }
+        if self.moving.is_empty() {
+            return false;
+        }
+        let pages: Vec<(Slot, &Page)> = self.moving.iter().zip(&self.data).map(|(m, data)| (Slot(m.new.offset().0), data)).collect();
+        let written = file.device.write(&pages);
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        if let Err(error) = written {
+            (engine.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
+            engine.count(Counter::WriteErrors, 1);
+            for moving in &self.moving {
+                engine.devices.free_slot(moving.new, Expect::Folio(WRITING));
+                mm.queues.pooled(&mut mm.table, moving.chunk);
+            }
+            return false;
+        }
+        let mut moved = 0;
+        // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
+        for moving in &mut self.moving {
+            moving.valid = mm.table.get(moving.page) == PageState::Swapped(moving.old) && mm.table.chunk(moving.chunk).epoch == moving.epoch;
+        }
+        for moving in &self.moving {
+            engine.devices.to_shadow(moving.new, 1, WRITING, moving.shadow);
+            if moving.valid {
+                mm.moved_to_file(moving.page, moving.new);
+                engine.devices.drop_swapped(moving.old);
+                moved += 1;
+            } else {
+                engine.devices.drop_swapped(moving.new);
+            }
+        }
+        engine.count(Counter::Zswpwb, moved);
+        engine.count(Counter::Pswpout, moved);
+        engine.settle(mm);
+        true
+    }
+
+    /// Loads the pages of a chunk that are in compressed memory. False when the file is full.
+    fn load_chunk(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) -> bool {
+        let info = mm.table.chunk(chunk);
+        for (first, len) in runs(info.swapped) {
+            for page in (first..first + len).map(|k| chunk.first().plus(k)) {
+                let PageState::Swapped(old) = mm.table.get(page) else { continue };
+                if old.ty() != POOL {
+                    continue;
+                }
+                let TableSlot::Shadow { shadow, .. } = engine.devices.pool_slots.lookup(old.offset()) else { continue };
+                let Some(new) = engine.devices.alloc_file(WRITING) else {
+                    if !engine.swap_full.swap(true, std::sync::atomic::Ordering::Relaxed) {
+                        (engine.start.log)("the swap file is full: compressed memory stays past its share");
+                    }
+                    engine.count(Counter::SwapFull, 1);
+                    mm.queues.pooled(&mut mm.table, chunk);
+                    return false;
+                };
+                if engine.devices.pool.load(Slot(old.offset().0), &mut self.data[self.moving.len()]).is_err() {
+                    // The fault path tells of damage when the page is needed.
+                    engine.devices.free_slot(new, Expect::Folio(WRITING));
+                    continue;
+                }
+                self.moving.push(Moving { page, old, new, shadow, chunk, epoch: info.epoch, valid: false });
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,396 @@
+//! What `--swap` names, and the file behind it.
+//!
+//! Owns the grammar of a device, the choice of the default place, and the opening of the swap file: unlinked before anything is
+//! written to it, so that no crash leaves it behind; sparse; with direct I/O where the file system has it.
+//!
+//! Locks: none.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use serde::Serialize;
+use swaptide_ipc::{EXTENT_BYTES, MAX_EXTENTS};
+
+use crate::size::{SizeError, human, parse_bytes};
+
+/// The smallest swap file: a few extents for each of a few processes.
+pub const SMALLEST_FILE: u64 = 16 << 20;
+/// The smallest cap of the compressed pool.
+pub const SMALLEST_POOL: u64 = 1 << 20;
+const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+
+/// One `--swap`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// What it is.
+    pub kind: DeviceKind,
+    /// Its priority: the higher one is used first.
+    pub priority: Option<i32>,
+}
+
+/// Kinds of devices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// Compressed memory.
+    Zram {
+        /// The most it may take, compressed.
+        bytes: u64,
+    },
+    /// A file.
+    File {
+        /// A directory (the file has no name there) or the file's own path, which is made and unlinked.
+        path: PathBuf,
+        /// Its size, where one was given.
+        bytes: Option<u64>,
+    },
+}
+
+/// Why devices cannot be had.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// Not the grammar.
+    Syntax(String),
+    /// The size in it is none.
+    Size(String, SizeError),
+    /// The priority in it is none.
+    Priority(String),
+    /// A kind that this version does not have.
+    NotYet(String, &'static str),
+    /// Smaller than is of use.
+    TooSmall(String, u64),
+    /// Larger than can be addressed.
+    TooLarge(String),
+    /// Two of a kind.
+    Twice(&'static str),
+    /// The file is asked to come before compressed memory.
+    Order,
+    /// The file exists already.
+    Exists(PathBuf),
+    /// The file cannot be made.
+    Create(PathBuf, io::Error),
+    /// The file system has less room than that.
+    NoRoom {
+        /// Where.
+        place: PathBuf,
+        /// What it has.
+        free: u64,
+        /// What was asked.
+        asked: u64,
+    },
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE or file:PATH[:SIZE]"),
+            DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
+            DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -32768 to 32767"),
+            DeviceError::NotYet(text, what) => write!(f, "{text:?}: {what} cannot be used yet; use zram:SIZE or file:PATH[:SIZE]"),
+            DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
+            DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
+            DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
+            DeviceError::Order => write!(f, "the file has a higher priority than zram; compressed memory always comes first"),
+            DeviceError::Exists(path) => {
+                write!(f, "file:{}: exists already; name a directory, or a file that can be made", path.display())
+            }
+            DeviceError::Create(path, error) => write!(f, "file:{}: no swap file can be made there: {error}", path.display()),
+            DeviceError::NoRoom { place, free, asked } => {
+                write!(f, "file:{}: too small: {} free, {} needed", place.display(), human(*free), human(*asked))
+            }
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {}
+
+/// Reads one `DEV[,prio=N]`.
+///
+/// # Errors
+/// See [`DeviceError`].
+pub fn parse(text: &str) -> Result<Device, DeviceError> {
+    let (device, priority) = match text.rsplit_once(",prio=") {
+        Some((device, number)) => match number.parse::<i16>() {
+            Ok(number) => (device, Some(number.into())),
+            Err(_) => return Err(DeviceError::Priority(text.to_owned())),
+        },
+        None => (text, None),
+    };
+    let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
+    let kind = if let Some(rest) = device.strip_prefix("zram:") {
+        DeviceKind::Zram { bytes: at_least(text, size(rest)?, SMALLEST_POOL)? }
+    } else if let Some(rest) = device.strip_prefix("file:") {
+        match rest.rsplit_once(':') {
+            _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
+            // Colons may be in a path: what follows the last one is a size unless a path goes on there.
+            Some((path, tail)) if !path.is_empty() && !tail.contains('/') => {
+                let bytes = at_least(text, size(tail)?, SMALLEST_FILE)?;
+                if bytes > LARGEST_FILE {
+                    return Err(DeviceError::TooLarge(text.to_owned()));
+                }
+                DeviceKind::File { path: PathBuf::from(path), bytes: Some(bytes) }
+            }
+            _ => DeviceKind::File { path: PathBuf::from(rest), bytes: None },
+        }
+    } else if device.starts_with("nbd") {
+        return Err(DeviceError::NotYet(text.to_owned(), "network block devices"));
+    } else if device.starts_with('/') {
+        return Err(DeviceError::NotYet(text.to_owned(), "block devices"));
+    } else {
+        return Err(DeviceError::Syntax(text.to_owned()));
+    };
+    Ok(Device { kind, priority })
+}
+
+fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
+    if bytes < least { Err(DeviceError::TooSmall(text.to_owned(), least)) } else { Ok(bytes) }
+}
+
+/// The swap space of a run.
+#[derive(Debug)]
+pub struct SwapSpace {
+    /// The file, if there is one.
+    pub file: Option<SwapFile>,
+    /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
+    pub pool_cap: u64,
+}
+
+/// The swap file: open, without a name.
+#[derive(Debug)]
+pub struct SwapFile {
+    /// The open file.
+    pub file: File,
+    /// Its extents.
+    pub extents: u32,
+    /// What a report says about it.
+    pub facts: FileFacts,
+}
+
+/// What a report says about the swap file.
+#[derive(Clone, Debug, Serialize)]
+pub struct FileFacts {
+    /// The directory it is in.
+    pub place: PathBuf,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// Whether it bypasses the page cache.
+    pub direct_io: bool,
+}
+
+/// Opens what was asked for, or the default.
+///
+/// # Errors
+/// See [`DeviceError`].
+pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
+    let mut pool: Option<(u64, Option<i32>)> = None;
+    let mut file: Option<(&Path, Option<u64>, Option<i32>)> = None;
+    for device in devices {
+        match &device.kind {
+            DeviceKind::Zram { .. } if pool.is_some() => return Err(DeviceError::Twice("zram")),
+            DeviceKind::File { .. } if file.is_some() => return Err(DeviceError::Twice("file")),
+            DeviceKind::Zram { bytes } => pool = Some((*bytes, device.priority)),
+            DeviceKind::File { path, bytes } => file = Some((path, *bytes, device.priority)),
+        }
+    }
+    if let (Some((_, Some(zram))), Some((_, _, Some(file)))) = (pool, file)
+        && file > zram
+    {
+        return Err(DeviceError::Order);
+    }
+    let pool_cap = pool.map_or(0, |(bytes, _)| bytes);
+    let file = match (file, pool) {
+        (Some((path, bytes, _)), _) => Some(open_file(path, bytes, budget)?),
+        (None, Some(_)) => None,
+        (None, None) => Some(open_default(budget)?),
+    };
+    Ok(SwapSpace { file, pool_cap })
+}
+
+/// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
+pub fn default_places() -> Vec<PathBuf> {
+    let named = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    let mut places: Vec<PathBuf> = named.into_iter().chain(["/var/tmp".into(), "/tmp".into()]).collect();
+    places.sort_by_key(|place| in_memory(place));
+    places
+}
+
+fn in_memory(place: &Path) -> bool {
+    const TMPFS: u32 = 0x0102_1994;
+    const RAMFS: u32 = 0x8584_58f6;
+    rustix::fs::statfs(place).is_ok_and(|fs| matches!(fs.f_type as u32, TMPFS | RAMFS))
+}
+
+fn open_default(budget: u64) -> Result<SwapFile, DeviceError> {
+    let mut first = None;
+    for place in default_places() {
+        match open_file(&place, None, budget) {
+            Ok(file) => return Ok(file),
+            Err(error) => drop(first.get_or_insert(error)),
+        }
+    }
+    Err(first.unwrap_or_else(|| DeviceError::Create("/var/tmp".into(), io::ErrorKind::NotFound.into())))
+}
+
+/// Bytes that whoever writes to `place` without privilege may still take.
+pub fn free_space(place: &Path) -> io::Result<u64> {
+    let fs = rustix::fs::statvfs(place)?;
+    Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
+}
+
+fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<SwapFile, DeviceError> {
+    let create = |error: io::Error| DeviceError::Create(path.to_owned(), error);
+    let place = match std::fs::metadata(path) {
+        Ok(found) if found.is_dir() => path,
+        Ok(found) if found.file_type().is_block_device() => {
+            return Err(DeviceError::NotYet(path.display().to_string(), "block devices"));
+        }
+        Ok(_) => return Err(DeviceError::Exists(path.to_owned())),
+        Err(_) => path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")),
+    };
+    let free = free_space(place).map_err(create)?;
+    let bytes = match asked {
+        Some(bytes) if bytes > free => return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: bytes }),
+        Some(bytes) => bytes,
+        // The file is sparse: its size is what it may grow to.
+        None => budget.saturating_mul(16).clamp(4 << 30, 64 << 30).min(free / 10 * 9),
+    };
+    if bytes < SMALLEST_FILE {
+        return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: SMALLEST_FILE });
+    }
+    let (file, direct_io) = if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
+    let extents = (bytes / EXTENT_BYTES) as u32;
+    let size_bytes = u64::from(extents) * EXTENT_BYTES;
+    file.set_len(size_bytes).map_err(create)?;
+    Ok(SwapFile { file, extents, facts: FileFacts { place: place.to_owned(), size_bytes, direct_io } })
+}
+
+/// A file without a name in a directory.
+fn unnamed(directory: &Path) -> io::Result<(File, bool)> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let open = |flags| rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR);
+    if let Ok(fd) = open(flags | OFlags::DIRECT) {
+        return Ok((File::from(fd), true));
+    }
+    match open(flags) {
+        Ok(fd) => Ok((File::from(fd), false)),
+        // Not every file system knows files without names.
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR | rustix::io::Errno::INVAL) => {
+            let mut random = [0u8; 8];
+            rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+            named(&directory.join(format!(".swaptide-{:016x}", u64::from_le_bytes(random))))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A new file, whose name is removed at once.
+fn named(path: &Path) -> io::Result<(File, bool)> {
+    let open = |flags: OFlags| {
+        File::options().read(true).write(true).create_new(true).mode(0o600).custom_flags(flags.bits() as i32).open(path)
+    };
+    let (file, direct) = match open(OFlags::DIRECT) {
+        Ok(file) => (file, true),
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            // The refusal may come after the file was made.
+            let _ = std::fs::remove_file(path);
+            (open(OFlags::empty())?, false)
+        }
+        Err(error) => return Err(error),
+    };
+    std::fs::remove_file(path)?;
+    Ok((file, direct))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Scratch;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    #[test]
+    fn devices_are_read_as_documented() {
+        let zram = DeviceKind::Zram { bytes: 1 << 30 };
+        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
+        assert_eq!(parse("zram:1G,prio=-7").expect("zram"), Device { kind: zram, priority: Some(-7) });
+        let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
+        assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
+        assert_eq!(parse("file:/var/tmp:2G").expect("file").kind, file("/var/tmp", Some(2 << 30)));
+        assert_eq!(parse("file:/a:b/c").expect("file").kind, file("/a:b/c", None));
+        assert_eq!(parse("file:/a:b/c:64M").expect("file").kind, file("/a:b/c", Some(64 << 20)));
+    }
+
+    #[test]
+    fn what_cannot_be_a_device_is_refused_with_the_reason() {
+        for (text, part) in [
+            ("", "not a device"),
+            ("zram", "not a device"),
+            ("zram:", "not a size"),
+            ("zram:12Q", "not a size"),
+            ("zram:50%", "share of nothing"),
+            ("zram:1K", "too small"),
+            ("file:", "not a device"),
+            ("file:/x:1M", "too small"),
+            ("file:/x:9T", "too large"),
+            ("file:/x:lots", "not a size"),
+            ("zram:1G,prio=high", "prio=N"),
+            ("/dev/sdb1", "block devices"),
+            ("nbd://host/x", "network block devices"),
+            ("nbd+unix:///x", "network block devices"),
+        ] {
+            let error = parse(text).expect_err(text).to_string();
+            assert!(error.contains(part), "{text}: {error}");
+            assert!(!error.contains('\n'));
+        }
+    }
+
+    #[test]
+    fn only_one_of_a_kind_and_compressed_memory_first() {
+        let devices = |texts: &[&str]| -> Vec<Device> { texts.iter().map(|t| parse(t).expect("device")).collect() };
+        let refused = |texts: &[&str]| open(&devices(texts), 1 << 30).expect_err("refused").to_string();
+        assert!(refused(&["zram:1G", "zram:1G"]).contains("more than one zram"));
+        assert!(refused(&["file:/var/tmp", "file:/tmp"]).contains("more than one file"));
+        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("comes first"));
+        let only_memory = open(&devices(&["zram:1G"]), 1 << 30).expect("zram");
+        assert!(only_memory.file.is_none() && only_memory.pool_cap == 1 << 30);
+    }
+
+    #[test]
+    fn the_file_has_no_name_takes_no_space_and_can_be_written() {
+        let scratch = Scratch::new("device");
+        for path in [scratch.root().to_owned(), scratch.path("swap")] {
+            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30).expect("file");
+            let swap = space.file.expect("file");
+            assert_eq!(swap.extents, 32);
+            let metadata = swap.file.metadata().expect("metadata");
+            assert_eq!((metadata.nlink(), metadata.len(), metadata.blocks()), (0, 64 << 20, 0));
+            // Direct I/O wants aligned memory: a page of this process's own.
+            let page = swaptide_sys::mem::Mapping::reserve(4096).expect("page");
+            // SAFETY: the mapping is 4096 bytes long and readable, and nothing else refers to it.
+            let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr(), 4096) };
+            assert_eq!(swap.file.write_at(bytes, 4096).expect("write"), 4096);
+        }
+        assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0, "nothing is left behind");
+    }
+
+    #[test]
+    fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
+        let scratch = Scratch::new("refused");
+        let taken = scratch.path("taken");
+        std::fs::write(&taken, "mine").expect("write");
+        let refused = |path: PathBuf, bytes| {
+            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None }], 1 << 30).expect_err("refused").to_string()
+        };
+        assert!(refused(taken.clone(), None).contains("exists already"));
+        assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");
+        assert!(refused(scratch.path("no/such/directory"), None).contains("no swap file can be made"));
+        assert!(refused(PathBuf::from("/proc"), None).contains("/proc"));
+        let free = free_space(scratch.root()).expect("statvfs");
+        if free < LARGEST_FILE {
+            assert!(refused(scratch.root().to_owned(), Some(LARGEST_FILE)).contains("too small"));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! What this machine allows, line by line, and the one command that mends what it does not.
+//!
+//! Owns the list of what a run needs of the kernel and the machine ([`REQUIRED`] among it).
+//!
+//! Locks: none.
+
+use std::path::Path;
+
+use serde::Serialize;
+use swaptide_sys::uffd::{Features, OpenError, Uffd};
+
+use crate::device::{default_places, free_space};
+use crate::size::human;
+use crate::supervise::find_agent;
+
+/// What the engine asks of a userfaultfd, whatever the program does.
+pub const REQUIRED: Features =
+    Features::MOVE.union(Features::EVENT_REMAP).union(Features::EVENT_REMOVE).union(Features::EVENT_UNMAP);
+
+/// Less free space than this for the swap file is not enough for a default run.
+const LEAST_SPACE: u64 = 256 << 20;
+const LEAST_MAPS: u64 = 65_530;
+const LEAST_DESCRIPTORS: u64 = 256;
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// What was looked at.
+    pub name: &'static str,
+    /// Whether a run works with it.
+    pub ok: bool,
+    /// What was found.
+    pub found: String,
+    /// The command that mends it, where it is not ok.
+    pub mend: Option<String>,
+}
+
+impl Finding {
+    fn new(name: &'static str, ok: bool, found: impl Into<String>, mend: &str) -> Finding {
+        Finding { name, ok, found: found.into(), mend: (!ok).then(|| mend.to_owned()) }
+    }
+}
+
+/// All findings as JSON.
+#[derive(Debug, Serialize)]
+pub struct Diagnosis {
+    /// Whether `swaptide run` will work.
+    pub ok: bool,
+    /// Line by line.
+    pub findings: Vec<Finding>,
+}
+
+/// Looks at everything.
+pub fn examine() -> Diagnosis {
+    let findings = vec![
+        kernel(),
+        userfaultfd(),
+        fork_events(),
+        seccomp(),
+        number("max_map_count", "/proc/sys/vm/max_map_count", LEAST_MAPS, "sudo sysctl -w vm.max_map_count=262144"),
+        overcommit(),
+        descriptors(),
+        swap_space(),
+        agent(),
+    ];
+    Diagnosis { ok: findings.iter().all(|finding| finding.ok), findings }
+}
+
+impl std::fmt::Display for Diagnosis {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for finding in &self.findings {
+            let Finding { name, ok, found, mend } = finding;
+            write!(f, "{}  {name}: {found}", if *ok { "ok" } else { "NO" })?;
+            match mend {
+                Some(command) => writeln!(f, " : {command}")?,
+                None => writeln!(f)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn kernel() -> Finding {
+    let name = rustix::system::uname();
+    let release = name.release().to_string_lossy().into_owned();
+    let machine = name.machine().to_string_lossy();
+    let right_machine = machine == std::env::consts::ARCH;
+    let ok = version(&release).is_some_and(|version| version >= (6, 8)) && right_machine;
+    Finding::new("kernel", ok, format!("Linux {release} on {machine}, 6.8 or newer is needed"), "install a newer kernel and reboot")
+}
+
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
+/// The command that lets a user have a userfaultfd, or lets a container.
+fn permission() -> &'static str {
+    if seccomp_mode() == Some(2) {
+        "start the container with --security-opt seccomp=unconfined, or a profile that allows userfaultfd"
+    } else {
+        "sudo sysctl -w vm.unprivileged_userfaultfd=1"
+    }
+}
+
+fn userfaultfd() -> Finding {
+    match Uffd::open(REQUIRED, true) {
+        Ok(_) => Finding::new("userfaultfd", true, "allowed, with MOVE and events", ""),
+        Err(error @ OpenError::Unsupported { .. }) => {
+            Finding::new("userfaultfd", false, error.to_string(), "install a newer kernel and reboot")
+        }
+        Err(error) => Finding::new("userfaultfd", false, error.to_string(), permission()),
+    }
+}
+
+fn fork_events() -> Finding {
+    let name = "fork events";
+    match Uffd::open(REQUIRED.union(Features::EVENT_FORK), true) {
+        Ok(_) => Finding::new(name, true, "allowed: programs may fork while they are swapped", ""),
+        Err(OpenError::Refused { .. }) => {
+            let found = "refused: a program that forks while it is swapped needs CAP_SYS_PTRACE";
+            Finding::new(name, false, found, "run as root, or: sudo setpriv --ambient-caps +sys_ptrace --inh-caps +sys_ptrace swaptide run ...")
+        }
+        Err(error) => Finding::new(name, false, error.to_string(), permission()),
+    }
+}
+
+fn seccomp_mode() -> Option<u32> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Seccomp:"))?.trim().parse().ok()
+}
+
+/// A filter is no fault by itself: whether it lets userfaultfd pass is seen in the line above.
+fn seccomp() -> Finding {
+    let found = match seccomp_mode() {
+        Some(0) | None => "no filter".to_owned(),
+        Some(2) => "a filter is active; what it allows is in the lines above".to_owned(),
+        Some(mode) => format!("mode {mode}"),
+    };
+    Finding::new("seccomp", seccomp_mode() != Some(1), found, "start the shell without strict seccomp")
+}
+
+fn number(name: &'static str, path: &str, least: u64, mend: &str) -> Finding {
+    match std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()) {
+        Some(value) => Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), mend),
+        None => Finding::new(name, true, format!("{path} cannot be read; taken as the default"), mend),
+    }
+}
+
+fn overcommit() -> Finding {
+    let mode = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
+    let strict = mode.trim() == "2";
+    let found = if strict { "never: memory that is only reserved is refused" } else { "allowed" };
+    Finding::new("overcommit", !strict, found, "sudo sysctl -w vm.overcommit_memory=0")
+}
+
+fn descriptors() -> Finding {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    let found = if limit == u64::MAX { "unlimited".to_owned() } else { format!("{limit}, at least {LEAST_DESCRIPTORS} is needed") };
+    Finding::new("open files", limit >= LEAST_DESCRIPTORS, found, "ulimit -n 1024")
+}
+
+fn swap_space() -> Finding {
+    let name = "swap file";
+    let mend = "export TMPDIR=/a/directory/on/a/disk/with/space";
+    let mut refused = String::from("no directory");
+    for place in default_places() {
+        match crate::device::open(&[crate::device::Device { kind: file_in(&place), priority: None }], 1 << 30) {
+            Ok(space) => {
+                let free = free_space(&place).unwrap_or(0);
+                let direct = space.file.is_some_and(|file| file.facts.direct_io);
+                let how = if direct { "direct I/O" } else { "through the page cache, for the file system has no direct I/O" };
+                return Finding::new(name, free >= LEAST_SPACE, format!("{}: {} free, {how}", place.display(), human(free)), mend);
+            }
+            Err(error) => refused = error.to_string(),
+        }
+    }
+    Finding::new(name, false, refused, mend)
+}
+
+fn file_in(place: &Path) -> crate::device::DeviceKind {
+    crate::device::DeviceKind::File { path: place.to_owned(), bytes: None }
+}
+
+fn agent() -> Finding {
+    match find_agent() {
+        Ok(path) => Finding::new("library", true, path.display().to_string(), ""),
+        Err(error) => Finding::new("library", false, error.to_string(), "cargo build --release --workspace"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_as_numbers() {
+        for (release, expected) in
+            [("6.18.44-generic", Some((6, 18))), ("6.8.0", Some((6, 8))), ("5.15.0-1053", Some((5, 15))), ("6", None), ("", None)]
+        {
+            assert_eq!(version(release), expected, "{release}");
+        }
+        assert!(version("6.18.0") > version("6.8.0"));
+    }
+
+    #[test]
+    fn every_line_says_ok_or_what_mends_it() {
+        let diagnosis = examine();
+        assert_eq!(diagnosis.ok, diagnosis.findings.iter().all(|finding| finding.ok));
+        for finding in &diagnosis.findings {
+            assert_eq!(finding.mend.is_none(), finding.ok, "{finding:?}");
+        }
+        let text = diagnosis.to_string();
+        assert_eq!(text.lines().count(), diagnosis.findings.len());
+        assert!(text.lines().all(|line| line.starts_with("ok  ") || (line.starts_with("NO  ") && line.contains(" : "))), "{text}");
+    }
+
+    #[test]
+    fn a_missing_permission_names_one_command() {
+        let finding = Finding::new("userfaultfd", false, "refused", permission());
+        assert!(!finding.mend.expect("a command").contains('\n'));
+    }
+}

@@ -1,0 +1,349 @@
+//! The thread that keeps a tree within its budget.
+//!
+//! Owns the members ([`Tree`]), the supervisor's side of every process slot, the totals of processes that are gone, and the swap
+//! file's holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries out the decision through the
+//! segment: `limit_bytes`, `wanted`, and the bell.
+//!
+//! Invariants
+//! 1. A slot is released after its process is gone, or after the process claimed a newer one (it called exec, so what the slot
+//!    stood for is gone); its counters go into the totals first.
+//! 2. The file's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
+//!
+//! Locks: none; the rest of the supervisor talks to the thread through a channel.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FallocateFlags;
+use swaptide_ipc::{Counter, EXTENT_BYTES, ExtentId, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_sys::PAGE_SIZE;
+
+use crate::budget::{self, Process, Standing};
+use crate::report::Totals;
+use crate::tree::Tree;
+
+/// What the keeper is asked.
+pub enum Request {
+    /// A process joined: look at it now.
+    Joined(u32),
+    /// Look once more and tell the totals so far.
+    Totals(Sender<Totals>),
+    /// End.
+    Stop,
+}
+
+/// What the keeper knows of a slot between two ticks.
+struct Watch {
+    pid: u32,
+    moved_pages: u64,
+    pressure: u64,
+}
+
+/// The keeper.
+pub struct Keeper {
+    segment: &'static Segment,
+    swap: Option<Arc<File>>,
+    budget: u64,
+    strict: bool,
+    tree: Tree,
+    watches: HashMap<SlotIndex, Watch>,
+    refused: std::collections::HashSet<u32>,
+    gone: Totals,
+    last_tick: Instant,
+    swap_full: u64,
+}
+
+impl Keeper {
+    /// A keeper of the tree under this process.
+    pub fn new(segment: &'static Segment, swap: Option<Arc<File>>, budget: u64, strict: bool) -> Keeper {
+        Keeper {
+            segment,
+            swap,
+            budget,
+            strict,
+            tree: Tree::new(std::process::id()),
+            watches: HashMap::new(),
+            refused: Default::default(),
+            gone: Totals::default(),
+            last_tick: Instant::now(),
+            swap_full: 0,
+        }
+    }
+
+    /// The thread: ticks until it is told to stop or nobody is left to tell it.
+    pub fn run(mut self, requests: Receiver<Request>) {
+        let mut interval = Duration::ZERO;
+        loop {
+            match requests.recv_timeout(interval) {
+                Ok(Request::Joined(pid)) => drop(self.tree.admit(pid)),
+                Ok(Request::Totals(answer)) => {
+                    self.tick();
+                    // Who asked may have stopped waiting.
+                    let _ = answer.send(self.totals());
+                    continue;
+                }
+                Ok(Request::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            interval = self.tick();
+        }
+    }
+
+    /// One look at everything; answers with the time until the next.
+    fn tick(&mut self) -> Duration {
+        let elapsed = self.last_tick.elapsed();
+        self.last_tick = Instant::now();
+        let slots = self.living_slots();
+        self.tree.look();
+        for pid in slots.keys() {
+            self.tree.admit(*pid);
+        }
+        self.tree.sample();
+        let members: Vec<(u32, Option<SlotIndex>)> =
+            self.tree.pids().map(|pid| (pid, slots.get(&pid).copied())).collect();
+        let processes: Vec<Process> = members.iter().map(|(pid, slot)| self.judge(*pid, *slot, elapsed)).collect();
+        for (pid, slot) in &slots {
+            if !self.tree.contains(*pid) {
+                self.release(*slot);
+            }
+        }
+        self.measure(&processes, &members);
+        let decision = budget::decide(self.budget, &processes, elapsed);
+        for (at, limit) in decision.limits {
+            if let Some(slot) = members[at].1.map(|index| self.segment.slot(index)) {
+                command(slot, limit, decision.engage.contains(&at));
+            }
+        }
+        if self.strict {
+            self.enforce(&processes);
+        }
+        budget::interval(self.budget, &processes)
+    }
+
+    /// The slot of each process; slots that a newer one of the same process replaced are released.
+    fn living_slots(&mut self) -> HashMap<u32, SlotIndex> {
+        let mut newest: HashMap<u32, (u64, SlotIndex)> = HashMap::new();
+        let mut stale = Vec::new();
+        for (index, slot) in self.segment.claimed() {
+            let number = slot.claim_number.load(Relaxed);
+            let entry = newest.entry(slot.pid.load(Relaxed)).or_insert((number, index));
+            if entry.1 != index {
+                let older = if number > entry.0 { std::mem::replace(entry, (number, index)).1 } else { index };
+                stale.push(older);
+            }
+        }
+        for index in stale {
+            self.release(index);
+        }
+        newest.into_iter().map(|(pid, (_, index))| (pid, index)).collect()
+    }
+
+    fn judge(&mut self, pid: u32, slot: Option<SlotIndex>, elapsed: Duration) -> Process {
+        let used = self.tree.used(pid);
+        let Some(index) = slot else { return Process { standing: Standing::Beyond, used, pressure: 0, limit: 0 } };
+        let slot = self.segment.slot(index);
+        let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
+            (ProcState::Engaged, _) => Standing::Engaged,
+            (ProcState::Watching, 0) => Standing::Watching,
+            (ProcState::Watching, _) => Standing::Engaged,
+            (ProcState::Refused | ProcState::Free, _) => Standing::Beyond,
+        };
+        if slot.state() == ProcState::Refused && self.refused.insert(pid) {
+            self.gone.refused += 1;
+        }
+        let moved: u64 = [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let watch = self.watches.entry(index).or_insert(Watch { pid, moved_pages: moved, pressure: 0 });
+        if watch.pid != pid {
+            *watch = Watch { pid, moved_pages: moved, pressure: 0 };
+        }
+        let bytes = moved.saturating_sub(watch.moved_pages) * PAGE_SIZE as u64;
+        watch.moved_pages = moved;
+        let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
+        watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
+        Process { standing, used, pressure: watch.pressure, limit: slot.limit_bytes.load(Relaxed) }
+    }
+
+    fn measure(&mut self, processes: &[Process], members: &[(u32, Option<SlotIndex>)]) {
+        let resident: u64 = processes.iter().map(|p| p.used).sum();
+        let (mut footprint, mut pool) = (0, 0);
+        for (process, (_, slot)) in processes.iter().zip(members) {
+            let Some(slot) = slot.map(|index| self.segment.slot(index)) else {
+                footprint += process.used;
+                continue;
+            };
+            let own = [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(|word| word.load(Relaxed));
+            let swapped = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+            footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
+            pool += own[0];
+        }
+        let file = u64::from(self.segment.header.extents_used.load(Relaxed)) * EXTENT_BYTES;
+        self.gone.peak_resident = self.gone.peak_resident.max(resident);
+        self.gone.peak_footprint = self.gone.peak_footprint.max(footprint);
+        self.gone.peak_pool = self.gone.peak_pool.max(pool);
+        self.gone.peak_file = self.gone.peak_file.max(file);
+    }
+
+    /// `--strict`: swap space is out and the budget is exceeded.
+    fn enforce(&mut self, processes: &[Process]) {
+        let used: u64 = processes.iter().map(|p| p.used).sum();
+        let full = self.totals().get(Counter::SwapFull);
+        if full > self.swap_full && used > self.budget + self.budget / 20 {
+            self.gone.strict_kill = true;
+            self.tree.kill_all();
+        }
+        if used <= self.budget {
+            self.swap_full = full;
+        }
+    }
+
+    fn totals(&self) -> Totals {
+        let mut totals = self.gone.clone();
+        for (_, slot) in self.segment.claimed() {
+            totals.add(slot);
+        }
+        totals
+    }
+
+    fn release(&mut self, index: SlotIndex) {
+        self.gone.add(self.segment.slot(index));
+        self.watches.remove(&index);
+        let mut freed = Vec::new();
+        self.segment.release(index, |extent| freed.push(extent));
+        if let Some(swap) = &self.swap {
+            for extent in freed {
+                self.segment.while_unheld(extent, || punch(swap, extent));
+            }
+        }
+    }
+}
+
+/// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet.
+fn command(slot: &ProcSlot, limit: u64, engage: bool) {
+    let old = slot.limit_bytes.load(Relaxed);
+    if engage || old.abs_diff(limit) > old / 100 {
+        slot.limit_bytes.store(limit, Relaxed);
+        if engage {
+            slot.wanted.store(1, Relaxed);
+        }
+        // The bell's release makes both stores visible to who wakes.
+        slot.ring();
+    }
+}
+
+fn punch(swap: &File, extent: ExtentId) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    // A file system that cannot punch keeps the space until the run ends; nothing else depends on it.
+    let _ = rustix::fs::fallocate(swap, flags, u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    use std::process::{Child, Command, Stdio};
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+
+    fn segment(extents: u32) -> &'static Segment {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        segment.header.extents.store(extents, Relaxed);
+        segment
+    }
+
+    fn sleeper() -> Child {
+        Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().expect("sleep")
+    }
+
+    fn end(mut child: Child) {
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+    }
+
+    #[test]
+    fn a_process_that_dies_leaves_its_counters_and_no_extent() {
+        let scratch = crate::testing::Scratch::new("keeper");
+        let file = File::options().read(true).write(true).create_new(true).open(scratch.path("swap")).expect("file");
+        file.set_len(4 * EXTENT_BYTES).expect("length");
+        let segment = segment(4);
+        let child = sleeper();
+        let index = segment.claim(child.id(), 0).expect("slot");
+        let extent = segment.lease_extent(index).expect("extent");
+        file.write_all_at(&[7; 65536], u64::from(extent.0) * EXTENT_BYTES).expect("write");
+        file.sync_all().expect("sync");
+        assert!(file.metadata().expect("metadata").blocks() > 0);
+        segment.slot(index).count(Counter::Pswpout, 16);
+        let mut keeper = Keeper::new(segment, Some(Arc::new(file)), 64 << 20, false);
+        keeper.tick();
+        assert_eq!(keeper.totals().get(Counter::Pswpout), 16);
+        assert_eq!(segment.header.extents_used.load(Relaxed), 1);
+        end(child);
+        keeper.tick();
+        assert_eq!(keeper.totals().get(Counter::Pswpout), 16, "the dead are counted once");
+        assert_eq!(segment.header.extents_used.load(Relaxed), 0);
+        assert_eq!(keeper.swap.as_ref().expect("file").metadata().expect("metadata").blocks(), 0, "the space is free again");
+        assert_eq!(segment.claimed().count(), 0);
+    }
+
+    #[test]
+    fn a_program_that_called_exec_keeps_its_newest_slot() {
+        let segment = segment(0);
+        let child = sleeper();
+        let old = segment.claim(child.id(), 0).expect("slot");
+        segment.slot(old).count(Counter::Pswpin, 5);
+        let new = segment.claim(child.id(), 0).expect("slot");
+        let mut keeper = Keeper::new(segment, None, 64 << 20, false);
+        keeper.tick();
+        assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [new]);
+        assert_eq!(keeper.totals().get(Counter::Pswpin), 5);
+        end(child);
+    }
+
+    #[test]
+    fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
+        let mut child = Command::new("python3")
+            .args(["-c", "import sys; x=b'x'*(60<<20); print(flush=True); sys.stdin.read()"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 is needed for this test");
+        std::io::Read::read_exact(child.stdout.as_mut().expect("stdout"), &mut [0]).expect("ready");
+        let segment = segment(0);
+        let index = segment.claim(child.id(), 0).expect("slot");
+        let slot = segment.slot(index);
+        let mut roomy = Keeper::new(segment, None, 512 << 20, false);
+        roomy.tick();
+        assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
+        let mut keeper = Keeper::new(segment, None, 64 << 20, false);
+        keeper.tick();
+        assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
+        let limit = slot.limit_bytes.load(Relaxed);
+        assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
+        keeper.tick();
+        assert_eq!(slot.bell.load(Relaxed), 1, "no bell without news");
+        assert!(keeper.totals().peak_resident > 60 << 20);
+        end(child);
+    }
+
+    #[test]
+    fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
+        let segment = segment(0);
+        let child = sleeper();
+        let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
+        slot.count(Counter::SwapFull, 1);
+        let mut keeper = Keeper::new(segment, None, 64 << 20, true);
+        keeper.tick();
+        assert!(!keeper.totals().strict_kill, "within the budget");
+        slot.count(Counter::SwapFull, 1);
+        keeper.enforce(&[Process { standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0 }]);
+        assert!(keeper.totals().strict_kill);
+        let mut child = child;
+        let status = child.wait().expect("wait");
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
+    }
+}

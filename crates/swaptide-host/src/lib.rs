@@ -1,0 +1,35 @@
+//! The supervisor of a run: one program, the processes it starts, and the memory they share.
+//!
+//! Owns everything about `swaptide run` that is not the command line: what a budget and a device are, which programs can be run,
+//! who belongs to the tree, who gets how much, what is told at the end. The processes themselves swap; the supervisor only counts,
+//! sets limits, and hands out the segment and the swap file. When it is killed, they go on with the limits they have.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`size`] | sizes as people write them |
+//! | [`target`] | the program, and why some cannot be run |
+//! | [`device`] | `--swap`, and the swap file |
+//! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
+//! | [`tree`] | the living processes and what they use |
+//! | [`keeper`] | the thread that carries the policy out |
+//! | [`socket`] | where processes ask for the segment |
+//! | [`signals`] | signals and children as descriptors |
+//! | [`supervise`] | the two processes of a supervisor, and the order of things |
+//! | [`report`] | totals, JSON, summary |
+//! | [`doctor`] | what this machine allows |
+//!
+//! Locks: none; threads talk through channels, processes through the segment's atomics and a socket.
+
+pub mod budget;
+pub mod device;
+pub mod doctor;
+pub mod keeper;
+pub mod report;
+pub mod signals;
+pub mod size;
+pub mod socket;
+pub mod supervise;
+pub mod target;
+#[cfg(test)]
+mod testing;
+pub mod tree;

@@ -1,0 +1,127 @@
+//! The socket on which the processes of a run ask for what they share.
+//!
+//! Owns the listener and the answers to [`Request`]s: a byte in, the same byte and a descriptor out, both hang up. Whoever is
+//! neither of the supervisor's user nor of its tree gets nothing.
+//!
+//! Locks: none.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use swaptide_ipc::Request;
+use swaptide_sys::Errno;
+use swaptide_sys::sock::{Conn, Listener, poll_readable};
+
+use crate::tree::descends;
+
+/// A client sends its byte right after it connects; one that does not is not waited for.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// The socket.
+pub struct Counter {
+    listener: Listener,
+    name: String,
+    supervisor: u32,
+}
+
+impl Counter {
+    /// Opens the socket under a name that nobody can guess.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn open() -> Result<Counter, Errno> {
+        let mut random = [0u8; 16];
+        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+        let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
+        let listener = Listener::bind_abstract(name.as_bytes())?;
+        listener.set_nonblocking(true)?;
+        Ok(Counter { listener, name, supervisor: std::process::id() })
+    }
+
+    /// The name for the environment of the tree.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Serves everybody who waits; answers with the processes that asked for the segment.
+    pub fn serve(&self, segment: &OwnedFd, swap: Option<&File>) -> Vec<u32> {
+        let mut joined = Vec::new();
+        while let Ok((client, peer)) = self.listener.accept() {
+            let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
+            // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
+            if ours && let Some(Request::Segment) = answer(&client, segment, swap) {
+                joined.push(peer.pid);
+            }
+        }
+        joined
+    }
+}
+
+impl AsFd for Counter {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+fn answer(client: &Conn, segment: &OwnedFd, swap: Option<&File>) -> Option<Request> {
+    if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
+        return None;
+    }
+    let mut byte = [0u8; 1];
+    let (length, _) = client.recv(&mut byte, &mut []).ok()?;
+    let request = Request::from_byte(byte[0]).filter(|_| length == 1)?;
+    let descriptor = match request {
+        Request::Segment => segment.as_fd(),
+        Request::SwapFile => swap?.as_fd(),
+    };
+    client.send(&byte, &[descriptor]).ok()?;
+    Some(request)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+
+    fn ask(counter: &Counter, byte: &[u8], segment: &OwnedFd, swap: Option<&File>) -> (Vec<u32>, Option<OwnedFd>) {
+        let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        client.send(byte, &[]).expect("send");
+        let joined = counter.serve(segment, swap);
+        let (mut reply, mut fds) = ([0u8; 1], [None]);
+        match client.recv(&mut reply, &mut fds) {
+            Ok((1, 1)) if reply == byte => (joined, fds[0].take()),
+            _ => (joined, None),
+        }
+    }
+
+    #[test]
+    fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
+        let counter = Counter::open().expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
+        let swap = tempfile();
+        let (joined, fd) = ask(&counter, b"S", &segment, Some(&swap));
+        assert_eq!(joined, [std::process::id()]);
+        let received = File::from(fd.expect("the segment"));
+        assert_eq!(received.metadata().expect("metadata").len(), 12288);
+        assert_ne!(received.as_raw_fd(), segment.as_raw_fd());
+        let (joined, fd) = ask(&counter, b"F", &segment, Some(&swap));
+        assert!(joined.is_empty() && fd.is_some());
+        assert!(ask(&counter, b"F", &segment, None).1.is_none(), "there is no file");
+        assert!(ask(&counter, b"?", &segment, Some(&swap)).1.is_none(), "no request");
+    }
+
+    #[test]
+    fn a_client_that_says_nothing_does_not_stop_the_others() {
+        let counter = Counter::open().expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        let _silent = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        assert!(ask(&counter, b"S", &segment, None).1.is_some());
+    }
+
+    fn tempfile() -> File {
+        let scratch = crate::testing::Scratch::new("socket");
+        let path = scratch.path("file");
+        File::options().read(true).write(true).create_new(true).open(path).expect("file")
+    }
+}

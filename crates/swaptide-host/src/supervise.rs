@@ -1,0 +1,606 @@
+//! A run from its first check to its exit status.
+//!
+//! Owns the order of things and the two processes of a supervisor:
+//! - the *front* is what the user started. It waits, passes signals on, stops and continues with the program, prints the summary,
+//!   and exits with the program's status;
+//! - the *back* is its child and the program's parent. It is the subreaper of the tree, serves the socket, runs the keeper's thread
+//!   and writes the report. When the program ends and others of its tree live on, the front ends and the back stays for them.
+//!
+//! All checks come before the fork: bad input never starts anything.
+//!
+//! Signals. Neither process has a handler; both block everything and read descriptors. What the terminal sends goes to the whole
+//! process group, so the program has it already, and what somebody sends to the group by `kill` arrives at the back as well,
+//! which tells it from a signal for the front alone; only the latter is passed on.
+//!
+//! Invariants
+//! 1. The program inherits the standard streams, other descriptors, mask and dispositions exactly as the front was started with;
+//!    neither process of the supervisor keeps the streams open but the front its standard error.
+//! 2. A killed supervisor kills nobody: the processes hold their own descriptors of the segment and the file, and keep their limits.
+//!
+//! Locks: none.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{ENV_SOCKET, MAGIC, Segment, VERSION};
+use swaptide_sys::mem::{SharedMap, memfd_create};
+use swaptide_sys::process::set_child_subreaper;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::uffd::{OpenError, Uffd};
+
+use crate::budget::SMALLEST_BUDGET;
+use crate::device::{self, DeviceError, SwapSpace};
+use crate::doctor::REQUIRED;
+use crate::keeper::{self, Keeper};
+use crate::report::{Frame, Report, Sink, program_name, summary};
+use crate::signals::{self, Change, Inherited, Signals};
+use crate::size::{SizeError, human, parse_share, ram_total};
+use crate::socket::Counter;
+use crate::target::{self, Target, TargetError};
+
+/// Names the agent's library, for an installation that is spread out.
+pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
+/// The agent's file name.
+pub const AGENT_NAME: &str = "libswaptide_agent.so";
+
+/// The share of a process's limit that compressed memory may take where a file stands behind it, in percent.
+const POOL_PERCENT: u32 = 50;
+/// The same where there is nothing behind it.
+const POOL_PERCENT_ALONE: u32 = 75;
+/// The budget where none is given: a margin stays for what is not the program's.
+const DEFAULT_RAM: &str = "80%";
+
+/// A run as it was asked for.
+#[derive(Clone, Debug, Default)]
+pub struct RunConfig {
+    /// `--ram`.
+    pub ram: Option<String>,
+    /// Each `--swap`.
+    pub swap: Vec<String>,
+    /// `--report`.
+    pub report: Option<PathBuf>,
+    /// `--quiet`.
+    pub quiet: bool,
+    /// `--strict`.
+    pub strict: bool,
+    /// The program and its arguments.
+    pub command: Vec<OsString>,
+}
+
+/// Why a run did not start.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum RunError {
+    /// `--ram` is no size.
+    Ram(SizeError),
+    /// `--ram` is less than the engine needs.
+    SmallBudget(u64),
+    /// A device.
+    Swap(DeviceError),
+    /// The report cannot be written there.
+    Report(PathBuf, io::Error),
+    /// No program was named.
+    NoCommand,
+    /// The program.
+    Target(TargetError),
+    /// The preloaded library is not where it should be.
+    NoAgent(Vec<PathBuf>),
+    /// The library's path cannot stand in `LD_PRELOAD`.
+    AgentPath(PathBuf),
+    /// The kernel or its settings do not allow it.
+    Userfaultfd(OpenError),
+    /// A system call.
+    System(&'static str, io::Error),
+    /// The program could not be started after all.
+    Start(String),
+}
+
+impl fmt::Display for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RunError::Ram(error) => write!(f, "--ram: {error}"),
+            RunError::SmallBudget(bytes) => {
+                write!(f, "--ram: {} is too small; the least that works is {}", human(*bytes), human(SMALLEST_BUDGET))
+            }
+            RunError::Swap(error) => write!(f, "--swap: {error}"),
+            RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
+            RunError::NoCommand => write!(f, "no program to run; name it after --"),
+            RunError::Target(error) => write!(f, "{error}"),
+            RunError::NoAgent(places) => {
+                let places: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
+                write!(f, "{AGENT_NAME} not found ({}); build it with cargo build, or set {ENV_AGENT}", places.join(", "))
+            }
+            RunError::AgentPath(path) => {
+                write!(f, "{}: a path with a space or a colon cannot be preloaded; move it or set {ENV_AGENT}", path.display())
+            }
+            RunError::Userfaultfd(error) => write!(f, "{error}; swaptide doctor tells how to mend it"),
+            RunError::System(what, error) => write!(f, "{what}: {error}"),
+            RunError::Start(message) => write!(f, "{message}"),
+        }
+    }
+}
+
+impl std::error::Error for RunError {}
+
+/// What the back tells the front.
+#[derive(Serialize, Deserialize)]
+enum ToFront {
+    Failed(String),
+    Started(u32),
+    Stopped,
+    Ended { status: u8, lines: Vec<String>, stays: bool },
+}
+
+/// A signal that the front got.
+#[derive(Serialize, Deserialize)]
+struct PassOn {
+    signal: i32,
+    sender: u32,
+}
+
+/// Everything that is checked and opened before the fork.
+struct Prepared {
+    target: Target,
+    arguments: Vec<OsString>,
+    preload: OsString,
+    frame: Frame,
+    segment: &'static Segment,
+    segment_fd: OwnedFd,
+    swap: Option<Arc<File>>,
+    report: Option<(PathBuf, Sink)>,
+    quiet: bool,
+    strict: bool,
+    started: Instant,
+    inherited_fds: Vec<RawFd>,
+}
+
+/// Runs a program under a budget; answers with the exit status.
+///
+/// # Errors
+/// See [`RunError`]; nothing was started then.
+pub fn run(config: &RunConfig) -> Result<u8, RunError> {
+    let prepared = prepare(config)?;
+    let system = |what| move |error: io::Error| RunError::System(what, error);
+    let (front_end, back_end) = UnixStream::pair().map_err(system("socketpair"))?;
+    let (signals, inherited) = signals::take().map_err(system("signals"))?;
+    let subreaper = |error: swaptide_sys::Errno| RunError::System("PR_SET_CHILD_SUBREAPER", error.into());
+    // If the back is killed, the program comes to the front, which then waits for it itself.
+    set_child_subreaper(true).map_err(subreaper)?;
+    let front = std::process::id();
+    // SAFETY: this process has one thread, so the child's copy of all locks and of the heap is consistent.
+    match unsafe { libc::fork() } {
+        -1 => Err(RunError::System("fork", io::Error::last_os_error())),
+        0 => {
+            drop(front_end);
+            Back::run(prepared, Channel::new(back_end), signals, inherited, front)
+        }
+        back => {
+            drop(back_end);
+            release_streams(&prepared.inherited_fds, &[0, 1]);
+            drop(prepared);
+            Front { back: back as u32, channel: Channel::new(front_end), signals, program: None }.run()
+        }
+    }
+}
+
+fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
+    let started = Instant::now();
+    let inherited_fds = inherited_descriptors();
+    let budget = parse_share(config.ram.as_deref().unwrap_or(DEFAULT_RAM), ram_total()).map_err(RunError::Ram)?;
+    if budget < SMALLEST_BUDGET {
+        return Err(RunError::SmallBudget(budget));
+    }
+    let devices: Vec<_> = config.swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
+    let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
+    let target = target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
+    let preload = preload(&find_agent()?)?;
+    let report = match &config.report {
+        Some(path) => Some((path.clone(), Sink::open(path).map_err(|error| RunError::Report(path.clone(), error))?)),
+        None => None,
+    };
+    Uffd::open(REQUIRED, true).map_err(RunError::Userfaultfd)?;
+    let space = device::open(&devices, budget).map_err(RunError::Swap)?;
+    let (segment, segment_fd) = set_up_segment(budget, &space).map_err(|error| RunError::System("shared segment", error))?;
+    let frame = Frame {
+        budget,
+        pool_cap: space.pool_cap,
+        file: space.file.as_ref().map(|file| file.facts.clone()),
+        program: program_name(name),
+    };
+    Ok(Prepared {
+        target,
+        arguments: arguments.to_vec(),
+        preload,
+        frame,
+        segment,
+        segment_fd,
+        swap: space.file.map(|file| Arc::new(file.file)),
+        report,
+        quiet: config.quiet,
+        strict: config.strict,
+        started,
+        inherited_fds,
+    })
+}
+
+/// The preloaded library: the one that is named, or beside this executable, or in the library directory beside it.
+///
+/// # Errors
+/// [`RunError::NoAgent`].
+pub fn find_agent() -> Result<PathBuf, RunError> {
+    let places = match std::env::var_os(ENV_AGENT).filter(|path| !path.is_empty()) {
+        Some(path) => vec![PathBuf::from(path)],
+        None => {
+            let exe = std::env::current_exe().map_err(|error| RunError::System("own executable", error))?;
+            let directory = exe.parent().unwrap_or(Path::new("/"));
+            vec![directory.join(AGENT_NAME), directory.join("../lib/swaptide").join(AGENT_NAME)]
+        }
+    };
+    // The tree's processes may be in any directory.
+    let found = places.iter().find(|place| place.is_file()).and_then(|place| std::fs::canonicalize(place).ok());
+    found.ok_or(RunError::NoAgent(places))
+}
+
+fn preload(agent: &Path) -> Result<OsString, RunError> {
+    let mut list = agent.as_os_str().to_owned();
+    if list.as_bytes().iter().any(|byte| *byte == b':' || byte.is_ascii_whitespace()) {
+        return Err(RunError::AgentPath(agent.to_owned()));
+    }
+    if let Some(before) = std::env::var_os("LD_PRELOAD").filter(|before| !before.is_empty()) {
+        // A run inside a run: the library is there already and belongs to the inner run from here on.
+        let others = before.as_bytes().split(|byte| b": ".contains(byte)).filter(|entry| *entry != agent.as_os_str().as_bytes());
+        for other in others.filter(|entry| !entry.is_empty()) {
+            list.push(":");
+            list.push(std::ffi::OsStr::from_bytes(other));
+        }
+    }
+    Ok(list)
+}
+
+fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segment, OwnedFd)> {
+    let fd = memfd_create(c"swaptide", Segment::BYTES as u64)?;
+    let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
+    let segment = Segment::raw(map).map_err(io::Error::other)?;
+    let header = &segment.header;
+    header.version.store(VERSION, Relaxed);
+    header.budget_bytes.store(budget, Relaxed);
+    header.pool_cap_bytes.store(space.pool_cap, Relaxed);
+    header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
+    header.pool_percent.store(if space.file.is_some() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
+    let mut key = [0u8; 32];
+    rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
+    for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
+        word.store(bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)), Relaxed);
+    }
+    // Pairs with the acquire of Segment::open: who sees the magic word sees all that is before it.
+    header.magic.store(MAGIC, Release);
+    Ok((segment, fd))
+}
+
+/// Descriptors beyond the standard streams that were given to this process and pass through exec.
+fn inherited_descriptors() -> Vec<RawFd> {
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return Vec::new() };
+    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
+    let passes_exec = |fd: &RawFd| {
+        // SAFETY: F_GETFD changes nothing; a number that is no descriptor answers with an error.
+        let flags = unsafe { libc::fcntl(*fd, libc::F_GETFD) };
+        flags >= 0 && flags & libc::FD_CLOEXEC == 0
+    };
+    numbers.filter(|fd| *fd > 2).filter(passes_exec).collect()
+}
+
+/// Lets go of what was inherited: a reader at the other end of a pipe must see its end when the program closes it.
+fn release_streams(inherited: &[RawFd], standard: &[RawFd]) {
+    for fd in inherited {
+        // SAFETY: the number was open before this program opened anything, and nothing in it ever owned or used it.
+        unsafe { libc::close(*fd) };
+    }
+    if let Ok(null) = File::options().read(true).write(true).open("/dev/null") {
+        for fd in standard {
+            // SAFETY: the standard streams are addressed by their numbers only; these refer to /dev/null from here on.
+            unsafe { libc::dup2(null.as_raw_fd(), *fd) };
+        }
+    }
+}
+
+/// Messages between front and back: one JSON text to a line.
+struct Channel {
+    stream: UnixStream,
+    received: Vec<u8>,
+}
+
+impl Channel {
+    fn new(stream: UnixStream) -> Channel {
+        Channel { stream, received: Vec::new() }
+    }
+
+    /// Sends; that the other side is gone is seen at the next receiving.
+    fn send(&mut self, message: &impl Serialize) {
+        if let Ok(mut line) = serde_json::to_vec(message) {
+            line.push(b'\n');
+            let _ = self.stream.write_all(&line);
+        }
+    }
+
+    /// All messages that came; `None` when the other side is gone and all of its messages were read.
+    fn receive<T: for<'a> Deserialize<'a>>(&mut self) -> Option<Vec<T>> {
+        let mut buffer = [0u8; 4096];
+        match self.stream.read(&mut buffer) {
+            Ok(0) => return None,
+            Ok(length) => self.received.extend_from_slice(&buffer[..length]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return None,
+        }
+        let end = self.received.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let lines: Vec<u8> = self.received.drain(..end).collect();
+        Some(lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect())
+    }
+}
+
+/// The process that the user started.
+struct Front {
+    back: u32,
+    channel: Channel,
+    signals: Signals,
+    program: Option<u32>,
+}
+
+impl Front {
+    fn run(mut self) -> Result<u8, RunError> {
+        loop {
+            let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None).unwrap_or(0);
+            if ready & 1 != 0 {
+                self.pass_on();
+            }
+            if ready & 2 == 0 {
+                continue;
+            }
+            let Some(messages) = self.channel.receive() else { return self.wait_alone() };
+            for message in messages {
+                match message {
+                    ToFront::Started(pid) => self.program = Some(pid),
+                    ToFront::Failed(message) => return Err(RunError::Start(message)),
+                    // As the program stands still, so does this process: the shell takes the terminal back.
+                    ToFront::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
+                    ToFront::Ended { status, lines, stays } => {
+                        lines.iter().for_each(|line| say(line));
+                        if !stays {
+                            self.wait_for_back();
+                        }
+                        return Ok(status);
+                    }
+                }
+            }
+        }
+    }
+
+    fn pass_on(&mut self) {
+        while let Some(arrived) = self.signals.next() {
+            match arrived.sender {
+                Some(sender) if arrived.signal != libc::SIGCHLD && sender != self.back => {
+                    self.channel.send(&PassOn { signal: arrived.signal, sender });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Nothing is left in the background: whoever waited for this run sees no process of it any more.
+    fn wait_for_back(&self) {
+        while !matches!(signals::child_change(), Change::NoChild | Change::Ended { .. }) {
+            let _ = poll_readable(&[self.signals.as_fd()], Some(Duration::from_millis(5)));
+            while self.signals.next().is_some() {}
+        }
+    }
+
+    /// The back was killed. The program is this process's child now and keeps the limits it has.
+    fn wait_alone(mut self) -> Result<u8, RunError> {
+        let Some(program) = self.program else { return Err(RunError::Start("the supervisor was killed".into())) };
+        say("the supervisor was killed: limits stay as they are, there is no report");
+        loop {
+            match signals::child_change() {
+                Change::Ended { pid, status } if pid == program => return Ok(status),
+                Change::NoChild => return Err(RunError::Start("the supervisor was killed, and the program with it".into())),
+                Change::Nothing => {
+                    let _ = poll_readable(&[self.signals.as_fd()], None);
+                    while let Some(arrived) = self.signals.next() {
+                        if arrived.sender.is_some() && arrived.signal != libc::SIGCHLD {
+                            signals::send(program, arrived.signal);
+                        }
+                    }
+                }
+                _ => {}
+            }
+            self.program = Some(program);
+        }
+    }
+}
+
+/// One line on standard error; if nobody reads there, so be it.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "swaptide: {line}");
+}
+
+/// The process in the background.
+struct Back {
+    prepared: Prepared,
+    front: u32,
+    /// The front, while it is there.
+    channel: Option<Channel>,
+    signals: Signals,
+    counter: Counter,
+    keeper: mpsc::Sender<keeper::Request>,
+    /// The program; `None` once it has ended.
+    program: Option<u32>,
+    /// Who sent which signal to this process, and when: what somebody sends to the group arrives here as well.
+    seen: HashMap<i32, (u32, Instant)>,
+}
+
+impl Back {
+    fn run(prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
+        let started = set_child_subreaper(true).map_err(io::Error::from).and_then(|()| start(&prepared, inherited));
+        let (counter, program) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                channel.send(&ToFront::Failed(format!("{}: cannot be started: {error}", prepared.target.path.display())));
+                std::process::exit(0);
+            }
+        };
+        channel.send(&ToFront::Started(program));
+        release_streams(&prepared.inherited_fds, &[0, 1, 2]);
+        raise_descriptor_limit();
+        prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
+        let (keeper, requests) = mpsc::channel();
+        let thread = Keeper::new(prepared.segment, prepared.swap.clone(), prepared.frame.budget, prepared.strict);
+        let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
+        let back = Back { prepared, front, channel: Some(channel), signals, counter, keeper, program: Some(program), seen: HashMap::new() };
+        back.serve();
+        if let Ok(thread) = spawned {
+            let _ = thread.join();
+        }
+        std::process::exit(0)
+    }
+
+    /// Until the last process of the tree is gone.
+    fn serve(mut self) {
+        loop {
+            let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
+            fds.extend(self.channel.as_ref().map(|channel| channel.stream.as_fd()));
+            let ready = poll_readable(&fds, None).unwrap_or(0);
+            // Signals first: they tell whether one that the front passes on was meant for it alone.
+            self.note_signals();
+            if ready & 2 != 0 {
+                for pid in self.counter.serve(&self.prepared.segment_fd, self.prepared.swap.as_deref()) {
+                    let _ = self.keeper.send(keeper::Request::Joined(pid));
+                }
+            }
+            if ready & 4 != 0 {
+                self.listen_to_front();
+            }
+            if !self.look_at_children() {
+                // The keeper ends with its channel.
+                let _ = self.keeper.send(keeper::Request::Stop);
+                return;
+            }
+        }
+    }
+
+    fn note_signals(&mut self) {
+        while let Some(arrived) = self.signals.next() {
+            if let Some(sender) = arrived.sender {
+                self.seen.insert(arrived.signal, (sender, Instant::now()));
+            }
+        }
+    }
+
+    fn listen_to_front(&mut self) {
+        let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>()) else {
+            // The front was killed. The tree goes on.
+            self.channel = None;
+            return;
+        };
+        for message in messages {
+            let whole_group = self
+                .seen
+                .remove(&message.signal)
+                .is_some_and(|(sender, when)| sender == message.sender && when.elapsed() < Duration::from_millis(100));
+            if let Some(program) = self.program
+                && !(whole_group && signals::same_group(program, std::process::id()))
+            {
+                signals::send(program, message.signal);
+            }
+        }
+    }
+
+    /// False when no process of the tree is left.
+    fn look_at_children(&mut self) -> bool {
+        let mut ended = None;
+        let left = loop {
+            match signals::child_change() {
+                Change::Ended { pid, status } if Some(pid) == self.program => {
+                    self.program = None;
+                    ended = Some(status);
+                }
+                Change::Stopped(pid) if Some(pid) == self.program => {
+                    if let Some(channel) = &mut self.channel {
+                        channel.send(&ToFront::Stopped);
+                    }
+                }
+                Change::Continued(pid) if Some(pid) == self.program && self.channel.is_some() => {
+                    signals::send(self.front, libc::SIGCONT);
+                }
+                Change::Nothing => break true,
+                Change::NoChild => break false,
+                _ => {}
+            }
+        };
+        if let Some(status) = ended {
+            self.finish(status, left);
+        }
+        left
+    }
+
+    /// The program has ended: the report, and the front's release.
+    fn finish(&mut self, status: u8, stays: bool) {
+        let (answer, totals) = mpsc::channel();
+        let _ = self.keeper.send(keeper::Request::Totals(answer));
+        let totals = totals.recv().unwrap_or_default();
+        let wall_s = self.prepared.started.elapsed().as_secs_f64();
+        let status = if totals.strict_kill { 137 } else { status };
+        let frame = &self.prepared.frame;
+        let mut lines = Vec::new();
+        if totals.strict_kill {
+            lines.push(format!(
+                "{}: killed by --strict: swap space ran out and its memory went past the {} budget; give it more with --swap",
+                frame.program,
+                human(frame.budget)
+            ));
+        }
+        if !self.prepared.quiet {
+            lines.push(summary(frame, &totals, wall_s));
+        }
+        if let Some((path, sink)) = &mut self.prepared.report
+            && let Err(error) = sink.write(&Report::new(frame, &totals, status, wall_s))
+        {
+            lines.push(format!("--report: {}: not written: {error}", path.display()));
+        }
+        if let Some(mut channel) = self.channel.take() {
+            channel.send(&ToFront::Ended { status, lines, stays });
+        }
+        // Nobody's directory is kept busy by who stays behind.
+        let _ = std::env::set_current_dir("/");
+    }
+}
+
+fn start(prepared: &Prepared, inherited: Inherited) -> io::Result<(Counter, u32)> {
+    let counter = Counter::open()?;
+    let mut command = Command::new(&prepared.target.path);
+    command.arg0(&prepared.target.name).args(&prepared.arguments);
+    command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());
+    // SAFETY: what runs between fork and exec makes system calls only.
+    unsafe { command.pre_exec(move || inherited.restore()) };
+    let child = command.spawn()?;
+    Ok((counter, child.id()))
+}
+
+/// The keeper has two descriptors open for every process of the tree.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    // Where it stays as it is, processes beyond it are not seen and count for nothing.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}

@@ -1,0 +1,303 @@
+//! The processes of a run and the memory they use.
+//!
+//! Owns the set of living members: every descendant of the supervisor, which is their subreaper, so that nobody leaves the tree by
+//! losing a parent. A member is known by its pidfd; its number alone never stands for it.
+//!
+//! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for processes that were forked and
+//! did not exec: they share pages, which would count once for each of them. Such processes have the same start of stack, for fork
+//! copies it and exec draws a new one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
+//! carried on in between by the change of the resident size.
+//!
+//! Invariants
+//! 1. A member is reported dead once, after all its threads are gone, and then it is no member any more.
+//! 2. Looking for new members costs at most a thirtieth of one processor, however many processes the machine has.
+//!
+//! Locks: none.
+
+use std::collections::{BTreeMap, HashMap};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, tree_of};
+use swaptide_sys::sock::poll_readable;
+
+/// Less than this needs no exact count.
+const SMALL: u64 = 1 << 20;
+/// How old a proportional size may be at least before it is read again.
+const PSS_AGE: Duration = Duration::from_millis(10);
+/// How often new members are looked for at most.
+const SCAN_AGE: Duration = Duration::from_millis(10);
+
+struct Member {
+    statm: StatmFd,
+    pidfd: OwnedFd,
+    /// Start of the stack: the same in processes that were forked from each other and did not exec.
+    family: u64,
+    resident: u64,
+    used: u64,
+    pss: Option<Pss>,
+}
+
+struct Pss {
+    bytes: u64,
+    /// The resident size when it was read.
+    resident: u64,
+    read: Instant,
+    cost: Duration,
+}
+
+/// The members.
+pub struct Tree {
+    root: u32,
+    members: BTreeMap<u32, Member>,
+    newest_pid: Option<u32>,
+    scanned: Option<Instant>,
+    scan_cost: Duration,
+}
+
+impl Tree {
+    /// The tree of all descendants of process `root`, which is not one itself.
+    pub fn new(root: u32) -> Tree {
+        Tree { root, members: BTreeMap::new(), newest_pid: None, scanned: None, scan_cost: Duration::ZERO }
+    }
+
+    /// Makes a process a member, if it lives. False when it does not.
+    pub fn admit(&mut self, pid: u32) -> bool {
+        if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
+            let Some(member) = Member::open(pid) else { return false };
+            vacant.insert(member);
+        }
+        true
+    }
+
+    /// Looks for new members, if any process was started since the last look and the last look was cheap or long ago.
+    pub fn look(&mut self) {
+        let newest = newest_pid();
+        let due = self.scanned.is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
+        if !due || (newest.is_some() && newest == self.newest_pid) {
+            return;
+        }
+        let started = Instant::now();
+        for member in tree_of(self.root).unwrap_or_default() {
+            if member.pid != self.root && !member.zombie {
+                self.admit(member.pid);
+            }
+        }
+        self.newest_pid = newest;
+        self.scan_cost = started.elapsed();
+        self.scanned = Some(Instant::now());
+    }
+
+    /// Reads what everybody uses; answers with the members that are gone since the last time.
+    pub fn sample(&mut self) -> Vec<u32> {
+        let mut dead = Vec::new();
+        let mut families: HashMap<u64, u32> = HashMap::new();
+        for (pid, member) in &mut self.members {
+            member.resident = member.read_resident(*pid);
+            member.used = member.resident;
+            if member.resident == 0 && member.is_dead() {
+                dead.push(*pid);
+            } else if member.family != 0 && member.resident >= SMALL {
+                *families.entry(member.family).or_default() += 1;
+            }
+        }
+        for pid in &dead {
+            self.members.remove(pid);
+        }
+        for (pid, member) in &mut self.members {
+            if member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1) {
+                member.count_proportionally(*pid);
+            } else {
+                member.pss = None;
+            }
+        }
+        dead
+    }
+
+    /// What a member used at the last sample.
+    pub fn used(&self, pid: u32) -> u64 {
+        self.members.get(&pid).map_or(0, |member| member.used)
+    }
+
+    /// Whether the process is a member.
+    pub fn contains(&self, pid: u32) -> bool {
+        self.members.contains_key(&pid)
+    }
+
+    /// All members, in the order of their numbers.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.members.keys().copied()
+    }
+
+    /// Kills every member.
+    pub fn kill_all(&self) {
+        for member in self.members.values() {
+            // Who is gone already is no error.
+            let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
+        }
+    }
+}
+
+impl Member {
+    fn open(pid: u32) -> Option<Member> {
+        let pidfd = pidfd_open(pid).ok()?;
+        let statm = StatmFd::open(pid).ok()?;
+        let member = Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None };
+        // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
+        if member.is_dead() { None } else { Some(member) }
+    }
+
+    fn is_dead(&self) -> bool {
+        poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+    }
+
+    fn read_resident(&self, pid: u32) -> u64 {
+        match self.statm.anon_rss() {
+            Some(0) => resident_by_threads(pid),
+            Some(bytes) => bytes,
+            None => 0,
+        }
+    }
+
+    fn count_proportionally(&mut self, pid: u32) {
+        let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= PSS_AGE.max(pss.cost * 20));
+        if stale {
+            // An exec in the meantime ends the sharing.
+            self.family = family(pid);
+            let started = Instant::now();
+            if let Some(bytes) = pss_anon(pid) {
+                self.pss = Some(Pss { bytes, resident: self.resident, read: Instant::now(), cost: started.elapsed() });
+            }
+        }
+        if let Some(pss) = &self.pss {
+            let carried = (pss.bytes + self.resident).saturating_sub(pss.resident);
+            self.used = carried.min(self.resident);
+        }
+    }
+}
+
+/// The first thread of a process may have ended before the others; then only they show the memory.
+fn resident_by_threads(pid: u32) -> u64 {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    threads
+        .filter_map(|thread| thread.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|thread| *thread != pid)
+        .filter_map(anon_rss)
+        .find(|bytes| *bytes > 0)
+        .unwrap_or(0)
+}
+
+/// Where the stack of a process starts; 0 where that cannot be known.
+fn family(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The command in the second field may contain anything, also brackets; the field is number 28.
+    let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
+    after_command.split_ascii_whitespace().nth(28 - 3).and_then(|field| field.parse().ok()).unwrap_or(0)
+}
+
+/// The number of the newest process: while it stays, nobody was started.
+fn newest_pid() -> Option<u32> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split_ascii_whitespace().last()?.parse().ok()
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    proc_info(pid).map(|info| info.ppid)
+}
+
+/// Whether `pid` descends from `ancestor`.
+pub fn descends(pid: u32, ancestor: u32) -> bool {
+    let mut at = pid;
+    for _ in 0..1024 {
+        match parent_of(at) {
+            Some(parent) if parent == ancestor => return true,
+            Some(parent) if parent > 1 => at = parent,
+            _ => return false,
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::process::{Child, Command, Stdio};
+
+    struct Killed(Child);
+
+    impl Drop for Killed {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn python(program: &str) -> Killed {
+        let mut child = Command::new("python3")
+            .args(["-c", program])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 is needed for this test");
+        let mut byte = [0u8; 1];
+        child.stdout.as_mut().expect("stdout").read_exact(&mut byte).expect("the program is ready");
+        Killed(child)
+    }
+
+    #[test]
+    fn descendants_are_found_and_their_death_is_seen_once() {
+        let mut shell = Killed(Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().expect("sh"));
+        let mut tree = Tree::new(std::process::id());
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let inner = loop {
+            tree.look();
+            tree.sample();
+            if let Some(inner) = tree.pids().find(|pid| parent_of(*pid) == Some(shell.0.id())) {
+                break inner;
+            }
+            assert!(Instant::now() < deadline, "the shell's child was not found");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(tree.contains(shell.0.id()));
+        assert!(descends(inner, std::process::id()) && !descends(std::process::id(), inner));
+        pidfd_send_signal(tree.members[&inner].pidfd.as_fd(), libc::SIGKILL).expect("kill");
+        shell.0.wait().expect("the shell ends with its child");
+        let mut dead = Vec::new();
+        while dead.len() < 2 {
+            dead.extend(tree.sample().into_iter().filter(|pid| *pid == inner || *pid == shell.0.id()));
+            assert!(Instant::now() < deadline, "deaths were not seen");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        dead.sort_unstable();
+        dead.dedup();
+        assert_eq!(dead.len(), 2);
+        assert!(!tree.contains(inner));
+    }
+
+    #[test]
+    fn memory_is_counted_and_a_fork_counts_shared_pages_once() {
+        let size = 64 << 20;
+        let program = format!(
+            "import os,sys\nx=bytearray(b'x'*{size})\npid=os.fork()\nif pid: sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()"
+        );
+        let mut parent = python(&program);
+        let mut tree = Tree::new(std::process::id());
+        tree.admit(parent.0.id());
+        tree.look();
+        tree.sample();
+        let child = tree.pids().find(|pid| parent_of(*pid) == Some(parent.0.id())).expect("the forked child");
+        let resident = tree.members[&parent.0.id()].resident + tree.members[&child].resident;
+        let used = tree.used(parent.0.id()) + tree.used(child);
+        assert!(resident >= 2 * size, "{resident}");
+        assert!(used >= size && used < size + size / 2, "{used}");
+        parent.0.stdin.as_mut().expect("stdin").flush().expect("flush");
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_not_admitted() {
+        let mut child = Command::new("true").spawn().expect("true");
+        let pid = child.id();
+        child.wait().expect("wait");
+        assert!(!Tree::new(std::process::id()).admit(pid));
+    }
+}

@@ -1,0 +1,440 @@
+//! The layout of the segment.
+
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use swaptide_sys::lock::futex;
+use swaptide_sys::mem::SharedMap;
+
+use crate::counters::{Counter, FaultHistogram};
+
+/// First word of every segment.
+pub const MAGIC: u64 = 0x7377_6170_7469_6465;
+/// Version of the layout; supervisor and agent must agree.
+pub const VERSION: u32 = 1;
+/// Processes that can be managed at one time.
+pub const MAX_PROCS: usize = 512;
+/// Bytes of one extent of the swap file: a cluster of 512 slots.
+pub const EXTENT_BYTES: u64 = 2 << 20;
+/// Most extents of a swap file (128 GiB).
+pub const MAX_EXTENTS: usize = 65536;
+
+const COUNTERS: usize = Counter::ALL.len();
+
+/// An extent of the swap file: its byte offset is the number times [`EXTENT_BYTES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ExtentId(pub u32);
+
+/// The place of a process in the segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotIndex(pub u32);
+
+/// Where a managed process is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum ProcState {
+    /// Nobody's.
+    Free = 0,
+    /// Waiting: the process fits, nothing of it is managed.
+    Watching = 1,
+    /// Its memory is managed.
+    Engaged = 2,
+    /// Its memory cannot be managed (the reason went to the log); it counts against the budget all the same.
+    Refused = 3,
+}
+
+/// What stands once in a segment.
+#[repr(C)]
+pub struct Header {
+    /// [`MAGIC`], written last by the supervisor.
+    pub magic: AtomicU64,
+    /// [`VERSION`].
+    pub version: AtomicU32,
+    /// Process id of the supervisor.
+    pub supervisor: AtomicU32,
+    /// The tree's budget in bytes.
+    pub budget_bytes: AtomicU64,
+    /// Extents of the swap file (0: there is none).
+    pub extents: AtomicU32,
+    /// Share of a process's limit that its compressed pool may take, in percent.
+    pub pool_percent: AtomicU32,
+    /// Extents in use.
+    pub extents_used: AtomicU32,
+    /// Where the next search for a free extent starts.
+    pub extent_hint: AtomicU32,
+    /// The swap file's key, drawn by the supervisor for this run; four little-endian words.
+    pub key: [AtomicU64; 4],
+    /// Counts processes that could not claim a slot.
+    pub slots_exhausted: AtomicU64,
+    /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
+    pub pool_cap_bytes: AtomicU64,
+    /// Claims of process slots so far.
+    pub claims: AtomicU64,
+    /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
+    pub slots_end: AtomicU32,
+}
+
+/// One process.
+#[repr(C, align(64))]
+pub struct ProcSlot {
+    /// Process id; 0 while the slot is free.
+    pub pid: AtomicU32,
+    /// [`ProcState`].
+    pub state: AtomicU32,
+    /// Futex word: the supervisor raises it and wakes when `limit_bytes` or `wanted` changed.
+    pub bell: AtomicU32,
+    /// Process id of the parent whose memory this one shares since a fork (0: none).
+    pub forked_from: AtomicU32,
+    /// Not 0: the process shall put its memory under management.
+    pub wanted: AtomicU32,
+    /// Threads of the engine in this process.
+    pub engine_threads: AtomicU32,
+    /// Bytes of anonymous memory that the process may keep resident, everything included.
+    pub limit_bytes: AtomicU64,
+    /// Bytes of the program's memory that is managed and resident.
+    pub managed_bytes: AtomicU64,
+    /// Bytes in staging frames.
+    pub staging_bytes: AtomicU64,
+    /// Bytes of the compressed pool.
+    pub pool_bytes: AtomicU64,
+    /// Bytes of tables and the engine's other memory.
+    pub overhead_bytes: AtomicU64,
+    /// Bytes of the program that are swapped to compressed memory, uncompressed size.
+    pub swapped_pool_bytes: AtomicU64,
+    /// Bytes of the program that are swapped to the file.
+    pub swapped_file_bytes: AtomicU64,
+    /// Largest sum of resident and swapped bytes.
+    pub peak_footprint_bytes: AtomicU64,
+    /// Counters by [`Counter`].
+    pub counters: [AtomicU64; COUNTERS],
+    /// Fault times.
+    pub faults: FaultHistogram,
+    /// Extents that the process holds, a bit each.
+    pub held: [AtomicU64; MAX_EXTENTS / 64],
+    /// Number of the claim that took the slot: of two slots of one process (it called exec), the one claimed first is stale.
+    pub claim_number: AtomicU64,
+}
+
+impl ProcSlot {
+    /// Adds to a counter.
+    pub fn count(&self, counter: Counter, n: u64) {
+        self.counters[counter as usize].fetch_add(n, Relaxed);
+    }
+
+    /// The state; a word that is none of them (a damaged segment) reads as free.
+    pub fn state(&self) -> ProcState {
+        match self.state.load(Acquire) {
+            1 => ProcState::Watching,
+            2 => ProcState::Engaged,
+            3 => ProcState::Refused,
+            _ => ProcState::Free,
+        }
+    }
+
+    /// Changes the state.
+    pub fn set_state(&self, state: ProcState) {
+        self.state.store(state as u32, Release);
+    }
+
+    /// The process holds nothing at the moment.
+    fn clear_use(&self) {
+        for word in [
+            &self.managed_bytes,
+            &self.staging_bytes,
+            &self.pool_bytes,
+            &self.overhead_bytes,
+            &self.swapped_pool_bytes,
+            &self.swapped_file_bytes,
+        ] {
+            word.store(0, Relaxed);
+        }
+    }
+
+    /// Rings the bell: whoever waits on it looks at the slot again.
+    pub fn ring(&self) {
+        self.bell.fetch_add(1, Release);
+        futex::wake(&self.bell, i32::MAX as u32, futex::Scope::Shared);
+    }
+}
+
+/// The whole segment, as it lies in the memfd. All zeros is an empty one.
+#[repr(C)]
+pub struct Segment {
+    /// What stands once.
+    pub header: Header,
+    /// References to each extent of the swap file.
+    pub extent_refs: [AtomicU16; MAX_EXTENTS],
+    /// The processes.
+    pub procs: [ProcSlot; MAX_PROCS],
+}
+
+/// Why a segment cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentError {
+    /// The map is smaller than a segment.
+    TooSmall,
+    /// The first word is not [`MAGIC`].
+    NotASegment,
+    /// Supervisor and agent come from different builds.
+    Version(u32),
+}
+
+impl std::fmt::Display for SegmentError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            SegmentError::TooSmall => write!(f, "the shared segment is too small: the supervisor and the agent are of different builds; install both from one"),
+            SegmentError::NotASegment => write!(f, "the shared segment has no magic word: the supervisor has not set it up"),
+            SegmentError::Version(found) => {
+                write!(f, "the shared segment has version {found}, this build speaks {VERSION}: install supervisor and agent from one build")
+            }
+        }
+    }
+}
+
+impl std::error::Error for SegmentError {}
+
+impl Segment {
+    /// Bytes of a segment (pages that nobody touches cost nothing).
+    pub const BYTES: usize = size_of::<Segment>();
+
+    /// The segment in a map that stays for the rest of the process's life, before it is set up.
+    ///
+    /// # Errors
+    /// [`SegmentError::TooSmall`].
+    pub fn raw(map: SharedMap) -> Result<&'static Segment, SegmentError> {
+        if map.len() < Self::BYTES {
+            return Err(SegmentError::TooSmall);
+        }
+        let start = map.leak();
+        // SAFETY: the map is page aligned, at least as long as a Segment, never unmapped (leaked), and every bit pattern is a valid
+        // Segment, which consists of atomics only; other processes change it through atomics too.
+        Ok(unsafe { start.cast::<Segment>().as_ref() })
+    }
+
+    /// The segment in a map, checked.
+    ///
+    /// # Errors
+    /// See [`SegmentError`].
+    pub fn open(map: SharedMap) -> Result<&'static Segment, SegmentError> {
+        let segment = Self::raw(map)?;
+        if segment.header.magic.load(Acquire) != MAGIC {
+            return Err(SegmentError::NotASegment);
+        }
+        match segment.header.version.load(Relaxed) {
+            VERSION => Ok(segment),
+            other => Err(SegmentError::Version(other)),
+        }
+    }
+
+    /// Claims a slot for process `pid`. A slot it had before it executed another program is taken over with its counters and without
+    /// its extents. `None` when all are taken.
+    pub fn claim(&self, pid: u32, forked_from: u32) -> Option<SlotIndex> {
+        if let Some(index) = self.procs.iter().position(|slot| slot.pid.load(Relaxed) == pid) {
+            let index = SlotIndex(index as u32);
+            self.release_extents(index, |_| {});
+            let slot = self.slot(index);
+            slot.wanted.store(0, Relaxed);
+            slot.limit_bytes.store(0, Relaxed);
+            slot.clear_use();
+            slot.forked_from.store(forked_from, Relaxed);
+            slot.set_state(ProcState::Watching);
+            return Some(index);
+        }
+        for (index, slot) in self.procs.iter().enumerate() {
+            if slot.pid.load(Relaxed) == 0 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok() {
+                slot.forked_from.store(forked_from, Relaxed);
+                slot.claim_number.store(self.header.claims.fetch_add(1, Relaxed) + 1, Relaxed);
+                self.header.slots_end.fetch_max(index as u32 + 1, Relaxed);
+                slot.set_state(ProcState::Watching);
+                return Some(SlotIndex(index as u32));
+            }
+        }
+        self.header.slots_exhausted.fetch_add(1, Relaxed);
+        None
+    }
+
+    /// The slot at an index.
+    ///
+    /// # Panics
+    /// When the index is not one that [`Segment::claim`] gave.
+    pub fn slot(&self, index: SlotIndex) -> &ProcSlot {
+        &self.procs[index.0 as usize]
+    }
+
+    /// Every slot that a process holds (claimed, and its claim complete).
+    pub fn claimed(&self) -> impl Iterator<Item = (SlotIndex, &ProcSlot)> {
+        let end = (self.header.slots_end.load(Relaxed) as usize).min(MAX_PROCS);
+        (0..).map(SlotIndex).zip(&self.procs[..end]).filter(|(_, slot)| slot.state() != ProcState::Free && slot.pid.load(Acquire) != 0)
+    }
+
+    /// Clears a slot whose process is gone and gives back its extents; calls `freed` for each extent that nobody holds any more.
+    /// Supervisor only (invariant 3).
+    pub fn release(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
+        let slot = self.slot(index);
+        self.release_extents(index, freed);
+        for counter in &slot.counters {
+            counter.store(0, Relaxed);
+        }
+        for bucket in &slot.faults.buckets {
+            bucket.store(0, Relaxed);
+        }
+        slot.faults.max_ns.store(0, Relaxed);
+        slot.limit_bytes.store(0, Relaxed);
+        slot.peak_footprint_bytes.store(0, Relaxed);
+        slot.clear_use();
+        slot.wanted.store(0, Relaxed);
+        slot.engine_threads.store(0, Relaxed);
+        slot.forked_from.store(0, Relaxed);
+        slot.set_state(ProcState::Free);
+        slot.pid.store(0, Release);
+    }
+
+    fn release_extents(&self, index: SlotIndex, mut freed: impl FnMut(ExtentId)) {
+        for (word_index, word) in self.slot(index).held.iter().enumerate() {
+            let mut bits = word.swap(0, AcqRel);
+            while bits != 0 {
+                let extent = ExtentId((word_index * 64) as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
+                if self.unref(extent) {
+                    freed(extent);
+                }
+            }
+        }
+    }
+
+    /// Takes a free extent for the process at `index`. `None` when the file is full.
+    pub fn lease_extent(&self, index: SlotIndex) -> Option<ExtentId> {
+        let total = self.header.extents.load(Relaxed).min(MAX_EXTENTS as u32);
+        let start = self.header.extent_hint.load(Relaxed);
+        for step in 0..total {
+            let number = (start.wrapping_add(step)) % total;
+            let refs = &self.extent_refs[number as usize];
+            if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, AcqRel, Relaxed).is_ok() {
+                self.header.extent_hint.store(number + 1, Relaxed);
+                self.header.extents_used.fetch_add(1, Relaxed);
+                self.set_held(index, ExtentId(number));
+                return Some(ExtentId(number));
+            }
+        }
+        None
+    }
+
+    /// Makes the process at `index` a further holder of an extent that the caller holds.
+    pub fn share_extent(&self, index: SlotIndex, extent: ExtentId) {
+        self.extent_refs[extent.0 as usize].fetch_add(1, AcqRel);
+        self.set_held(index, extent);
+    }
+
+    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more: its bytes are nobody's.
+    pub fn release_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
+        let word = &self.slot(index).held[extent.0 as usize / 64];
+        let bit = 1u64 << (extent.0 % 64);
+        if word.fetch_and(!bit, AcqRel) & bit == 0 {
+            return false;
+        }
+        self.unref(extent)
+    }
+
+    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes in the file goes in there, for
+    /// otherwise the extent could be leased and written in between. True when `f` ran.
+    pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
+        if self.extent_refs[extent.0 as usize].compare_exchange(0, 1, AcqRel, Relaxed).is_err() {
+            return false;
+        }
+        self.header.extents_used.fetch_add(1, Relaxed);
+        f();
+        self.unref(extent);
+        true
+    }
+
+    /// True when only one process holds the extent.
+    pub fn sole_holder(&self, extent: ExtentId) -> bool {
+        self.extent_refs[extent.0 as usize].load(Acquire) == 1
+    }
+
+    fn set_held(&self, index: SlotIndex, extent: ExtentId) {
+        self.slot(index).held[extent.0 as usize / 64].fetch_or(1 << (extent.0 % 64), AcqRel);
+    }
+
+    fn unref(&self, extent: ExtentId) -> bool {
+        if self.extent_refs[extent.0 as usize].fetch_sub(1, AcqRel) == 1 {
+            self.header.extents_used.fetch_sub(1, Relaxed);
+            return true;
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_sys::mem::memfd_create;
+
+    fn segment() -> &'static Segment {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("raw");
+        segment.header.extents.store(100, Relaxed);
+        segment
+    }
+
+    #[test]
+    fn an_extent_is_free_only_when_its_last_holder_let_go() {
+        let segment = segment();
+        let parent = segment.claim(10, 0).expect("slot");
+        let child = segment.claim(11, 10).expect("slot");
+        let extent = segment.lease_extent(parent).expect("extent");
+        segment.share_extent(child, extent);
+        assert!(!segment.sole_holder(extent));
+        assert!(!segment.release_extent(parent, extent));
+        assert!(!segment.release_extent(parent, extent), "a second release does nothing");
+        assert!(segment.sole_holder(extent));
+        let mut freed = Vec::new();
+        segment.release(child, |x| freed.push(x));
+        assert_eq!(freed, [extent]);
+        assert_eq!(segment.header.extents_used.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn a_full_file_gives_no_extent_and_a_released_one_is_given_again() {
+        let segment = segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let mut all: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder)).collect();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), 100);
+        assert!(segment.release_extent(holder, all[42]));
+        assert_eq!(segment.lease_extent(holder), Some(all[42]));
+    }
+
+    #[test]
+    fn bytes_are_freed_only_of_an_extent_that_nobody_holds_or_can_get() {
+        let segment = segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let extent = segment.lease_extent(holder).expect("extent");
+        assert!(!segment.while_unheld(extent, || panic!("it is held")));
+        assert!(segment.release_extent(holder, extent));
+        let mut others = Vec::new();
+        assert!(segment.while_unheld(extent, || others.extend(std::iter::from_fn(|| segment.lease_extent(holder)))));
+        assert_eq!(others.len(), 99);
+        assert!(!others.contains(&extent));
+        assert_eq!(segment.lease_extent(holder), Some(extent));
+    }
+
+    #[test]
+    fn claimed_slots_are_told_from_free_ones_and_the_newest_of_a_process_can_be_found() {
+        let segment = segment();
+        let first = segment.claim(10, 0).expect("slot");
+        let other = segment.claim(11, 0).expect("slot");
+        segment.release(other, |_| ());
+        let again = segment.claim(10, 0).expect("slot");
+        assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [first, again]);
+        assert!(segment.slot(first).claim_number.load(Relaxed) < segment.slot(again).claim_number.load(Relaxed));
+    }
+
+    #[test]
+    fn an_unset_segment_is_refused() {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+        assert_eq!(Segment::open(map).err(), Some(SegmentError::NotASegment));
+    }
+}

@@ -1,0 +1,254 @@
+//! Reading and writing the swap file.
+//!
+//! [`BlockIo`] is what the device needs of a file, one system call each, so that tests can put a failing disk in its place;
+//! what turns those into whole transfers is here too. [`SwapFile`] is the real one: plain `preadv` and `pwrite`, with
+//! `O_DIRECT` where the file system takes it, and an io_uring for batches of many scattered reads.
+//!
+//! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's),
+//! used by one thread at a time, and never touched in a forked child: there its descriptor number may be another file.
+
+use std::io::IoSliceMut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use io_uring::{IoUring, opcode, types};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
+use swaptide_sys::lock::Lock;
+use swaptide_sys::{AsRawFd, Errno, OwnedFd};
+
+/// Scattered reads that make an io_uring worth its set-up.
+const RING_FROM: usize = 8;
+/// Reads in flight at most.
+const RING_DEPTH: u32 = 64;
+/// Buffers one read may have (the kernel's limit).
+const MAX_BUFS: usize = 1024;
+
+/// Neighbouring pages to read: one read, if the kernel does not cut it short.
+pub(super) struct Run<'a, 'b> {
+    pub(super) offset: u64,
+    /// The caller's number of the first page, for its errors.
+    pub(super) first: usize,
+    pub(super) bufs: &'a mut [IoSliceMut<'b>],
+}
+
+impl Run<'_, '_> {
+    fn len(&self) -> usize {
+        self.bufs.iter().map(|buf| buf.len()).sum()
+    }
+}
+
+/// A file, one system call at a time. A transfer may be short.
+pub(super) trait BlockIo: Send + Sync {
+    /// Reads some bytes; 0 at the end of the file.
+    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno>;
+
+    /// Writes some bytes.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno>;
+
+    /// Gives a range's space back; it reads as zeros afterwards.
+    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno>;
+
+    /// Whether buffers must be page-aligned.
+    fn wants_aligned(&self) -> bool {
+        false
+    }
+
+    /// Reads all runs in full, at once if it can. On failure, tells which page failed.
+    fn read_runs(&self, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+        runs.iter_mut().try_for_each(|run| read_run(self, run))
+    }
+
+    /// See [`super::FileDevice::forget_ring`].
+    fn forget_ring(&self) {}
+
+    /// See [`super::FileDevice::replace_fd`].
+    fn replace_fd(&self, _fd: OwnedFd) {}
+}
+
+/// Writes all of `bytes`.
+pub(super) fn write_all(io: &dyn BlockIo, mut offset: u64, mut bytes: &[u8]) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        match io.write_at(offset, bytes) {
+            // A device that takes nothing has nothing left to take.
+            Ok(0) => return Err(Errno::NOSPC),
+            Ok(n) => {
+                offset += n as u64;
+                bytes = &bytes[n..];
+            }
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+/// Reads a run in full. On failure, tells which page failed.
+pub(super) fn read_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_, '_>) -> Result<(), (usize, Errno)> {
+    let mut offset = run.offset;
+    for (part, bufs) in run.bufs.chunks_mut(MAX_BUFS).enumerate() {
+        let first = run.first + part * MAX_BUFS;
+        let got = loop {
+            match io.read_at(offset, bufs) {
+                Err(Errno::INTR) => {}
+                // Which of the pages it is, the reads one by one will show.
+                Err(_) if bufs.len() > 1 => break 0,
+                Err(errno) => return Err((first, errno)),
+                Ok(n) => break n,
+            }
+        };
+        finish_run(io, offset, first, bufs, got)?;
+        offset += bufs.iter().map(|buf| buf.len() as u64).sum::<u64>();
+    }
+    Ok(())
+}
+
+/// Reads what is missing of a run of which `got` bytes were read, page by page.
+fn finish_run<I: BlockIo + ?Sized>(
+    io: &I,
+    mut offset: u64,
+    first: usize,
+    bufs: &mut [IoSliceMut<'_>],
+    mut got: usize,
+) -> Result<(), (usize, Errno)> {
+    for (i, buf) in bufs.iter_mut().enumerate() {
+        let mut done = got.min(buf.len());
+        got -= done;
+        while done < buf.len() {
+            match io.read_at(offset + done as u64, &mut [IoSliceMut::new(&mut buf[done..])]) {
+                // The file ends before a page that was written to it: someone has cut it.
+                Ok(0) => return Err((first + i, Errno::IO)),
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err((first + i, errno)),
+            }
+        }
+        offset += buf.len() as u64;
+    }
+    Ok(())
+}
+
+/// The real swap file.
+pub(super) struct SwapFile {
+    fd: Lock<Arc<OwnedFd>>,
+    /// `O_DIRECT` is set.
+    direct: AtomicBool,
+    ring: Lock<Ring>,
+}
+
+enum Ring {
+    Untried,
+    Ready(Box<IoUring>),
+    /// The kernel or a seccomp filter does not allow it.
+    Refused,
+}
+
+impl SwapFile {
+    pub(super) fn new(fd: OwnedFd) -> SwapFile {
+        // File systems without it refuse the flag here, or the first transfer.
+        let direct = fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT)).is_ok();
+        SwapFile { fd: Lock::new(Arc::new(fd)), direct: AtomicBool::new(direct), ring: Lock::new(Ring::Untried) }
+    }
+
+    fn fd(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.fd.lock())
+    }
+
+    /// After a refused transfer: whether to try again, without `O_DIRECT`.
+    fn drop_direct(&self, fd: &OwnedFd, errno: Errno) -> bool {
+        errno == Errno::INVAL
+            && self.direct.swap(false, Ordering::Relaxed)
+            && fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags - OFlags::DIRECT)).is_ok()
+    }
+
+    /// Reads all runs through the ring; what it leaves short is finished one by one.
+    fn read_with_ring(&self, ring: &mut IoUring, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+        let fd = self.fd();
+        for batch in runs.chunks_mut(RING_DEPTH as usize) {
+            let mut got = [0usize; RING_DEPTH as usize];
+            for (i, run) in batch.iter_mut().enumerate() {
+                let bufs = run.bufs.as_mut_ptr().cast();
+                let read = opcode::Readv::new(types::Fd(fd.as_raw_fd()), bufs, run.bufs.len().min(MAX_BUFS) as u32)
+                    .offset(run.offset)
+                    .build()
+                    .user_data(i as u64);
+                // SAFETY: the buffers and their vector outlive the request: this function does not return (and the loop does
+                // not go on) before every request has completed.
+                unsafe { ring.submission().push(&read) }.expect("the ring has room for a batch, and is empty between batches");
+            }
+            let mut left = batch.len();
+            while left > 0 {
+                if let Err(err) = ring.submit_and_wait(left)
+                    && err.raw_os_error() != Some(Errno::INTR.raw_os_error())
+                    && err.raw_os_error() != Some(Errno::AGAIN.raw_os_error())
+                    && err.raw_os_error() != Some(Errno::BUSY.raw_os_error())
+                {
+                    // Nobody can tell any more which buffers the kernel still writes to.
+                    panic!("swap file: io_uring does not answer ({err}) with {left} reads under way");
+                }
+                for done in ring.completion() {
+                    // A failed read counts as one of no bytes: it is tried again below, and its error seen there.
+                    got[done.user_data() as usize] = usize::try_from(done.result()).unwrap_or(0);
+                    left -= 1;
+                }
+            }
+            for (run, got) in batch.iter_mut().zip(got) {
+                if got != run.len() {
+                    finish_run(self, run.offset, run.first, run.bufs, got)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BlockIo for SwapFile {
+    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+        let fd = self.fd();
+        match rustix::io::preadv(&fd, bufs, offset) {
+            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::preadv(&fd, bufs, offset),
+            answer => answer,
+        }
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        let fd = self.fd();
+        match rustix::io::pwrite(&fd, bytes, offset) {
+            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::pwrite(&fd, bytes, offset),
+            answer => answer,
+        }
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        fallocate(&*self.fd(), FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+    }
+
+    fn wants_aligned(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+
+    fn read_runs(&self, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+        if runs.len() >= RING_FROM
+            && let Some(mut ring) = self.ring.try_lock()
+        {
+            if matches!(*ring, Ring::Untried) {
+                *ring = IoUring::new(RING_DEPTH).map_or(Ring::Refused, |ring| Ring::Ready(Box::new(ring)));
+            }
+            if let Ring::Ready(ring) = &mut *ring {
+                return self.read_with_ring(ring, runs);
+            }
+        }
+        runs.iter_mut().try_for_each(|run| read_run(self, run))
+    }
+
+    fn forget_ring(&self) {
+        if let Ring::Ready(ring) = core::mem::replace(&mut *self.ring.lock(), Ring::Untried) {
+            core::mem::forget(ring);
+        }
+    }
+
+    fn replace_fd(&self, fd: OwnedFd) {
+        let direct = fcntl_getfl(&fd).is_ok_and(|flags| flags.contains(OFlags::DIRECT));
+        core::mem::forget(core::mem::replace(&mut *self.fd.lock(), Arc::new(fd)));
+        self.direct.store(direct, Ordering::Relaxed);
+    }
+}

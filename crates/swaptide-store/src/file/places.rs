@@ -1,0 +1,83 @@
+//! From a slot to where its page lies: 24 bytes per slot, in arrays that exist while one of their slots is in use.
+
+use super::cipher::Tag;
+use super::extents::Location;
+use crate::{CLUSTER_SLOTS, Slot};
+
+/// Where a slot's page lies, and what it takes to open it.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Place {
+    pub(super) location: Location,
+    /// The page's counter, from the base its extent keeps.
+    pub(super) count: u32,
+    pub(super) tag: Tag,
+}
+
+impl Place {
+    const NOWHERE: Place = Place { location: Location::NOWHERE, count: 0, tag: [0; 16] };
+}
+
+#[cfg_attr(test, derive(Clone))]
+struct Cluster {
+    places: [Place; CLUSTER_SLOTS],
+    used: usize,
+}
+
+#[derive(Default)]
+#[cfg_attr(test, derive(Clone))]
+pub(super) struct Places {
+    clusters: Vec<Option<Box<Cluster>>>,
+    allocated: usize,
+    used: usize,
+}
+
+impl Places {
+    pub(super) fn get(&self, slot: Slot) -> Option<Place> {
+        let (cluster, index) = slot.split();
+        let place = self.clusters.get(cluster)?.as_ref()?.places[index];
+        (place.location != Location::NOWHERE).then_some(place)
+    }
+
+    /// Records a place and returns the one before.
+    pub(super) fn set(&mut self, slot: Slot, place: Place) -> Option<Place> {
+        let (at, index) = slot.split();
+        if at >= self.clusters.len() {
+            self.clusters.resize_with(at + 1, || None);
+        }
+        let allocated = &mut self.allocated;
+        let cluster = self.clusters[at].get_or_insert_with(|| {
+            *allocated += 1;
+            Box::new(Cluster { places: [Place::NOWHERE; CLUSTER_SLOTS], used: 0 })
+        });
+        let before = core::mem::replace(&mut cluster.places[index], place);
+        if before.location == Location::NOWHERE {
+            cluster.used += 1;
+            self.used += 1;
+            return None;
+        }
+        Some(before)
+    }
+
+    pub(super) fn remove(&mut self, slot: Slot) -> Option<Place> {
+        let before = self.get(slot)?;
+        let (at, index) = slot.split();
+        let cluster = self.clusters[at].as_mut()?;
+        cluster.places[index] = Place::NOWHERE;
+        cluster.used -= 1;
+        self.used -= 1;
+        if cluster.used == 0 {
+            self.clusters[at] = None;
+            self.allocated -= 1;
+        }
+        Some(before)
+    }
+
+    /// Slots in use.
+    pub(super) fn used(&self) -> usize {
+        self.used
+    }
+
+    pub(super) fn metadata_bytes(&self) -> usize {
+        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
+    }
+}

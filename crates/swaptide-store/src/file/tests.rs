@@ -1,0 +1,504 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::IoSliceMut;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex};
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// What goes wrong with a disk.
+#[derive(Copy, Clone, Debug, PartialEq)]
+enum Fault {
+    /// Transfers move at most so many bytes.
+    Short(usize),
+    /// The nth operation from now fails.
+    Fails(u32, Errno),
+    /// The nth write from now reaches the disk only in its first half, and says nothing.
+    Torn(u32),
+    /// The nth read from now has a bit flipped.
+    Flipped(u32),
+}
+
+#[derive(Default)]
+struct DiskState {
+    pages: BTreeMap<u64, Box<Page>>,
+    fault: Option<Fault>,
+    /// Extents that must be neither written nor punched.
+    frozen: BTreeSet<u32>,
+    /// Everything ever written, to find repetitions.
+    ciphertexts: BTreeSet<[u8; 16]>,
+}
+
+/// A disk in memory that fails when told to.
+#[derive(Clone, Default)]
+struct Disk(Arc<Mutex<DiskState>>);
+
+impl Disk {
+    fn set_fault(&self, fault: Option<Fault>) {
+        self.0.lock().unwrap().fault = fault;
+    }
+}
+
+impl DiskState {
+    /// Whether the fault planned for the nth operation strikes now.
+    fn strikes(&mut self, pick: impl Fn(&mut Fault) -> Option<&mut u32>) -> bool {
+        let Some(left) = self.fault.as_mut().and_then(&pick) else { return false };
+        if *left == 0 {
+            return true;
+        }
+        *left -= 1;
+        false
+    }
+
+    fn fails(&mut self) -> Option<Errno> {
+        let Some(Fault::Fails(_, errno)) = self.fault else { return None };
+        self.strikes(|fault| if let Fault::Fails(n, _) = fault { Some(n) } else { None }).then_some(errno)
+    }
+
+    fn most(&self) -> usize {
+        if let Some(Fault::Short(n)) = self.fault { n } else { usize::MAX }
+    }
+}
+
+impl BlockIo for Disk {
+    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+        let mut disk = self.0.lock().unwrap();
+        if let Some(errno) = disk.fails() {
+            return Err(errno);
+        }
+        let flip = disk.strikes(|fault| if let Fault::Flipped(n) = fault { Some(n) } else { None });
+        if flip {
+            disk.fault = None;
+        }
+        let most = disk.most();
+        let mut n = 0;
+        for buf in bufs.iter_mut() {
+            // A buffer never crosses the end of a page.
+            let (at, len) = (offset as usize + n, buf.len().min(most - n));
+            match disk.pages.get(&((at / PAGE_SIZE) as u64)) {
+                Some(page) => buf[..len].copy_from_slice(&page[at % PAGE_SIZE..][..len]),
+                None => buf[..len].fill(0),
+            }
+            n += len;
+        }
+        if flip {
+            bufs[0][0] ^= 0x10;
+        }
+        Ok(n)
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        let mut disk = self.0.lock().unwrap();
+        assert!(!disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)), "a frozen extent is written to");
+        if let Some(errno) = disk.fails() {
+            return Err(errno);
+        }
+        let n = bytes.len().min(disk.most());
+        let torn = disk.strikes(|fault| if let Fault::Torn(n) = fault { Some(n) } else { None });
+        let reaches = if torn { n / 2 } else { n };
+        if torn {
+            disk.fault = None;
+        }
+        if offset.is_multiple_of(PAGE_SIZE as u64) && n == bytes.len() {
+            for page in bytes.as_chunks::<PAGE_SIZE>().0 {
+                assert!(disk.ciphertexts.insert(page[..16].try_into().unwrap()), "the same ciphertext twice");
+            }
+        }
+        let (mut at, mut rest) = (offset as usize, &bytes[..reaches]);
+        while !rest.is_empty() {
+            let len = rest.len().min(PAGE_SIZE - at % PAGE_SIZE);
+            let page = disk.pages.entry((at / PAGE_SIZE) as u64).or_insert_with(|| Box::new([0; PAGE_SIZE]));
+            page[at % PAGE_SIZE..][..len].copy_from_slice(&rest[..len]);
+            (at, rest) = (at + len, &rest[len..]);
+        }
+        Ok(n)
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        let mut disk = self.0.lock().unwrap();
+        assert!(!disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)), "a frozen extent is punched");
+        for page in offset / PAGE_SIZE as u64..(offset + len) / PAGE_SIZE as u64 {
+            disk.pages.remove(&page);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct PoolState {
+    free: Vec<u32>,
+    next: u32,
+    /// How many hold each extent.
+    holders: BTreeMap<u32, u32>,
+    released: Vec<(Extent, bool)>,
+}
+
+/// Extents of a file that may grow to `most` of them.
+#[derive(Clone)]
+struct Source {
+    state: Arc<Mutex<PoolState>>,
+    most: u32,
+}
+
+impl Source {
+    fn new(most: u32) -> Source {
+        Source { state: Arc::default(), most }
+    }
+
+    /// As the source does when a child tells it what it inherited.
+    fn share(&self, device: &FileDevice) {
+        device.leased(|extent| *self.state.lock().unwrap().holders.get_mut(&extent.0).unwrap() += 1);
+    }
+
+    fn held(&self) -> usize {
+        self.state.lock().unwrap().holders.len()
+    }
+}
+
+impl ExtentSource for Source {
+    fn lease(&self) -> Option<Extent> {
+        let mut state = self.state.lock().unwrap();
+        let extent = match state.free.pop() {
+            Some(extent) => extent,
+            None if state.next < self.most => {
+                state.next += 1;
+                state.next - 1
+            }
+            None => return None,
+        };
+        assert!(state.holders.insert(extent, 1).is_none());
+        Some(Extent(extent))
+    }
+
+    fn release(&self, extent: Extent, exclusive_hole_punch: bool) {
+        let mut state = self.state.lock().unwrap();
+        state.released.push((extent, exclusive_hole_punch));
+        let holders = state.holders.get_mut(&extent.0).expect("an extent that nobody holds is released");
+        *holders -= 1;
+        if *holders == 0 {
+            state.holders.remove(&extent.0);
+            state.free.push(extent.0);
+        }
+    }
+}
+
+fn page_of(seed: u32) -> Box<Page> {
+    let mut page = Box::new([seed as u8; PAGE_SIZE]);
+    page[..4].copy_from_slice(&seed.to_le_bytes());
+    page[4092..].copy_from_slice(&seed.to_be_bytes());
+    page
+}
+
+fn device(disk: &Disk, source: &Source) -> FileDevice {
+    FileDevice::on(Box::new(disk.clone()), [7; 32], 1, Box::new(source.clone()))
+}
+
+/// The device as a forked child has it.
+fn forked(parent: &FileDevice, disk: &Disk, source: &Source) -> FileDevice {
+    let child = device(disk, source);
+    {
+        let parent = parent.state.lock();
+        let mut state = child.state.lock();
+        state.places = parent.places.clone();
+        state.extents = parent.extents.clone();
+    }
+    child
+}
+
+fn write(device: &FileDevice, pages: &[(u32, u32)]) -> Result<(), WriteError> {
+    let pages: Vec<_> = pages.iter().map(|&(slot, seed)| (Slot(slot), page_of(seed))).collect();
+    device.write(&pages.iter().map(|(slot, page)| (*slot, &**page)).collect::<Vec<_>>())
+}
+
+fn read(device: &FileDevice, slots: &[u32]) -> Result<Vec<Box<Page>>, ReadError> {
+    let mut pages: Vec<_> = slots.iter().map(|_| Box::new([0xee; PAGE_SIZE])).collect();
+    device.read(&mut slots.iter().zip(&mut pages).map(|(&slot, page)| (Slot(slot), &mut **page)).collect::<Vec<_>>())?;
+    Ok(pages)
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Write(Vec<(u32, u32)>),
+    Read(Vec<u32>),
+    Free(Vec<u32>),
+    Fault(Option<Fault>),
+    Fork,
+}
+
+fn ops() -> impl Strategy<Value = Op> {
+    let slot = 400u32..1400;
+    let errno = prop_oneof![Just(Errno::IO), Just(Errno::NOSPC)];
+    let fault = prop_oneof![
+        3 => Just(None),
+        1 => (100usize..9000).prop_map(|n| Some(Fault::Short(n))),
+        1 => (0u32..4, errno).prop_map(|(n, errno)| Some(Fault::Fails(n, errno))),
+        1 => (0u32..4).prop_map(|n| Some(Fault::Torn(n))),
+        1 => (0u32..4).prop_map(|n| Some(Fault::Flipped(n))),
+    ];
+    // Batches of neighbours, as swap-out makes them, with single ones in between.
+    let batch = (slot.clone(), 1u32..200).prop_map(|(slot, n)| (slot..(slot + n).min(1400)).collect::<Vec<_>>());
+    prop_oneof![
+        4 => (batch.clone(), any::<u32>())
+            .prop_map(|(slots, seed)| Op::Write(slots.into_iter().map(|slot| (slot, seed ^ slot)).collect())),
+        3 => prop::collection::vec(slot.clone(), 1..20).prop_map(Op::Read),
+        1 => batch.clone().prop_map(Op::Read),
+        3 => batch.prop_map(Op::Free),
+        2 => fault.prop_map(Op::Fault),
+        1 => Just(Op::Fork),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
+
+    /// Whatever the disk does: a page comes back as it was written or not at all, and a failed write changes nothing.
+    #[test]
+    fn never_a_wrong_page(ops in prop::collection::vec(ops(), 1..60)) {
+        let disk = Disk::default();
+        let source = Source::new(6);
+        let device = device(&disk, &source);
+        let mut model: HashMap<u32, u32> = HashMap::new();
+        let mut children = Vec::new();
+        let mut torn_possible = false;
+        for op in ops {
+            match op {
+                Op::Write(pages) => {
+                    match write(&device, &pages) {
+                        Ok(()) => model.extend(pages),
+                        Err(error) => prop_assert!(pages.iter().any(|&(slot, _)| Slot(slot) == error.slot)),
+                    }
+                }
+                Op::Read(slots) => match read(&device, &slots) {
+                    Ok(pages) => {
+                        for (slot, page) in slots.iter().zip(pages) {
+                            prop_assert!(*page == *page_of(model[slot]));
+                        }
+                    }
+                    Err(error) => {
+                        prop_assert!(slots.contains(&error.slot.0));
+                        match error.kind {
+                            ReadErrorKind::NoSuchSlot => prop_assert!(!model.contains_key(&error.slot.0)),
+                            _ => prop_assert!(model.contains_key(&error.slot.0)),
+                        }
+                    }
+                },
+                Op::Free(slots) => {
+                    for slot in slots {
+                        prop_assert_eq!(device.free(Slot(slot)), model.remove(&slot).is_some());
+                    }
+                }
+                Op::Fault(fault) => {
+                    torn_possible |= matches!(fault, Some(Fault::Torn(_)));
+                    disk.set_fault(fault);
+                }
+                Op::Fork if children.len() < 2 => {
+                    device.freeze_all();
+                    source.share(&device);
+                    device.leased(|extent| { disk.0.lock().unwrap().frozen.insert(extent.0); });
+                    let child = forked(&device, &disk, &source);
+                    child.rekey_salt(100 + children.len() as u64);
+                    children.push((child, model.clone()));
+                }
+                Op::Fork => {}
+            }
+            prop_assert_eq!(device.stats().pages, model.len());
+        }
+        disk.set_fault(None);
+        children.push((device, model));
+        for (device, model) in &children {
+            for (&slot, &seed) in model {
+                match read(device, &[slot]) {
+                    Ok(pages) => prop_assert!(*pages[0] == *page_of(seed)),
+                    Err(error) => {
+                        prop_assert!(torn_possible, "{}", error);
+                        prop_assert_eq!(error.kind, ReadErrorKind::Authentication);
+                    }
+                }
+            }
+        }
+        for (device, _) in &children {
+            device.clear();
+            prop_assert_eq!(device.stats().extents, 0);
+        }
+        prop_assert_eq!(source.held(), 0);
+    }
+}
+
+#[test]
+fn an_empty_extent_is_punched_and_released() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    let pages: Vec<_> = (0..600).map(|slot| (slot, slot)).collect();
+    write(&device, &pages).unwrap();
+    assert_eq!(source.held(), 2);
+    (0..512).for_each(|slot| assert!(device.free(Slot(slot))));
+    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)]);
+    assert_eq!(disk.0.lock().unwrap().pages.len(), 88, "pages left on the disk");
+    assert_eq!(device.stats(), Stats { pages: 88, extents: 1, shared_extents: 0, metadata_bytes: device.stats().metadata_bytes });
+}
+
+#[test]
+fn sparse_extents_are_filled_again() {
+    let (disk, source) = (Disk::default(), Source::new(100));
+    let device = device(&disk, &source);
+    write(&device, &(0..2048).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(source.held(), 4);
+    // One page in eight stays, in every extent.
+    (0..2048).filter(|slot| slot % 8 != 0).for_each(|slot| assert!(device.free(Slot(slot))));
+    write(&device, &(3000..4500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(source.held(), 4, "no further extent was needed");
+    for slot in (0..2048).step_by(8).chain(3000..4500) {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
+    }
+}
+
+#[test]
+fn a_full_file_is_an_error_and_its_free_pages_are_used() {
+    let (disk, source) = (Disk::default(), Source::new(2));
+    let device = device(&disk, &source);
+    let all: Vec<_> = (0..1024).map(|slot| (slot, slot)).collect();
+    write(&device, &all).unwrap();
+    assert_eq!(write(&device, &[(2000, 1)]), Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC }));
+    // Half an extent is not sparse, but the only room there is.
+    (0..256).for_each(|slot| assert!(device.free(Slot(slot))));
+    let more: Vec<_> = (2000..2256).map(|slot| (slot, slot)).collect();
+    write(&device, &more).unwrap();
+    assert!(write(&device, &[(3000, 1)]).is_err());
+    for slot in (256..1024).chain(2000..2256) {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
+    }
+}
+
+#[test]
+fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    let old: Vec<_> = (0..100).map(|slot| (slot, slot)).collect();
+    write(&device, &old).unwrap();
+    let new: Vec<_> = (0..100).map(|slot| (slot, slot + 1000)).collect();
+    disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
+    // Two writes of 64 and 36 pages; the second fails.
+    assert_eq!(write(&device, &new), Err(WriteError { slot: Slot(64), errno: Errno::IO }));
+    disk.set_fault(None);
+    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&old) {
+        assert!(**page == *page_of(*seed));
+    }
+    write(&device, &new).unwrap();
+    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)], "the extent that failed is let go");
+    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&new) {
+        assert!(**page == *page_of(*seed));
+    }
+}
+
+#[test]
+fn after_a_fork_neither_side_disturbs_the_other() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let parent = device(&disk, &source);
+    write(&parent, &(0..700).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    parent.freeze_all();
+    source.share(&parent);
+    disk.0.lock().unwrap().frozen.extend([0, 1]);
+    let child = forked(&parent, &disk, &source);
+    child.rekey_salt(2);
+    child.forget_ring();
+    // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk checks).
+    write(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
+    write(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false), (Extent(0), false)]);
+    (512..700).for_each(|slot| assert!(parent.free(Slot(slot))));
+    assert!(*read(&child, &[600]).unwrap()[0] == *page_of(600));
+    assert!(*read(&child, &[3]).unwrap()[0] == *page_of(5000));
+    assert_eq!(child.stats().shared_extents, 1);
+}
+
+#[test]
+fn a_read_error_names_the_slot() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write(&device, &(0..20).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    assert_eq!(read(&device, &[3, 40]), Err(ReadError { slot: Slot(40), kind: ReadErrorKind::NoSuchSlot }));
+    // Page 5 on the disk changes places with page 6.
+    {
+        let mut disk = disk.0.lock().unwrap();
+        let (five, six) = (disk.pages[&5].clone(), disk.pages[&6].clone());
+        disk.pages.extend([(5, six), (6, five)]);
+    }
+    assert_eq!(read(&device, &[4, 5]), Err(ReadError { slot: Slot(5), kind: ReadErrorKind::Authentication }));
+    assert!(read(&device, &[4, 7]).is_ok());
+    disk.set_fault(Some(Fault::Fails(0, Errno::IO)));
+    assert_eq!(read(&device, &[9]), Err(ReadError { slot: Slot(9), kind: ReadErrorKind::Io(Errno::IO) }));
+}
+
+/// A file without a name, in the first directory that takes it.
+fn real_file(directory: &std::path::Path) -> std::fs::File {
+    static NAMES: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let n = NAMES.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let path = directory.join(format!("swaptide-store-test-{}-{n}", std::process::id()));
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    file
+}
+
+/// Aligned pages, as an engine has them.
+fn aligned_pages(n: usize) -> Mapping {
+    Mapping::reserve(n * PAGE_SIZE).unwrap()
+}
+
+fn on_real_file(directory: &std::path::Path) {
+    let file = real_file(directory);
+    let source = Source::new(64);
+    let device = FileDevice::new(file.try_clone().unwrap().into(), [9; 32], 4, Box::new(source.clone()));
+    write(&device, &(0..1500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    // Scattered and many: through the ring where there is one. Straight into aligned pages, and not.
+    let slots: Vec<u32> = (0..300).map(|i| i * 37 % 1500).collect();
+    for (page, slot) in read(&device, &slots).unwrap().iter().zip(&slots) {
+        assert!(**page == *page_of(*slot));
+    }
+    let mapping = aligned_pages(slots.len());
+    // SAFETY: this function alone uses the mapping, as long as it lives.
+    let bytes = unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr(), mapping.len()) };
+    let mut reqs: Vec<_> = slots.iter().map(|&slot| Slot(slot)).zip(bytes.as_chunks_mut().0).collect();
+    device.read(&mut reqs).unwrap();
+    for (slot, page) in reqs {
+        assert!(*page == *page_of(slot.0));
+    }
+    // One run of neighbours.
+    let all: Vec<u32> = (100..1400).collect();
+    for (page, slot) in read(&device, &all).unwrap().iter().zip(&all) {
+        assert!(**page == *page_of(*slot));
+    }
+    // A bit flips on the disk.
+    let page = aligned_pages(1);
+    // SAFETY: as above.
+    let page = unsafe { core::slice::from_raw_parts_mut(page.as_ptr(), PAGE_SIZE) };
+    file.read_exact_at(page, 77 * 4096).unwrap();
+    page[123] ^= 1;
+    file.write_all_at(page, 77 * 4096).unwrap();
+    let error = read(&device, &[70, 77, 80]).unwrap_err();
+    assert_eq!(error, ReadError { slot: Slot(77), kind: ReadErrorKind::Authentication });
+    // Space is given back.
+    let blocks = |file: &std::fs::File| std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
+    let before = blocks(&file);
+    (0..1024).for_each(|slot| assert!(device.free(Slot(slot))));
+    assert!(before - blocks(&file) >= 2 * EXTENT_BYTES / 512, "two extents were punched");
+    // The file is cut behind our back.
+    file.set_len(2 * EXTENT_BYTES).unwrap();
+    let slots: Vec<u32> = (1100..1140).step_by(3).collect();
+    let error = read(&device, &slots).unwrap_err();
+    assert_eq!(error, ReadError { slot: Slot(1100), kind: ReadErrorKind::Io(Errno::IO) });
+    // A descriptor that takes nothing.
+    device.replace_fd(std::fs::File::open("/dev/null").unwrap().into());
+    assert_eq!(write(&device, &[(5000, 1)]), Err(WriteError { slot: Slot(5000), errno: Errno::BADF }));
+}
+
+#[test]
+fn works_on_a_real_file() {
+    on_real_file(&std::env::temp_dir());
+}
+
+#[test]
+fn works_in_shared_memory() {
+    // A file system with other ideas of O_DIRECT and of hole punching.
+    on_real_file(std::path::Path::new("/dev/shm"));
+}

@@ -1,0 +1,418 @@
+//! Compressed RAM: pages kept packed in this process's own memory.
+//!
+//! Owns the handle of every slot (four bytes), the pool the packed bytes live in, and the words of same-filled pages, which
+//! need no bytes. Packing happens outside, in a [`Compressor`](crate::codec::Compressor): a store is a copy into the pool, a
+//! load a copy out of it and, after the lock is dropped, a decompression.
+//!
+//! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its own, and the last one frees
+//! the unit. Loading one page of a unit decompresses all of it, into a scratch buffer that the unit's next pages are then
+//! copied from.
+//!
+//! Invariants:
+//! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle points at it. A load checks
+//!    that, and answers [`Damaged`] rather than hand out another slot's page.
+//! 2. A store that fails changes nothing.
+//!
+//! Locks: `scratch` (only for units), then `state`. Neither is held while the other device or the codec's compressing side
+//! runs.
+
+mod pool;
+mod table;
+
+use core::mem::MaybeUninit;
+
+use swaptide_sys::lock::Lock;
+
+use self::pool::{Head, ObjectId, Pool};
+use self::table::{Handle, Handles, SameTable};
+use crate::codec::{self, MAX_UNIT_PAGES, Packed, PackedUnit, RAW_ABOVE};
+use crate::{PAGE_SIZE, Page, Slot};
+
+/// Why a compressed-RAM device could not be made.
+#[derive(Copy, Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// No address space for the pool.
+    #[error("cannot reserve address space for {slots} slots of compressed memory ({errno}): raise the limit of `ulimit -v`")]
+    Reserve {
+        /// Slots asked for.
+        slots: u32,
+        /// What the kernel answered.
+        errno: swaptide_sys::Errno,
+    },
+}
+
+/// The pool is at its limit (or at the end of its address space): make room and try again, or use another device.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("compressed memory is full")]
+pub struct PoolFull;
+
+/// What is stored for a slot is not a page of that slot.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("slot {slot} of compressed memory: {what}")]
+pub struct Damaged {
+    /// The slot asked for.
+    pub slot: Slot,
+    /// What is wrong with it.
+    pub what: &'static str,
+}
+
+/// How full a device is and what it costs.
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Slots that hold a page.
+    pub pages: usize,
+    /// Of those, pages that need no bytes: one repeated word, zero included.
+    pub same_filled: usize,
+    /// Objects in the pool: pages and units.
+    pub objects: usize,
+    /// Bytes of those objects.
+    pub stored_bytes: usize,
+    /// Bytes of memory the pool holds for them.
+    pub pool_bytes: usize,
+    /// Bytes of handles, heads and tables.
+    pub metadata_bytes: usize,
+}
+
+/// The compressed-RAM device.
+pub struct Zram {
+    state: Lock<State>,
+    /// Taken before `state`.
+    scratch: Lock<Scratch>,
+}
+
+struct State {
+    handles: Handles,
+    same: SameTable,
+    pool: Pool,
+    /// Grows whenever a unit is freed or moved, so that a scratch buffer knows it is out of date.
+    unit_epoch: u64,
+    /// Class that compaction goes on with.
+    cursor: usize,
+}
+
+/// The unit decompressed last.
+#[derive(Default)]
+struct Scratch {
+    unit: Option<(ObjectId, u64)>,
+    packed: Vec<u8>,
+    pages: Vec<u8>,
+}
+
+impl Zram {
+    /// A device of `max_slots` slots. Costs address space, no memory to speak of.
+    pub fn new(max_slots: u32) -> Result<Zram, Error> {
+        let pool = Pool::new(max_slots as usize * PAGE_SIZE).map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
+        let handles = Handles::new(max_slots);
+        Ok(Zram {
+            state: Lock::new(State { handles, same: SameTable::default(), pool, unit_epoch: 0, cursor: 0 }),
+            scratch: Lock::new(Scratch::default()),
+        })
+    }
+
+    /// Stores a page; what the slot held before is freed. On failure nothing changes.
+    ///
+    /// # Panics
+    /// If the slot is beyond the device's end.
+    pub fn insert(&self, slot: Slot, page: &Packed<'_>) -> Result<(), PoolFull> {
+        let mut state = self.state.lock();
+        let handle = match *page {
+            Packed::Zero => Handle::Same(state.same.add(0)),
+            Packed::Same(word) => Handle::Same(state.same.add(word)),
+            Packed::Bytes(bytes) => state.store(slot, 0, &[], bytes)?,
+            Packed::Raw(page) => state.store(slot, 0, &[], page)?,
+        };
+        state.replace(slot, handle);
+        Ok(())
+    }
+
+    /// Stores `n` pages from `slot` on, packed as one. On failure nothing changes.
+    ///
+    /// # Panics
+    /// If `n` is not between 1 and [`MAX_UNIT_PAGES`], or a slot is beyond the device's end.
+    pub fn insert_unit(&self, slot: Slot, n: usize, unit: &PackedUnit<'_>) -> Result<(), PoolFull> {
+        assert!((1..=MAX_UNIT_PAGES).contains(&n), "a unit of {n} pages");
+        let mut state = self.state.lock();
+        let slots = (0..n as u32).map(|i| slot.offset(i));
+        match *unit {
+            PackedUnit::Zero | PackedUnit::Same(_) => {
+                let word = if let PackedUnit::Same(word) = *unit { word } else { 0 };
+                for slot in slots {
+                    let handle = Handle::Same(state.same.add(word));
+                    state.replace(slot, handle);
+                }
+            }
+            PackedUnit::Bytes(bytes) => {
+                let live = u16::MAX >> (MAX_UNIT_PAGES - n);
+                let handle = state.store(slot, live, &[n as u8], bytes)?;
+                for slot in slots {
+                    state.replace(slot, handle);
+                }
+            }
+            PackedUnit::Raw(bytes) => {
+                assert_eq!(bytes.len(), n * PAGE_SIZE, "a raw unit of {n} pages");
+                let mut stored = [Handle::Empty; MAX_UNIT_PAGES];
+                for (i, (slot, page)) in slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate() {
+                    match state.store(slot, 0, &[], page) {
+                        Ok(handle) => stored[i] = handle,
+                        Err(full) => {
+                            for handle in stored {
+                                state.release(slot, handle);
+                            }
+                            return Err(full);
+                        }
+                    }
+                }
+                for (slot, handle) in slots.zip(stored) {
+                    state.replace(slot, handle);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a page back. The slot keeps it.
+    pub fn load(&self, slot: Slot, out: &mut Page) -> Result<(), Damaged> {
+        let state = self.state.lock();
+        let id = match state.handles.get(slot) {
+            Handle::Empty => return Err(Damaged { slot, what: "nothing is stored here" }),
+            Handle::Same(id) => {
+                let word = state.same.get(id);
+                drop(state);
+                codec::fill(out, word);
+                return Ok(());
+            }
+            Handle::Object(id) => id,
+        };
+        let head = state.pool.head(id);
+        if head.live != 0 {
+            drop(state);
+            return self.load_of_unit(slot, 1, out).map(drop);
+        }
+        if head.slot != slot.0 {
+            return Err(Damaged { slot, what: "the page found belongs to another slot" });
+        }
+        let bytes = state.pool.bytes(id);
+        if bytes.len() == PAGE_SIZE {
+            out.copy_from_slice(bytes);
+            return Ok(());
+        }
+        // Copy out and decompress without the lock: the copy costs a twentieth of the decompression and warms the cache.
+        let mut copy = [MaybeUninit::<u8>::uninit(); RAW_ABOVE];
+        let block = copy_into(&mut copy, bytes).ok_or(Damaged { slot, what: "an object of impossible length" })?;
+        drop(state);
+        codec::decompress(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })
+    }
+
+    /// Brings `n` pages from `slot` on back. Units that lie in the range are decompressed straight into `out`.
+    ///
+    /// # Panics
+    /// If `out` is not `n` pages long.
+    pub fn load_range(&self, slot: Slot, n: usize, out: &mut [u8]) -> Result<(), Damaged> {
+        assert_eq!(out.len(), n * PAGE_SIZE, "a buffer for {n} pages");
+        let mut done = 0;
+        while done < n {
+            let at = slot.offset(done as u32);
+            let rest = &mut out[done * PAGE_SIZE..];
+            let in_unit = {
+                let state = self.state.lock();
+                matches!(state.handles.get(at), Handle::Object(id) if state.pool.head(id).live != 0)
+            };
+            if in_unit {
+                done += self.load_of_unit(at, n - done, rest)?;
+            } else {
+                let (page, _) = rest.as_chunks_mut::<PAGE_SIZE>();
+                self.load(at, &mut page[0])?;
+                done += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads up to `max` pages of the unit `slot` is in; returns how many.
+    fn load_of_unit(&self, slot: Slot, max: usize, out: &mut [u8]) -> Result<usize, Damaged> {
+        let damaged = |what| Damaged { slot, what };
+        let mut scratch = self.scratch.lock();
+        let scratch = &mut *scratch;
+        let state = self.state.lock();
+        let Handle::Object(id) = state.handles.get(slot) else { return Err(damaged("nothing is stored here")) };
+        let head = state.pool.head(id);
+        let page = slot.0.wrapping_sub(head.slot) as usize;
+        if page >= MAX_UNIT_PAGES || head.live & (1 << page) == 0 {
+            return Err(damaged("the unit found belongs to other slots"));
+        }
+        // Pages of the unit from here on without a gap.
+        let run = ((head.live >> page).trailing_ones() as usize).min(max);
+        let unit = (id, state.unit_epoch);
+        if scratch.unit != Some(unit) {
+            let (&pages, block) = state.pool.bytes(id).split_first().ok_or(damaged("an object of impossible length"))?;
+            let pages = usize::from(pages);
+            if pages == 0 || pages > MAX_UNIT_PAGES {
+                return Err(damaged("a unit of an impossible number of pages"));
+            }
+            scratch.unit = None;
+            scratch.packed.clear();
+            scratch.packed.extend_from_slice(block);
+            drop(state);
+            if run == pages {
+                codec::decompress(&scratch.packed, &mut out[..run * PAGE_SIZE])
+                    .map_err(|_| damaged("the unit does not decompress"))?;
+                return Ok(run);
+            }
+            scratch.pages.resize(pages * PAGE_SIZE, 0);
+            codec::decompress(&scratch.packed, &mut scratch.pages).map_err(|_| damaged("the unit does not decompress"))?;
+            scratch.unit = Some(unit);
+        }
+        let found = scratch.pages.get(page * PAGE_SIZE..(page + run) * PAGE_SIZE);
+        out[..run * PAGE_SIZE].copy_from_slice(found.ok_or(damaged("the unit ends before this page"))?);
+        Ok(run)
+    }
+
+    /// Forgets what a slot holds; `false` if it held nothing.
+    pub fn free(&self, slot: Slot) -> bool {
+        let mut state = self.state.lock();
+        if state.handles.get(slot) == Handle::Empty {
+            return false;
+        }
+        state.replace(slot, Handle::Empty);
+        true
+    }
+
+    /// Whether a slot holds a page.
+    #[must_use]
+    pub fn contains(&self, slot: Slot) -> bool {
+        self.state.lock().handles.get(slot) != Handle::Empty
+    }
+
+    /// Moves objects out of sparse blocks until no block can be freed so, or about `budget` bytes were copied; gives the
+    /// pages of all empty blocks back. Returns the bytes by which the pool shrank.
+    pub fn compact(&self, budget: usize) -> usize {
+        let before = self.pool_bytes();
+        let mut copied = 0;
+        while copied < budget {
+            // The lock is dropped after every block, so that faults get in between.
+            let mut state = self.state.lock();
+            let State { handles, pool, unit_epoch, cursor, .. } = &mut *state;
+            let moved = pool.compact_one(cursor, |head, to| {
+                if head.live == 0 {
+                    handles.set(Slot(head.slot), Handle::Object(to));
+                    return;
+                }
+                *unit_epoch += 1;
+                for page in (0..MAX_UNIT_PAGES as u32).filter(|page| head.live & (1 << page) != 0) {
+                    handles.set(Slot(head.slot + page), Handle::Object(to));
+                }
+            });
+            match moved {
+                // Even a block of few bytes costs a system call.
+                Some(bytes) => copied += bytes.max(256),
+                None => break,
+            }
+        }
+        self.state.lock().pool.chill();
+        before.saturating_sub(self.pool_bytes())
+    }
+
+    /// Sets how many bytes the pool may hold; [`PoolFull`] beyond. Does not shrink a pool that is larger.
+    pub fn set_limit(&self, bytes: usize) {
+        self.state.lock().pool.set_limit(bytes);
+    }
+
+    /// The limit in force (`usize::MAX` at first).
+    #[must_use]
+    pub fn limit(&self) -> usize {
+        self.state.lock().pool.limit()
+    }
+
+    /// Bytes of memory the pool holds.
+    #[must_use]
+    pub fn pool_bytes(&self) -> usize {
+        self.state.lock().pool.resident_bytes()
+    }
+
+    /// Bytes of packed data.
+    #[must_use]
+    pub fn stored_bytes(&self) -> usize {
+        self.state.lock().pool.stored_bytes()
+    }
+
+    /// Pages that need no bytes.
+    #[must_use]
+    pub fn same_filled(&self) -> usize {
+        self.state.lock().same.pages()
+    }
+
+    /// Bytes of handles, heads and tables.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        self.stats().metadata_bytes
+    }
+
+    /// All of it at one moment.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let state = self.state.lock();
+        Stats {
+            pages: state.handles.used(),
+            same_filled: state.same.pages(),
+            objects: state.pool.objects(),
+            stored_bytes: state.pool.stored_bytes(),
+            pool_bytes: state.pool.resident_bytes(),
+            metadata_bytes: state.handles.metadata_bytes() + state.same.metadata_bytes() + state.pool.metadata_bytes(),
+        }
+    }
+
+    /// Recounts everything (tests).
+    #[cfg(test)]
+    fn check(&self) {
+        self.state.lock().pool.check();
+    }
+}
+
+impl State {
+    /// Puts bytes into the pool as an object of `slot`.
+    fn store(&mut self, slot: Slot, live: u16, prefix: &[u8], bytes: &[u8]) -> Result<Handle, PoolFull> {
+        let len = u16::try_from(prefix.len() + bytes.len()).expect("packed data is shorter than 64 KiB");
+        let id = self.pool.alloc(Head { slot: slot.0, len, live })?;
+        let (start, rest) = self.pool.bytes_mut(id).split_at_mut(prefix.len());
+        start.copy_from_slice(prefix);
+        rest.copy_from_slice(bytes);
+        Ok(Handle::Object(id))
+    }
+
+    /// Gives a slot another handle and releases the one before.
+    fn replace(&mut self, slot: Slot, handle: Handle) {
+        let before = self.handles.set(slot, handle);
+        self.release(slot, before);
+    }
+
+    /// Releases a handle that `slot` held.
+    fn release(&mut self, slot: Slot, handle: Handle) {
+        match handle {
+            Handle::Empty => {}
+            Handle::Same(id) => self.same.remove(id),
+            Handle::Object(id) => {
+                let head = self.pool.head(id);
+                let live = head.live & !1u16.checked_shl(slot.0.wrapping_sub(head.slot)).unwrap_or(0);
+                if live != 0 {
+                    self.pool.set_live(id, live);
+                } else {
+                    self.unit_epoch += u64::from(head.live != 0);
+                    self.pool.free(id);
+                }
+            }
+        }
+    }
+}
+
+/// Copies `bytes` to the start of `buffer`, if they fit.
+fn copy_into<'a>(buffer: &'a mut [MaybeUninit<u8>], bytes: &[u8]) -> Option<&'a [u8]> {
+    let target = buffer.get_mut(..bytes.len())?;
+    // SAFETY: `target` has exactly the length of `bytes`, is exclusively borrowed, and is initialized by the copy.
+    unsafe {
+        core::ptr::copy_nonoverlapping(bytes.as_ptr(), target.as_mut_ptr().cast(), bytes.len());
+        Some(core::slice::from_raw_parts(target.as_ptr().cast(), bytes.len()))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,603 @@
+//! The memory compressed objects live in: a size-class allocator over one reserved mapping.
+//!
+//! The mapping is cut into blocks of [`BLOCK_BYTES`] of address space. A block in use belongs to one size class, of which it
+//! holds as many objects as fit its first 8 to 16 pages (each class has its own page count, the one that wastes least); the
+//! rest of its address space is never touched. A block's pages are populated in one go when it is started, and given back
+//! when it empties; a few emptied blocks are kept warm, because the next swap-out wants pages again.
+//!
+//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it is. The head is what makes a
+//! mix-up visible, and what lets compaction find the handle to change.
+//!
+//! Invariants:
+//! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given us for the mapping.
+//! 2. A block in use that is not full is on exactly one list: that of its class and fullness group. No other block is.
+//! 3. An object's block is of the smallest class that fits it or one of the next four; compaction moves objects only into
+//!    blocks that are there already, so it never needs memory.
+//!
+//! No lock in here: the device's lock guards it.
+
+use swaptide_sys::mem::Mapping;
+
+use super::PoolFull;
+use crate::PAGE_SIZE;
+
+/// Address space of one block.
+pub(super) const BLOCK_BYTES: usize = 64 << 10;
+const BLOCK_PAGES: usize = BLOCK_BYTES / PAGE_SIZE;
+/// Fewest pages a class may choose for its blocks: fewer leave too much of the address space unused.
+const MIN_PAGES: usize = 8;
+/// An object id has 20 bits for its block.
+const MAX_BLOCKS: usize = 1 << 20;
+/// Bits of an object id for the place in the block.
+const INDEX_BITS: u32 = 11;
+/// Emptied blocks that keep their pages for the next use.
+const WARM_BLOCKS: usize = 16;
+/// Fullness groups of blocks that are not full, by quarters.
+const GROUPS: usize = 4;
+const NONE: u32 = u32::MAX;
+
+/// Size of objects in a class and the geometry of its blocks.
+#[derive(Copy, Clone)]
+struct Class {
+    size: u32,
+    pages: u8,
+    objects: u16,
+}
+
+const MAX_CLASSES: usize = 128;
+
+const CLASS_TABLE: ([Class; MAX_CLASSES], usize) = build_classes();
+const CLASSES: usize = CLASS_TABLE.1;
+static CLASS: [Class; MAX_CLASSES] = CLASS_TABLE.0;
+
+/// Lengths up to a page are looked up in steps of this.
+const FINE: usize = 32;
+/// Longer ones (units) in steps of this.
+const COARSE: usize = 512;
+static FINE_CLASS: [u8; PAGE_SIZE / FINE + 1] = build_lookup::<{ PAGE_SIZE / FINE + 1 }>(FINE);
+static COARSE_CLASS: [u8; BLOCK_BYTES / COARSE + 1] = build_lookup::<{ BLOCK_BYTES / COARSE + 1 }>(COARSE);
+
+const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
+    let mut table = [Class { size: 0, pages: 0, objects: 0 }; MAX_CLASSES];
+    let mut count = 0;
+    let mut covered = 0;
+    let mut want = FINE;
+    while want <= BLOCK_BYTES {
+        if want > covered {
+            // The page count that leaves the smallest share of a block over; of equals, the largest.
+            let mut pages = 0;
+            let mut least = 0;
+            let mut m = MIN_PAGES;
+            while m <= BLOCK_PAGES {
+                if m * PAGE_SIZE >= want {
+                    let waste = (m * PAGE_SIZE) % want;
+                    if pages == 0 || waste * pages <= least * m {
+                        pages = m;
+                        least = waste;
+                    }
+                }
+                m += 1;
+            }
+            let objects = pages * PAGE_SIZE / want;
+            // What is left over is shared out, so that neighbouring sizes often become one class.
+            covered = pages * PAGE_SIZE / objects;
+            table[count] = Class { size: covered as u32, pages: pages as u8, objects: objects as u16 };
+            count += 1;
+        }
+        want += match want {
+            0..1024 => FINE,
+            1024..4096 => 64,
+            4096..8192 => 512,
+            8192..16384 => 1024,
+            16384..32768 => 2048,
+            _ => 4096,
+        };
+    }
+    (table, count)
+}
+
+const fn build_lookup<const N: usize>(step: usize) -> [u8; N] {
+    let mut lookup = [0; N];
+    let mut i = 0;
+    let mut class = 0;
+    while i < N {
+        while (CLASS_TABLE.0[class].size as usize) < i * step {
+            class += 1;
+        }
+        lookup[i] = class as u8;
+        i += 1;
+    }
+    lookup
+}
+
+const _: () = assert!(CLASS_TABLE.0[CLASSES - 1].size as usize == BLOCK_BYTES);
+const _: () = assert!(BLOCK_BYTES / FINE <= 1 << INDEX_BITS);
+
+fn class_of(len: usize) -> usize {
+    if len <= PAGE_SIZE { FINE_CLASS[len.div_ceil(FINE)].into() } else { COARSE_CLASS[len.div_ceil(COARSE)].into() }
+}
+
+/// Where an object is: its block and its place in it. 31 bits.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) struct ObjectId(u32);
+
+impl ObjectId {
+    fn new(block: u32, index: u16) -> ObjectId {
+        ObjectId(block << INDEX_BITS | u32::from(index))
+    }
+
+    /// From the 31 bits [`Self::bits`] gave.
+    pub(super) fn from_bits(bits: u32) -> ObjectId {
+        ObjectId(bits)
+    }
+
+    pub(super) fn bits(self) -> u32 {
+        self.0
+    }
+
+    fn block(self) -> usize {
+        (self.0 >> INDEX_BITS) as usize
+    }
+
+    fn index(self) -> usize {
+        (self.0 & ((1 << INDEX_BITS) - 1)) as usize
+    }
+}
+
+/// Whose an object is.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) struct Head {
+    /// The slot, of a unit the first one; [`Head::FREE`] when there is no object.
+    pub(super) slot: u32,
+    /// Bytes stored; of a free place, the next free one.
+    pub(super) len: u16,
+    /// Of a unit, which of its pages still have a slot. Zero: not a unit.
+    pub(super) live: u16,
+}
+
+impl Head {
+    const FREE: u32 = u32::MAX;
+    /// End of a block's free list.
+    const END: u16 = u16::MAX;
+}
+
+struct Block {
+    heads: Box<[Head]>,
+    prev: u32,
+    next: u32,
+    used: u16,
+    /// Start of the list of places that were used and freed.
+    free: u16,
+    /// Places from here on were never used.
+    fresh: u16,
+    class: u8,
+    /// Pages the kernel has given us.
+    resident: u8,
+}
+
+impl Block {
+    fn group(&self) -> Option<usize> {
+        let objects = usize::from(CLASS[usize::from(self.class)].objects);
+        let used = usize::from(self.used);
+        (used < objects).then(|| used * GROUPS / objects)
+    }
+}
+
+#[derive(Copy, Clone)]
+struct ClassState {
+    /// Heads of the lists of blocks that are not full, by group.
+    lists: [u32; GROUPS],
+    blocks: u32,
+    used: u32,
+}
+
+pub(super) struct Pool {
+    memory: Mapping,
+    blocks: Vec<Block>,
+    /// Blocks without pages (unless the program locked its memory).
+    cold: Vec<u32>,
+    /// Empty blocks with pages.
+    warm: Vec<u32>,
+    classes: [ClassState; CLASSES],
+    resident_pages: usize,
+    stored: usize,
+    objects: usize,
+    head_bytes: usize,
+    /// Most bytes `resident_pages` may come to.
+    limit: usize,
+}
+
+impl Pool {
+    /// A pool with room for `bytes` of objects, as far as the address space allows.
+    pub(super) fn new(bytes: usize) -> Result<Pool, swaptide_sys::Errno> {
+        // A block uses at least half of its address space; an eighth more for blocks that are not full.
+        let want = (bytes * 2 + bytes / 4).div_ceil(BLOCK_BYTES) + 2 * CLASSES;
+        let mut blocks = want.min(MAX_BLOCKS);
+        let memory = loop {
+            match Mapping::reserve(blocks * BLOCK_BYTES) {
+                Ok(memory) => break memory,
+                // An address space limit (RLIMIT_AS, strict overcommit): a smaller pool is better than none.
+                Err(_) if blocks > 4 * CLASSES => blocks /= 2,
+                Err(errno) => return Err(errno),
+            }
+        };
+        Ok(Pool {
+            memory,
+            blocks: Vec::new(),
+            cold: Vec::new(),
+            warm: Vec::with_capacity(WARM_BLOCKS),
+            classes: [ClassState { lists: [NONE; GROUPS], blocks: 0, used: 0 }; CLASSES],
+            resident_pages: 0,
+            stored: 0,
+            objects: 0,
+            head_bytes: 0,
+            limit: usize::MAX,
+        })
+    }
+
+    pub(super) fn set_limit(&mut self, bytes: usize) {
+        self.limit = bytes;
+    }
+
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Bytes of memory the blocks hold.
+    pub(super) fn resident_bytes(&self) -> usize {
+        self.resident_pages * PAGE_SIZE
+    }
+
+    pub(super) fn stored_bytes(&self) -> usize {
+        self.stored
+    }
+
+    pub(super) fn objects(&self) -> usize {
+        self.objects
+    }
+
+    pub(super) fn metadata_bytes(&self) -> usize {
+        size_of::<Pool>()
+            + self.blocks.capacity() * size_of::<Block>()
+            + self.head_bytes
+            + (self.cold.capacity() + self.warm.capacity()) * size_of::<u32>()
+    }
+
+    /// Room for an object of `head.len` bytes.
+    pub(super) fn alloc(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
+        let class = class_of(head.len.into());
+        let block = match self.block_with_room(class, 0) {
+            Some(block) => block,
+            // At the limit, a place that is a little too large is better than none.
+            None => self.start_block(class).or_else(|full| self.block_with_room(class, 4).ok_or(full))?,
+        };
+        Ok(self.place(block, head))
+    }
+
+    /// Gives an object's room back, and the block's pages with its last object.
+    pub(super) fn free(&mut self, id: ObjectId) {
+        let block = id.block() as u32;
+        self.unlink(block);
+        self.vacate(id);
+        if self.blocks[id.block()].used == 0 {
+            self.retire_block(block);
+        } else {
+            self.link(block);
+        }
+    }
+
+    pub(super) fn head(&self, id: ObjectId) -> Head {
+        let head = self.blocks[id.block()].heads[id.index()];
+        assert!(head.slot != Head::FREE, "compressed pool: a handle points at a free object");
+        head
+    }
+
+    pub(super) fn set_live(&mut self, id: ObjectId, live: u16) {
+        self.blocks[id.block()].heads[id.index()].live = live;
+    }
+
+    /// An object's bytes.
+    pub(super) fn bytes(&self, id: ObjectId) -> &[u8] {
+        let (offset, len) = self.extent(id);
+        // SAFETY: `extent` keeps inside the mapping, which lives as long as `self`; anonymous memory is always initialized, and
+        // only `bytes_mut`, which borrows the pool exclusively, writes to it.
+        unsafe { core::slice::from_raw_parts(self.memory.as_ptr().add(offset), len) }
+    }
+
+    pub(super) fn bytes_mut(&mut self, id: ObjectId) -> &mut [u8] {
+        let (offset, len) = self.extent(id);
+        // SAFETY: as in `bytes`, and `self` is borrowed exclusively.
+        unsafe { core::slice::from_raw_parts_mut(self.memory.as_ptr().add(offset), len) }
+    }
+
+    /// Offset and length of an object; always inside the mapping.
+    fn extent(&self, id: ObjectId) -> (usize, usize) {
+        let size = CLASS[usize::from(self.blocks[id.block()].class)].size as usize;
+        let len = usize::from(self.head(id).len);
+        let offset = id.block() * BLOCK_BYTES + id.index() * size;
+        assert!(len <= size && offset + len <= self.memory.len(), "compressed pool: an object outside its block");
+        (offset, len)
+    }
+
+    /// Moves the objects of one sparse block of some class into other blocks, so that it becomes free.
+    ///
+    /// `moved` is told of every object's new place. Returns the bytes copied, or `None` when no block can be freed so.
+    /// `cursor` remembers the class to go on with.
+    pub(super) fn compact_one(&mut self, cursor: &mut usize, mut moved: impl FnMut(Head, ObjectId)) -> Option<usize> {
+        let mut copied = 0;
+        for class in (0..CLASSES).map(|i| (*cursor + i) % CLASSES) {
+            let Some(source) = self.emptiest(class) else { continue };
+            let used = usize::from(self.blocks[source as usize].used);
+            let here = self.room(class) - (usize::from(CLASS[class].objects) - used);
+            let above = if class + 1 < CLASSES { self.room(class + 1) } else { 0 };
+            if here + above >= used && self.empty_into_others(source, &mut copied, &mut moved) {
+                *cursor = class;
+                return Some(copied);
+            }
+        }
+        None
+    }
+
+    /// Moves a block's objects elsewhere, each into a block of its own class or the one above, as long as there is room;
+    /// `true` when the block is empty and retired.
+    fn empty_into_others(&mut self, source: u32, copied: &mut usize, moved: &mut impl FnMut(Head, ObjectId)) -> bool {
+        self.unlink(source);
+        for index in 0..self.blocks[source as usize].fresh {
+            let from = ObjectId::new(source, index);
+            let head = self.blocks[source as usize].heads[usize::from(index)];
+            if head.slot == Head::FREE {
+                continue;
+            }
+            let Some(target) = self.block_with_room(class_of(head.len.into()), 1) else {
+                self.link(source);
+                return false;
+            };
+            let (source_at, len) = self.extent(from);
+            let to = self.place(target, head);
+            let (target_at, _) = self.extent(to);
+            // SAFETY: both ranges are inside the mapping (`extent`) and in different blocks: the source is on no list.
+            unsafe {
+                let base = self.memory.as_ptr();
+                core::ptr::copy_nonoverlapping(base.add(source_at).cast_const(), base.add(target_at), len);
+            }
+            self.vacate(from);
+            moved(head, to);
+            *copied += len;
+        }
+        self.retire_block(source);
+        true
+    }
+
+    /// Free places in a class's blocks.
+    fn room(&self, class: usize) -> usize {
+        let ClassState { blocks, used, .. } = self.classes[class];
+        (blocks * u32::from(CLASS[class].objects) - used) as usize
+    }
+
+    /// Gives the pages of all warm blocks back.
+    pub(super) fn chill(&mut self) {
+        while let Some(block) = self.warm.pop() {
+            self.discard(block);
+        }
+    }
+
+    /// The fullest block (by group) of a class, or else of one of the next `more` classes, that still has room: filling those
+    /// keeps the others emptying.
+    fn block_with_room(&self, class: usize, more: usize) -> Option<u32> {
+        let classes = self.classes.iter().skip(class).take(1 + more);
+        classes.flat_map(|state| state.lists.iter().rev()).copied().find(|&block| block != NONE)
+    }
+
+    /// The emptiest block of a class, among the first few of its emptiest group.
+    fn emptiest(&self, class: usize) -> Option<u32> {
+        let mut at = self.classes[class].lists.iter().copied().find(|&block| block != NONE)?;
+        let mut best = at;
+        for _ in 0..16 {
+            if self.blocks[at as usize].used < self.blocks[best as usize].used {
+                best = at;
+            }
+            at = self.blocks[at as usize].next;
+            if at == NONE {
+                break;
+            }
+        }
+        Some(best)
+    }
+
+    /// Puts an object into a listed block that has room.
+    fn place(&mut self, block: u32, head: Head) -> ObjectId {
+        self.unlink(block);
+        let b = &mut self.blocks[block as usize];
+        let index = if b.free == Head::END {
+            b.fresh += 1;
+            b.fresh - 1
+        } else {
+            let index = b.free;
+            b.free = b.heads[usize::from(index)].len;
+            index
+        };
+        b.heads[usize::from(index)] = head;
+        b.used += 1;
+        self.classes[usize::from(b.class)].used += 1;
+        self.stored += usize::from(head.len);
+        self.objects += 1;
+        self.link(block);
+        ObjectId::new(block, index)
+    }
+
+    /// Takes an object out of its block, which is on no list.
+    fn vacate(&mut self, id: ObjectId) {
+        let b = &mut self.blocks[id.block()];
+        let head = &mut b.heads[id.index()];
+        assert!(head.slot != Head::FREE, "compressed pool: an object is freed twice");
+        self.stored -= usize::from(head.len);
+        *head = Head { slot: Head::FREE, len: b.free, live: 0 };
+        b.free = id.index() as u16;
+        b.used -= 1;
+        self.classes[usize::from(b.class)].used -= 1;
+        self.objects -= 1;
+    }
+
+    fn start_block(&mut self, class: usize) -> Result<u32, PoolFull> {
+        let Class { pages, objects, .. } = CLASS[class];
+        let block = self.empty_block(pages)?;
+        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0 }; objects.into()].into_boxed_slice();
+        self.head_bytes += size_of_val(&*heads);
+        let b = &mut self.blocks[block as usize];
+        let missing = pages.saturating_sub(b.resident);
+        if missing > 0 {
+            let from = usize::from(b.resident) * PAGE_SIZE;
+            b.resident = pages;
+            self.resident_pages += usize::from(missing);
+            // One call instead of a fault per page. Where the kernel cannot, the faults come one by one.
+            let _ = self.memory.populate_write(block as usize * BLOCK_BYTES + from, usize::from(missing) * PAGE_SIZE);
+        }
+        let b = &mut self.blocks[block as usize];
+        *b =
+            Block { heads, prev: NONE, next: NONE, used: 0, free: Head::END, fresh: 0, class: class as u8, resident: b.resident };
+        self.classes[class].blocks += 1;
+        self.link(block);
+        Ok(block)
+    }
+
+    /// A block to start, warm if possible, that will have `pages` pages within the limit.
+    fn empty_block(&mut self, pages: u8) -> Result<u32, PoolFull> {
+        let pages = usize::from(pages);
+        if let Some(block) = self.warm.pop() {
+            let more = pages.saturating_sub(self.blocks[block as usize].resident.into());
+            if (self.resident_pages + more) * PAGE_SIZE <= self.limit {
+                return Ok(block);
+            }
+            self.discard(block);
+        }
+        if (self.resident_pages + pages) * PAGE_SIZE > self.limit {
+            self.chill();
+            if (self.resident_pages + pages) * PAGE_SIZE > self.limit {
+                return Err(PoolFull);
+            }
+        }
+        if let Some(block) = self.cold.pop() {
+            return Ok(block);
+        }
+        let block = self.blocks.len();
+        if block == self.memory.len() / BLOCK_BYTES {
+            return Err(PoolFull);
+        }
+        self.blocks.push(Block {
+            heads: Box::default(),
+            prev: NONE,
+            next: NONE,
+            used: 0,
+            free: Head::END,
+            fresh: 0,
+            class: 0,
+            resident: 0,
+        });
+        Ok(block as u32)
+    }
+
+    /// An empty block on no list becomes warm or cold.
+    fn retire_block(&mut self, block: u32) {
+        let b = &mut self.blocks[block as usize];
+        self.head_bytes -= size_of_val(&*b.heads);
+        b.heads = Box::default();
+        self.classes[usize::from(b.class)].blocks -= 1;
+        if self.warm.len() < WARM_BLOCKS {
+            self.warm.push(block);
+        } else {
+            self.discard(block);
+        }
+    }
+
+    /// Gives an empty block's pages back to the kernel.
+    fn discard(&mut self, block: u32) {
+        let b = &mut self.blocks[block as usize];
+        let len = usize::from(b.resident) * PAGE_SIZE;
+        // Refused only for memory locked by mlockall(); the pages are then still ours, and stay counted.
+        if self.memory.discard(block as usize * BLOCK_BYTES, len).is_ok() {
+            self.resident_pages -= usize::from(b.resident);
+            b.resident = 0;
+        }
+        self.cold.push(block);
+    }
+
+    fn link(&mut self, block: u32) {
+        let b = &self.blocks[block as usize];
+        let Some(group) = b.group() else { return };
+        let list = &mut self.classes[usize::from(b.class)].lists[group];
+        let next = core::mem::replace(list, block);
+        let b = &mut self.blocks[block as usize];
+        (b.prev, b.next) = (NONE, next);
+        if next != NONE {
+            self.blocks[next as usize].prev = block;
+        }
+    }
+
+    fn unlink(&mut self, block: u32) {
+        let b = &self.blocks[block as usize];
+        let Some(group) = b.group() else { return };
+        let (class, prev, next) = (usize::from(b.class), b.prev, b.next);
+        if prev == NONE {
+            self.classes[class].lists[group] = next;
+        } else {
+            self.blocks[prev as usize].next = next;
+        }
+        if next != NONE {
+            self.blocks[next as usize].prev = prev;
+        }
+    }
+
+    /// Recounts everything and compares (tests).
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        let mut resident = 0;
+        let mut stored = 0;
+        let mut objects = 0;
+        let mut listed = 0;
+        for (class, state) in self.classes.iter().enumerate() {
+            let in_class = |b: &&Block| usize::from(b.class) == class && !b.heads.is_empty();
+            assert_eq!(state.blocks as usize, self.blocks.iter().filter(in_class).count());
+            assert_eq!(state.used, self.blocks.iter().filter(in_class).map(|b| u32::from(b.used)).sum::<u32>());
+            for (group, &first) in state.lists.iter().enumerate() {
+                let (mut at, mut prev) = (first, NONE);
+                while at != NONE {
+                    let b = &self.blocks[at as usize];
+                    assert_eq!((usize::from(b.class), b.group(), b.prev), (class, Some(group), prev));
+                    listed += 1;
+                    (prev, at) = (at, b.next);
+                }
+            }
+        }
+        for b in &self.blocks {
+            resident += usize::from(b.resident);
+            let live = b.heads.iter().filter(|head| head.slot != Head::FREE);
+            assert_eq!(usize::from(b.used), live.clone().count());
+            stored += live.map(|head| usize::from(head.len)).sum::<usize>();
+            objects += usize::from(b.used);
+            listed -= usize::from(!b.heads.is_empty() && b.group().is_some());
+        }
+        assert_eq!(listed, 0, "listed blocks against blocks with room");
+        assert_eq!((resident, stored, objects), (self.resident_pages, self.stored, self.objects));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_fit_every_length_with_little_waste() {
+        for len in 1..=BLOCK_BYTES {
+            let class = CLASS[class_of(len)];
+            let size = class.size as usize;
+            assert!(size >= len);
+            assert!(usize::from(class.objects) * size <= usize::from(class.pages) * PAGE_SIZE);
+            // What an object really costs, its share of the block's pages.
+            let cost = usize::from(class.pages) * PAGE_SIZE / usize::from(class.objects);
+            if len >= 512 {
+                assert!(cost * 100 <= len * 115, "an object of {len} bytes costs {cost}");
+            }
+        }
+        assert_eq!(CLASS[class_of(PAGE_SIZE)].size as usize, PAGE_SIZE);
+    }
+}

@@ -1,0 +1,154 @@
+//! CPUs: where a thread runs, where it may run, and scheduling it behind everything else.
+
+use linux_raw_sys::general as k;
+use rustix::io::Errno;
+
+use crate::procfs::{self, PathBuf, parse_u64};
+use crate::raw::syscall;
+
+/// CPUs a [`CpuSet`] can name.
+pub const MAX_CPUS: usize = 1024;
+
+/// A set of CPUs.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct CpuSet([u64; MAX_CPUS / 64]);
+
+impl CpuSet {
+    /// No CPU.
+    pub const EMPTY: CpuSet = CpuSet([0; MAX_CPUS / 64]);
+
+    /// Just this one.
+    pub fn single(cpu: u32) -> CpuSet {
+        let mut set = CpuSet::EMPTY;
+        set.insert(cpu);
+        set
+    }
+
+    /// Adds a CPU; numbers of [`MAX_CPUS`] and above are ignored.
+    pub fn insert(&mut self, cpu: u32) {
+        if let Some(word) = self.0.get_mut(cpu as usize / 64) {
+            *word |= 1 << (cpu % 64);
+        }
+    }
+
+    /// Takes a CPU out.
+    pub fn remove(&mut self, cpu: u32) {
+        if let Some(word) = self.0.get_mut(cpu as usize / 64) {
+            *word &= !(1 << (cpu % 64));
+        }
+    }
+
+    /// Whether the CPU is in it.
+    pub fn contains(&self, cpu: u32) -> bool {
+        self.0.get(cpu as usize / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1)
+    }
+
+    /// How many CPUs are in it.
+    pub fn count(&self) -> u32 {
+        self.0.iter().map(|word| word.count_ones()).sum()
+    }
+
+    /// The CPUs in it, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..MAX_CPUS as u32).filter(|&cpu| self.contains(cpu))
+    }
+}
+
+/// The CPU this thread runs on, or ran on a moment ago.
+pub fn current_cpu() -> u32 {
+    rustix::thread::sched_getcpu() as u32
+}
+
+/// Pins the calling thread to one CPU.
+pub fn set_own_affinity(cpu: u32) -> Result<(), Errno> {
+    clear_own_affinity(&CpuSet::single(cpu))
+}
+
+/// Lets the calling thread run on all of `mask` (again).
+pub fn clear_own_affinity(mask: &CpuSet) -> Result<(), Errno> {
+    // SAFETY: the kernel reads the set, and 0 names the calling thread.
+    unsafe { syscall!(k::__NR_sched_setaffinity, 0usize, size_of::<CpuSet>(), mask.0.as_ptr() as usize) }.map(drop)
+}
+
+/// Where the calling thread may run.
+pub fn own_affinity() -> Result<CpuSet, Errno> {
+    let mut set = CpuSet::EMPTY;
+    // SAFETY: the kernel writes at most the size it is told; the rest stays zero.
+    unsafe { syscall!(k::__NR_sched_getaffinity, 0usize, size_of::<CpuSet>(), set.0.as_mut_ptr() as usize) }?;
+    Ok(set)
+}
+
+/// With `on`, the calling thread runs only when a CPU has nothing else to do; without, normally.
+/// Coming back needs no privilege since 2.6.39 if the thread's nice value allows it.
+pub fn sched_idle(on: bool) -> Result<(), Errno> {
+    const SCHED_OTHER: u32 = 0;
+    const SCHED_IDLE: u32 = 5;
+    let param: i32 = 0;
+    let policy = if on { SCHED_IDLE } else { SCHED_OTHER };
+    // SAFETY: the kernel reads one int, the priority, which is 0 for both policies.
+    unsafe { syscall!(k::__NR_sched_setscheduler, 0usize, policy, (&raw const param) as usize) }.map(drop)
+}
+
+/// The CPU on which a thread of this process last ran; `None` when there is no such thread.
+pub fn thread_cpu(tid: u32) -> Option<u32> {
+    let mut buf = [0; 1024];
+    let stat = procfs::read_file(PathBuf::task(tid, "stat").as_c_str(), &mut buf).ok()?;
+    // Field 39, counted from 1; the words behind the name start with field 3.
+    let cpu = procfs::words(crate::process::after_name(stat)?).nth(39 - 3)?;
+    Some(parse_u64(cpu)? as u32)
+}
+
+/// How many CPUs are online; at least one.
+pub fn cpus_online() -> u32 {
+    let mut buf = [0; 1024];
+    procfs::read_file(c"/sys/devices/system/cpu/online", &mut buf)
+        .ok()
+        .and_then(|list| parse_cpu_list(list.trim_ascii_end()))
+        .or_else(|| own_affinity().ok())
+        .map_or(1, |set| set.count().max(1))
+}
+
+/// `0-3,8,10-11`
+fn parse_cpu_list(list: &[u8]) -> Option<CpuSet> {
+    let mut set = CpuSet::EMPTY;
+    for part in list.split(|&b| b == b',') {
+        let mut ends = part.splitn(2, |&b| b == b'-');
+        let first = parse_u64(ends.next()?)?;
+        let last = ends.next().map_or(Some(first), parse_u64)?;
+        (first..=last.min(MAX_CPUS as u64 - 1)).for_each(|cpu| set.insert(cpu as u32));
+    }
+    Some(set)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists() {
+        let set = parse_cpu_list(b"0-3,8,10-11").unwrap();
+        assert_eq!(set.iter().collect::<std::vec::Vec<_>>(), [0, 1, 2, 3, 8, 10, 11]);
+        assert_eq!(set.count(), 7);
+        assert!(parse_cpu_list(b"x").is_none() && parse_cpu_list(b"").is_none());
+        assert!(!CpuSet::single(5000).contains(5000), "what does not fit is ignored");
+    }
+
+    #[test]
+    fn a_thread_can_be_pinned_and_set_free() {
+        std::thread::spawn(|| {
+            let all = own_affinity().unwrap();
+            let cpu = all.iter().last().unwrap();
+            set_own_affinity(cpu).unwrap();
+            assert_eq!(own_affinity().unwrap(), CpuSet::single(cpu));
+            assert_eq!(current_cpu(), cpu);
+            assert_eq!(thread_cpu(crate::thread::gettid().0), Some(cpu));
+            clear_own_affinity(&all).unwrap();
+            assert_eq!(own_affinity().unwrap(), all);
+            sched_idle(true).unwrap();
+        })
+        .join()
+        .unwrap();
+        assert!(cpus_online() >= 1);
+        assert_eq!(thread_cpu(u32::MAX), None);
+    }
+}

@@ -1,0 +1,278 @@
+//! A mutex over one word, and the futex calls it is made of.
+//!
+//! The word is 0 (free), 1 (held) or 2 (held, and somebody may sleep). The lock keeps no owner and
+//! no thread-local, so it works on threads libc does not know, and a forked child can free a lock
+//! whose holder exists only in the parent ([`Lock::force_unlock`]).
+//!
+//! Invariants:
+//! 1. Who takes a free word by 0 -> 1 or by swapping in 2 holds the lock.
+//! 2. A thread sleeps only while the word is 2; who frees a word that was 2 wakes one sleeper.
+
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::ops::{Deref, DerefMut};
+use core::sync::atomic::{AtomicU32, Ordering};
+
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+const CONTENDED: u32 = 2;
+
+/// Tries before sleeping: about the time of a short critical section, nothing like a time slice.
+const SPINS: u32 = 100;
+
+/// A mutual exclusion lock around a `T`. Not recursive, not fair, no poisoning.
+pub struct Lock<T: ?Sized> {
+    word: AtomicU32,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the lock lets one thread at a time reach the value, so sending that access needs only `T: Send`.
+unsafe impl<T: ?Sized + Send> Sync for Lock<T> {}
+// SAFETY: owning the lock is owning the value.
+unsafe impl<T: ?Sized + Send> Send for Lock<T> {}
+
+impl<T> Lock<T> {
+    /// A free lock around `value`.
+    pub const fn new(value: T) -> Lock<T> {
+        Lock { word: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+    }
+
+    /// Takes the value out again.
+    pub fn into_inner(self) -> T {
+        self.value.into_inner()
+    }
+}
+
+impl<T: ?Sized> Lock<T> {
+    /// Takes the lock, sleeping for as long as another thread holds it.
+    #[inline]
+    pub fn lock(&self) -> Guard<'_, T> {
+        // Acquire pairs with the Release in `Guard::drop`.
+        if self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            self.lock_slow();
+        }
+        Guard { lock: self }
+    }
+
+    /// Takes the lock if it is free.
+    #[inline]
+    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok().map(|_| Guard { lock: self })
+    }
+
+    /// Whether somebody holds the lock at this moment: for assertions and statistics only.
+    pub fn is_locked(&self) -> bool {
+        self.word.load(Ordering::Relaxed) != FREE
+    }
+
+    /// The value, without locking: the exclusive borrow proves nobody else has it.
+    pub fn get_mut(&mut self) -> &mut T {
+        self.value.get_mut()
+    }
+
+    /// Frees the lock whoever holds it.
+    ///
+    /// # Safety
+    /// No thread of this process holds the lock: it was taken by a thread of the parent that the
+    /// fork did not copy, and the value is whole or will be made so before anybody uses it.
+    pub unsafe fn force_unlock(&self) {
+        self.word.store(FREE, Ordering::Release);
+    }
+
+    #[cold]
+    fn lock_slow(&self) {
+        for _ in 0..SPINS {
+            core::hint::spin_loop();
+            let word = self.word.load(Ordering::Relaxed);
+            if word == FREE && self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                return;
+            }
+            if word == CONTENDED {
+                // Others sleep already: spinning would only overtake them.
+                break;
+            }
+        }
+        // From here on the word is left at 2: this thread cannot know whether it is the last sleeper.
+        while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
+            futex::wait(&self.word, CONTENDED, None, futex::Scope::Private);
+        }
+    }
+}
+
+impl<T: ?Sized + fmt::Debug> fmt::Debug for Lock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.try_lock() {
+            Some(guard) => f.debug_tuple("Lock").field(&&*guard).finish(),
+            None => f.write_str("Lock(<held>)"),
+        }
+    }
+}
+
+impl<T: Default> Default for Lock<T> {
+    fn default() -> Self {
+        Lock::new(T::default())
+    }
+}
+
+/// Access to the value of a [`Lock`]; dropping it frees the lock.
+#[must_use = "the lock is freed when the guard is dropped"]
+pub struct Guard<'a, T: ?Sized> {
+    lock: &'a Lock<T>,
+}
+
+// SAFETY: a shared guard gives `&T` only.
+unsafe impl<T: ?Sized + Sync> Sync for Guard<'_, T> {}
+
+impl<T: ?Sized> Deref for Guard<'_, T> {
+    type Target = T;
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the guard exists only while its thread holds the lock (invariant 1).
+        unsafe { &*self.lock.value.get() }
+    }
+}
+
+impl<T: ?Sized> DerefMut for Guard<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as in `deref`, and the guard is borrowed exclusively.
+        unsafe { &mut *self.lock.value.get() }
+    }
+}
+
+impl<T: ?Sized> Drop for Guard<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.lock.word.swap(FREE, Ordering::Release) == CONTENDED {
+            futex::wake(&self.lock.word, 1, futex::Scope::Private);
+        }
+    }
+}
+
+/// Sleeping on a word until another thread (or process) changes it.
+pub mod futex {
+    use core::sync::atomic::AtomicU32;
+    use core::time::Duration;
+
+    use linux_raw_sys::general as k;
+    use rustix::io::Errno;
+
+    use crate::raw::syscall;
+
+    /// Who may wait on the word.
+    #[derive(Copy, Clone, Debug, PartialEq, Eq)]
+    pub enum Scope {
+        /// Threads of this process: cheaper.
+        Private,
+        /// Processes that map the same memory.
+        Shared,
+    }
+
+    /// How a wait ended.
+    #[derive(Copy, Clone, Debug, PartialEq, Eq)]
+    pub enum Wait {
+        /// A wake came (or the kernel woke us for no reason: look at the word).
+        Woken,
+        /// The word was not what was expected; nothing was waited for.
+        Mismatch,
+        /// The time is over.
+        TimedOut,
+        /// A signal handler ran.
+        Interrupted,
+    }
+    pub use Wait::{Interrupted, Mismatch, TimedOut, Woken};
+
+    const FUTEX_WAIT: u32 = 0;
+    const FUTEX_WAKE: u32 = 1;
+    const FUTEX_PRIVATE: u32 = 128;
+
+    fn op(base: u32, scope: Scope) -> u32 {
+        base | if scope == Scope::Private { FUTEX_PRIVATE } else { 0 }
+    }
+
+    /// Sleeps while `word` is `expected`, at most for `timeout`.
+    pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: Scope) -> Wait {
+        let time = timeout
+            .map(|t| k::__kernel_timespec { tv_sec: t.as_secs().min(i64::MAX as u64) as i64, tv_nsec: t.subsec_nanos().into() });
+        let time_ptr = time.as_ref().map_or(core::ptr::null(), |t| t as *const k::__kernel_timespec);
+        // SAFETY: word and time outlive the call; the kernel only reads them.
+        let ret = unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAIT, scope), expected, time_ptr as usize) };
+        match ret {
+            Err(Errno::AGAIN) => Mismatch,
+            Err(Errno::TIMEDOUT) => TimedOut,
+            Err(Errno::INTR) => Interrupted,
+            _ => Woken,
+        }
+    }
+
+    /// Wakes up to `n` sleepers; says how many there were.
+    pub fn wake(word: &AtomicU32, n: u32, scope: Scope) -> usize {
+        let n = n.min(i32::MAX as u32);
+        // SAFETY: the kernel does not touch the word; the address is only a key.
+        unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAKE, scope), n) }.unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn counts_right_under_contention() {
+        let lock = Lock::new((0u64, 0u64));
+        std::thread::scope(|s| {
+            for t in 0..8 {
+                let lock = &lock;
+                s.spawn(move || {
+                    for i in 0..20_000u32 {
+                        let mut both = lock.lock();
+                        both.0 += 1;
+                        if t == 0 && i % 1000 == 0 {
+                            // A holder that sleeps drives the others into the futex.
+                            std::thread::sleep(Duration::from_micros(50));
+                        }
+                        both.1 += 1;
+                        assert_eq!(both.0, both.1);
+                    }
+                });
+            }
+        });
+        assert_eq!(*lock.lock(), (160_000, 160_000));
+        assert!(!lock.is_locked());
+    }
+
+    #[test]
+    fn try_lock_and_force_unlock() {
+        let lock = Lock::new(1);
+        let guard = lock.lock();
+        assert!(lock.try_lock().is_none());
+        core::mem::forget(guard);
+        // SAFETY: the only guard was forgotten above; no thread holds the lock.
+        unsafe { lock.force_unlock() };
+        *lock.try_lock().unwrap() += 1;
+        assert_eq!(lock.into_inner(), 2);
+    }
+
+    #[test]
+    fn futex_says_how_a_wait_ended() {
+        let word = AtomicU32::new(5);
+        assert_eq!(futex::wait(&word, 4, None, futex::Scope::Private), futex::Mismatch);
+        let start = Instant::now();
+        let short = Some(Duration::from_millis(20));
+        assert_eq!(futex::wait(&word, 5, short, futex::Scope::Shared), futex::TimedOut);
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(|| {
+                while word.load(Ordering::Acquire) == 5 {
+                    futex::wait(&word, 5, None, futex::Scope::Shared);
+                }
+            });
+            word.store(6, Ordering::Release);
+            // The sleeper may not sleep yet; it then sees the new value itself.
+            futex::wake(&word, u32::MAX, futex::Scope::Shared);
+            sleeper.join().unwrap();
+        });
+        assert_eq!(futex::wake(&word, 1, futex::Scope::Private), 0, "nobody is left");
+    }
+}

@@ -1,0 +1,377 @@
+//! The process's VMAs: `/proc/PID/maps` read without allocating, and PROCMAP_QUERY (6.11) for one.
+//!
+//! A listing is not atomic: the kernel keeps lines whole, but mappings may change between two
+//! reads. Callers treat each line as something that was true a moment ago.
+
+use linux_raw_sys::general as k;
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::page::{VirtAddr, VirtRange};
+use crate::procfs::{self, PathBuf, parse_hex, parse_u64};
+use crate::raw::syscall;
+
+/// The smallest buffer [`for_each_vma`] takes: a line without its name, several times over.
+pub const MIN_BUFFER: usize = 256;
+
+/// One line of `/proc/PID/maps`.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct Vma<'a> {
+    /// Its addresses.
+    pub range: VirtRange,
+    /// Readable.
+    pub read: bool,
+    /// Writable.
+    pub write: bool,
+    /// Executable.
+    pub exec: bool,
+    /// Private (copy on write), not shared.
+    pub private: bool,
+    /// The file's inode; 0 for memory without a file.
+    pub inode: u64,
+    /// Path or pseudo-name (`[heap]`, `[anon:...]`), as `/proc` writes it; cut short when the line
+    /// is longer than the caller's buffer.
+    pub name: &'a [u8],
+}
+
+impl Vma<'_> {
+    /// Private memory without a file: heap, stack, `mmap(MAP_ANONYMOUS)`, `.bss` tails.
+    pub fn is_private_anon(&self) -> bool {
+        self.private && self.inode == 0 && !self.name.starts_with(b"/")
+    }
+}
+
+/// Calls `f` with every VMA of this process, in order of address, until it returns `false`.
+/// `buf` is working space: the larger, the fewer reads; at least [`MIN_BUFFER`].
+pub fn for_each_vma(buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
+    each_line(procfs::open_read(c"/proc/self/maps")?, buf, f)
+}
+
+/// The same for another process.
+pub fn for_each_vma_of(pid: u32, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
+    each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
+}
+
+fn each_line(fd: OwnedFd, buf: &mut [u8], mut f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
+    split_lines(buf, |space| procfs::read_fd(&fd, space), |line| parse_line(line).is_none_or(&mut f))
+}
+
+/// Feeds whole lines to `f` until it returns `false`. A line longer than `buf` comes cut short,
+/// once; the rest of it is skipped.
+fn split_lines(
+    buf: &mut [u8],
+    mut read: impl FnMut(&mut [u8]) -> Result<usize, Errno>,
+    mut f: impl FnMut(&[u8]) -> bool,
+) -> Result<(), Errno> {
+    if buf.len() < MIN_BUFFER {
+        return Err(Errno::INVAL);
+    }
+    let mut filled = 0;
+    let mut skipping = false;
+    loop {
+        let n = read(&mut buf[filled..])?;
+        filled += n;
+        let mut start = 0;
+        while let Some(len) = buf[start..filled].iter().position(|&b| b == b'\n') {
+            let line = &buf[start..start + len];
+            start += len + 1;
+            if !core::mem::take(&mut skipping) && !f(line) {
+                return Ok(());
+            }
+        }
+        buf.copy_within(start..filled, 0);
+        filled -= start;
+        if n == 0 {
+            if filled > 0 && !skipping {
+                f(&buf[..filled]);
+            }
+            return Ok(());
+        }
+        if filled == buf.len() {
+            if !core::mem::replace(&mut skipping, true) && !f(buf) {
+                return Ok(());
+            }
+            filled = 0;
+        }
+    }
+}
+
+/// `start-end perms offset dev inode   name`
+fn parse_line(line: &[u8]) -> Option<Vma<'_>> {
+    let mut rest = line;
+    let mut next = || {
+        let len = rest.iter().position(|&b| b == b' ').unwrap_or(rest.len());
+        let (word, tail) = rest.split_at(len);
+        rest = tail.strip_prefix(b" ").unwrap_or(tail);
+        word
+    };
+    let range = next();
+    let perms = next();
+    let (_offset, _dev) = (next(), next());
+    let inode = parse_u64(next())?;
+    let name = &rest[rest.iter().position(|&b| b != b' ').unwrap_or(rest.len())..];
+    let dash = range.iter().position(|&b| b == b'-')?;
+    let range = VirtRange::new(VirtAddr(parse_hex(&range[..dash])? as usize), VirtAddr(parse_hex(&range[dash + 1..])? as usize));
+    let &[r, w, x, p, ..] = perms else { return None };
+    Some(Vma { range, read: r == b'r', write: w == b'w', exec: x == b'x', private: p == b'p', inode, name })
+}
+
+/// One VMA, with a name of its own (up to 64 bytes).
+#[derive(Copy, Clone, Debug)]
+pub struct VmaInfo {
+    vma: Vma<'static>,
+    name: [u8; 64],
+    name_len: usize,
+}
+
+impl VmaInfo {
+    /// The VMA, borrowing the name.
+    pub fn vma(&self) -> Vma<'_> {
+        Vma { name: &self.name[..self.name_len], ..self.vma }
+    }
+
+    fn copy_of(vma: Vma<'_>) -> VmaInfo {
+        let mut name = [0; 64];
+        let name_len = vma.name.len().min(name.len());
+        name[..name_len].copy_from_slice(&vma.name[..name_len]);
+        VmaInfo { vma: Vma { name: b"", ..vma }, name, name_len }
+    }
+}
+
+/// An open `/proc/self/maps` to ask for single VMAs. It shows the address space of the process that
+/// opened it: a forked child opens its own.
+#[derive(Debug)]
+pub struct MapsFile(OwnedFd);
+
+#[repr(C)]
+struct ProcmapQuery {
+    size: u64,
+    query_flags: u64,
+    query_addr: u64,
+    vma_start: u64,
+    vma_end: u64,
+    vma_flags: u64,
+    vma_page_size: u64,
+    vma_offset: u64,
+    inode: u64,
+    dev_major: u32,
+    dev_minor: u32,
+    vma_name_size: u32,
+    build_id_size: u32,
+    vma_name_addr: u64,
+    build_id_addr: u64,
+}
+const _: () = assert!(size_of::<ProcmapQuery>() == size_of::<k::procmap_query>());
+
+/// _IOWR('f', 17, struct procmap_query)
+const PROCMAP_QUERY: u32 = (3 << 30) | ((size_of::<ProcmapQuery>() as u32) << 16) | ((b'f' as u32) << 8) | 17;
+const QUERY_READABLE: u64 = 1;
+const QUERY_WRITABLE: u64 = 2;
+const QUERY_EXECUTABLE: u64 = 4;
+const QUERY_SHARED: u64 = 8;
+const QUERY_COVERING_OR_NEXT: u64 = 0x10;
+
+impl MapsFile {
+    /// Opens this process's own.
+    pub fn open_self() -> Result<MapsFile, Errno> {
+        procfs::open_read(c"/proc/self/maps").map(MapsFile)
+    }
+
+    /// The VMA that holds `addr`; `None` if there is none.
+    pub fn vma_at(&self, addr: VirtAddr) -> Result<Option<VmaInfo>, Errno> {
+        self.find(addr, false)
+    }
+
+    /// The VMA that holds `addr`, or else the next above it.
+    pub fn vma_at_or_next(&self, addr: VirtAddr) -> Result<Option<VmaInfo>, Errno> {
+        self.find(addr, true)
+    }
+
+    fn find(&self, addr: VirtAddr, or_next: bool) -> Result<Option<VmaInfo>, Errno> {
+        match self.query(addr, or_next) {
+            Err(Errno::NOTTY | Errno::INVAL | Errno::NOSYS) => self.scan(addr, or_next),
+            other => other,
+        }
+    }
+
+    /// By PROCMAP_QUERY; `ENOTTY` on kernels before 6.11.
+    fn query(&self, addr: VirtAddr, or_next: bool) -> Result<Option<VmaInfo>, Errno> {
+        let mut name = [0u8; 64];
+        // A long name (a file's path) does not fit and fails the whole query: then ask without one.
+        let mut query = match self.query_once(addr, or_next, &mut name) {
+            Err(Errno::NAMETOOLONG) => {
+                let found = self.query_once(addr, or_next, &mut []);
+                name[0] = b'/';
+                found.map(|query| ProcmapQuery { vma_name_size: 2, ..query })
+            }
+            other => other,
+        };
+        if let Err(Errno::NOENT) = query {
+            return Ok(None);
+        }
+        let query = query.as_mut().map_err(|e| *e)?;
+        let bit = |bit| query.vma_flags & bit != 0;
+        let vma = Vma {
+            range: VirtRange::new(VirtAddr(query.vma_start as usize), VirtAddr(query.vma_end as usize)),
+            read: bit(QUERY_READABLE),
+            write: bit(QUERY_WRITABLE),
+            exec: bit(QUERY_EXECUTABLE),
+            private: !bit(QUERY_SHARED),
+            inode: query.inode,
+            name: b"",
+        };
+        // The size counts the closing zero.
+        Ok(Some(VmaInfo { vma, name, name_len: (query.vma_name_size as usize).saturating_sub(1).min(name.len()) }))
+    }
+
+    fn query_once(&self, addr: VirtAddr, or_next: bool, name: &mut [u8]) -> Result<ProcmapQuery, Errno> {
+        let mut query = ProcmapQuery {
+            size: size_of::<ProcmapQuery>() as u64,
+            query_flags: if or_next { QUERY_COVERING_OR_NEXT } else { 0 },
+            query_addr: addr.0 as u64,
+            vma_start: 0,
+            vma_end: 0,
+            vma_flags: 0,
+            vma_page_size: 0,
+            vma_offset: 0,
+            inode: 0,
+            dev_major: 0,
+            dev_minor: 0,
+            vma_name_size: name.len() as u32,
+            build_id_size: 0,
+            vma_name_addr: if name.is_empty() { 0 } else { name.as_mut_ptr() as u64 },
+            build_id_addr: 0,
+        };
+        let arg = (&raw mut query) as usize;
+        // SAFETY: the struct is the one this ioctl takes, and its name buffer is as long as it says.
+        unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PROCMAP_QUERY, arg) }?;
+        Ok(query)
+    }
+
+    /// By reading the text.
+    fn scan(&self, addr: VirtAddr, or_next: bool) -> Result<Option<VmaInfo>, Errno> {
+        let mut buf = [0u8; 2048];
+        let mut at = 0;
+        let mut found = None;
+        let read = |space: &mut [u8]| {
+            let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut *space, at))?;
+            at += n as u64;
+            Ok(n)
+        };
+        split_lines(&mut buf, read, |line| {
+            let Some(vma) = parse_line(line) else { return true };
+            if addr >= vma.range.end {
+                return true;
+            }
+            if or_next || vma.range.contains(addr) {
+                found = Some(VmaInfo::copy_of(vma));
+            }
+            false
+        })?;
+        Ok(found)
+    }
+}
+
+/// The VMA of this process that holds `addr`. Opens `/proc/self/maps`; keep a [`MapsFile`] for many.
+pub fn vma_at(addr: VirtAddr) -> Result<Option<VmaInfo>, Errno> {
+    MapsFile::open_self()?.vma_at(addr)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::Mapping;
+    use crate::page::PAGE_SIZE;
+    use std::vec::Vec;
+
+    #[test]
+    fn lines_are_parsed() {
+        let vma = parse_line(b"55a0-55b0 rw-p 00000000 fd:01 1234                       /a b/c (deleted)").unwrap();
+        assert_eq!(vma.range, VirtRange::new(VirtAddr(0x55a0), VirtAddr(0x55b0)));
+        assert!(vma.read && vma.write && !vma.exec && vma.private && !vma.is_private_anon());
+        assert_eq!((vma.inode, vma.name), (1234, &b"/a b/c (deleted)"[..]));
+        let anon = parse_line(b"7f00-7f10 ---s 00000000 00:00 0 ").unwrap();
+        assert!(!anon.read && !anon.private && anon.name.is_empty());
+        assert!(parse_line(b"nonsense").is_none());
+        assert!(parse_line(b"").is_none());
+    }
+
+    /// Every way to cut the text into reads gives the same lines; too long a line comes cut, once.
+    #[test]
+    fn lines_cross_reads_and_buffers() {
+        let long = std::format!("2000-3000 r--p 00000000 00:00 7 /{}", "x".repeat(600));
+        let text = std::format!("1000-2000 rw-p 00000000 00:00 0 [heap]\n{long}\n3000-4000 rw-p 00000000 00:00 0 \n");
+        for chunk in [1, 7, 100, 255, 256, 1000] {
+            for size in [256, 300, 4096] {
+                let (mut rest, mut got) = (text.as_bytes(), Vec::new());
+                let read = |space: &mut [u8]| {
+                    let n = chunk.min(space.len()).min(rest.len());
+                    space[..n].copy_from_slice(&rest[..n]);
+                    rest = &rest[n..];
+                    Ok(n)
+                };
+                split_lines(&mut std::vec![0; size], read, |line| {
+                    let vma = parse_line(line).unwrap();
+                    got.push((vma.range.start.0, vma.inode, vma.name.len() > 100));
+                    true
+                })
+                .unwrap();
+                assert_eq!(got, [(0x1000, 0, false), (0x2000, 7, true), (0x3000, 0, false)], "{chunk} {size}");
+            }
+        }
+        assert_eq!(split_lines(&mut [0; 10], |_| Ok(0), |_| true), Err(Errno::INVAL));
+    }
+
+    #[test]
+    fn finds_a_mapping_of_ours_by_every_way() {
+        let map = Mapping::reserve(5 * PAGE_SIZE).unwrap();
+        let inside = map.range().start.offset(PAGE_SIZE);
+        let mut seen = None;
+        for_each_vma(&mut [0; 512], |vma| {
+            if vma.range.contains(inside) {
+                seen = Some(vma.range);
+                assert!(vma.is_private_anon() && vma.write);
+            }
+            seen.is_none()
+        })
+        .unwrap();
+        let range = seen.unwrap();
+        assert!(range.covers(&map.range()));
+        let file = MapsFile::open_self().unwrap();
+        for found in [vma_at(inside), file.scan(inside, false), file.scan(inside, true), file.vma_at_or_next(inside)] {
+            let info = found.unwrap().unwrap();
+            assert_eq!(info.vma().range, range);
+            assert!(info.vma().is_private_anon());
+        }
+        match file.query(inside, false) {
+            Err(errno) => assert_eq!(errno, Errno::NOTTY, "only a kernel before 6.11 may refuse"),
+            Ok(info) => assert_eq!(info.unwrap().vma().range, range),
+        }
+        assert!(file.vma_at(VirtAddr(PAGE_SIZE)).unwrap().is_none());
+        assert!(file.scan(VirtAddr(PAGE_SIZE), false).unwrap().is_none());
+        let (a, b) = (file.vma_at_or_next(VirtAddr(0)).unwrap().unwrap(), file.scan(VirtAddr(0), true).unwrap().unwrap());
+        assert_eq!(a.vma().range, b.vma().range);
+    }
+
+    #[test]
+    fn query_and_text_agree_on_every_vma() {
+        let file = MapsFile::open_self().unwrap();
+        let mut checked = 0;
+        for_each_vma(&mut [0; 8192], |vma| {
+            // Other tests map and unmap beside this one: compare what keeps still, the program's own files.
+            if vma.name.starts_with(b"/") {
+                let info = file.vma_at(vma.range.start).unwrap().unwrap();
+                let q = info.vma();
+                assert_eq!(
+                    (q.range, q.read, q.write, q.exec, q.private, q.inode),
+                    (vma.range, vma.read, vma.write, vma.exec, vma.private, vma.inode)
+                );
+                assert!(!q.is_private_anon() && q.name.starts_with(b"/"));
+                checked += 1;
+            }
+            true
+        })
+        .unwrap();
+        assert!(checked >= 4);
+    }
+}

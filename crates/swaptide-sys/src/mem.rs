@@ -1,0 +1,527 @@
+//! Memory the engine owns: private anonymous mappings, shared memory, and advice on ranges.
+//!
+//! This module owns the registry of the engine's own mappings. The agent reads it to know which
+//! parts of `/proc/self/maps` are not the program's; adopting one of those would swap out memory
+//! the fault handler itself needs, and the process would stop for ever.
+//!
+//! Invariants:
+//! 1. A mapping made by this crate is in the registry from before its address is returned until
+//!    after it is unmapped.
+//! 2. Reading the registry takes no lock and allocates nothing, so it works in a fault handler and
+//!    in a freshly forked child.
+//! 3. A range that [`own_ranges`] reports was, at some moment during the call, exactly a range of
+//!    the engine's: never one half of an old entry and one half of a new one.
+//!
+//! A reader who compares the registry with a snapshot of `/proc/self/maps` takes the snapshot
+//! first, then waits until [`registrations_in_flight`] was zero once, then reads the registry:
+//! then every mapping of this crate that the snapshot shows is known or already gone.
+
+use core::ffi::CStr;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use linux_raw_sys::general as k;
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use crate::raw::syscall;
+
+/// Mappings the registry can hold at one time.
+pub const MAX_OWN_RANGES: usize = 4096;
+
+/// A slot nobody uses.
+const FREE: usize = 0;
+/// A slot that is being filled. No mapping starts at address 1.
+const FILLING: usize = 1;
+
+/// One registry entry. `start` is the publishing word: stored last when a range enters, so that who
+/// reads the same start before and after reading `end` has a pair that belonged together.
+struct Slot {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+static SLOTS: [Slot; MAX_OWN_RANGES] =
+    [const { Slot { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0) } }; MAX_OWN_RANGES];
+/// One past the highest slot ever used: readers look no further.
+static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
+/// Where the last free slot was found; a hint only.
+static HINT: AtomicUsize = AtomicUsize::new(0);
+/// Mappings made or about to be made that are not in the registry yet.
+static IN_FLIGHT: AtomicUsize = AtomicUsize::new(0);
+
+/// Calls `f` with every range of memory this crate has mapped: engine memory, stacks, shared maps.
+pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
+    // Pairs with the fetch_max in `claim`: slots below the mark that were published before this load are seen.
+    for slot in &SLOTS[..HIGH_WATER.load(Ordering::Acquire)] {
+        loop {
+            // Acquire pairs with the Release store in `publish`.
+            let start = slot.start.load(Ordering::Acquire);
+            if start <= FILLING {
+                break;
+            }
+            // Acquire: a newer `end` makes the FILLING that came before it visible to the load below.
+            let end = slot.end.load(Ordering::Acquire);
+            if slot.start.load(Ordering::Relaxed) == start {
+                f(VirtRange::new(VirtAddr(start), VirtAddr(end)));
+                break;
+            }
+        }
+    }
+}
+
+/// How many mappings are between "about to be made" and "in the registry". See the module text.
+pub fn registrations_in_flight() -> usize {
+    IN_FLIGHT.load(Ordering::SeqCst)
+}
+
+/// Must be called in a forked child before anything else of this module: a thread of the parent
+/// that was in the middle of a registration does not exist here and will never finish it.
+pub fn after_fork_in_child() {
+    IN_FLIGHT.store(0, Ordering::SeqCst);
+}
+
+/// A claimed registry slot; `publish` fills it, dropping it gives it back.
+struct Registration {
+    slot: usize,
+}
+
+impl Registration {
+    /// Takes a free slot, before the mapping is made, so that a full registry fails early.
+    fn claim() -> Result<Registration, Errno> {
+        let hint = HINT.load(Ordering::Relaxed);
+        for n in 0..MAX_OWN_RANGES {
+            let i = (hint + n) % MAX_OWN_RANGES;
+            if SLOTS[i].start.compare_exchange(FREE, FILLING, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                HINT.store(i + 1, Ordering::Relaxed);
+                HIGH_WATER.fetch_max(i + 1, Ordering::AcqRel);
+                return Ok(Registration { slot: i });
+            }
+        }
+        Err(Errno::NOMEM)
+    }
+
+    fn publish(&self, range: VirtRange) {
+        let slot = &SLOTS[self.slot];
+        // Release orders the FILLING of `claim` before the new end (see `own_ranges`).
+        slot.end.store(range.end.0, Ordering::Release);
+        slot.start.store(range.start.0, Ordering::Release);
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        SLOTS[self.slot].start.store(FREE, Ordering::Release);
+        HINT.store(self.slot, Ordering::Relaxed);
+    }
+}
+
+/// Runs `map` with a claimed slot and publishes what it mapped (invariant 1).
+fn map_registered(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<(VirtRange, Registration), Errno> {
+    let registration = Registration::claim()?;
+    IN_FLIGHT.fetch_add(1, Ordering::SeqCst);
+    let mapped = map().inspect(|range| registration.publish(*range));
+    // A child forked in between has set the count to zero; do not go below it.
+    let _ = IN_FLIGHT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
+    mapped.map(|range| (range, registration))
+}
+
+/// What to tell the kernel about a range.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Drop the pages now; private anonymous memory reads as zero afterwards.
+    DontNeed,
+    /// The pages may be dropped when memory is short, unless written to first.
+    Free,
+    /// Move the pages to the inactive end of the kernel's lists.
+    Cold,
+    /// Ask the kernel to swap the pages out.
+    PageOut,
+    /// Fault every page in for reading (5.14).
+    PopulateRead,
+    /// Fault every page in for writing (5.14); pages shared copy-on-write become private.
+    PopulateWrite,
+    /// No transparent huge pages here.
+    NoHugePage,
+    /// Transparent huge pages welcome here.
+    HugePage,
+    /// A forked child does not get this range.
+    DontFork,
+    /// A forked child finds zeros in this range.
+    WipeOnFork,
+    /// Leave the range out of core dumps.
+    DontDump,
+}
+
+impl Advice {
+    const fn number(self) -> u32 {
+        match self {
+            Advice::DontNeed => k::MADV_DONTNEED,
+            Advice::Free => k::MADV_FREE,
+            Advice::Cold => k::MADV_COLD,
+            Advice::PageOut => k::MADV_PAGEOUT,
+            Advice::PopulateRead => k::MADV_POPULATE_READ,
+            Advice::PopulateWrite => k::MADV_POPULATE_WRITE,
+            Advice::NoHugePage => k::MADV_NOHUGEPAGE,
+            Advice::HugePage => k::MADV_HUGEPAGE,
+            Advice::DontFork => k::MADV_DONTFORK,
+            Advice::WipeOnFork => k::MADV_WIPEONFORK,
+            Advice::DontDump => k::MADV_DONTDUMP,
+        }
+    }
+}
+
+/// Gives `advice` on whole pages.
+///
+/// # Safety
+/// `DontNeed` and `Free` destroy data: the range must hold none that anybody still wants. A
+/// `DontNeed` on memory registered with a userfaultfd that reports removals waits for its reader,
+/// so that reader must never make this call on such memory.
+pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
+    // SAFETY: the caller answers for the data in the range.
+    unsafe { syscall!(k::__NR_madvise, range.start.0, range.len(), advice.number()) }.map(drop)
+}
+
+/// Puts fresh, empty private memory (readable, writable) over `range`.
+///
+/// # Safety
+/// Whatever is mapped in the range is lost. The new memory is not entered in the registry.
+pub unsafe fn map_fixed_anon(range: VirtRange) -> Result<(), Errno> {
+    let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | k::MAP_FIXED;
+    // SAFETY: the caller gives up what was mapped here.
+    unsafe { mmap(range.start.0, range.len(), k::PROT_READ | k::PROT_WRITE, flags, -1) }.map(drop)
+}
+
+/// Unmaps `range`.
+///
+/// # Safety
+/// Nothing may use the range any more.
+pub unsafe fn unmap(range: VirtRange) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    unsafe { syscall!(k::__NR_munmap, range.start.0, range.len()) }.map(drop)
+}
+
+/// Changes the protection of `range` to read and write, or to none at all.
+///
+/// # Safety
+/// With `access == false` nothing may touch the range any more.
+pub unsafe fn protect(range: VirtRange, access: bool) -> Result<(), Errno> {
+    let prot = if access { k::PROT_READ | k::PROT_WRITE } else { k::PROT_NONE };
+    // SAFETY: the caller's promise.
+    unsafe { syscall!(k::__NR_mprotect, range.start.0, range.len(), prot) }.map(drop)
+}
+
+unsafe fn mmap(addr: usize, len: usize, prot: u32, flags: u32, fd: i32) -> Result<VirtAddr, Errno> {
+    // SAFETY: the caller answers for MAP_FIXED; other mappings replace nothing.
+    unsafe { syscall!(k::__NR_mmap, addr, len, prot, flags, fd as isize, 0) }.map(VirtAddr)
+}
+
+/// Gives the range a name in `/proc/PID/maps` (`[anon:swaptide]`), where the kernel can do that.
+/// It also keeps the kernel from merging the range with a neighbour of the program's.
+fn name_range(range: VirtRange) {
+    const PR_SET_VMA: usize = 0x53564d41;
+    const PR_SET_VMA_ANON_NAME: usize = 0;
+    let name = c"swaptide";
+    // SAFETY: the name lives for ever. A kernel without this answers EINVAL, which costs nothing but the name.
+    let _ =
+        unsafe { syscall!(k::__NR_prctl, PR_SET_VMA, PR_SET_VMA_ANON_NAME, range.start.0, range.len(), name.as_ptr() as usize) };
+}
+
+/// An owned private anonymous mapping; dropping it unmaps it.
+pub struct Mapping {
+    range: VirtRange,
+    /// Leaves the registry when dropped, after the mapping is gone (invariant 1).
+    _registration: Registration,
+}
+
+// SAFETY: a mapping is only an address range; access goes through raw pointers or unsafe methods.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Reserves `len` bytes (rounded up to pages): readable, writable, no memory used until touched,
+    /// never huge pages. `ENOMEM` also when [`MAX_OWN_RANGES`] mappings exist.
+    pub fn reserve(len: usize) -> Result<Mapping, Errno> {
+        Mapping::map(len, PAGE_SIZE, false)
+    }
+
+    /// Like [`reserve`](Mapping::reserve), at a multiple of `align` (a power of two, at least a page).
+    pub fn reserve_aligned(len: usize, align: usize) -> Result<Mapping, Errno> {
+        Mapping::map(len, align, false)
+    }
+
+    /// Like [`reserve_aligned`](Mapping::reserve_aligned), but the kernel may use huge pages.
+    pub fn reserve_huge(len: usize, align: usize) -> Result<Mapping, Errno> {
+        Mapping::map(len, align, true)
+    }
+
+    fn map(len: usize, align: usize, huge: bool) -> Result<Mapping, Errno> {
+        if len == 0 || !align.is_power_of_two() || align < PAGE_SIZE {
+            return Err(Errno::INVAL);
+        }
+        let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
+        let (range, registration) = map_registered(|| {
+            let range = map_aligned(len, align)?;
+            let advice = if huge { Advice::HugePage } else { Advice::NoHugePage };
+            // SAFETY: this advice changes no data. A kernel without huge pages answers EINVAL: then there are none.
+            let _ = unsafe { advise(range, advice) };
+            name_range(range);
+            Ok(range)
+        })?;
+        Ok(Mapping { range, _registration: registration })
+    }
+
+    /// The first byte.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.range.start.as_ptr()
+    }
+
+    /// Bytes mapped.
+    #[allow(clippy::len_without_is_empty)] // a mapping is never empty
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// The addresses mapped.
+    pub fn range(&self) -> VirtRange {
+        self.range
+    }
+
+    fn part(&self, offset: usize, len: usize) -> Result<VirtRange, Errno> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len() => Ok(VirtRange::from_len(self.range.start.offset(offset), len)),
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    /// Gives the pages of a part back to the kernel; it reads as zero afterwards. References into
+    /// the part can only come from [`slice_mut`](Mapping::slice_mut), whose caller promised not to
+    /// hold them across this.
+    pub fn discard(&self, offset: usize, len: usize) -> Result<(), Errno> {
+        let part = self.part(offset, len)?;
+        // SAFETY: the memory is this mapping's own.
+        unsafe { advise(part, Advice::DontNeed) }
+    }
+
+    /// Makes the pages of a part present and writable now. Kernels before 5.14: `EINVAL`.
+    pub fn populate_write(&self, offset: usize, len: usize) -> Result<(), Errno> {
+        let part = self.part(offset, len)?;
+        // SAFETY: populating changes no data.
+        unsafe { advise(part, Advice::PopulateWrite) }
+    }
+
+    /// A part as bytes; panics when it does not lie in the mapping.
+    ///
+    /// # Safety
+    /// For as long as the slice lives nobody else uses the part, and its pages are neither
+    /// discarded nor moved away.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn slice_mut(&self, offset: usize, len: usize) -> &mut [u8] {
+        let part = self.part(offset, len).expect("the part lies in the mapping");
+        // SAFETY: the part is mapped readable and writable; exclusiveness is the caller's promise.
+        unsafe { core::slice::from_raw_parts_mut(part.start.as_ptr(), part.len()) }
+    }
+
+    /// Gives up ownership: the mapping stays, and stays in the registry, for the life of the process.
+    pub fn into_raw(self) -> NonNull<u8> {
+        let ptr = self.as_ptr();
+        core::mem::forget(self);
+        NonNull::new(ptr).expect("no mapping starts at zero")
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the owner is gone, and references were only lent on the promise not to outlive it.
+        let _ = unsafe { unmap(self.range) };
+    }
+}
+
+/// Maps `len` bytes at a multiple of `align`: one mapping of `len + align`, cut at both ends.
+fn map_aligned(len: usize, align: usize) -> Result<VirtRange, Errno> {
+    let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE;
+    let slack = if align > PAGE_SIZE { align } else { 0 };
+    let total = len.checked_add(slack).ok_or(Errno::NOMEM)?;
+    // SAFETY: a new mapping where the kernel has room; it replaces nothing.
+    let start = unsafe { mmap(0, total, k::PROT_READ | k::PROT_WRITE, flags, -1)? };
+    let whole = VirtRange::from_len(start, total);
+    let wanted = VirtRange::from_len(start.align_up(align), len);
+    for cut in [VirtRange::new(whole.start, wanted.start), VirtRange::new(wanted.end, whole.end)] {
+        if !cut.is_empty() {
+            // SAFETY: part of the mapping just made, used by nobody.
+            let _ = unsafe { unmap(cut) };
+        }
+    }
+    Ok(wanted)
+}
+
+/// An owned shared mapping of a memory file; dropping it unmaps it (the file lives on).
+pub struct SharedMap {
+    range: VirtRange,
+    /// Leaves the registry when dropped, after the mapping is gone (invariant 1).
+    _registration: Registration,
+}
+
+// SAFETY: only an address range; access goes through raw pointers.
+unsafe impl Send for SharedMap {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMap {}
+
+impl SharedMap {
+    /// Maps the first `len` bytes (rounded up to pages) of `fd`, readable and writable, shared.
+    /// The file must be at least that long, or a touch beyond its end is a `SIGBUS`.
+    pub fn map(fd: BorrowedFd<'_>, len: usize) -> Result<SharedMap, Errno> {
+        if len == 0 {
+            return Err(Errno::INVAL);
+        }
+        let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
+        let (range, registration) = map_registered(|| {
+            // SAFETY: a new mapping where the kernel has room; it replaces nothing.
+            let start = unsafe { mmap(0, len, k::PROT_READ | k::PROT_WRITE, k::MAP_SHARED, fd.as_raw_fd())? };
+            Ok(VirtRange::from_len(start, len))
+        })?;
+        Ok(SharedMap { range, _registration: registration })
+    }
+
+    /// The first byte. Other processes may change the memory at any time: use atomics.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.range.start.as_ptr()
+    }
+
+    /// Bytes mapped.
+    #[allow(clippy::len_without_is_empty)] // a mapping is never empty
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// The addresses mapped.
+    pub fn range(&self) -> VirtRange {
+        self.range
+    }
+
+    /// Gives up ownership: the mapping stays for the life of the process.
+    pub fn leak(self) -> NonNull<u8> {
+        let ptr = self.as_ptr();
+        core::mem::forget(self);
+        NonNull::new(ptr).expect("no mapping starts at zero")
+    }
+}
+
+impl Drop for SharedMap {
+    fn drop(&mut self) {
+        // SAFETY: the owner is gone; raw pointers into it were the holders' own affair.
+        let _ = unsafe { unmap(self.range) };
+    }
+}
+
+/// Creates a memory file of `len` bytes that can never grow or shrink, so that nobody it is passed
+/// to can make its mappings fault.
+pub fn memfd_create(name: &CStr, len: u64) -> Result<OwnedFd, Errno> {
+    let flags = k::MFD_CLOEXEC | k::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a valid string; the call only makes a descriptor.
+    let fd = unsafe { syscall!(k::__NR_memfd_create, name.as_ptr() as usize, flags) }?;
+    // SAFETY: the kernel has just given us this descriptor.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    rustix::fs::ftruncate(&fd, len)?;
+    let seals = rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(fd.as_fd(), seals)?;
+    Ok(fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+    use std::vec::Vec;
+
+    /// The registry is one for the process; tests that count or fill it take turns.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    fn listed() -> Vec<VirtRange> {
+        let mut all = Vec::new();
+        own_ranges(|r| all.push(r));
+        all
+    }
+
+    #[test]
+    fn a_mapping_is_listed_while_it_lives() {
+        let _turn = TURN.lock().unwrap();
+        let map = Mapping::reserve_aligned(3 * PAGE_SIZE + 1, 1 << 21).unwrap();
+        let range = map.range();
+        assert_eq!((range.start.0 % (1 << 21), range.pages()), (0, 4));
+        assert!(listed().contains(&range));
+        drop(map);
+        assert!(!listed().contains(&range));
+        let kept = Mapping::reserve(PAGE_SIZE).unwrap();
+        let range = kept.range();
+        let _ = kept.into_raw();
+        assert!(listed().contains(&range), "a leaked mapping stays listed");
+    }
+
+    #[test]
+    fn discard_and_populate() {
+        let map = Mapping::reserve(4 * PAGE_SIZE).unwrap();
+        map.populate_write(0, map.len()).unwrap();
+        // SAFETY: this test alone uses the mapping; the slice ends before the discard.
+        unsafe { map.slice_mut(0, map.len()).fill(7) };
+        map.discard(PAGE_SIZE, PAGE_SIZE).unwrap();
+        // SAFETY: as above.
+        let bytes = unsafe { map.slice_mut(0, map.len()) };
+        assert_eq!((bytes[0], bytes[PAGE_SIZE], bytes[2 * PAGE_SIZE]), (7, 0, 7));
+        assert_eq!(map.discard(PAGE_SIZE, 4 * PAGE_SIZE), Err(Errno::INVAL), "a part outside is refused");
+        assert_eq!(map.discard(usize::MAX, 2), Err(Errno::INVAL));
+    }
+
+    #[test]
+    fn a_full_registry_refuses_instead_of_hiding_a_mapping() {
+        let _turn = TURN.lock().unwrap();
+        let mut maps = Vec::new();
+        let error = loop {
+            match Mapping::reserve(PAGE_SIZE) {
+                Ok(map) => maps.push(map),
+                Err(errno) => break errno,
+            }
+        };
+        assert_eq!(error, Errno::NOMEM);
+        assert!(maps.len() > MAX_OWN_RANGES / 2);
+        maps.pop();
+        Mapping::reserve(PAGE_SIZE).unwrap();
+    }
+
+    #[test]
+    fn readers_never_see_torn_ranges() {
+        let _turn = TURN.lock().unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                for pages in (1..=7).cycle().take(4000) {
+                    drop(Mapping::reserve_aligned(pages * PAGE_SIZE, 8 * PAGE_SIZE).unwrap());
+                }
+                stop.store(true, Ordering::SeqCst);
+            });
+            while !stop.load(Ordering::SeqCst) {
+                own_ranges(|r| assert!(!r.is_empty() && r.len() < 1 << 40, "{r:?}"));
+            }
+        });
+        // Other tests may be mapping at this moment, but a count that never reaches zero is a leak.
+        while registrations_in_flight() != 0 {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_shared_and_sealed() {
+        let _turn = TURN.lock().unwrap();
+        let fd = memfd_create(c"swaptide-test", 8192).unwrap();
+        let (a, b) = (SharedMap::map(fd.as_fd(), 8192).unwrap(), SharedMap::map(fd.as_fd(), 8192).unwrap());
+        // SAFETY: both maps are 8192 bytes and this test alone uses them.
+        unsafe {
+            a.as_ptr().add(5000).write_volatile(42);
+            assert_eq!(b.as_ptr().add(5000).read_volatile(), 42);
+        }
+        assert!(listed().contains(&a.range()) && listed().contains(&b.range()));
+        assert_eq!(rustix::fs::ftruncate(&fd, 0), Err(Errno::PERM));
+    }
+}

@@ -1,0 +1,238 @@
+//! Which pages exist: PAGEMAP_SCAN (6.7), or `/proc/self/pagemap` page by page on older kernels.
+//!
+//! Only private anonymous pages are reported (present, or swapped out by the kernel itself); pages
+//! of files, shared memory and pages that do not exist are not. A page poisoned through a
+//! userfaultfd counts as swapped: the kernel keeps both in the same kind of entry.
+
+use linux_raw_sys::general as k;
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use crate::procfs;
+use crate::raw::syscall;
+
+/// An open `/proc/self/pagemap`. It shows the address space of the process that opened it: a forked
+/// child opens its own.
+#[derive(Debug)]
+pub struct Pagemap(OwnedFd);
+
+/// A run of pages in the same state.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct PageRun {
+    /// Its addresses.
+    pub range: VirtRange,
+    /// The kernel has swapped these pages out (or they are poisoned).
+    pub swapped: bool,
+    /// The shared page of zeros: costs no memory. Never set by the fallback, which cannot tell.
+    pub zero: bool,
+    /// Mapped by a huge page. Never set by the fallback.
+    pub huge: bool,
+}
+
+#[repr(C)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const _: () = {
+    assert!(size_of::<ScanArg>() == size_of::<k::pm_scan_arg>());
+    assert!(size_of::<Region>() == size_of::<k::page_region>());
+};
+
+/// _IOWR('f', 16, struct pm_scan_arg)
+const PAGEMAP_SCAN: u32 = (3 << 30) | ((size_of::<ScanArg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
+const FILE: u64 = k::PAGE_IS_FILE as u64;
+const PRESENT: u64 = k::PAGE_IS_PRESENT as u64;
+const SWAPPED: u64 = k::PAGE_IS_SWAPPED as u64;
+const PFNZERO: u64 = k::PAGE_IS_PFNZERO as u64;
+const HUGE: u64 = k::PAGE_IS_HUGE as u64;
+
+/// Bits of a `/proc/self/pagemap` word.
+const WORD_PRESENT: u64 = 1 << 63;
+const WORD_SWAPPED: u64 = 1 << 62;
+const WORD_FILE: u64 = 1 << 61;
+
+impl Pagemap {
+    /// Opens this process's own.
+    pub fn open_self() -> Result<Pagemap, Errno> {
+        procfs::open_read(c"/proc/self/pagemap").map(Pagemap)
+    }
+
+    /// Calls `out` with every run of private anonymous pages in `range` that exist, in order.
+    pub fn present(&self, range: VirtRange, mut out: impl FnMut(VirtRange)) -> Result<(), Errno> {
+        let mut open: Option<VirtRange> = None;
+        self.runs(range, |run| match &mut open {
+            Some(last) if last.end == run.range.start => last.end = run.range.end,
+            _ => {
+                if let Some(done) = open.replace(run.range) {
+                    out(done);
+                }
+            }
+        })?;
+        open.into_iter().for_each(out);
+        Ok(())
+    }
+
+    /// The same with each run's state; neighbours in different states come apart.
+    pub fn runs(&self, range: VirtRange, mut out: impl FnMut(PageRun)) -> Result<(), Errno> {
+        let range = VirtRange::new(range.start.page_down(), range.end.page_up());
+        match self.scan(range, &mut out) {
+            Err(Errno::NOTTY | Errno::NOSYS) => self.read_words(range, &mut out),
+            other => other,
+        }
+    }
+
+    fn scan(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
+        let mut regions = [Region { start: 0, end: 0, categories: 0 }; 64];
+        let mut start = range.start.0 as u64;
+        let end = range.end.0 as u64;
+        while start < end {
+            let mut arg = ScanArg {
+                size: size_of::<ScanArg>() as u64,
+                flags: 0,
+                start,
+                end,
+                walk_end: 0,
+                vec: regions.as_mut_ptr() as u64,
+                vec_len: regions.len() as u64,
+                max_pages: 0,
+                category_inverted: FILE,
+                category_mask: FILE,
+                category_anyof_mask: PRESENT | SWAPPED,
+                return_mask: SWAPPED | PFNZERO | HUGE,
+            };
+            let arg_ptr = (&raw mut arg) as usize;
+            // SAFETY: the struct is the one this ioctl takes; its vector is as long as it says.
+            let n = procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) })?;
+            for r in &regions[..n.min(regions.len())] {
+                let has = |bit| r.categories & bit != 0;
+                out(PageRun {
+                    range: VirtRange::new(VirtAddr(r.start as usize), VirtAddr(r.end as usize)),
+                    swapped: has(SWAPPED),
+                    zero: has(PFNZERO),
+                    huge: has(HUGE),
+                });
+            }
+            // The walk stops early when the vector is full; it never stands still.
+            start = arg.walk_end.max(start + PAGE_SIZE as u64);
+        }
+        Ok(())
+    }
+
+    fn read_words(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
+        let mut bytes = [0u8; 4096];
+        let mut run: Option<PageRun> = None;
+        let mut addr = range.start;
+        while addr < range.end {
+            let want = (range.end.page_number() - addr.page_number()).min(bytes.len() / 8) * 8;
+            let at = addr.page_number() as u64 * 8;
+            let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut bytes[..want], at))?;
+            if n < 8 {
+                break;
+            }
+            for word in bytes[..n].chunks_exact(8) {
+                let word = u64::from_ne_bytes(word.try_into().expect("chunks of 8"));
+                let page = VirtRange::from_len(addr, PAGE_SIZE);
+                addr = page.end;
+                let exists = word & (WORD_PRESENT | WORD_SWAPPED) != 0 && word & WORD_FILE == 0;
+                let swapped = word & WORD_SWAPPED != 0;
+                match &mut run {
+                    Some(last) if exists && last.swapped == swapped && last.range.end == page.start => {
+                        last.range.end = page.end;
+                    }
+                    _ => {
+                        let next = exists.then_some(PageRun { range: page, swapped, zero: false, huge: false });
+                        if let Some(done) = core::mem::replace(&mut run, next) {
+                            out(done);
+                        }
+                    }
+                }
+            }
+        }
+        run.into_iter().for_each(out);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::{Mapping, SharedMap, memfd_create};
+    use std::vec::Vec;
+
+    fn pages(map: &Mapping, at: &[usize]) {
+        for &page in at {
+            // SAFETY: this test alone uses the mapping.
+            unsafe { map.slice_mut(page * PAGE_SIZE, 1)[0] = 1 };
+        }
+    }
+
+    fn relative(map: &Mapping, ranges: &[VirtRange]) -> Vec<(usize, usize)> {
+        ranges.iter().map(|r| ((r.start.0 - map.range().start.0) / PAGE_SIZE, r.pages())).collect()
+    }
+
+    #[test]
+    fn both_ways_find_the_written_pages() {
+        let map = Mapping::reserve(1000 * PAGE_SIZE).unwrap();
+        pages(&map, &[0, 1, 2, 5, 600, 999]);
+        let pagemap = Pagemap::open_self().unwrap();
+        let want = [(0, 3), (5, 1), (600, 1), (999, 1)];
+        let mut got = Vec::new();
+        pagemap.present(map.range(), |r| got.push(r)).unwrap();
+        assert_eq!(relative(&map, &got), want);
+        got.clear();
+        pagemap.read_words(map.range(), &mut |run| got.push(run.range)).unwrap();
+        assert_eq!(relative(&map, &got), want);
+    }
+
+    #[test]
+    fn more_runs_than_one_call_returns() {
+        let map = Mapping::reserve(1024 * PAGE_SIZE).unwrap();
+        let even: Vec<usize> = (0..1024).step_by(2).collect();
+        pages(&map, &even);
+        let mut got = Vec::new();
+        Pagemap::open_self().unwrap().present(map.range(), |r| got.push(r)).unwrap();
+        assert_eq!(relative(&map, &got), even.iter().map(|&p| (p, 1)).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn zero_pages_are_told_apart_and_shared_ones_left_out() {
+        let map = Mapping::reserve(4 * PAGE_SIZE).unwrap();
+        pages(&map, &[0]);
+        // SAFETY: reading own memory; the read brings the zero page in.
+        assert_eq!(unsafe { map.as_ptr().add(PAGE_SIZE).read_volatile() }, 0);
+        let pagemap = Pagemap::open_self().unwrap();
+        let mut runs = Vec::new();
+        pagemap.runs(map.range(), |run| runs.push(run)).unwrap();
+        assert_eq!(runs.len(), 2, "{runs:?}");
+        assert!(!runs[0].zero && !runs[0].swapped && runs[0].range.pages() == 1);
+        assert!(runs[1].zero && runs[1].range.pages() == 1);
+
+        let fd = memfd_create(c"swaptide-test", 8192).unwrap();
+        let shared = SharedMap::map(fd.as_fd(), 8192).unwrap();
+        // SAFETY: the map is 8192 bytes and this test alone uses it.
+        unsafe { shared.as_ptr().write_volatile(1) };
+        pagemap.runs(shared.range(), |run| panic!("{run:?} is shared")).unwrap();
+        pagemap.read_words(shared.range(), &mut |run| panic!("{run:?} is shared")).unwrap();
+    }
+}

@@ -1,0 +1,214 @@
+//! Other processes and this one, from outside: resident size, family, signals by descriptor.
+//!
+//! The sizes are read without allocating, so the engine may ask at any time. Walking the process
+//! tree allocates and is for supervisors.
+
+use alloc::vec::Vec;
+use core::mem::MaybeUninit;
+
+use linux_raw_sys::general as k;
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use rustix::fs::RawDir;
+use rustix::io::Errno;
+
+use crate::page::PAGE_SIZE;
+use crate::procfs::{self, PathBuf, parse_u64};
+use crate::raw::syscall;
+
+/// What follows the command name in a `stat` file. The name is in parentheses and may itself
+/// contain any byte, so the last parenthesis counts.
+pub(crate) fn after_name(stat: &[u8]) -> Option<&[u8]> {
+    Some(&stat[stat.iter().rposition(|&b| b == b')')? + 1..])
+}
+
+/// Resident private anonymous memory of a process in bytes (resident less file-backed and shared);
+/// `None` when it is gone. The kernel's own counters, which run a few pages late per CPU.
+pub fn anon_rss(pid: u32) -> Option<u64> {
+    let mut buf = [0; 160];
+    parse_statm(procfs::read_file(PathBuf::proc(pid, "statm").as_c_str(), &mut buf).ok()?)
+}
+
+/// `size resident shared ...`, in pages.
+fn parse_statm(text: &[u8]) -> Option<u64> {
+    let mut words = procfs::words(text).skip(1);
+    let (resident, shared) = (parse_u64(words.next()?)?, parse_u64(words.next()?)?);
+    Some(resident.saturating_sub(shared) * PAGE_SIZE as u64)
+}
+
+/// An open `statm`, for who asks often. It belongs to the process it was opened for: a forked child
+/// opens its own.
+#[derive(Debug)]
+pub struct StatmFd(OwnedFd);
+
+impl StatmFd {
+    /// This process's.
+    pub fn open_self() -> Result<StatmFd, Errno> {
+        procfs::open_read(c"/proc/self/statm").map(StatmFd)
+    }
+
+    /// Another process's.
+    pub fn open(pid: u32) -> Result<StatmFd, Errno> {
+        procfs::open_read(PathBuf::proc(pid, "statm").as_c_str()).map(StatmFd)
+    }
+
+    /// As [`anon_rss`]; `None` when the process is gone.
+    pub fn anon_rss(&self) -> Option<u64> {
+        let mut buf = [0; 160];
+        let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut buf, 0)).ok()?;
+        parse_statm(&buf[..n])
+    }
+}
+
+/// Proportional share of a process's anonymous memory in bytes: pages shared after a fork are
+/// divided among their users. Walks the page tables; not for every tick.
+pub fn pss_anon(pid: u32) -> Option<u64> {
+    let mut buf = [0; 2048];
+    let text = procfs::read_file(PathBuf::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
+    procfs::kib_field(text, "Pss_Anon")
+}
+
+/// Memory the kernel could still give out, in bytes.
+pub fn mem_available() -> Option<u64> {
+    let mut buf = [0; 2048];
+    procfs::kib_field(procfs::read_file(c"/proc/meminfo", &mut buf).ok()?, "MemAvailable")
+}
+
+/// All memory of the machine, in bytes.
+pub fn mem_total() -> Option<u64> {
+    let mut buf = [0; 2048];
+    procfs::kib_field(procfs::read_file(c"/proc/meminfo", &mut buf).ok()?, "MemTotal")
+}
+
+/// A process as a supervisor sees it. Pid and start time together name it for ever; the pid alone
+/// may come to mean another.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct ProcInfo {
+    /// Process id.
+    pub pid: u32,
+    /// Its parent's.
+    pub ppid: u32,
+    /// Clock ticks between boot and its start.
+    pub start_time: u64,
+    /// Dead, and waiting for its parent to look.
+    pub zombie: bool,
+}
+
+/// Looks one process up; `None` when it is gone.
+pub fn proc_info(pid: u32) -> Option<ProcInfo> {
+    let mut buf = [0; 1024];
+    parse_stat(pid, procfs::read_file(PathBuf::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
+}
+
+fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
+    let mut words = procfs::words(after_name(stat)?);
+    // Fields counted from 1: 3 is the state, 4 the parent, 22 the start time.
+    let zombie = matches!(words.next()?, b"Z" | b"X");
+    let ppid = parse_u64(words.next()?)? as u32;
+    let start_time = parse_u64(words.nth(22 - 5)?)?;
+    Some(ProcInfo { pid, ppid, start_time, zombie })
+}
+
+/// When a process started, in clock ticks since boot.
+pub fn start_time(pid: u32) -> Option<u64> {
+    proc_info(pid).map(|info| info.start_time)
+}
+
+/// `root` and all its descendants as they are at this moment, parents before children. A process
+/// whose parent ended belongs to the nearest subreaper (see [`set_child_subreaper`]).
+pub fn tree_of(root: u32) -> Result<Vec<ProcInfo>, Errno> {
+    let mut others = Vec::new();
+    let mut tree = Vec::new();
+    for_each_pid(|pid| {
+        // Gone between the listing and the look: not part of the tree any more.
+        if let Some(info) = proc_info(pid) {
+            if pid == root { tree.push(info) } else { others.push(info) }
+        }
+    })?;
+    let mut next = 0;
+    while let Some(parent) = tree.get(next).map(|p| p.pid) {
+        next += 1;
+        tree.extend(others.extract_if(.., |info| info.ppid == parent));
+    }
+    Ok(tree)
+}
+
+fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
+    use rustix::fs::{Mode, OFlags};
+    let dir = rustix::fs::open(c"/proc", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let mut buf = [MaybeUninit::uninit(); 4096];
+    let mut entries = RawDir::new(dir, &mut buf);
+    while let Some(entry) = entries.next() {
+        if let Some(pid) = parse_u64(entry?.file_name().to_bytes()) {
+            f(pid as u32);
+        }
+    }
+    Ok(())
+}
+
+/// A descriptor that stands for a process and polls readable when it ends.
+pub fn pidfd_open(pid: u32) -> Result<OwnedFd, Errno> {
+    // SAFETY: the call only makes a descriptor.
+    let fd = unsafe { syscall!(k::__NR_pidfd_open, pid, 0usize) }?;
+    // SAFETY: the kernel has just given us this descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Sends a signal to the process behind a descriptor; signal 0 only asks whether it lives.
+pub fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: i32) -> Result<(), Errno> {
+    // SAFETY: no memory is passed.
+    unsafe { syscall!(k::__NR_pidfd_send_signal, pidfd.as_raw_fd(), signal, 0usize, 0usize) }.map(drop)
+}
+
+/// Makes this process the new parent of descendants whose own parent ends.
+pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
+    const PR_SET_CHILD_SUBREAPER: usize = 36;
+    // SAFETY: no memory is passed.
+    unsafe { syscall!(k::__NR_prctl, PR_SET_CHILD_SUBREAPER, on) }.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::Mapping;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn resident_size_follows_what_is_touched() {
+        let me = std::process::id();
+        let statm = StatmFd::open_self().unwrap();
+        let before = statm.anon_rss().unwrap();
+        let map = Mapping::reserve(64 << 20).unwrap();
+        map.populate_write(0, 64 << 20).unwrap();
+        let after = statm.anon_rss().unwrap();
+        // Other tests run beside this one, in the same process; 16 MiB is more than they hold.
+        assert!(after > before + (48 << 20), "{before} {after}");
+        assert!(anon_rss(me).unwrap() > before + (32 << 20));
+        assert!(pss_anon(me).unwrap() > 48 << 20);
+        assert_eq!(anon_rss(u32::MAX), None);
+        assert!(mem_available().unwrap() <= mem_total().unwrap());
+    }
+
+    #[test]
+    fn names_with_parentheses_do_not_mislead() {
+        let info = parse_stat(7, b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10").unwrap();
+        assert_eq!(info, ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false });
+        assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
+    }
+
+    #[test]
+    fn a_child_is_in_the_tree_until_it_ends() {
+        let me = std::process::id();
+        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let tree = tree_of(me).unwrap();
+        assert_eq!((tree[0].pid, tree[0].start_time), (me, start_time(me).unwrap()));
+        let found = tree.iter().find(|p| p.pid == child.id()).unwrap();
+        assert_eq!(found.ppid, me);
+        let pidfd = pidfd_open(child.id()).unwrap();
+        pidfd_send_signal(pidfd.as_fd(), 0).unwrap();
+        pidfd_send_signal(pidfd.as_fd(), 9).unwrap();
+        assert!(crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(10))).unwrap() == 1);
+        child.wait().unwrap();
+        assert_eq!(pidfd_send_signal(pidfd.as_fd(), 0), Err(Errno::SRCH));
+        assert!(!tree_of(me).unwrap().iter().any(|p| p.pid == child.id()));
+    }
+}

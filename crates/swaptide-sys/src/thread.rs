@@ -1,0 +1,356 @@
+//! Threads that libc does not know, and the few calls such a thread makes about itself.
+//!
+//! An engine thread runs beside a program's own threads while the memory under those may be
+//! missing. It must never touch the program's stacks, thread-locals or heap. So it is made by a
+//! bare `clone`, with a stack and a thread-local block of its own.
+//!
+//! Memory of a thread, low to high (one mapping, listed in [`crate::mem::own_ranges`]):
+//!
+//! ```text
+//!   guard page | stack | 64 KiB of zeroed thread-locals | thread control page
+//!              |       ^ first stack frame              ^ thread pointer (x86-64)
+//! ```
+//!
+//! Compiled code finds `errno` and the like below the thread pointer (x86-64), the stack guard in
+//! the control page: both are there, so code that uses them works and stays off the program's.
+//! Thread-locals start as zeros, not with their initial values, and libc's own thread functions
+//! must not be called.
+//!
+//! Invariants:
+//! 1. An engine thread has every signal blocked from its first instruction on: no handler of the
+//!    program ever runs on it.
+//! 2. Its memory is never given back. A thread cannot unmap the stack it ends on, and engine
+//!    threads live as long as the process.
+
+use core::ffi::CStr;
+use core::fmt;
+use core::time::Duration;
+
+use linux_raw_sys::general as k;
+use rustix::io::Errno;
+
+use crate::mem::{self, Mapping};
+use crate::page::{PAGE_SIZE, VirtRange};
+use crate::raw::syscall;
+
+/// A thread id, as the kernel counts them.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Tid(pub u32);
+
+impl fmt::Display for Tid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A process id.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Pid(pub u32);
+
+impl fmt::Display for Pid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A moment of the monotonic clock, in nanoseconds.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Nanos(pub u64);
+
+impl Nanos {
+    /// Time since `earlier`; zero if that is later.
+    pub fn since(self, earlier: Nanos) -> Duration {
+        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// Bytes of thread-locals below the thread pointer.
+const TLS_BYTES: usize = 64 << 10;
+
+/// Starts a thread that runs `entry(arg)` on an own stack of `stack` bytes (at least 16 KiB), with
+/// all signals blocked and an own thread-local block; it ends when `entry` returns.
+///
+/// # Safety
+/// `entry` keeps to what an engine thread may do: no libc function with hidden state, no thread of
+/// libc's, no panic that unwinds out of it; and `arg` means to it what the caller thinks. The
+/// calling thread is one of libc's (its guards are copied), or an engine thread.
+pub unsafe fn spawn_engine_thread(stack: usize, entry: extern "C" fn(usize), arg: usize) -> Result<Tid, Errno> {
+    let stack = stack.max(16 << 10).checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
+    let len = stack.checked_add(PAGE_SIZE + TLS_BYTES + PAGE_SIZE).ok_or(Errno::NOMEM)?;
+    let memory = Mapping::reserve(len)?;
+    // SAFETY: the lowest page of a mapping nobody uses yet.
+    unsafe { mem::protect(VirtRange::from_len(memory.range().start, PAGE_SIZE), false)? };
+    let stack_top = memory.range().start.offset(PAGE_SIZE + stack);
+    // SAFETY: the area above the stack is mapped, zeroed and used by nobody yet.
+    let thread_pointer = unsafe { arch::prepare_tls(stack_top.as_ptr(), stack_top.offset(TLS_BYTES).as_ptr()) };
+
+    let flags =
+        k::CLONE_VM | k::CLONE_FS | k::CLONE_FILES | k::CLONE_SIGHAND | k::CLONE_THREAD | k::CLONE_SYSVSEM | k::CLONE_SETTLS;
+    let old_mask = block_all_signals()?;
+    // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the caller's promise.
+    let ret = unsafe { arch::clone_thread(flags as usize, stack_top.0, thread_pointer, entry, arg) };
+    restore_signals(old_mask);
+    let tid = crate::raw::check(ret)?;
+    // The thread stands on this memory for as long as it lives (invariant 2).
+    let _ = memory.into_raw();
+    Ok(Tid(tid as u32))
+}
+
+const SIG_SETMASK: usize = 2;
+
+/// Blocks every signal there is for the calling thread (also those libc keeps for itself) and gives
+/// the mask as it was.
+pub fn block_all_signals() -> Result<u64, Errno> {
+    let (all, mut old) = (u64::MAX, 0u64);
+    let (new, old_ptr) = ((&raw const all) as usize, (&raw mut old) as usize);
+    // SAFETY: both masks are the 8 bytes the kernel takes.
+    unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, new, old_ptr, 8usize) }?;
+    Ok(old)
+}
+
+/// Sets the calling thread's signal mask, as [`block_all_signals`] gave it.
+pub fn restore_signals(mask: u64) {
+    // SAFETY: the mask is the 8 bytes the kernel reads; nothing is written.
+    let _ = unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, (&raw const mask) as usize, 0usize, 8usize) };
+}
+
+#[cfg(target_arch = "x86_64")]
+mod arch {
+    use core::arch::asm;
+
+    /// Fills the thread control page; gives the thread pointer. Thread-locals lie below it.
+    ///
+    /// # Safety
+    /// `tls..control` and one page from `control` are zeroed memory nobody uses.
+    pub unsafe fn prepare_tls(_tls: *mut u8, control: *mut u8) -> usize {
+        let words = control.cast::<usize>();
+        let at = control.expose_provenance();
+        let (dtv, stack_guard, pointer_guard): (usize, usize, usize);
+        // SAFETY: on a thread of libc's or the engine's these three words of its control block are readable.
+        unsafe {
+            asm!("mov {}, fs:[0x08]", out(reg) dtv, options(nostack, readonly, preserves_flags));
+            asm!("mov {}, fs:[0x28]", out(reg) stack_guard, options(nostack, readonly, preserves_flags));
+            asm!("mov {}, fs:[0x30]", out(reg) pointer_guard, options(nostack, readonly, preserves_flags));
+        }
+        // SAFETY: the control page is ours to fill; all offsets lie in its first words.
+        unsafe {
+            words.write(at); // +0x00 itself: compiled code reads its thread pointer here
+            words.add(1).write(dtv); // +0x08
+            words.add(2).write(at); // +0x10 the "self" libc reads
+            words.add(3).write(1); // +0x18 libc's "there are several threads"
+            words.add(5).write(stack_guard); // +0x28
+            words.add(6).write(pointer_guard); // +0x30
+        }
+        at
+    }
+
+    /// The bare clone. Returns in the parent only.
+    ///
+    /// # Safety
+    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for ever.
+    pub unsafe fn clone_thread(flags: usize, stack_top: usize, tls: usize, entry: extern "C" fn(usize), arg: usize) -> isize {
+        let ret: isize;
+        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system call. The
+        // child has a zero frame pointer, so that stack walks stop, and a 16-byte aligned stack at the call.
+        unsafe {
+            asm!(
+                "syscall",
+                "test rax, rax",
+                "jnz 2f",
+                "xor ebp, ebp",
+                "mov rdi, r13",
+                "call r12",
+                "xor edi, edi",
+                "mov eax, 60",
+                "syscall",
+                "ud2",
+                "2:",
+                inlateout("rax") linux_raw_sys::general::__NR_clone as usize as isize => ret,
+                in("rdi") flags, in("rsi") stack_top, in("rdx") 0usize, in("r10") 0usize, in("r8") tls,
+                in("r12") entry, in("r13") arg,
+                lateout("rcx") _, lateout("r11") _,
+                options(nostack),
+            );
+        }
+        ret
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arch {
+    use core::arch::asm;
+
+    /// Gives the thread pointer. Thread-locals lie above it here, libc's own record below: so it
+    /// points at the middle of the area, and the first of its two words is the table of modules.
+    ///
+    /// # Safety
+    /// `tls..control` is zeroed memory nobody uses.
+    pub unsafe fn prepare_tls(tls: *mut u8, _control: *mut u8) -> usize {
+        let own: usize;
+        // SAFETY: reads a register.
+        unsafe { asm!("mrs {}, tpidr_el0", out(reg) own, options(nomem, nostack, preserves_flags)) };
+        // SAFETY: the middle of the area; the calling thread's first word is readable.
+        unsafe {
+            let at = tls.add(super::TLS_BYTES / 2).cast::<usize>();
+            at.write(*core::ptr::with_exposed_provenance::<usize>(own));
+            at.expose_provenance()
+        }
+    }
+
+    /// The bare clone. Returns in the parent only.
+    ///
+    /// # Safety
+    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for ever.
+    pub unsafe fn clone_thread(flags: usize, stack_top: usize, tls: usize, entry: extern "C" fn(usize), arg: usize) -> isize {
+        let ret: isize;
+        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system call.
+        unsafe {
+            asm!(
+                "svc 0",
+                "cbnz x0, 2f",
+                "mov x29, #0",
+                "mov x30, #0",
+                "mov x0, x10",
+                "blr x9",
+                "mov x0, #0",
+                "mov x8, #93",
+                "svc 0",
+                "brk #1",
+                "2:",
+                in("x8") linux_raw_sys::general::__NR_clone as usize,
+                inlateout("x0") flags as isize => ret,
+                in("x1") stack_top, in("x2") 0usize, in("x3") tls, in("x4") 0usize,
+                in("x9") entry, in("x10") arg,
+                options(nostack),
+            );
+        }
+        ret
+    }
+}
+
+/// The calling thread's id.
+pub fn gettid() -> Tid {
+    // SAFETY: no memory is passed.
+    Tid(unsafe { syscall!(k::__NR_gettid) }.map_or(0, |tid| tid as u32))
+}
+
+/// This process's id.
+pub fn getpid() -> Pid {
+    // SAFETY: no memory is passed.
+    Pid(unsafe { syscall!(k::__NR_getpid) }.map_or(0, |pid| pid as u32))
+}
+
+/// Gives the calling thread a name (15 bytes count) for `ps`, `top` and debuggers.
+pub fn set_name(name: &CStr) {
+    const PR_SET_NAME: usize = 15;
+    // SAFETY: the kernel copies the string.
+    let _ = unsafe { syscall!(k::__NR_prctl, PR_SET_NAME, name.as_ptr() as usize) };
+}
+
+/// Gives the calling thread a descriptor table of its own and closes in it all but `keep` (at most
+/// 64). So the program can neither close nor reuse a number this thread works with.
+pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
+    const CLOSE_RANGE_UNSHARE: u32 = 2;
+    let mut sorted = [0u32; 64];
+    let kept = sorted.get_mut(..keep.len()).ok_or(Errno::INVAL)?;
+    for (place, &fd) in kept.iter_mut().zip(keep) {
+        *place = u32::try_from(fd).map_err(|_| Errno::BADF)?;
+    }
+    kept.sort_unstable();
+    let close = |first: u32, last: u32, flags: u32| {
+        // SAFETY: descriptors are numbers; who still uses one of these in this table is the caller's affair.
+        unsafe { syscall!(k::__NR_close_range, first, last, flags) }.map(drop)
+    };
+    // The upper part first: the kernel then copies only what lies below it into the new table.
+    close(kept.last().map_or(0, |&fd| fd + 1), u32::MAX, CLOSE_RANGE_UNSHARE)?;
+    let mut first = 0;
+    for &fd in kept.iter() {
+        if first < fd {
+            close(first, fd - 1, 0)?;
+        }
+        first = fd + 1;
+    }
+    Ok(())
+}
+
+/// Ends the calling thread only.
+///
+/// On a thread of libc's this leaves libc believing it still runs: for engine threads.
+pub fn exit_thread() -> ! {
+    loop {
+        // SAFETY: ends the thread; its stack is never given back (invariant 2).
+        let _ = unsafe { syscall!(k::__NR_exit, 0usize) };
+    }
+}
+
+/// Ends the process at once: no exit handlers, no flushing.
+pub fn exit_group(code: i32) -> ! {
+    loop {
+        // SAFETY: no memory is passed.
+        let _ = unsafe { syscall!(k::__NR_exit_group, code) };
+    }
+}
+
+/// Writes the parts as one line to descriptor 2, if that is open, and kills the process by
+/// `SIGABRT`, past any handler of the program's.
+pub fn abort_with(msg: &[&[u8]]) -> ! {
+    let mut line = [0u8; 1024];
+    let mut len = 0;
+    for part in msg {
+        // The last byte is kept for the end of the line.
+        let n = part.len().min(line.len() - 1 - len);
+        line[len..len + n].copy_from_slice(&part[..n]);
+        len += n;
+    }
+    line[len] = b'\n';
+    // SAFETY: the line is initialised up to there. A failure has nobody left to be told.
+    let _ = unsafe { syscall!(k::__NR_write, 2usize, line.as_ptr() as usize, len + 1) };
+
+    // A handler of the program's would run on a doubtful address space.
+    let default_action = [0usize; 4];
+    let abort_only = 1u64 << (k::SIGABRT - 1);
+    const SIG_UNBLOCK: usize = 1;
+    let (action, mask) = (default_action.as_ptr() as usize, (&raw const abort_only) as usize);
+    // SAFETY: the kernel reads a zeroed sigaction (the default) and an 8-byte mask.
+    unsafe {
+        let _ = syscall!(k::__NR_rt_sigaction, k::SIGABRT, action, 0usize, 8usize);
+        let _ = syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, mask, 0usize, 8usize);
+        let _ = syscall!(k::__NR_tgkill, getpid().0, gettid().0, k::SIGABRT);
+    }
+    // Only a tracer that swallowed the signal lets us come here.
+    exit_group(128 + k::SIGABRT as i32)
+}
+
+/// Sends a signal to a process.
+pub fn kill(pid: Pid, signal: i32) -> Result<(), Errno> {
+    // SAFETY: no memory is passed.
+    unsafe { syscall!(k::__NR_kill, pid.0, signal) }.map(drop)
+}
+
+/// Sleeps; signals do not cut it short.
+pub fn sleep(time: Duration) {
+    let mut left =
+        k::__kernel_timespec { tv_sec: time.as_secs().min(i64::MAX as u64) as i64, tv_nsec: time.subsec_nanos().into() };
+    let left_ptr = (&raw mut left) as usize;
+    // SAFETY: one struct serves as request and remainder; the kernel reads the first before it writes the second.
+    while unsafe { syscall!(k::__NR_nanosleep, left_ptr, left_ptr) } == Err(Errno::INTR) {}
+}
+
+/// The monotonic clock.
+#[inline]
+pub fn now() -> Nanos {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    Nanos(t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64)
+}
+
+/// CPU time the calling thread has used.
+pub fn thread_cpu_time() -> Nanos {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Nanos(t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64)
+}
+
+/// Lets another thread run, if one wants to.
+pub fn yield_now() {
+    // SAFETY: no memory is passed.
+    let _ = unsafe { syscall!(k::__NR_sched_yield) };
+}

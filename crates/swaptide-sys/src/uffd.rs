@@ -1,0 +1,718 @@
+//! userfaultfd: page faults as messages, and the ioctls that answer them.
+//!
+//! Own binding: the calls report how far they came even when they fail, which the engine needs
+//! (a MOVE that meets a changing address space stops half-way with `EAGAIN`).
+//!
+//! Facts the callers rely on, checked by `tests/uffd.rs` on the running kernel:
+//! 1. While an event (fork, remap, remove, unmap) is unread, COPY, ZEROPAGE and MOVE answer
+//!    `EAGAIN`. The thread that reads events must never wait for one of them to succeed.
+//! 2. MOVE is issued on the descriptor its destination is registered with.
+//! 3. CONTINUE on a private anonymous range never does anything; how it fails tells how the range
+//!    stands ([`Uffd::coverage`]).
+//! 4. A fork event carries a descriptor; a [`Message`] owns it until it is decoded.
+
+use core::fmt;
+
+use linux_raw_sys::general as k;
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::page::{VirtAddr, VirtRange};
+use crate::raw::syscall;
+
+// ---------------------------------------------------------------------------------------------
+// ABI
+// ---------------------------------------------------------------------------------------------
+
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiApi {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiRange {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiRegister {
+    range: AbiRange,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// COPY and MOVE share one shape.
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiTransfer {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+/// ZEROPAGE, CONTINUE and POISON share one shape.
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiFill {
+    range: AbiRange,
+    mode: u64,
+    done: i64,
+}
+
+#[repr(C)]
+#[derive(Copy, Clone)]
+struct AbiWriteProtect {
+    range: AbiRange,
+    mode: u64,
+}
+
+const _: () = {
+    assert!(size_of::<AbiApi>() == size_of::<k::uffdio_api>());
+    assert!(size_of::<AbiRange>() == size_of::<k::uffdio_range>());
+    assert!(size_of::<AbiRegister>() == size_of::<k::uffdio_register>());
+    assert!(size_of::<AbiTransfer>() == size_of::<k::uffdio_copy>());
+    assert!(size_of::<AbiTransfer>() == size_of::<k::uffdio_move>());
+    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_zeropage>());
+    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_continue>());
+    assert!(size_of::<AbiFill>() == size_of::<k::uffdio_poison>());
+    assert!(size_of::<AbiWriteProtect>() == size_of::<k::uffdio_writeprotect>());
+    assert!(size_of::<Message>() == size_of::<k::uffd_msg>());
+};
+
+const IOC_WRITE: u32 = 1;
+const IOC_READ: u32 = 2;
+
+const fn ioc(dir: u32, nr: u32, size: usize) -> u32 {
+    (dir << 30) | ((size as u32) << 16) | (k::UFFDIO << 8) | nr
+}
+
+const UFFDIO_API: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_API, size_of::<AbiApi>());
+const UFFDIO_REGISTER: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_REGISTER, size_of::<AbiRegister>());
+const UFFDIO_UNREGISTER: u32 = ioc(IOC_READ, k::_UFFDIO_UNREGISTER, size_of::<AbiRange>());
+const UFFDIO_WAKE: u32 = ioc(IOC_READ, k::_UFFDIO_WAKE, size_of::<AbiRange>());
+const UFFDIO_COPY: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_COPY, size_of::<AbiTransfer>());
+const UFFDIO_ZEROPAGE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_ZEROPAGE, size_of::<AbiFill>());
+const UFFDIO_MOVE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_MOVE, size_of::<AbiTransfer>());
+const UFFDIO_WRITEPROTECT: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_WRITEPROTECT, size_of::<AbiWriteProtect>());
+const UFFDIO_CONTINUE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_CONTINUE, size_of::<AbiFill>());
+const UFFDIO_POISON: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_POISON, size_of::<AbiFill>());
+/// On `/dev/userfaultfd`: make a descriptor.
+const USERFAULTFD_IOC_NEW: u32 = ioc(0, 0, 0);
+
+const _: () = {
+    use linux_raw_sys::ioctl as i;
+    assert!(UFFDIO_API == i::UFFDIO_API && UFFDIO_REGISTER == i::UFFDIO_REGISTER);
+    assert!(UFFDIO_UNREGISTER == i::UFFDIO_UNREGISTER && UFFDIO_WAKE == i::UFFDIO_WAKE);
+    assert!(UFFDIO_COPY == i::UFFDIO_COPY && UFFDIO_ZEROPAGE == i::UFFDIO_ZEROPAGE);
+};
+
+const UFFD_API: u64 = 0xaa;
+const UFFD_USER_MODE_ONLY: u32 = 1;
+/// Mode bits of the answering calls: do not wake who waits; write-protect (COPY); tolerate holes (MOVE).
+const DONT_WAKE: u64 = 1;
+const COPY_WP: u64 = 2;
+const MOVE_ALLOW_SRC_HOLES: u64 = 2;
+const WRITEPROTECT_ON: u64 = 1;
+const WRITEPROTECT_DONT_WAKE: u64 = 2;
+
+const EVENT_PAGEFAULT: u8 = 0x12;
+const EVENT_FORK: u8 = 0x13;
+const EVENT_REMAP: u8 = 0x14;
+const EVENT_REMOVE: u8 = 0x15;
+const EVENT_UNMAP: u8 = 0x16;
+const FAULT_WRITE: u64 = 1;
+const FAULT_WP: u64 = 2;
+
+// ---------------------------------------------------------------------------------------------
+// Features and opening
+// ---------------------------------------------------------------------------------------------
+
+/// What a userfaultfd can do or is asked to do: a set of the kernel's feature bits.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Features(pub u64);
+
+/// Names in the order of the kernel's bits, for messages.
+const FEATURE_NAMES: [&str; 17] = [
+    "PAGEFAULT_FLAG_WP",
+    "EVENT_FORK",
+    "EVENT_REMAP",
+    "EVENT_REMOVE",
+    "MISSING_HUGETLBFS",
+    "MISSING_SHMEM",
+    "EVENT_UNMAP",
+    "SIGBUS",
+    "THREAD_ID",
+    "MINOR_HUGETLBFS",
+    "MINOR_SHMEM",
+    "EXACT_ADDRESS",
+    "WP_HUGETLBFS_SHMEM",
+    "WP_UNPOPULATED",
+    "POISON",
+    "WP_ASYNC",
+    "MOVE",
+];
+
+impl Features {
+    /// No feature at all.
+    pub const NONE: Features = Features(0);
+    /// Write-protect faults are told apart (5.7).
+    pub const PAGEFAULT_FLAG_WP: Features = Features(1);
+    /// A fork sends the child's descriptor; needs `CAP_SYS_PTRACE` (4.11).
+    pub const EVENT_FORK: Features = Features(1 << 1);
+    /// `mremap` is reported (4.11).
+    pub const EVENT_REMAP: Features = Features(1 << 2);
+    /// `madvise(DONTNEED)` and its like are reported (4.11).
+    pub const EVENT_REMOVE: Features = Features(1 << 3);
+    /// Missing faults on hugetlbfs (4.11).
+    pub const MISSING_HUGETLBFS: Features = Features(1 << 4);
+    /// Missing faults on shared memory (4.11).
+    pub const MISSING_SHMEM: Features = Features(1 << 5);
+    /// `munmap` is reported (4.11).
+    pub const EVENT_UNMAP: Features = Features(1 << 6);
+    /// Faults raise `SIGBUS` in the faulting thread instead of a message (4.14).
+    pub const SIGBUS: Features = Features(1 << 7);
+    /// Messages carry the thread id (4.14).
+    pub const THREAD_ID: Features = Features(1 << 8);
+    /// Minor faults on hugetlbfs (5.13).
+    pub const MINOR_HUGETLBFS: Features = Features(1 << 9);
+    /// Minor faults on shared memory (5.14).
+    pub const MINOR_SHMEM: Features = Features(1 << 10);
+    /// Messages carry the exact address, not its page (5.18).
+    pub const EXACT_ADDRESS: Features = Features(1 << 11);
+    /// Write protection of hugetlbfs and shared memory (5.19).
+    pub const WP_HUGETLBFS_SHMEM: Features = Features(1 << 12);
+    /// Write protection of pages that do not exist (6.4).
+    pub const WP_UNPOPULATED: Features = Features(1 << 13);
+    /// Pages can be poisoned (6.6).
+    pub const POISON: Features = Features(1 << 14);
+    /// Write protection that resolves itself and only marks (6.7).
+    pub const WP_ASYNC: Features = Features(1 << 15);
+    /// Pages can be moved (6.8).
+    pub const MOVE: Features = Features(1 << 16);
+
+    /// Whether all of `other` is in this set.
+    pub const fn contains(self, other: Features) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// What is here and not in `other`.
+    pub const fn without(self, other: Features) -> Features {
+        Features(self.0 & !other.0)
+    }
+
+    /// What is in either.
+    pub const fn union(self, other: Features) -> Features {
+        Features(self.0 | other.0)
+    }
+
+    /// Whether nothing is in the set.
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl core::ops::BitOr for Features {
+    type Output = Features;
+    fn bitor(self, other: Features) -> Features {
+        self.union(other)
+    }
+}
+
+impl core::ops::BitAnd for Features {
+    type Output = Features;
+    fn bitand(self, other: Features) -> Features {
+        Features(self.0 & other.0)
+    }
+}
+
+impl fmt::Debug for Features {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut sep = "";
+        for bit in (0..64).filter(|bit| self.0 >> bit & 1 == 1) {
+            match FEATURE_NAMES.get(bit) {
+                Some(name) => write!(f, "{sep}{name}")?,
+                None => write!(f, "{sep}bit{bit}")?,
+            }
+            sep = "|";
+        }
+        if sep.is_empty() { f.write_str("none") } else { Ok(()) }
+    }
+}
+
+/// Why no userfaultfd could be had.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Neither the system call nor the device gave a descriptor.
+    Denied {
+        /// What the system call answered.
+        syscall: Errno,
+        /// What opening or asking `/dev/userfaultfd` answered; `None` if that was not worth a try.
+        device: Option<Errno>,
+    },
+    /// This kernel has no such features.
+    Unsupported {
+        /// The features it lacks.
+        missing: Features,
+    },
+    /// There is a descriptor, but the kernel refused the features with this error (`EPERM`: fork
+    /// events need `CAP_SYS_PTRACE`).
+    Refused {
+        /// What was asked for.
+        asked: Features,
+        /// The kernel's answer.
+        errno: Errno,
+    },
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            OpenError::Denied { syscall: Errno::NOSYS, .. } => {
+                f.write_str("userfaultfd: this kernel has none (CONFIG_USERFAULTFD), or a seccomp filter hides it")
+            }
+            OpenError::Denied { syscall, device } => {
+                write!(f, "userfaultfd: the system call failed ({syscall})")?;
+                if let Some(errno) = device {
+                    write!(f, " and so did /dev/userfaultfd ({errno})")?;
+                }
+                f.write_str("; set vm.unprivileged_userfaultfd=1, or give this user access to /dev/userfaultfd")
+            }
+            OpenError::Unsupported { missing } => {
+                write!(f, "userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer")
+            }
+            OpenError::Refused { asked, errno: Errno::PERM } => {
+                write!(f, "userfaultfd: {asked:?} refused; fork events need CAP_SYS_PTRACE")
+            }
+            OpenError::Refused { asked, errno } => write!(f, "userfaultfd: {asked:?} refused ({errno})"),
+        }
+    }
+}
+
+impl core::error::Error for OpenError {}
+
+// ---------------------------------------------------------------------------------------------
+// The descriptor
+// ---------------------------------------------------------------------------------------------
+
+/// How far an answering call came.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+#[must_use = "a call may have done only a part"]
+pub struct Progress {
+    /// Bytes done, from the start of the range.
+    pub done: usize,
+    /// Why it stopped, if it stopped early. After a part, the kernel always says `EAGAIN`; the
+    /// true reason shows when the rest is tried again.
+    pub error: Option<Errno>,
+}
+
+impl Progress {
+    /// `Ok` when everything was done, else the error; drops the count.
+    pub fn complete(self) -> Result<(), Errno> {
+        self.error.map_or(Ok(()), Err)
+    }
+
+    fn new(result: Result<usize, Errno>, field: i64, len: usize) -> Progress {
+        match result {
+            Ok(_) => Progress { done: len, error: None },
+            // Where nothing was done, the field repeats the error, negative, or was never written.
+            Err(errno) => Progress { done: field.clamp(0, len as i64) as usize, error: Some(errno) },
+        }
+    }
+}
+
+/// Options of [`Uffd::move_pages`].
+#[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
+pub struct MoveFlags {
+    /// Leave the threads that wait for these pages asleep; [`Uffd::wake`] wakes them.
+    pub dont_wake: bool,
+    /// Skip source pages that do not exist (they stay missing at the destination, and count as
+    /// done) instead of stopping with `ENOENT`.
+    pub allow_src_holes: bool,
+}
+
+/// How a range stands, by [`Uffd::coverage`].
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Coverage {
+    /// One anonymous VMA covers it and is registered (with whichever userfaultfd).
+    Whole,
+    /// The address space is changing: read the events and ask again.
+    Changing,
+    /// Something is unmapped, unregistered, of another kind, or a boundary of VMAs lies in it.
+    NotWhole,
+    /// The address space is gone: the process ended or called exec.
+    Gone,
+}
+
+/// A userfaultfd. Closing it lets every page that was taken out read as zero, so who owns one
+/// brings all pages back, or stops the process, before dropping it.
+#[derive(Debug)]
+pub struct Uffd(OwnedFd);
+
+impl Uffd {
+    /// What this kernel offers, by a descriptor that is thrown away. Says nothing on whether
+    /// [`EVENT_FORK`](Features::EVENT_FORK) is also permitted.
+    pub fn probe() -> Result<Features, OpenError> {
+        new_descriptor(open_flags(true, false))?.handshake(Features::NONE)
+    }
+
+    /// The same for descriptors that serve only faults from user mode: those need no privilege, but
+    /// a system call that touches a missing page fails with `EFAULT`.
+    pub fn probe_user_mode_only() -> Result<Features, OpenError> {
+        new_descriptor(open_flags(true, true))?.handshake(Features::NONE)
+    }
+
+    /// Opens a descriptor with exactly these features: by the system call, else by `/dev/userfaultfd`.
+    pub fn open(features: Features, nonblocking: bool) -> Result<Uffd, OpenError> {
+        let uffd = new_descriptor(open_flags(nonblocking, false))?;
+        match uffd.handshake(features) {
+            Ok(_) => Ok(uffd),
+            Err(OpenError::Refused { asked, errno }) => {
+                // EINVAL does not say which bit is unknown; a second descriptor does.
+                let missing = Uffd::probe().map_or(Features::NONE, |have| features.without(have));
+                Err(if missing.is_empty() { OpenError::Refused { asked, errno } } else { OpenError::Unsupported { missing } })
+            }
+            Err(other) => Err(other),
+        }
+    }
+
+    /// Wraps a descriptor that was received, from a fork event or over a socket. Its features are
+    /// already set.
+    pub fn from_fd(fd: OwnedFd) -> Uffd {
+        Uffd(fd)
+    }
+
+    /// Makes [`Uffd::read`] return `EAGAIN` instead of waiting, or wait again. Polling needs a non-blocking descriptor: the kernel
+    /// answers a poll of a blocking one with an error.
+    pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
+        let flags = rustix::fs::fcntl_getfl(&self.0)?;
+        rustix::fs::fcntl_setfl(&self.0, if on { flags | rustix::fs::OFlags::NONBLOCK } else { flags - rustix::fs::OFlags::NONBLOCK })
+    }
+
+    /// Gives the descriptor up.
+    pub fn into_fd(self) -> OwnedFd {
+        self.0
+    }
+
+    fn handshake(&self, features: Features) -> Result<Features, OpenError> {
+        let mut api = AbiApi { api: UFFD_API, features: features.0, ioctls: 0 };
+        // SAFETY: `api` is the struct this ioctl reads and writes.
+        match unsafe { self.ioctl(UFFDIO_API, &mut api) } {
+            Ok(_) => Ok(Features(api.features)),
+            Err(errno) => Err(OpenError::Refused { asked: features, errno }),
+        }
+    }
+
+    /// # Safety
+    /// `arg` is the struct `request` reads and writes, and what the request does to memory is the
+    /// caller's answer.
+    unsafe fn ioctl<T>(&self, request: u32, arg: &mut T) -> Result<usize, Errno> {
+        // SAFETY: the caller's promise; `arg` lives through the call.
+        unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), request, core::ptr::from_mut(arg) as usize) }
+    }
+
+    fn register(&self, range: VirtRange, mode: u32) -> Result<(), Errno> {
+        let mut arg = AbiRegister { range: abi_range(range), mode: mode.into(), ioctls: 0 };
+        // SAFETY: the struct fits; registering changes no data, only who answers missing pages.
+        unsafe { self.ioctl(UFFDIO_REGISTER, &mut arg) }.map(drop)
+    }
+
+    /// From now on, touching a page of `range` that does not exist makes the toucher wait for us.
+    pub fn register_missing(&self, range: VirtRange) -> Result<(), Errno> {
+        self.register(range, k::UFFDIO_REGISTER_MODE_MISSING)
+    }
+
+    /// The same, and pages can be write-protected too.
+    pub fn register_missing_wp(&self, range: VirtRange) -> Result<(), Errno> {
+        self.register(range, k::UFFDIO_REGISTER_MODE_MISSING | k::UFFDIO_REGISTER_MODE_WP)
+    }
+
+    /// Ends the registration and wakes who waits. Pages that are out read as zero from now on:
+    /// bring them back first.
+    pub fn unregister(&self, range: VirtRange) -> Result<(), Errno> {
+        // SAFETY: the struct fits; memory stays mapped.
+        unsafe { self.ioctl(UFFDIO_UNREGISTER, &mut abi_range(range)) }.map(drop)
+    }
+
+    /// Wakes the threads that wait for pages of `range`; they touch again, and may fault again.
+    pub fn wake(&self, range: VirtRange) -> Result<(), Errno> {
+        // SAFETY: the struct fits; waking changes no data.
+        unsafe { self.ioctl(UFFDIO_WAKE, &mut abi_range(range)) }.map(drop)
+    }
+
+    /// Moves the pages at `src` to `dst` without copying. `dst` is registered with this descriptor
+    /// and empty (else `EEXIST`); both lie in private anonymous memory of one process, each within
+    /// one VMA. A page that is shared copy-on-write or pinned answers `EBUSY`.
+    ///
+    /// # Safety
+    /// The pages at `src` leave it: nobody may rely on them there, and `dst` must be memory the
+    /// caller may fill.
+    pub unsafe fn move_pages(&self, dst: VirtAddr, src: VirtAddr, len: usize, flags: MoveFlags) -> Progress {
+        let mode = if flags.dont_wake { DONT_WAKE } else { 0 } | if flags.allow_src_holes { MOVE_ALLOW_SRC_HOLES } else { 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.transfer(UFFDIO_MOVE, dst, src, len, mode) }
+    }
+
+    /// Fills `dst` with fresh pages that hold a copy of `len` bytes at `src`. Existing pages are
+    /// never overwritten (`EEXIST`). With `wp` the pages arrive write-protected.
+    ///
+    /// # Safety
+    /// `src` is readable for `len` bytes without causing a fault this thread would have to answer,
+    /// and `dst` is memory the caller may fill.
+    pub unsafe fn copy_pages(&self, dst: VirtAddr, src: *const u8, len: usize, dont_wake: bool, wp: bool) -> Progress {
+        let mode = if dont_wake { DONT_WAKE } else { 0 } | if wp { COPY_WP } else { 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.transfer(UFFDIO_COPY, dst, VirtAddr::from_ptr(src), len, mode) }
+    }
+
+    /// # Safety
+    /// As [`move_pages`](Uffd::move_pages) or [`copy_pages`](Uffd::copy_pages), by `request`.
+    unsafe fn transfer(&self, request: u32, dst: VirtAddr, src: VirtAddr, len: usize, mode: u64) -> Progress {
+        let mut arg = AbiTransfer { dst: dst.0 as u64, src: src.0 as u64, len: len as u64, mode, done: 0 };
+        // SAFETY: the struct fits; the rest is the caller's promise.
+        let result = unsafe { self.ioctl(request, &mut arg) };
+        Progress::new(result, arg.done, len)
+    }
+
+    /// Maps the zero page into every page of `range`; `EEXIST` where a page exists.
+    pub fn zero_pages(&self, range: VirtRange, dont_wake: bool) -> Progress {
+        self.fill(UFFDIO_ZEROPAGE, range, if dont_wake { DONT_WAKE } else { 0 })
+    }
+
+    /// Poisons the missing pages of `range`: from now on a touch of them is a `SIGBUS`.
+    pub fn poison(&self, range: VirtRange) -> Progress {
+        self.fill(UFFDIO_POISON, range, 0)
+    }
+
+    fn fill(&self, request: u32, range: VirtRange, mode: u64) -> Progress {
+        let mut arg = AbiFill { range: abi_range(range), mode, done: 0 };
+        // SAFETY: the struct fits; these calls only give pages to places that have none.
+        let result = unsafe { self.ioctl(request, &mut arg) };
+        Progress::new(result, arg.done, range.len())
+    }
+
+    /// Write-protects the pages of `range`, or lifts that and wakes who waits to write.
+    pub fn write_protect(&self, range: VirtRange, on: bool) -> Result<(), Errno> {
+        let mut arg = AbiWriteProtect { range: abi_range(range), mode: if on { WRITEPROTECT_ON } else { 0 } };
+        // SAFETY: the struct fits; no data changes.
+        unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
+    }
+
+    /// Lifts the write protection of `range` and leaves who waits asleep.
+    pub fn unprotect_dont_wake(&self, range: VirtRange) -> Result<(), Errno> {
+        let mut arg = AbiWriteProtect { range: abi_range(range), mode: WRITEPROTECT_DONT_WAKE };
+        // SAFETY: the struct fits; no data changes.
+        unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
+    }
+
+    /// How `range` stands in the address space of this descriptor, without changing anything.
+    ///
+    /// Ask only for ranges of private anonymous memory: there CONTINUE always fails, and its error
+    /// is the answer. The kernel checks that the VMA is registered, not with which descriptor.
+    pub fn coverage(&self, range: VirtRange) -> Coverage {
+        if range.is_empty() || !range.is_page_aligned() {
+            // Such a range also answers EINVAL, but before anything was looked at.
+            return Coverage::NotWhole;
+        }
+        match self.fill(UFFDIO_CONTINUE, range, DONT_WAKE).error {
+            Some(Errno::INVAL) => Coverage::Whole,
+            Some(Errno::AGAIN) => Coverage::Changing,
+            Some(Errno::SRCH) => Coverage::Gone,
+            _ => Coverage::NotWhole,
+        }
+    }
+
+    /// Reads messages into `buf`, at least one and at most what is there; `EAGAIN` when there is
+    /// none and the descriptor does not block. A fork descriptor left in `buf` from before is closed.
+    pub fn read(&self, buf: &mut [Message]) -> Result<usize, Errno> {
+        buf.iter_mut().for_each(|m| drop(core::mem::take(m)));
+        // SAFETY: the kernel writes whole messages into the buffer, and every bit pattern is a Message.
+        let bytes = unsafe { syscall!(k::__NR_read, self.0.as_raw_fd(), buf.as_mut_ptr() as usize, size_of_val(buf)) }?;
+        Ok(bytes / size_of::<Message>())
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn abi_range(range: VirtRange) -> AbiRange {
+    AbiRange { start: range.start.0 as u64, len: range.len() as u64 }
+}
+
+fn open_flags(nonblocking: bool, user_mode_only: bool) -> u32 {
+    k::O_CLOEXEC | if nonblocking { k::O_NONBLOCK } else { 0 } | if user_mode_only { UFFD_USER_MODE_ONLY } else { 0 }
+}
+
+/// A fresh descriptor, before the handshake.
+fn new_descriptor(flags: u32) -> Result<Uffd, OpenError> {
+    // SAFETY: the call only makes a descriptor.
+    match unsafe { syscall!(k::__NR_userfaultfd, flags) } {
+        // SAFETY: the kernel has just given us this descriptor.
+        Ok(fd) => Ok(Uffd(unsafe { OwnedFd::from_raw_fd(fd as i32) })),
+        // Not privileged, or a filter says so: the device has its own permissions.
+        Err(syscall @ (Errno::PERM | Errno::ACCESS | Errno::NOSYS)) => {
+            device_descriptor(flags).map_err(|errno| OpenError::Denied { syscall, device: Some(errno) })
+        }
+        Err(syscall) => Err(OpenError::Denied { syscall, device: None }),
+    }
+}
+
+fn device_descriptor(flags: u32) -> Result<Uffd, Errno> {
+    use rustix::fs::{Mode, OFlags};
+    let device = rustix::fs::open(c"/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    // SAFETY: the call only makes a descriptor.
+    let fd = unsafe { syscall!(k::__NR_ioctl, device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) }?;
+    // SAFETY: the kernel has just given us this descriptor.
+    Ok(Uffd(unsafe { OwnedFd::from_raw_fd(fd as i32) }))
+}
+
+// ---------------------------------------------------------------------------------------------
+// Messages
+// ---------------------------------------------------------------------------------------------
+
+/// A message as the kernel writes it. It owns the descriptor of a fork event until
+/// [`decode`](Message::decode) hands that over; dropped undecoded, it closes it. So it cannot be
+/// copied, and decoding needs `&mut`.
+#[repr(C)]
+#[derive(Default)]
+pub struct Message {
+    event: u8,
+    reserved: [u8; 7],
+    arg: [u64; 3],
+}
+
+/// A decoded message.
+#[derive(Debug)]
+pub enum Event {
+    /// A thread waits for a page.
+    Fault {
+        /// Where; the page's start unless [`Features::EXACT_ADDRESS`] was asked for.
+        addr: VirtAddr,
+        /// The waiting thread with [`Features::THREAD_ID`], else 0.
+        tid: u32,
+        /// It wants to write.
+        write: bool,
+        /// The page exists and is write-protected.
+        wp: bool,
+    },
+    /// The process forked; the child's registered memory belongs to this new descriptor.
+    Fork {
+        /// The child's userfaultfd.
+        uffd: Uffd,
+    },
+    /// Memory moved from one address to another. An [`Event::Unmap`] of the old place follows.
+    Remap {
+        /// The old start.
+        from: VirtAddr,
+        /// The new start.
+        to: VirtAddr,
+        /// Bytes that moved: the old length, also when the mapping grew.
+        len: usize,
+    },
+    /// The pages of the range were dropped; it stays mapped.
+    Remove(VirtRange),
+    /// The range was unmapped.
+    Unmap(VirtRange),
+    /// A message this code does not know, or one that was decoded before (number 0).
+    Unknown(u8),
+}
+
+impl Message {
+    /// An empty message, to fill buffers with.
+    pub const EMPTY: Message = Message { event: 0, reserved: [0; 7], arg: [0; 3] };
+
+    /// A buffer for [`Uffd::read`].
+    pub const fn buffer<const N: usize>() -> [Message; N] {
+        [const { Message::EMPTY }; N]
+    }
+
+    /// Takes the message's content out; what stays behind decodes as `Unknown(0)`.
+    pub fn decode(&mut self) -> Event {
+        let [a, b, c] = self.arg;
+        match core::mem::replace(&mut self.event, 0) {
+            EVENT_PAGEFAULT => {
+                Event::Fault { addr: VirtAddr(b as usize), tid: c as u32, write: a & FAULT_WRITE != 0, wp: a & FAULT_WP != 0 }
+            }
+            // SAFETY: the kernel opened this descriptor for who read the message; clearing `event` above makes
+            // this the only time it is taken.
+            EVENT_FORK => Event::Fork { uffd: Uffd(unsafe { OwnedFd::from_raw_fd(a as u32 as i32) }) },
+            EVENT_REMAP => Event::Remap { from: VirtAddr(a as usize), to: VirtAddr(b as usize), len: c as usize },
+            EVENT_REMOVE => Event::Remove(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize))),
+            EVENT_UNMAP => Event::Unmap(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize))),
+            other => Event::Unknown(other),
+        }
+    }
+}
+
+impl Drop for Message {
+    fn drop(&mut self) {
+        if self.event == EVENT_FORK {
+            drop(self.decode());
+        }
+    }
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Message(event {:#x}, {:x?})", self.event, self.arg)
+    }
+}
+
+/// Gives the raw descriptor number up, for tables that keep numbers (a forked child's, for example).
+impl IntoRawFd for Uffd {
+    fn into_raw_fd(self) -> i32 {
+        self.0.into_raw_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_print_by_name() {
+        assert_eq!(std::format!("{:?}", Features::MOVE | Features::EVENT_FORK), "EVENT_FORK|MOVE");
+        assert_eq!(std::format!("{:?}", Features(1 << 40)), "bit40");
+        assert_eq!(std::format!("{:?}", Features::NONE), "none");
+        assert!((Features::MOVE | Features::POISON).contains(Features::POISON));
+    }
+
+    #[test]
+    fn decoding_takes_a_message_once() {
+        let mut m = Message { event: EVENT_REMOVE, reserved: [0; 7], arg: [0x1000, 0x3000, 0] };
+        assert!(matches!(m.decode(), Event::Remove(r) if r.pages() == 2));
+        assert!(matches!(m.decode(), Event::Unknown(0)));
+        let mut m = Message { event: EVENT_PAGEFAULT, reserved: [0; 7], arg: [3, 0x5000, 77] };
+        assert!(matches!(m.decode(), Event::Fault { addr: VirtAddr(0x5000), tid: 77, write: true, wp: true }));
+    }
+
+    #[test]
+    fn progress_never_reports_more_than_was_asked() {
+        let part = Progress::new(Err(Errno::AGAIN), 4096, 8192);
+        assert_eq!((part.done, part.complete()), (4096, Err(Errno::AGAIN)));
+        assert_eq!(Progress::new(Err(Errno::EXIST), -17, 8192).done, 0);
+        assert_eq!(Progress::new(Ok(0), 0, 8192), Progress { done: 8192, error: None });
+    }
+
+    #[test]
+    fn the_device_is_a_second_way() {
+        match device_descriptor(open_flags(true, false)) {
+            Ok(uffd) => assert!(uffd.handshake(Features::NONE).unwrap().contains(Features::EVENT_REMOVE)),
+            // No such device, or not for this user: the error that OpenError would carry.
+            Err(errno) => assert!(matches!(errno, Errno::NOENT | Errno::ACCESS | Errno::PERM), "{errno}"),
+        }
+        let denied = OpenError::Denied { syscall: Errno::PERM, device: Some(Errno::ACCESS) };
+        assert!(std::format!("{denied}").contains("vm.unprivileged_userfaultfd=1"));
+    }
+}

@@ -1,0 +1,47 @@
+//! Runs a test's body in a process of its own, under a deadline: a lost wake-up hangs that process,
+//! not the test run, and closing a userfaultfd there hurts nobody.
+
+use std::process::{Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Set in the child, to the name of the test it is to run.
+const CHILD: &str = "SWAPTIDE_SYS_TEST_CHILD";
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Runs `body` in a child process that must end well within the deadline.
+pub fn in_child(test: &str, body: impl FnOnce()) {
+    if let Some((status, output)) = child_status(test, body) {
+        assert!(status.success(), "{test} in its child: {status}\n{output}");
+    }
+}
+
+/// Runs `body` in a child process; how that ended and what it wrote, or `None` in the child itself.
+pub fn child_status(test: &str, body: impl FnOnce()) -> Option<(ExitStatus, String)> {
+    if std::env::var(CHILD).is_ok_and(|name| name == test) {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
+        body();
+        return None;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(CHILD, test)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let start = Instant::now();
+    let mut late = false;
+    while child.try_wait().unwrap().is_none() {
+        if !late && start.elapsed() > DEADLINE {
+            late = true;
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(!late, "{test}: no end after {DEADLINE:?}\n{text}");
+    Some((output.status, text))
+}

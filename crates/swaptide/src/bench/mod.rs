@@ -1,0 +1,464 @@
+//! `swaptide bench`: swaptide beside the kernel's own swap, measured in one call.
+//!
+//! Owns the command line, the order of the runs and which numbers go into the report. A peer's runs and swaptide's
+//! alternate, so that a machine that grows slower or faster meanwhile does so for both.
+//!
+//! What is held equal: the program, its data, and the memory. The kernel does not charge zram's pool to the memory cgroup
+//! (nor zswap's, in version 1), while swaptide's budget covers its pool; so swaptide gets the cgroup's limit plus what the
+//! peer's pool took in the run just before, and no more.
+
+mod cgroup;
+mod peers;
+mod report;
+mod restore;
+mod run;
+mod svg;
+pub mod workload;
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use swaptide_host::size::{SizeError, parse_bytes};
+
+use peers::{Folios, Peer};
+use report::{Better, Pairing, Point, Report, SWAPTIDE, Side, Stats, human};
+use restore::{Machine, Restorer};
+use run::{Job, Outcome, Runner};
+use workload::Phase;
+
+/// Arguments of `swaptide bench`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum)]
+    pub name: Name,
+    /// What to compare with; may be given several times [default: kernel-zram for root in fill, seq and random, else none]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub peer: Vec<PeerArg>,
+    /// Runs of each side
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// Memory allowed
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "256M")]
+    pub ram: u64,
+    /// Data of the workload [default: 1G; 2G for sweep, half of --ram for within]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub data: Option<u64>,
+    /// Touches in a random phase
+    #[arg(long, default_value_t = 60_000)]
+    pub touches: usize,
+    /// End a phase after this many seconds
+    #[arg(long, default_value_t = 300)]
+    pub seconds_cap: u64,
+    /// Measure swaptide also with the bare budget: its pool inside what the kernel has for resident pages alone
+    #[arg(long)]
+    pub strict_budget: bool,
+    /// Where a kernel peer's swap file is made
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    pub swap_dir: PathBuf,
+    /// Write the result as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Draw the result
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+}
+
+/// The benchmarks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Name {
+    /// Growth: writing new memory while older memory goes out
+    Fill,
+    /// Refault in order
+    Seq,
+    /// Refault of 4K pages without locality
+    Random,
+    /// A program that fits its budget, with and without swaptide
+    Within,
+    /// Starting `true`, with and without swaptide
+    Startup,
+    /// Throughput of one job against its budget
+    Sweep,
+}
+
+/// A choice of peers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum PeerArg {
+    /// Compressed RAM as the swap device
+    KernelZram,
+    /// A compressed cache before a swap file
+    KernelZswap,
+    /// A plain swap file
+    KernelFile,
+    /// swaptide alone
+    None,
+    /// Every kernel peer
+    All,
+}
+
+/// Why a benchmark ended without a result: the exit status and the line to print.
+struct Failure(u8, String);
+
+impl From<String> for Failure {
+    fn from(message: String) -> Self {
+        Failure(1, message)
+    }
+}
+
+/// Runs the benchmark. Exit status: 0, 1 where a run failed, 2 for bad input or a peer that cannot be set up here.
+pub fn main(args: &BenchArgs) -> u8 {
+    match bench(args) {
+        Ok(()) => 0,
+        Err(Failure(status, message)) => {
+            eprintln!("swaptide bench: {message}");
+            status
+        }
+    }
+}
+
+fn bench(args: &BenchArgs) -> Result<(), Failure> {
+    for (flag, file) in [("--json", &args.json), ("--svg", &args.svg)] {
+        // Found out now, not after minutes of measuring.
+        if let Some(file) = file {
+            let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
+            open.map_err(|e| Failure(2, format!("{flag} {}: {e}", file.display())))?;
+        }
+    }
+    if !args.swap_dir.is_dir() {
+        return Err(Failure(2, format!("--swap-dir {}: not a directory", args.swap_dir.display())));
+    }
+    let machine = Machine::real();
+    let peers = chosen_peers(args, &machine)?;
+    let restorer = Restorer::new(machine);
+    restorer.watch_signals()?;
+    let bench = Bench { args, peers, runner: Runner::new(restorer, &args.swap_dir)? };
+    let report = match args.name {
+        Name::Fill => bench.memory(Phase::Fill, &[Phase::Fill]),
+        Name::Seq => bench.memory(Phase::Seq, &[Phase::Fill, Phase::Seq]),
+        Name::Random => bench.memory(Phase::Random, &[Phase::Fill, Phase::Random]),
+        Name::Within => bench.within(),
+        Name::Startup => bench.startup(),
+        Name::Sweep => bench.sweep(),
+    };
+    bench.runner.say("");
+    let report = report?;
+    // A reader that went away (a closed pipe) is no reason to lose the files below.
+    let _ = std::io::stdout().write_all(report.text().as_bytes());
+    let write = |file: &Path, text: String| {
+        std::fs::write(file, text).map_err(|e| Failure(1, format!("writing {}: {e}", file.display())))
+    };
+    if let Some(file) = &args.json {
+        write(file, format!("{:#}\n", report.json()))?;
+    }
+    if let Some(file) = &args.svg {
+        write(file, svg::draw(&report)?)?;
+    }
+    Ok(())
+}
+
+/// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked for by name, it ends
+/// the call.
+fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failure> {
+    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Sweep);
+    let kernel = |p: &&PeerArg| **p != PeerArg::None;
+    if !compares && args.peer.iter().any(|p| kernel(&p)) {
+        return Err(Failure(2, "--peer: this benchmark compares with the same program without swaptide only".into()));
+    }
+    if args.peer.is_empty() && args.name != Name::Sweep && compares {
+        return match Peer::Zram.check(machine) {
+            Ok(_) => Ok(vec![Peer::Zram]),
+            Err(e) => {
+                eprintln!("swaptide bench: no comparison with the kernel: --peer kernel-zram: {e}");
+                Ok(vec![])
+            }
+        };
+    }
+    let all = args.peer.contains(&PeerArg::All);
+    let mut chosen = Vec::new();
+    for peer in Peer::ALL {
+        let named = match peer {
+            Peer::Zram => PeerArg::KernelZram,
+            Peer::File => PeerArg::KernelFile,
+            Peer::Zswap => PeerArg::KernelZswap,
+        };
+        let named = args.peer.contains(&named);
+        match peer.check(machine) {
+            _ if !all && !named => {}
+            Ok(_) => chosen.push(peer),
+            Err(e) if named => return Err(Failure(2, format!("--peer {}: {e}", peer.name()))),
+            Err(e) => eprintln!("swaptide bench: left out: --peer {}: {e}", peer.name()),
+        }
+    }
+    if all && chosen.is_empty() {
+        return Err(Failure(2, "--peer all: no kernel peer can be set up here".into()));
+    }
+    Ok(chosen)
+}
+
+struct Bench<'a> {
+    args: &'a BenchArgs,
+    peers: Vec<Peer>,
+    runner: Runner,
+}
+
+/// One side's runs, as they come in.
+#[derive(Default)]
+struct Runs {
+    values: Vec<f64>,
+    limits: Vec<f64>,
+    pools: Vec<f64>,
+    resident: Option<u64>,
+    codec: Option<String>,
+    pool_inside: bool,
+    capped: bool,
+}
+
+impl Runs {
+    fn add(&mut self, value: f64, limit: u64, outcome: &Outcome) {
+        self.values.push(value);
+        self.limits.push(limit as f64);
+        self.pools.push(outcome.pool_bytes as f64);
+        self.resident = self.resident.max(outcome.peak_resident);
+        self.capped |= outcome.capped();
+        self.codec.clone_from(&outcome.codec);
+        self.pool_inside = outcome.pool_inside;
+    }
+
+    fn side(&self, folios: Option<Folios>) -> Result<Side, String> {
+        let stats = Stats::of(&self.values).ok_or("nothing was measured")?;
+        let median = |values: &[f64]| Stats::of(values).map_or(0, |s| s.median as u64);
+        let words: Vec<&str> = self.codec.as_deref().into_iter().chain(folios.map(Folios::name)).collect();
+        let detail = words.join(" ");
+        let (limit, pool, pool_inside) = (median(&self.limits), median(&self.pools), self.pool_inside);
+        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail })
+    }
+}
+
+impl Bench<'_> {
+    fn job(&self, data: u64, phases: &[Phase]) -> Job {
+        let (touches, seconds_cap) = (self.args.touches, self.args.seconds_cap);
+        Job { data, phases: phases.to_vec(), repeat: 1, touches, seconds_cap }
+    }
+
+    /// One phase's throughput, with as much data as asked for.
+    fn memory(&self, phase: Phase, phases: &[Phase]) -> Result<Report, Failure> {
+        let (args, name) = (self.args, phase.name());
+        let data = args.data.unwrap_or(1 << 30);
+        let job = self.job(data, phases);
+        let value = |o: &Outcome| o.phase_mb_per_s(phase).ok_or(format!("the workload did no {name} phase"));
+        let title = format!("{} of data in {}, {} runs", human(data), human(args.ram), args.runs);
+        let mut report = self.report(name, &title, "MB/s", Better::Higher, data);
+        for &peer in &self.peers {
+            let (pair, capped) = self.beside(peer, &job, args.ram, &value)?;
+            report.pairs.push(pair);
+            if capped {
+                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), args.seconds_cap));
+            }
+        }
+        if self.peers.is_empty() {
+            report.alone = Some(self.ours(&job, args.ram, &value)?.side(None)?);
+        }
+        if args.strict_budget {
+            report.strict = Some(self.ours(&job, args.ram, &value)?.side(None)?);
+        }
+        self.note_peers(&mut report);
+        Ok(report)
+    }
+
+    /// The runs of `peer` and of swaptide, in turns.
+    fn beside(
+        &self,
+        peer: Peer,
+        job: &Job,
+        limit: u64,
+        value: &dyn Fn(&Outcome) -> Result<f64, String>,
+    ) -> Result<(Pairing, bool), Failure> {
+        let machine = self.runner.restorer.machine();
+        let cgroups = peer.check(machine)?;
+        let choices = Folios::choices(machine);
+        let mut theirs: Vec<Runs> = choices.iter().map(|_| Runs::default()).collect();
+        let mut ours = Runs::default();
+        for run in 1..=self.args.runs {
+            let mut pool = u64::MAX;
+            for (folios, runs) in choices.iter().zip(&mut theirs) {
+                self.say(&format!("{} {}", peer.name(), folios.name()), limit, run);
+                let outcome = self.runner.kernel(job, &cgroups, peer, *folios, limit)?;
+                runs.add(value(&outcome)?, limit, &outcome);
+                pool = pool.min(if outcome.pool_inside { 0 } else { outcome.pool_bytes });
+            }
+            let ram = limit + pool;
+            self.say(SWAPTIDE, ram, run);
+            let outcome = self.runner.swaptide(job, ram)?;
+            ours.add(value(&outcome)?, ram, &outcome);
+        }
+        let mut sides = Vec::new();
+        for (folios, runs) in choices.iter().zip(&theirs) {
+            sides.push(runs.side(Some(*folios))?);
+        }
+        sides.sort_by(|a, b| b.stats.median.total_cmp(&a.stats.median));
+        let mut sides = sides.into_iter();
+        let peer_side = sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
+        let capped = theirs.iter().any(|r| r.capped) || ours.capped;
+        let pair = Pairing { name: peer.name().into(), peer: peer_side, other: sides.next(), swaptide: ours.side(None)? };
+        Ok((pair, capped))
+    }
+
+    fn ours(&self, job: &Job, ram: u64, value: &dyn Fn(&Outcome) -> Result<f64, String>) -> Result<Runs, Failure> {
+        let mut runs = Runs::default();
+        for run in 1..=self.args.runs {
+            self.say(SWAPTIDE, ram, run);
+            let outcome = self.runner.swaptide(job, ram)?;
+            runs.add(value(&outcome)?, ram, &outcome);
+        }
+        Ok(runs)
+    }
+
+    /// The same work with and without swaptide, in a budget it never fills.
+    fn within(&self) -> Result<Report, Failure> {
+        let args = self.args;
+        let data = args.data.unwrap_or(args.ram / 2);
+        if data > args.ram / 4 * 3 {
+            return Err(Failure(2, format!("--data {}: does not fit in --ram {}", human(data), human(args.ram))));
+        }
+        // About three seconds of writing, checking every word, and jumping about.
+        let repeat = (8 * (1u64 << 30) / data).clamp(1, 10_000) as u32;
+        let job = Job { repeat, ..self.job(data, &[Phase::Fill, Phase::Verify, Phase::Random]) };
+        let (mut without, mut with) = (Runs::default(), Runs::default());
+        for run in 1..=args.runs {
+            self.say("without swaptide", args.ram, run);
+            let outcome = self.runner.plain(&job)?;
+            without.add(outcome.wall_s, 0, &outcome);
+            self.say(SWAPTIDE, args.ram, run);
+            let outcome = self.runner.swaptide(&job, args.ram)?;
+            with.add(outcome.wall_s, args.ram, &outcome);
+        }
+        let title = format!("{} of data in a budget of {}, {} runs", human(data), human(args.ram), args.runs);
+        let mut report = self.report("within", &title, "s", Better::Lower, data);
+        report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
+        Ok(report)
+    }
+
+    /// What starting a program costs.
+    fn startup(&self) -> Result<Report, Failure> {
+        const STARTS: u32 = 20;
+        let args = self.args;
+        let program = ["/usr/bin/true", "/bin/true"].map(Path::new).into_iter().find(|p| p.is_file());
+        let program = program.ok_or_else(|| Failure(1, "there is no /usr/bin/true here".into()))?;
+        let (mut without, mut with) = (Runs::default(), Runs::default());
+        for run in 1..=args.runs * STARTS {
+            self.say("starting", args.ram, run.div_ceil(STARTS));
+            without.add(self.runner.time_program(program, None)? * 1e3, 0, &Outcome::default());
+            with.add(self.runner.time_program(program, Some(args.ram))? * 1e3, args.ram, &Outcome::default());
+        }
+        let title = format!("{} starts of true", args.runs * STARTS);
+        let mut report = self.report("startup", &title, "ms", Better::Lower, 0);
+        report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
+        Ok(report)
+    }
+
+    /// One job in smaller and smaller budgets.
+    fn sweep(&self) -> Result<Report, Failure> {
+        let args = self.args;
+        let data = args.data.unwrap_or(2 << 30);
+        let job = self.job(data, &[Phase::Fill, Phase::Seq, Phase::Random]);
+        let value = |o: &Outcome| Ok(o.total_mb_per_s());
+        let smallest = 64 << 20;
+        if data < smallest {
+            return Err(Failure(2, format!("--data {}: a sweep needs at least 64M", human(data))));
+        }
+        let title = format!("{} of data in budgets from {}, {} runs each", human(data), human(smallest), args.runs);
+        let mut report = self.report("sweep", &title, "MB/s", Better::Higher, data);
+        report.budget = smallest;
+        let budgets = || std::iter::successors(Some(smallest), |b| Some(b * 2)).take_while(|b| *b <= data);
+        let mut point = |name: &str, runs: &Runs, folios| -> Result<(), String> {
+            report.points.push(Point { name: name.into(), side: runs.side(folios)?, capped: runs.capped });
+            Ok(())
+        };
+        for budget in budgets() {
+            point(SWAPTIDE, &self.ours(&job, budget, &value)?, None)?;
+        }
+        let machine = self.runner.restorer.machine();
+        for &peer in &self.peers {
+            let cgroups = peer.check(machine)?;
+            for budget in budgets() {
+                let mut best: Option<(Runs, Folios)> = None;
+                for folios in Folios::choices(machine) {
+                    let mut runs = Runs::default();
+                    for run in 1..=args.runs {
+                        self.say(&format!("{} {}", peer.name(), folios.name()), budget, run);
+                        let outcome = self.runner.kernel(&job, &cgroups, peer, folios, budget)?;
+                        runs.add(value(&outcome)?, budget, &outcome);
+                    }
+                    let median = |r: &Runs| Stats::of(&r.values).map_or(0.0, |s| s.median);
+                    if best.as_ref().is_none_or(|(b, _)| median(&runs) > median(b)) {
+                        best = Some((runs, folios));
+                    }
+                }
+                if let Some((runs, folios)) = &best {
+                    point(peer.name(), runs, Some(*folios))?;
+                }
+            }
+        }
+        report.alone = report.points.first().map(|p| p.side.clone());
+        self.note_peers(&mut report);
+        Ok(report)
+    }
+
+    fn say(&self, who: &str, ram: u64, run: u32) {
+        self.runner.say(&format!("{who}, {}: run {run} of {}", human(ram), self.args.runs));
+    }
+
+    fn report(&self, name: &str, title: &str, unit: &str, better: Better, data: u64) -> Report {
+        let machine = self.runner.restorer.machine();
+        let kernel = machine.read("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let cpuinfo = machine.read("/proc/cpuinfo").unwrap_or_default();
+        let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ")).map(|x| x.1.to_owned());
+        let meminfo = machine.read("/proc/meminfo").unwrap_or_default();
+        let kib = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        let load = machine.read("/proc/loadavg").unwrap_or_default().split(' ').next().and_then(|l| l.parse::<f64>().ok());
+        let cgroup = cgroup::Hierarchy::find(machine).ok().map(|h| h.version());
+        Report {
+            name: name.into(),
+            title: format!("{title}; Linux {kernel}, {cpus} CPUs"),
+            unit: unit.into(),
+            better,
+            budget: self.args.ram,
+            data,
+            runs: self.args.runs,
+            alone: None,
+            strict: None,
+            pairs: vec![],
+            points: vec![],
+            machine: json!({
+                "kernel": kernel, "cpu": cpu, "cpus": cpus, "memory_bytes": kib.map(|k| k * 1024),
+                "cgroup_version": cgroup, "load_before": load,
+            }),
+            notes: vec![],
+        }
+    }
+
+    /// What a reader of the comparison must know about the kernel's side.
+    fn note_peers(&self, report: &mut Report) {
+        let machine = self.runner.restorer.machine();
+        let mut sides = report.pairs.iter().map(|p| &p.peer).chain(report.points.iter().map(|p| &p.side));
+        if sides.any(|s| s.detail.starts_with("lzo") || s.detail.starts_with("zstd")) {
+            report.notes.push("this kernel has no lz4 for one of the peers: its row names the codec it used".into());
+        }
+        if !self.peers.is_empty() && peers::zswap_was_on(machine) {
+            let text = "zswap was on in this boot: until a reboot the kernel swaps 64K folios out, but in only as 4K pages";
+            report.notes.push(text.into());
+        }
+    }
+}
+
+fn without_swaptide(without: Side, with: Side) -> Pairing {
+    Pairing { name: "without-swaptide".into(), peer: without, other: None, swaptide: with }
+}
+
+/// A size on the command line.
+fn size(text: &str) -> Result<u64, SizeError> {
+    parse_bytes(text)
+}

@@ -1,0 +1,310 @@
+//! What a benchmark found, as JSON and as a table.
+//!
+//! Owns medians, ratios and the shape of the JSON that scripts read. A ratio is above 1 where swaptide is better,
+//! whether more or less of the unit is better.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+/// Median, least and most of some runs.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Stats {
+    /// The middle one, or the mean of the two in the middle.
+    pub median: f64,
+    /// The least.
+    pub min: f64,
+    /// The most.
+    pub max: f64,
+}
+
+impl Stats {
+    /// Of at least one value.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let mut v = values.to_vec();
+        v.sort_by(f64::total_cmp);
+        let (&min, &max) = (v.first()?, v.last()?);
+        let middle = v.len() / 2;
+        let median = if v.len() % 2 == 1 { v[middle] } else { (v[middle - 1] + v[middle]) / 2.0 };
+        Some(Stats { median, min, max })
+    }
+}
+
+/// One side of a comparison, over all its runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Side {
+    /// What it measured.
+    pub stats: Stats,
+    /// The limit it ran under: the cgroup's, or swaptide's `--ram`. Zero for none.
+    pub limit: u64,
+    /// Bytes of the compressed pool.
+    pub pool: u64,
+    /// The most resident memory seen.
+    pub resident: Option<u64>,
+    /// Whether the pool counts against the limit: always for swaptide, for zswap in cgroup version 2.
+    pub pool_inside: bool,
+    /// Codec and folio size of a kernel peer.
+    pub detail: String,
+}
+
+impl Side {
+    /// Memory that was allowed in all.
+    pub fn allowed(&self) -> u64 {
+        self.limit + if self.pool_inside { 0 } else { self.pool }
+    }
+
+    /// Memory in use in all: measured for swaptide, all that was allowed for a kernel that had to swap.
+    pub fn total(&self, is_swaptide: bool) -> Option<u64> {
+        let kernels = (self.limit > 0).then_some(self.allowed());
+        if is_swaptide { self.resident } else { kernels }
+    }
+
+    fn json(&self, is_swaptide: bool) -> Map<String, Value> {
+        let mut map = Map::new();
+        for (key, value) in [
+            ("median", json!(round(self.stats.median))),
+            ("min", json!(round(self.stats.min))),
+            ("max", json!(round(self.stats.max))),
+            ("limit_bytes", json!(self.limit)),
+            ("pool_bytes", json!(self.pool)),
+            ("total_bytes", json!(self.total(is_swaptide))),
+            ("peak_resident_bytes", json!(self.resident)),
+        ] {
+            map.insert(key.into(), value);
+        }
+        if !self.detail.is_empty() {
+            map.insert("detail".into(), json!(self.detail));
+        }
+        map
+    }
+}
+
+/// Four digits after the point are more than any run repeats.
+fn round(x: f64) -> f64 {
+    (x * 1e4).round() / 1e4
+}
+
+/// A peer, and swaptide in the runs that alternated with it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pairing {
+    /// The peer's name.
+    pub name: String,
+    /// The peer at its best.
+    pub peer: Side,
+    /// The same peer with the other folio size.
+    pub other: Option<Side>,
+    /// swaptide beside it.
+    pub swaptide: Side,
+}
+
+/// Which way is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// Throughputs.
+    Higher,
+    /// Times.
+    Lower,
+}
+
+impl Better {
+    /// Whether `a` is better than `b`.
+    pub fn prefers(self, a: f64, b: f64) -> bool {
+        if self == Better::Higher { a > b } else { a < b }
+    }
+
+    /// How many times better `ours` is than `theirs`.
+    pub fn ratio(self, ours: f64, theirs: f64) -> f64 {
+        if self == Better::Higher { ours / theirs } else { theirs / ours }
+    }
+}
+
+/// One budget of a sweep.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Point {
+    /// Who.
+    pub name: String,
+    /// What.
+    pub side: Side,
+    /// Whether a phase ended at the limit of time.
+    pub capped: bool,
+}
+
+/// Everything one call found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The benchmark.
+    pub name: String,
+    /// What it is about, in a few words.
+    pub title: String,
+    /// Of the values.
+    pub unit: String,
+    /// Which way is better.
+    pub better: Better,
+    /// The budget asked for.
+    pub budget: u64,
+    /// Bytes of data.
+    pub data: u64,
+    /// Runs of each side.
+    pub runs: u32,
+    /// swaptide alone, where there is no peer (and at the smallest budget of a sweep).
+    pub alone: Option<Side>,
+    /// swaptide with the bare budget, where it was asked for.
+    pub strict: Option<Side>,
+    /// The peers.
+    pub pairs: Vec<Pairing>,
+    /// The budgets of a sweep.
+    pub points: Vec<Point>,
+    /// The machine.
+    pub machine: Value,
+    /// What a reader must know.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// The pairing with the best peer.
+    pub fn best(&self) -> Option<&Pairing> {
+        let better = |a: &Pairing, b: &Pairing| self.better.prefers(a.peer.stats.median, b.peer.stats.median);
+        self.pairs.iter().reduce(|a, b| if better(b, a) { b } else { a })
+    }
+
+    fn ratio(&self, pair: &Pairing) -> f64 {
+        self.better.ratio(pair.swaptide.stats.median, pair.peer.stats.median)
+    }
+
+    /// The JSON that scripts read.
+    pub fn json(&self) -> Value {
+        let mut peers = Map::new();
+        for pair in &self.pairs {
+            let mut peer = pair.peer.json(false);
+            if let Some(other) = &pair.other {
+                peer.insert("other".into(), other.json(false).into());
+            }
+            peer.insert("swaptide".into(), pair.swaptide.json(true).into());
+            peer.insert("ratio".into(), json!(round(self.ratio(pair))));
+            peers.insert(pair.name.clone(), peer.into());
+        }
+        let ours = self.best().map(|p| &p.swaptide).or(self.alone.as_ref());
+        let mut all = json!({
+            "name": self.name,
+            "unit": self.unit,
+            "better": self.better,
+            "budget_bytes": self.budget,
+            "data_bytes": self.data,
+            "runs": self.runs,
+            "swaptide": ours.map(|s| s.json(true)),
+            "peers": peers,
+            "ratio_to_best_peer": self.best().map(|p| round(self.ratio(p))),
+            "best_peer": self.best().map(|p| p.name.clone()),
+            "machine": self.machine,
+            "notes": self.notes,
+        });
+        if let Some(strict) = &self.strict {
+            all["swaptide_strict"] = strict.json(true).into();
+        }
+        if !self.points.is_empty() {
+            let point = |p: &Point| {
+                let mut map = p.side.json(p.name == SWAPTIDE);
+                map.insert("side".into(), json!(p.name));
+                map.insert("capped".into(), json!(p.capped));
+                Value::from(map)
+            };
+            all["points"] = self.points.iter().map(point).collect();
+        }
+        all
+    }
+
+    /// The table a person reads.
+    pub fn text(&self) -> String {
+        let mut rows: Vec<(String, &Side, bool)> = Vec::new();
+        for pair in &self.pairs {
+            rows.push((peer_label(&pair.name, &pair.peer, pair.other.is_some()), &pair.peer, false));
+            rows.extend(pair.other.as_ref().map(|side| (peer_label(&pair.name, side, false), side, false)));
+            rows.push((swaptide_label(&pair.swaptide), &pair.swaptide, true));
+        }
+        if self.points.is_empty() {
+            rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
+        }
+        rows.extend(self.strict.as_ref().map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)));
+        for point in &self.points {
+            let mut label = if point.name == SWAPTIDE {
+                swaptide_label(&point.side)
+            } else {
+                format!("{} {}", peer_label(&point.name, &point.side, false), human(point.side.limit))
+            };
+            label.push_str(if point.capped { " (cut short)" } else { "" });
+            rows.push((label, &point.side, point.name == SWAPTIDE));
+        }
+        let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
+        let width = rows.iter().map(|r| r.0.chars().count()).max().unwrap_or(0);
+        let per_page = if self.unit == "MB/s" { "us/4K" } else { "" };
+        let _ = writeln!(
+            out,
+            "{:width$} {:>9} {:>9} {:>9} {per_page:>7} {:>9} {:>7} {:>7}",
+            "", self.unit, "min", "max", "resident", "pool", "total"
+        );
+        for (label, side, ours) in &rows {
+            let s = side.stats;
+            let us = if self.unit == "MB/s" { format!("{:.2}", 4096.0 / s.median) } else { String::new() };
+            let total = side.total(*ours).unwrap_or(0);
+            let show = |bytes: u64| if bytes == 0 { "-".into() } else { human(bytes) };
+            let resident = total.saturating_sub(side.pool);
+            let _ = writeln!(
+                out,
+                "{label:width$} {:>9} {:>9} {:>9} {us:>7} {:>9} {:>7} {:>7}",
+                digits(s.median),
+                digits(s.min),
+                digits(s.max),
+                show(resident),
+                show(side.pool),
+                show(total)
+            );
+        }
+        for pair in &self.pairs {
+            let _ = writeln!(out, "ratio to {}: {:.3} (above 1: swaptide is better)", pair.name, self.ratio(pair));
+        }
+        for note in &self.notes {
+            let _ = writeln!(out, "note: {note}");
+        }
+        out
+    }
+}
+
+/// The name of our own side.
+pub const SWAPTIDE: &str = "swaptide";
+
+fn peer_label(name: &str, side: &Side, counts: bool) -> String {
+    let gap = if side.detail.is_empty() { "" } else { " " };
+    format!("{name}{gap}{}{}", side.detail, if counts { " (the better)" } else { "" })
+}
+
+fn swaptide_label(side: &Side) -> String {
+    if side.limit == 0 { SWAPTIDE.into() } else { format!("{SWAPTIDE} --ram {}", human(side.limit)) }
+}
+
+/// A value with as many digits as say something.
+fn digits(x: f64) -> String {
+    match x {
+        x if x >= 100.0 => format!("{x:.0}"),
+        x if x >= 10.0 => format!("{x:.1}"),
+        x => format!("{x:.3}"),
+    }
+}
+
+/// Bytes, short: 463M, 1.5G.
+pub fn human(bytes: u64) -> String {
+    let units = [("G", 1u64 << 30), ("M", 1 << 20), ("K", 1 << 10)];
+    match units.iter().find(|(_, size)| bytes >= *size) {
+        None => format!("{bytes}"),
+        Some((unit, size)) if bytes.is_multiple_of(*size) => format!("{}{unit}", bytes / size),
+        Some((unit, size)) => {
+            let x = bytes as f64 / *size as f64;
+            if x >= 10.0 { format!("{x:.0}{unit}") } else { format!("{x:.2}{unit}") }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "report_tests.rs"]
+mod tests;

@@ -1,0 +1,198 @@
+//! One run of the workload: plain, under the kernel's swap, or under swaptide.
+//!
+//! Owns starting the workload's process, collecting what it prints, and looking at the pools at the moment all phases
+//! are over and all memory is still held.
+
+use std::io::{BufRead, BufReader, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use super::cgroup::{Cgroup, Hierarchy};
+use super::peers::{Folios, Peer, Setup};
+use super::restore::{Restorer, Undo};
+use super::workload::{DONE, Phase, PhaseResult};
+
+/// The work of one run.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// Bytes of data.
+    pub data: u64,
+    /// Phases, in order.
+    pub phases: Vec<Phase>,
+    /// How many times.
+    pub repeat: u32,
+    /// Touches in a random phase.
+    pub touches: usize,
+    /// Limit of time of one phase.
+    pub seconds_cap: u64,
+}
+
+/// What one run gave.
+#[derive(Debug, Clone, Default)]
+pub struct Outcome {
+    /// Each phase, in order.
+    pub phases: Vec<PhaseResult>,
+    /// From start to exit of the process, set-up not included.
+    pub wall_s: f64,
+    /// Bytes of compressed data in RAM at the end, where there is a pool.
+    pub pool_bytes: u64,
+    /// The most resident memory, as the cgroup or swaptide counts it; swaptide's includes its pool.
+    pub peak_resident: Option<u64>,
+    /// The codec, where the kernel names one.
+    pub codec: Option<String>,
+    /// Whether the pool counted against the limit.
+    pub pool_inside: bool,
+}
+
+impl Outcome {
+    /// Throughput of a phase in MB/s.
+    pub fn phase_mb_per_s(&self, phase: Phase) -> Option<f64> {
+        self.phases.iter().find(|p| p.phase == phase).map(PhaseResult::mb_per_s)
+    }
+
+    /// Throughput of all phases together in MB/s.
+    pub fn total_mb_per_s(&self) -> f64 {
+        let pages: u64 = self.phases.iter().map(|p| p.pages).sum();
+        let seconds: f64 = self.phases.iter().map(|p| p.seconds).sum();
+        pages as f64 * super::workload::PAGE as f64 / 1e6 / seconds.max(1e-9)
+    }
+
+    /// Whether a phase ended at its limit of time.
+    pub fn capped(&self) -> bool {
+        self.phases.iter().any(|p| p.capped)
+    }
+}
+
+/// Starts runs.
+pub struct Runner {
+    /// Puts the machine back.
+    pub restorer: Restorer,
+    /// Where swap files and reports go.
+    pub dir: PathBuf,
+    exe: PathBuf,
+    progress: bool,
+}
+
+impl Runner {
+    /// A runner whose swap files and reports go to `dir`.
+    pub fn new(restorer: Restorer, dir: &Path) -> Result<Self, String> {
+        let exe = std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
+        Ok(Runner { restorer, dir: dir.to_owned(), exe, progress: std::io::stderr().is_terminal() })
+    }
+
+    /// Says what runs now, on a terminal only.
+    pub fn say(&self, what: &str) {
+        if self.progress {
+            eprint!("\r\x1b[K{what}");
+        }
+    }
+
+    /// A command that runs this program's `args` with `swaptide run` and `ram` bytes before it, or without.
+    fn command(&self, ram: Option<(u64, &Path)>) -> Command {
+        let mut command = Command::new(&self.exe);
+        if let Some((ram, report)) = ram {
+            command.args(["run", "--quiet", "--ram", &ram.to_string(), "--report"]).arg(report).arg("--").arg(&self.exe);
+        }
+        command
+    }
+
+    /// Without any swap.
+    pub fn plain(&self, job: &Job) -> Result<Outcome, String> {
+        self.work(self.command(None), job, None, || 0)
+    }
+
+    /// Under the kernel's swap, in a cgroup of `limit` bytes.
+    pub fn kernel(&self, job: &Job, cgroups: &Hierarchy, peer: Peer, folios: Folios, limit: u64) -> Result<Outcome, String> {
+        // Room for twice the data: large folios want whole clusters.
+        let setup = Setup::new(&self.restorer, peer, folios, job.data * 2 + (64 << 20), &self.dir)?;
+        let scope = self.restorer.scope();
+        let group = Cgroup::create(&self.restorer, cgroups, limit)?;
+        let mut outcome = self.work(self.command(None), job, Some(&group.procs()), || setup.pool_bytes())?;
+        outcome.peak_resident = group.peak(self.restorer.machine());
+        outcome.codec.clone_from(&setup.codec);
+        outcome.pool_inside = peer.pool_is_charged(cgroups);
+        // Scopes end newest first: the group goes before the swap it used.
+        drop(scope);
+        Ok(outcome)
+    }
+
+    /// Under swaptide, with a budget of `ram` bytes.
+    pub fn swaptide(&self, job: &Job, ram: u64) -> Result<Outcome, String> {
+        let _scope = self.restorer.scope();
+        let report = self.report_file()?;
+        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, || 0)?;
+        let text = std::fs::read_to_string(&report).map_err(|e| format!("reading {}: {e}", report.display()))?;
+        let json: serde_json::Value =
+            serde_json::from_str(&text).map_err(|e| format!("{} is not the report of a run: {e}", report.display()))?;
+        outcome.peak_resident = json["peak_resident_bytes"].as_u64();
+        outcome.pool_bytes = json["peak_pool_bytes"].as_u64().unwrap_or(0);
+        outcome.pool_inside = true;
+        Ok(outcome)
+    }
+
+    /// How long `program` takes from start to exit, in seconds; under swaptide when `ram` is given.
+    pub fn time_program(&self, program: &Path, ram: Option<u64>) -> Result<f64, String> {
+        let mut command = Command::new(if ram.is_some() { &self.exe } else { program });
+        if let Some(ram) = ram {
+            command.args(["run", "--quiet", "--ram", &ram.to_string(), "--"]).arg(program);
+        }
+        let begin = Instant::now();
+        let mut running = self.restorer.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
+        let status = running.child.wait().map_err(|e| format!("waiting for {}: {e}", program.display()))?;
+        let took = begin.elapsed().as_secs_f64();
+        self.restorer.stop_if_interrupted();
+        if status.success() { Ok(took) } else { Err(format!("{} ended with {status}", program.display())) }
+    }
+
+    fn report_file(&self) -> Result<PathBuf, String> {
+        let path = self.dir.join(format!("swaptide-bench-{}.json", std::process::id()));
+        self.restorer.change(Undo::RemoveFile(path.clone()), |_| Ok(path))
+    }
+
+    fn work(
+        &self,
+        mut command: Command,
+        job: &Job,
+        join: Option<&Path>,
+        pool_bytes: impl FnOnce() -> u64,
+    ) -> Result<Outcome, String> {
+        let phases: Vec<&str> = job.phases.iter().map(|p| p.name()).collect();
+        command.args(["bench-work", "--hold", "--data", &job.data.to_string(), "--phase", &phases.join(",")]);
+        command.args(["--repeat", &job.repeat.to_string(), "--touches", &job.touches.to_string()]);
+        command.args(["--seconds-cap", &job.seconds_cap.to_string()]);
+        if let Some(procs) = join {
+            command.arg("--join").arg(procs);
+        }
+        let begin = Instant::now();
+        let mut running = self.restorer.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
+        let (Some(hold), Some(output)) = (running.child.stdin.take(), running.child.stdout.take()) else {
+            return Err("the workload has no pipes".into());
+        };
+        let mut outcome = Outcome::default();
+        let mut finished = false;
+        for line in BufReader::new(output).lines() {
+            match line.as_deref() {
+                Ok(DONE) => {
+                    finished = true;
+                    break;
+                }
+                Ok(line) => outcome
+                    .phases
+                    .push(serde_json::from_str(line).map_err(|e| format!("the workload printed {line:?}, not a result: {e}"))?),
+                Err(e) => return Err(format!("reading the workload's results: {e}")),
+            }
+        }
+        if finished {
+            outcome.pool_bytes = pool_bytes();
+        }
+        drop(hold);
+        let status = running.child.wait().map_err(|e| format!("waiting for the workload: {e}"))?;
+        outcome.wall_s = begin.elapsed().as_secs_f64();
+        self.restorer.stop_if_interrupted();
+        if !finished || !status.success() {
+            return Err(format!("the workload ended with {status}{}", if finished { "" } else { " before its last phase" }));
+        }
+        Ok(outcome)
+    }
+}

@@ -1,0 +1,321 @@
+//! The benchmark's program: `swaptide bench-work`.
+//!
+//! Owns the data pattern and the phases. The process is small on purpose: one allocation, no table beside it, so that
+//! what is measured is the swapping of that allocation and nothing else.
+//!
+//! Invariants:
+//! 1. Every word of the data follows from the page's index and the word's place alone, so any page can be checked at
+//!    any time and no two pages are alike.
+//! 2. A page is a quarter noise and three quarters one repeated word: it compresses about 4 to 1 with lz4.
+
+use std::io::{BufRead, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use super::size;
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+const WORDS: usize = PAGE / 8;
+const NOISE_WORDS: usize = WORDS / 4;
+/// Pages between two looks at the clock, in a phase with a time limit.
+const PAGES_PER_LOOK: usize = 256;
+
+/// Arguments of the hidden subcommand.
+#[derive(Debug, Clone, Args)]
+pub struct WorkArgs {
+    /// Bytes of data
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub data: u64,
+    /// What to do, in order
+    #[arg(long, value_enum, value_delimiter = ',', required = true)]
+    pub phase: Vec<Phase>,
+    /// Do the list of phases this many times
+    #[arg(long, default_value_t = 1)]
+    pub repeat: u32,
+    /// Touches in a random phase
+    #[arg(long, default_value_t = 60_000)]
+    pub touches: usize,
+    /// End a phase early after this many seconds
+    #[arg(long, default_value_t = 600)]
+    pub seconds_cap: u64,
+    /// Join this cgroup first (its cgroup.procs)
+    #[arg(long)]
+    pub join: Option<PathBuf>,
+    /// After the last phase wait until standard input ends
+    #[arg(long)]
+    pub hold: bool,
+    /// Write the results here instead of to standard output
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
+/// One phase of the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Write every page, in order.
+    Fill,
+    /// Read every page, in order; check four words of each.
+    Seq,
+    /// Read pages in an order without locality; check four words of each.
+    Random,
+    /// Read every page, in order; check every word.
+    Verify,
+}
+
+impl Phase {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Fill => "fill",
+            Phase::Seq => "seq",
+            Phase::Random => "random",
+            Phase::Verify => "verify",
+        }
+    }
+}
+
+/// What one phase did. One line of JSON each.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PhaseResult {
+    /// Which.
+    pub phase: Phase,
+    /// Pages touched.
+    pub pages: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// Whether it ended early, at the limit of time.
+    pub capped: bool,
+}
+
+impl PhaseResult {
+    /// Throughput in MB/s (10^6 bytes).
+    pub fn mb_per_s(&self) -> f64 {
+        self.pages as f64 * PAGE as f64 / 1e6 / self.seconds.max(1e-9)
+    }
+}
+
+/// The splitmix64 finalizer: a well-mixed word from a number.
+fn mix(x: u64) -> u64 {
+    let x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15) ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// The word at `place` of page `index`.
+fn word(index: usize, place: usize) -> u64 {
+    if place < NOISE_WORDS { mix((index * NOISE_WORDS + place) as u64) } else { index as u64 + 1 }
+}
+
+fn fill_page(page: &mut [u64], index: usize) {
+    // In two parts, without a choice per word: making the data must cost little beside what is measured.
+    let (noise, tail) = page.split_at_mut(NOISE_WORDS);
+    for (place, slot) in noise.iter_mut().enumerate() {
+        *slot = mix((index * NOISE_WORDS + place) as u64);
+    }
+    tail.fill(index as u64 + 1);
+}
+
+/// Checks four words: both ends of the noise, the end of the page, and one that depends on the page.
+fn check_page(page: &[u64], index: usize) -> bool {
+    let any = index.wrapping_mul(7) % WORDS;
+    [0, NOISE_WORDS - 1, any, WORDS - 1].iter().all(|&place| page[place] == word(index, place))
+}
+
+fn check_whole_page(page: &[u64], index: usize) -> bool {
+    page.iter().enumerate().all(|(place, &found)| found == word(index, place))
+}
+
+/// Where `i` stands in a permutation of `0..n` without locality: a four-round Feistel network over the next even power
+/// of two, walked until it lands inside. It needs no table.
+fn scatter(i: usize, n: usize) -> usize {
+    let bits = usize::BITS - n.saturating_sub(1).leading_zeros();
+    let half = bits.div_ceil(2).max(1);
+    let mask = (1usize << half) - 1;
+    let mut x = i;
+    loop {
+        let (mut left, mut right) = (x >> half, x & mask);
+        for round in 0..4u64 {
+            (left, right) = (right, left ^ (mix(right as u64 ^ (round << 56)) as usize & mask));
+        }
+        x = (left << half) | right;
+        if x < n {
+            return x;
+        }
+    }
+}
+
+/// Page-aligned anonymous memory. A zeroed allocation this large is a fresh mapping that nothing has touched yet.
+struct Data {
+    words: Vec<u64>,
+    start: usize,
+    pages: usize,
+}
+
+impl Data {
+    fn new(bytes: u64) -> Result<Self, String> {
+        let pages = usize::try_from(bytes).map_err(|_| "--data: too large".to_owned())? / PAGE;
+        if pages == 0 {
+            return Err("--data: less than a page".into());
+        }
+        let words = vec![0u64; (pages + 1) * WORDS];
+        let start = words.as_ptr().align_offset(PAGE);
+        Ok(Data { words, start, pages })
+    }
+
+    fn page(&self, index: usize) -> &[u64] {
+        &self.words[self.start + index * WORDS..][..WORDS]
+    }
+
+    fn page_mut(&mut self, index: usize) -> &mut [u64] {
+        &mut self.words[self.start + index * WORDS..][..WORDS]
+    }
+
+    fn run(&mut self, phase: Phase, touches: usize, cap: Duration) -> Result<PhaseResult, String> {
+        let n = self.pages;
+        let touches = if phase == Phase::Random { touches.min(n) } else { n };
+        let begin = Instant::now();
+        let mut done = 0;
+        while done < touches {
+            if done % PAGES_PER_LOOK == 0 && begin.elapsed() >= cap {
+                break;
+            }
+            let (index, right) = match phase {
+                Phase::Fill => {
+                    fill_page(self.page_mut(done), done);
+                    (done, true)
+                }
+                Phase::Seq => (done, check_page(self.page(done), done)),
+                Phase::Verify => (done, check_whole_page(self.page(done), done)),
+                Phase::Random => {
+                    let index = scatter(done, n);
+                    (index, check_page(self.page(index), index))
+                }
+            };
+            if !right {
+                return Err(format!("page {index} of {n} does not hold what was written to it (phase {phase:?})"));
+            }
+            done += 1;
+        }
+        Ok(PhaseResult { phase, pages: done as u64, seconds: begin.elapsed().as_secs_f64(), capped: done < touches })
+    }
+}
+
+/// Runs the phases. Exit status: 0, 2 for arguments that make no sense, 3 where a page was wrong.
+pub fn main(args: &WorkArgs) -> u8 {
+    let status = |code: u8, message: String| {
+        eprintln!("swaptide bench-work: {message}");
+        code
+    };
+    if let Some(procs) = &args.join
+        && let Err(e) = std::fs::write(procs, "0")
+    {
+        return status(2, format!("joining {}: {e}", procs.display()));
+    }
+    let mut out: Box<dyn Write> = match &args.out {
+        None => Box::new(std::io::stdout()),
+        Some(file) => match std::fs::File::create(file) {
+            Ok(file) => Box::new(file),
+            Err(e) => return status(2, format!("--out {}: {e}", file.display())),
+        },
+    };
+    let mut data = match Data::new(args.data) {
+        Ok(data) => data,
+        Err(e) => return status(2, e),
+    };
+    let cap = Duration::from_secs(args.seconds_cap);
+    // A capped fill leaves pages that later phases would rightly find wrong: they end with it.
+    let mut unfilled = false;
+    for _ in 0..args.repeat {
+        for &phase in &args.phase {
+            if unfilled && phase != Phase::Fill {
+                continue;
+            }
+            match data.run(phase, args.touches, cap) {
+                Ok(result) => {
+                    unfilled = phase == Phase::Fill && result.capped;
+                    let line = serde_json::to_string(&result).unwrap_or_default();
+                    if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+                        return status(2, "the results cannot be written".into());
+                    }
+                }
+                Err(e) => return status(3, e),
+            }
+        }
+    }
+    if args.hold {
+        let _ = writeln!(out, "{DONE}").and_then(|()| out.flush());
+        let mut rest = String::new();
+        while std::io::stdin().lock().read_line(&mut rest).is_ok_and(|n| n > 0) {
+            rest.clear();
+        }
+    }
+    0
+}
+
+/// The line that says all phases are over and the memory is still held.
+pub const DONE: &str = "done";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scatter_is_a_permutation_without_locality() {
+        for n in [1, 2, 3, 5, 64, 1000, 4096, 10_007] {
+            let mut seen = vec![false; n];
+            let mut near = 0;
+            for i in 0..n {
+                let at = scatter(i, n);
+                assert!(!std::mem::replace(&mut seen[at], true), "{at} twice for n = {n}");
+                near += usize::from(i > 0 && at.abs_diff(scatter(i - 1, n)) < 16);
+            }
+            assert!(n < 1000 || near * 20 < n, "{near} of {n} neighbours stayed close");
+        }
+    }
+
+    #[test]
+    fn phases_pass_on_right_data_and_find_a_wrong_page() {
+        let mut data = Data::new(300 * PAGE as u64).unwrap();
+        assert_eq!(data.words.as_ptr().wrapping_add(data.start) as usize % PAGE, 0);
+        let minute = Duration::from_secs(60);
+        for (phase, pages) in [(Phase::Fill, 300), (Phase::Seq, 300), (Phase::Random, 100), (Phase::Verify, 300)] {
+            let result = data.run(phase, 100, minute).unwrap();
+            assert_eq!((result.pages, result.capped), (pages, false));
+        }
+        // A page that holds another page's content, and one that reads as zeros: what swapping wrongly would do.
+        let other = data.page(5).to_vec();
+        data.page_mut(77).copy_from_slice(&other);
+        assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
+        data.page_mut(77).fill(0);
+        assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
+        fill_page(data.page_mut(77), 77);
+        data.page_mut(0).fill(0);
+        assert!(data.run(Phase::Verify, 0, minute).unwrap_err().starts_with("page 0 of 300"));
+    }
+
+    #[test]
+    fn a_time_limit_ends_a_phase() {
+        let mut data = Data::new(64 * PAGE as u64).unwrap();
+        let result = data.run(Phase::Fill, 0, Duration::ZERO).unwrap();
+        assert_eq!((result.pages, result.capped), (0, true));
+    }
+
+    #[test]
+    fn pages_are_a_quarter_noise_and_all_different() {
+        let mut pages = vec![0u64; 64 * WORDS];
+        for (index, page) in pages.chunks_mut(WORDS).enumerate() {
+            fill_page(page, index);
+        }
+        let mut noise: Vec<u64> = pages.chunks(WORDS).flat_map(|p| p[..NOISE_WORDS].to_vec()).collect();
+        noise.sort_unstable();
+        noise.dedup();
+        assert_eq!(noise.len(), 64 * NOISE_WORDS);
+        assert!(pages.chunks(WORDS).enumerate().all(|(i, p)| p[NOISE_WORDS..].iter().all(|&w| w == i as u64 + 1)));
+        assert!(pages.chunks(WORDS).enumerate().all(|(i, p)| check_whole_page(p, i)));
+    }
+}

@@ -1,0 +1,184 @@
+//! The command line of swaptide.
+//!
+//! Owns the grammar of the commands and their exit statuses: 2 and one line on standard error for everything that is wrong before
+//! anything was started. A subcommand is a variant of [`Command`], a line in [`Cli::execute`], and a module.
+
+mod bench;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use swaptide_host::doctor;
+use swaptide_host::supervise::{self, RunConfig};
+
+/// Exit status of bad input, and of whatever keeps a command from starting.
+const BAD_INPUT: u8 = 2;
+
+/// Linux swap as a library: more memory than the machine has, for an unmodified program.
+#[derive(Parser)]
+#[command(name = "swaptide", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a program within a budget of memory; what does not fit is swapped
+    Run(RunArgs),
+    /// Tell what this machine allows, and the one command that mends what it does not
+    Doctor(DoctorArgs),
+    /// Measure swaptide beside the kernel's own swap, in one call
+    Bench(bench::BenchArgs),
+    /// The program that `bench` measures
+    #[command(hide = true)]
+    BenchWork(bench::workload::WorkArgs),
+}
+
+#[derive(Args)]
+struct RunArgs {
+    /// Memory for the program and all it starts: 512M, 1.5G, or 50% of the machine's or container's memory [default: 80%]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    ram: Option<String>,
+    /// Where pages go: zram:SIZE, file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N
+    /// [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]
+    #[arg(long, value_name = "DEV", allow_hyphen_values = true)]
+    swap: Vec<String>,
+    /// Write what happened to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// No line of summary at the end
+    #[arg(long)]
+    quiet: bool,
+    /// When swap space runs out, kill the program (status 137) instead of letting it go past its budget
+    #[arg(long)]
+    strict: bool,
+    /// The program and its arguments
+    #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]
+    command: Vec<OsString>,
+}
+
+#[derive(Args)]
+struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Cli {
+    fn execute(self) -> ExitCode {
+        match self.command {
+            Command::Run(args) => run(args),
+            Command::Doctor(args) => examine(&args),
+            Command::Bench(args) => ExitCode::from(bench::main(&args)),
+            Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    match Cli::try_parse() {
+        Ok(cli) => cli.execute(),
+        Err(error) => refuse_usage(&error),
+    }
+}
+
+fn run(args: RunArgs) -> ExitCode {
+    let RunArgs { ram, swap, report, quiet, strict, command } = args;
+    match supervise::run(&RunConfig { ram, swap, report, quiet, strict, command }) {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => refuse("run", &error.to_string()),
+    }
+}
+
+fn examine(args: &DoctorArgs) -> ExitCode {
+    let diagnosis = doctor::examine();
+    let text =
+        if args.json { serde_json::to_string_pretty(&diagnosis).map(|text| text + "\n") } else { Ok(diagnosis.to_string()) };
+    // A reader that went away has seen enough.
+    let _ = std::io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
+    if diagnosis.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// One line on standard error, and the status of bad input.
+fn refuse(command: &str, message: &str) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "swaptide {command}: {}", message.replace('\n', " "));
+    ExitCode::from(BAD_INPUT)
+}
+
+/// What clap has to say: help and version as they are, errors in one line.
+fn refuse_usage(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let names: Vec<String> = Cli::command()
+                .get_subcommands()
+                .filter(|command| !command.is_hide_set())
+                .map(|command| command.get_name().to_owned())
+                .collect();
+            let _ = writeln!(std::io::stderr(), "swaptide: no command given; one of {}, or --help", names.join(", "));
+            return ExitCode::from(BAD_INPUT);
+        }
+        _ => {}
+    }
+    let message = one_line(&error.render().to_string());
+    match std::env::args().nth(1).filter(|first| Cli::command().find_subcommand(first).is_some()) {
+        Some(command) => refuse(&command, &message),
+        None => {
+            let _ = writeln!(std::io::stderr(), "swaptide: {message}");
+            ExitCode::from(BAD_INPUT)
+        }
+    }
+}
+
+/// The error itself and what it lists; not the tips and the usage that clap puts below.
+fn one_line(text: &str) -> String {
+    let body = text.strip_prefix("error: ").unwrap_or(text);
+    let paragraph = body.split("\n\n").next().unwrap_or(body);
+    paragraph.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split(' '))
+    }
+
+    #[test]
+    fn the_grammar_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn everything_after_the_program_belongs_to_it() {
+        for line in ["swaptide run --ram 1G -- prog --ram 2G -x", "swaptide run --ram 1G prog --ram 2G -x"] {
+            let Ok(Cli { command: Command::Run(args) }) = parse(line) else { panic!("{line}") };
+            assert_eq!(args.ram.as_deref(), Some("1G"));
+            assert_eq!(args.command, ["prog", "--ram", "2G", "-x"]);
+        }
+    }
+
+    #[test]
+    fn errors_fit_one_line_and_name_the_flag() {
+        for (line, part) in [
+            ("swaptide run --frobnicate -- true", "--frobnicate"),
+            ("swaptide run --ram", "--ram"),
+            ("swaptide run", "<CMD>"),
+            ("swaptide run --ram 1G --ram 2G true", "--ram"),
+            ("swaptide fly", "fly"),
+        ] {
+            let Err(error) = parse(line) else { panic!("{line}") };
+            let message = one_line(&error.render().to_string());
+            assert!(message.contains(part) && !message.contains('\n'), "{line}: {message}");
+        }
+    }
+}

@@ -1,0 +1,52 @@
+"""The purpose-made C programs: each verifies its own data, so their expected output is one line."""
+
+import time
+
+from harness import Case, Failure
+
+
+def program(name, *mode, megabytes=128, seconds=4):
+    def run(context):
+        context.c(name, *mode, megabytes=megabytes, seconds=60 if context.case.full else seconds)
+    return run
+
+
+def daemon(context):
+    """The command exits at once; its daemon must still find its data, and say so in a file."""
+    result = context.directory / "result"
+    context.run([context.binary("forks"), 96, 0, context.seed, "daemon", result])
+    while not result.exists():
+        if context.hung is not None:
+            raise Failure("the daemon said nothing")
+        time.sleep(0.05)
+    context.expect(result.read_text() == "OK daemon\n", f"the daemon wrote {result.read_text()!r}")
+
+
+FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds")
+
+CASES = [
+    Case("heap-single", program("heap", "single"), 32, allowance=2),
+    Case("heap-threads", program("heap", "threads"), 32, allowance=4),
+    Case("stack", program("stack"), 32, allowance=2),
+    Case("bss", program("bss", megabytes=300), 64, allowance=2),
+    Case("sparse", program("sparse"), 32, allowance=2),
+    Case("onepage", program("onepage"), 32, allowance=4),
+    Case("hugepages", program("hugepages"), 32, allowance=4),
+    Case("threads-touch", program("threads", "touch"), 32, allowance=4),
+    Case("threads-storm", program("threads", "storm"), 32, allowance=12),
+    Case("ops-single", program("ops", "single"), 32, allowance=2),
+    Case("ops-threads", program("ops", "threads"), 32, allowance=4),
+    Case("advice", program("advice"), 32, allowance=4, forks=True),
+    Case("signals", program("signals"), 32, allowance=2),
+    Case("sysio", program("sysio"), 32, allowance=4),
+    *[Case(f"forks-{mode}", program("forks", mode, megabytes=96), 32, allowance=8, forks=True) for mode in FORK_MODES],
+    Case("forks-daemon", daemon, 32, allowance=8, forks=True),
+    # The same for a minute each, and more of it.
+    Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),
+    Case("long-ops", program("ops", "threads", megabytes=384), 64, full=True, limit=240, allowance=4),
+    Case("long-touch", program("threads", "touch", megabytes=384), 64, full=True, limit=240, allowance=4),
+    Case("long-sysio", program("sysio", megabytes=384), 64, full=True, limit=240, allowance=4),
+    Case("long-tree", program("forks", "tree", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
+    Case("long-threaded", program("forks", "threaded", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
+    Case("long-killed", program("forks", "killed", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
+]

@@ -1,0 +1,233 @@
+"""What passes through `swaptide run` unchanged: exit statuses, streams, terminals, signals, the environment, other programs."""
+
+import fcntl
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import termios
+import time
+
+from harness import HERE, Case, Failure, digest, status_of_signal
+
+PRESSURE = HERE / "py" / "pressure.py"
+
+
+def exit_codes(context):
+    for code in (0, 1, 7, 255):
+        context.run(["sh", "-c", f"exit {code}"], status=code)
+    for name in ("TERM", "KILL", "ABRT", "SEGV"):
+        context.run(["sh", "-c", f"kill -{name} $$"], status=status_of_signal(getattr(signal, f"SIG{name}")))
+
+
+def summary(context):
+    """Without --quiet there is one line of summary on stderr, and nothing on stdout."""
+    done = context.start(["true"], quiet=False).process
+    done.wait()
+    directory = context.directory / "run1"
+    lines = (directory / "stderr").read_text().splitlines()
+    context.expect((directory / "stdout").read_text() == "", "there is something on stdout")
+    context.expect(context.native or len(lines) == 1, f"{len(lines)} lines on stderr instead of one of summary")
+
+
+def pipes(context):
+    """20 MB of random bytes through a pipe on each side come out as they went in."""
+    source = context.directory / "input"
+    source.write_bytes(random.Random(context.seed).randbytes(20 << 20))
+    reader, writer = os.pipe()
+    feeder = context.start(["cat", source], native=True, stdout=writer)
+    os.close(writer)
+    program = context.start(["cat"], stdin=reader)
+    os.close(reader)
+    done = program.finish()
+    feeder.finish()
+    context.expect(digest(done.stdout) == digest(source), "what came out is not what went in")
+    context.expect(context.run(["sh", "-c", "cat; echo end >&2"], stdin=source).errors() == "end\n", "stderr is not untouched")
+
+
+def environment(context):
+    """The variables and the directory the program sees are the ones it was started with, LD_PRELOAD and swaptide's apart."""
+    where = context.directory / "a directory with spaces"
+    where.mkdir()
+    names = {"PATH": os.environ["PATH"], "HOME": "/", "ODD": "two words\nand a line", "EMPTY": "", "LC_ALL": "C"}
+    script = (
+        "import os, sys; print(os.getcwd()); print(sys.argv[1:]);"
+        "print(sorted(i for i in os.environ.items() if i[0] != 'LD_PRELOAD' and not i[0].startswith('SWAPTIDE')))"
+    )
+    context.compare([context.python, "-c", script, "", "a b", "--ram", "*"], env=names, cwd=where)
+
+
+def chains(context):
+    """Programs that become and start others, with and without an environment."""
+    context.compare(["sh", "-c", "echo one; sh -c 'echo two; exec env -i /bin/sh -c \"echo three; exec /bin/echo four\"'"])
+    context.compare(["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do (echo $i) | cat; done"])
+    context.compare(["sh", "-c", "seq 1000 | xargs -n 50 echo | sort | tail -n 3"])
+    context.compare([context.python, "-c", "import subprocess as s; print(s.run(['sh', '-c', 'exit 9']).returncode)"])
+
+
+def chain_pressure(context):
+    """Programs that swap although others started them and exec stands between them and the command."""
+    script = f"env MORE=1 {context.python} {PRESSURE} 60 closefds; sh -c 'exec {context.python} {PRESSURE} 60 closefds'"
+    done = context.run(["sh", "-c", script])
+    context.expect(done.text() == "OK closefds\nOK closefds\n", f"it printed {done.text()!r}")
+
+
+def cleared_environment(context):
+    """The budget holds also for a program that is started with an empty environment."""
+    done = context.run(["sh", "-c", f"env -i {context.python} {PRESSURE} 100 closefds"])
+    context.expect(done.text() == "OK closefds\n", f"it printed {done.text()!r}")
+
+
+def pressure(megabytes, mode):
+    def run(context):
+        done = context.run([context.python, PRESSURE, megabytes, mode])
+        context.expect(done.text() == f"OK {mode}\n", f"it printed {done.text()!r}")
+    return run
+
+
+def wait_for_line(context, program, start):
+    """Waits until the program's output has a line that begins with `start`; the line."""
+    path = program.directory / "stdout"
+    while context.hung is None:
+        for line in path.read_text().splitlines():
+            if line.startswith(start):
+                return line
+        if program.process.poll() is not None:
+            program.finish(status=None)
+            raise Failure(f"it ended with status {program.process.returncode} before it said {start!r}")
+        time.sleep(0.02)
+    raise Failure(f"it never said {start!r}")
+
+
+def signals(context):
+    """USR1 and TERM sent to `swaptide run` arrive once each; so do those sent to the program itself."""
+    program = context.start([context.python, PRESSURE, 100, "wait"])
+    target = int(wait_for_line(context, program, "ready").split()[1])
+    for pid in (program.pid, target, program.pid):
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+    os.kill(program.pid, signal.SIGTERM)
+    done = program.finish(status=7)
+    context.expect(done.text().splitlines()[-1] == "USR1 3 then SIGTERM 1", f"it counted {done.text().splitlines()[-1]!r}")
+
+
+def killed(context):
+    """A program ended by a signal while much of it is swapped out: the status says so, and nothing stays behind."""
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        program = context.start([context.python, PRESSURE, 100, "wait"])
+        os.kill(int(wait_for_line(context, program, "ready").split()[1]), number)
+        program.finish(status=status_of_signal(number))
+
+
+def run_killed(context):
+    """`swaptide run` itself is killed: the program must not go on with pages missing, and must not hang."""
+    program = context.start([context.python, PRESSURE, 100, "wait"])
+    target = int(wait_for_line(context, program, "ready").split()[1])
+    program.process.kill()
+    program.process.wait()
+    if context.native:
+        return
+    # Either it is ended with its supervisor, or it carries on and verifies: both are right, a wrong page is not.
+    try:
+        os.kill(target, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    while context.hung is None and os.path.exists(f"/proc/{target}/comm"):
+        try:
+            if os.waitpid(target, os.WNOHANG)[0]:
+                break
+        except ChildProcessError:
+            pass
+        time.sleep(0.05)
+    lines = (program.directory / "stdout").read_text().splitlines()
+    context.expect(not any("differs" in line for line in lines), f"it went on with wrong data: {lines[-1]!r}")
+
+
+def read_terminal(context, master, until):
+    """Everything the terminal shows until it shows `until` (None: until it is closed)."""
+    seen = b""
+    while context.hung is None and (until is None or until not in seen):
+        ready, _, _ = select.select([master], [], [], 0.2)
+        if not ready:
+            continue
+        try:
+            more = os.read(master, 4096)
+        except OSError:
+            more = b""
+        if not more:
+            break
+        seen += more
+    return seen
+
+
+def terminal(context):
+    """A pseudo-terminal as controlling terminal: all three streams are one, a line can be typed, ctrl-C arrives once."""
+    master, slave = pty.openpty()
+
+    def own_the_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    program = context.start([context.python, PRESSURE, 100, "terminal"], stdin=slave, stdout=slave, stderr=slave,
+                            preexec=own_the_terminal)
+    os.close(slave)
+    seen = read_terminal(context, master, b"terminals True True True")
+    os.write(master, b"hello\n")
+    seen += read_terminal(context, master, b"line hello")
+    os.write(master, b"\x03")
+    seen += read_terminal(context, master, None)
+    program.finish(status=8)
+    os.close(master)
+    context.expect(b"SIGINT 1" in seen, f"the terminal showed {seen[-200:]!r}")
+
+
+def stopped(context):
+    """STOP and CONT: a stopped program goes on where it was."""
+    program = context.start([context.python, PRESSURE, 100, "wait"])
+    target = int(wait_for_line(context, program, "ready").split()[1])
+    os.kill(target, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(target, signal.SIGCONT)
+    os.kill(program.pid, signal.SIGTERM)
+    program.finish(status=7)
+
+
+def bad_input(context):
+    """Wrong arguments: exit status 2 and one line that names what is wrong."""
+    if context.native:
+        return
+    tries = [
+        (["--ram", "lots", "--", "true"], "--ram"),
+        (["--ram", "1K", "--", "true"], "--ram"),
+        (["--ram", "64M", "--", "/no/such/program"], "/no/such/program"),
+        (["--ram", "64M", "--report", "/no/such/directory/r.json", "--", "true"], "/no/such/directory"),
+        (["--ram", "64M", "--swap", "file:/no/such/directory/f:1G", "--", "true"], "/no/such/directory"),
+        (["--ram", "64M", "--swap", "nonsense", "--", "true"], "--swap"),
+    ]
+    for words, named in tries:
+        result = subprocess.run([context.swaptide, "run", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        lines = result.stderr.splitlines()
+        said = f"{' '.join(words)}: exit status {result.returncode}, stderr {result.stderr[:300]!r}"
+        context.expect(result.returncode == 2, f"{said}; expected status 2")
+        context.expect(len(lines) == 1 and named in lines[0], f"{said}; expected one line that names {named}")
+
+
+CASES = [
+    Case("exit-codes", exit_codes, 32, swaps=False),
+    Case("summary", summary, 32, swaps=False),
+    Case("bad-input", bad_input, 32, swaps=False),
+    Case("pipes", pipes, 32, swaps=False),
+    Case("environment", environment, 48, swaps=False),
+    Case("chains", chains, 48, swaps=False, forks=True),
+    Case("chain-pressure", chain_pressure, 32, allowance=8, forks=True),
+    Case("cleared-environment", cleared_environment, 32, allowance=4),
+    Case("signals-passed", signals, 32, allowance=4),
+    Case("killed", killed, 32, allowance=4),
+    Case("run-killed", run_killed, 32, allowance=4),
+    Case("stopped", stopped, 32, allowance=4),
+    Case("terminal", terminal, 32, allowance=4),
+    Case("closefds-self", pressure(100, "closefds"), 32, allowance=4),
+    Case("closefds-spawn", pressure(100, "spawn"), 32, allowance=16, forks=True),
+]

@@ -1,0 +1,349 @@
+"""The frame every case runs in: starting a program under swaptide, judging its report, its peak and its end.
+
+A case is a function that gets a `Context`. It calls `Context.run` or `Context.compare` and raises `Failure` (usually through
+`Context.expect`) when something is not as it must be. One watchdog per case kills whatever is left when the case's time is
+up, so no case needs time-outs of its own.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from processes import Sampler, describe_tree, descendants, is_zombie, kill_tree, reap_orphans
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+NATIVE = "native"
+
+
+class Failure(Exception):
+    """What a case found wrong, in words for the person who has to find out why."""
+
+
+@dataclass
+class Case:
+    """One case of the suite."""
+
+    name: str
+    run: Callable
+    budget: int
+    """MiB given to `swaptide run --ram`."""
+    full: bool = False
+    """Runs only with --full (or when asked for by its name)."""
+    limit: int = 90
+    """Seconds after which it is killed and failed."""
+    needs: tuple = ()
+    """Programs it cannot do without; one that is missing fails the case."""
+    allowance: int = 0
+    """MiB over the budget that are allowed: memory which is not pageable in this program (stacks, code made at run time)."""
+    swaps: bool = True
+    """The data is larger than the budget: the report must show pages going out."""
+    forks: bool = False
+    """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the report alone is judged."""
+
+
+@dataclass
+class Finished:
+    """A program that came to its end."""
+
+    status: int
+    stdout: Path
+    stderr: Path
+    wall: float
+    directory: Path
+    report: dict = field(default_factory=dict)
+
+    def text(self):
+        return self.stdout.read_text(errors="replace")
+
+    def errors(self):
+        return self.stderr.read_text(errors="replace")
+
+
+class Program:
+    """A program that has been started; `finish` waits for it and judges what swaptide says about it."""
+
+    def __init__(self, context, process, directory, report_path, native):
+        self.process = process
+        self.pid = process.pid
+        self.directory = directory
+        self._context = context
+        self._report_path = report_path
+        self._native = native
+        self._started = time.monotonic()
+        self._sampler = Sampler(process.pid)
+
+    def finish(self, status=0):
+        """Waits for the end; checks the exit status (None: any), the error stream, the report and the peak."""
+        context = self._context
+        try:
+            code = self.process.wait(timeout=context.remaining() + 30)
+        except subprocess.TimeoutExpired:
+            raise Failure(f"it could not be killed:\n{describe_tree(os.getpid())}") from None
+        wall = time.monotonic() - self._started
+        sampled = self._sampler.stop()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        code = 128 - code if code < 0 else code
+        done = Finished(code, self.directory / "stdout", self.directory / "stderr", wall, self.directory)
+        if context.hung is None:
+            context.judge(done, status, self._native, self._report_path, sampled)
+        return done
+
+
+class Context:
+    """What a case works with: its directory, its budget, the way to start programs."""
+
+    def __init__(self, case, swaptide, directory, seed, binaries):
+        self.case = case
+        self.swaptide = swaptide
+        self.native = swaptide == NATIVE
+        self.directory = directory
+        self.seed = seed
+        self.budget = case.budget
+        self.peak = 0
+        self.hung = None
+        self.python = sys.executable
+        self._binaries = binaries
+        self._deadline = time.monotonic() + case.limit
+        self._runs = 0
+        self._started = []
+
+    # Starting programs
+
+    def start(self, argv, *, native=False, budget=None, stdin=subprocess.DEVNULL, stdout=None, stderr=None, env=None, cwd=None,
+              options=(), preexec=None, quiet=True):
+        """Starts `argv` under swaptide (or as it is, with `native`). `stdin` may be a path."""
+        self._runs += 1
+        directory = self.directory / f"run{self._runs}"
+        directory.mkdir()
+        native = native or self.native
+        report = directory / "report.json"
+        argv = [str(word) for word in argv]
+        if not native:
+            prefix = [self.swaptide, "run", "--ram", f"{budget or self.budget}M", "--report", str(report), *options]
+            argv = prefix + (["--quiet"] if quiet else []) + ["--"] + argv
+        opened = []
+
+        def target(given, name):
+            if given is None:
+                opened.append(open(directory / name, "wb"))
+                return opened[-1]
+            return given
+
+        if isinstance(stdin, (str, Path)):
+            stdin = open(stdin, "rb")
+            opened.append(stdin)
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=target(stdout, "stdout"),
+                stderr=target(stderr, "stderr"),
+                env=env,
+                cwd=cwd or directory,
+                preexec_fn=preexec,
+            )
+        finally:
+            for file in opened:
+                file.close()
+        program = Program(self, process, directory, report, native)
+        self._started.append(program)
+        return program
+
+    def run(self, argv, *, status=0, **how):
+        """Runs `argv` to its end and judges it."""
+        return self.start(argv, **how).finish(status)
+
+    def compare(self, argv, *, files=(), **how):
+        """Runs `argv` without and with swaptide; its status, its output and the `files` it writes must be the same."""
+        plain = self.run(argv, native=True, status=None, **how)
+        swapped = self.run(argv, status=plain.status, **how)
+        for name in ("stdout", *files):
+            left, right = digest(plain.directory / name), digest(swapped.directory / name)
+            self.expect(left == right, f"{name} differs: sha256 {left} without swaptide, {right} with it"
+                        + first_difference(plain.directory / name, swapped.directory / name))
+        return plain, swapped
+
+    def c(self, name, *arguments, seconds=5, megabytes=128, last=None, **how):
+        """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says all was verified."""
+        argv = [self.binary(name), megabytes, seconds, self.seed, *arguments]
+        done = self.run(argv, **how)
+        lines = done.text().splitlines()
+        expected = last or " ".join(["OK", name, *[str(word) for word in arguments[:1]]])
+        self.expect(lines and lines[-1] == expected, f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}")
+        return done
+
+    def binary(self, name):
+        """The path of the C program `name`, compiled on first use."""
+        return self._binaries.get(name)
+
+    # Judging
+
+    def expect(self, true, message):
+        if self.hung is None and not true:
+            raise Failure(message)
+
+    def remaining(self):
+        return max(1.0, self._deadline - time.monotonic())
+
+    def judge(self, done, status, native, report_path, sampled):
+        errors = done.errors() if done.stderr.exists() else ""
+        tail = ("; stderr ends: " + " | ".join(errors.splitlines()[-5:])) if errors.strip() else ""
+        if done.stdout.exists() and status is not None and done.status != status:
+            output = done.text().splitlines()[-3:]
+            tail += ("; stdout ends: " + " | ".join(line[:200] for line in output)) if output else ""
+        self.expect(status is None or done.status == status, f"exit status {done.status} instead of {status}{tail}")
+        if native:
+            if self.native:
+                self.peak = max(self.peak, sampled)
+            return
+        complaints = [line for line in errors.splitlines() if line.startswith("swaptide")]
+        self.expect(not complaints, f"swaptide complained: {' | '.join(complaints[:3])}")
+        self.expect(report_path.exists(), f"it wrote no report{tail}")
+        try:
+            done.report = json.loads(report_path.read_text())
+            reported = int(done.report["peak_resident_bytes"])
+            stats = done.report["stats"]
+            said = int(done.report["exit_status"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise Failure(f"the report is not what it must be: {error!r}: {report_path.read_text()[:300]}") from None
+        self.expect(said == done.status, f"the report says exit status {said}, it was {done.status}")
+        most = self.budget * MIB * 1.05 + (2 + self.case.allowance) * MIB
+        self.peak = max(self.peak, reported)
+        self.expect(reported <= most, f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
+        # Measured from outside, the supervisor's own megabytes count too, and the processes are not read at one instant.
+        slack = most + 4 * MIB
+        self.expect(self.case.forks or sampled <= slack,
+                    f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
+                    f"the report says {reported / MIB:.1f}")
+        out = sum(int(stats.get(name, 0)) for name in ("pswpout", "zswpout"))
+        self.expect(out > 0 or not self.case.swaps, "nothing was swapped out (pswpout is 0)")
+
+    def check_leftovers(self):
+        """Nothing of the case may go on running after it."""
+        for _ in range(40):
+            reap_orphans()
+            left = [pid for pid in descendants(os.getpid()) if not is_zombie(pid)]
+            if not left:
+                return
+            time.sleep(0.05)
+        self.expect(False, f"it left processes behind:\n{describe_tree(os.getpid())}")
+
+    def close(self):
+        for program in self._started:
+            if program.process.stdin is not None:
+                try:
+                    program.process.stdin.close()
+                except OSError:
+                    pass
+            program._sampler.stop()
+            program.process.poll()
+
+
+class Binaries:
+    """The C programs, compiled into one directory when first asked for."""
+
+    def __init__(self, directory):
+        self._directory = directory
+
+    def get(self, name):
+        path = self._directory / name
+        if not path.exists():
+            compiler = shutil.which("cc") or shutil.which("gcc")
+            if compiler is None:
+                raise Failure("no C compiler (cc) is installed")
+            command = [compiler, "-O2", "-g", "-Wall", "-Wextra", "-pthread", "-o", str(path), str(HERE / "c" / f"{name}.c")]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode != 0:
+                raise Failure(f"{name}.c does not compile: {result.stderr.strip()[:600]}")
+        return path
+
+
+def digest(path):
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def first_difference(left, right):
+    """Where two files begin to differ, as the end of a sentence."""
+    offset = 0
+    with open(left, "rb") as one, open(right, "rb") as two:
+        while True:
+            a, b = one.read(1 << 16), two.read(1 << 16)
+            if a != b:
+                at = next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
+                return f"; first at byte {offset + at}: {a[at:at + 40]!r} and {b[at:at + 40]!r}"
+            if not a:
+                return ""
+            offset += len(a)
+
+
+class Outcome:
+    """How one case ended, as its line of output."""
+
+    def __init__(self, case, wall, peak, why=None, directory=None):
+        self.case, self.wall, self.peak, self.why, self.directory = case, wall, peak, why, directory
+
+    def __str__(self):
+        if self.why is None:
+            return f"ok {self.case.name} {self.wall:.1f} s peak {self.peak / MIB:.1f} MiB of {self.case.budget}"
+        kept = f"\n  files: {self.directory}" if self.directory and self.directory.exists() else ""
+        return f"FAILED {self.case.name}: {self.why}{kept}"
+
+
+def run_case(case, swaptide, root, seed, binaries, keep):
+    """Runs one case in a directory of its own and says how it went."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{case.name}-", dir=root))
+    context = Context(case, swaptide, directory, seed, binaries)
+    started = time.monotonic()
+
+    def time_is_up():
+        context.hung = f"no end after {case.limit} s; what was running:\n{describe_tree(os.getpid())}"
+        kill_tree(os.getpid())
+
+    watchdog = threading.Timer(case.limit, time_is_up)
+    watchdog.daemon = True
+    why = None
+    missing = [program for program in case.needs if shutil.which(program) is None]
+    try:
+        if missing:
+            raise Failure(f"not installed: {', '.join(missing)} (./check installs it)")
+        watchdog.start()
+        case.run(context)
+        context.check_leftovers()
+    except Failure as failure:
+        why = str(failure)
+    except (OSError, ValueError, EOFError, AssertionError, subprocess.SubprocessError) as error:
+        why = f"{type(error).__name__}: {error}"
+    finally:
+        watchdog.cancel()
+        if watchdog.is_alive():
+            watchdog.join()
+        kill_tree(os.getpid())
+        context.close()
+        reap_orphans()
+    if context.hung is not None:
+        why = context.hung
+    wall = time.monotonic() - started
+    if why is None and not keep:
+        shutil.rmtree(directory, ignore_errors=True)
+    return Outcome(case, wall, context.peak, why, directory)
+
+
+def status_of_signal(number):
+    """The exit status that says: ended by this signal."""
+    return 128 + int(signal.Signals(number))
