@@ -28,6 +28,7 @@ def summary(context):
     done.wait()
     directory = context.directory / "run1"
     lines = (directory / "stderr").read_text().splitlines()
+    context.expect(done.returncode == 0, f"exit status {done.returncode}: {lines}")
     context.expect((directory / "stdout").read_text() == "", "there is something on stdout")
     context.expect(context.native or len(lines) == 1, f"{len(lines)} lines on stderr instead of one of summary")
 

@@ -40,7 +40,7 @@ class Case:
     """MiB given to `swaptide run --ram`."""
     full: bool = False
     """Runs only with --full (or when asked for by its name)."""
-    limit: int = 90
+    limit: int = 120
     """Seconds after which it is killed and failed."""
     needs: tuple = ()
     """Programs it cannot do without; one that is missing fails the case."""

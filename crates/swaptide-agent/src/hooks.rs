@@ -34,8 +34,20 @@ fn hint_of(advice: c_int) -> Option<Hint> {
     })
 }
 
+/// `MADV_DONTFORK` and `MADV_WIPEONFORK`: a forked child has another idea of the range than its parent. Such memory is not managed.
+const APART: [c_int; 2] = [10, 18];
+
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
 fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+    if APART.contains(&advice)
+        && let Some(end) = addr.checked_add(len)
+    {
+        let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
+        pins::exclude(range);
+        if let Some(engine) = start::engine() {
+            engine.bells.hint(Hint::Release, range);
+        }
+    }
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let result = unsafe { syscall6(SYS_MADVISE, [addr, len, advice as usize, 0, 0, 0]) } as isize;
     if result == 0

@@ -190,7 +190,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         });
     }
     let file = if segment.header.extents.load(Relaxed) > 0 { ask(Request::SwapFile) } else { None };
-    let start = Start { segment, index, file, salt: salt(), log: log::line, main_object: is_main_object, pinned: pins::is_pinned };
+    let start = Start { segment, index, file, salt: salt(), log: log::line, main_object: is_main_object, excluded: pins::is_excluded, pinned: pins::is_pinned };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);

@@ -186,7 +186,7 @@ impl<'a> Search<'a> {
         let mut at = start.next_multiple_of(n);
         while at + n <= SLOTS_PER_CLUSTER {
             // From the back: a used slot near the end of the run is as good a reason as one near its start.
-            if (at..at + n).rev().all(|i| table.get(i).is_free()) {
+            if (at..at + n).rev().all(|i| table.get_locked(i).is_free()) {
                 (at..at + n).for_each(|i| table.set(i, self.entry));
                 state.used += n as u16;
                 return Some(at);

@@ -11,7 +11,7 @@
 
 use crate::entry::{COUNT_OVERFLOW, Entry};
 use crate::lists::ListId;
-use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guard, Ordering, SpinLock};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guard, Ordering, SpinLock, read_locked};
 use crate::table::{TableIndex, TablePool};
 
 /// End of an intrusive list, and "no cluster".
@@ -66,14 +66,19 @@ impl Cluster {
         self.state.try_lock()
     }
 
-    /// The table; stable while the caller holds the cluster lock.
+    /// Has the cluster a table at this moment? Takes no lock.
+    pub fn has_table(&self) -> bool {
+        table_of(self.publication.load(Ordering::Acquire)).is_some()
+    }
+
+    /// The table; the caller holds the cluster lock.
     pub fn table(&self) -> Option<TableIndex> {
-        table_of(self.publication.load(Ordering::Acquire))
+        table_of(read_locked(&self.publication))
     }
 
     /// Publishes `table`, or takes the table away. Cluster lock.
     pub fn publish(&self, table: Option<TableIndex>) {
-        let generation = (self.publication.load(Ordering::Relaxed) >> TABLE_BITS) + 1;
+        let generation = (read_locked(&self.publication) >> TABLE_BITS) + 1;
         // Release pairs with the acquire in `word`: the words of a table published here are readable.
         self.publication.store(generation << TABLE_BITS | table.map_or(0, |t| u64::from(t.0)), Ordering::Release);
     }

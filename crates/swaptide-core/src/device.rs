@@ -217,7 +217,7 @@ impl SwapDevice {
     /// be seen or not.
     pub fn for_each_used(&self, index: ClusterIndex, mut f: impl FnMut(SwapOffset, SlotInfo)) {
         let Some(cluster) = self.headers.get(index.0 as usize) else { return };
-        if cluster.table().is_none() {
+        if !cluster.has_table() {
             return;
         }
         for i in 0..SLOTS_PER_CLUSTER {
@@ -233,7 +233,7 @@ impl SwapDevice {
         let mut off = from;
         while off.0 < self.slots {
             let index = off.cluster();
-            let used = self.headers.get(index.0 as usize).filter(|cluster| cluster.table().is_some()).and_then(|cluster| {
+            let used = self.headers.get(index.0 as usize).filter(|cluster| cluster.has_table()).and_then(|cluster| {
                 (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| {
                     let word = cluster.word(&self.pool, i);
                     !word.is_free() && !word.is_bad()
@@ -364,7 +364,7 @@ impl SwapDevice {
     pub(crate) fn close(&self, index: ClusterIndex, cluster: &Cluster, state: &mut State) {
         debug_assert_eq!(state.used, 0);
         let table = cluster.table().expect("a cluster that was used has a table");
-        debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.pool.get(table).get(i).is_free()));
+        debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.pool.get(table).get_locked(i).is_free()));
         cluster.publish(None);
         self.pool.put(table);
         state.reset(&self.overflow_bytes);
@@ -389,8 +389,8 @@ impl SwapDevice {
         }
         let table = self.pool.get(cluster.table().expect("just opened"));
         let range = start..start + n as usize;
-        if let Some(i) = range.clone().find(|&i| !table.get(i).is_free()) {
-            return Err(self.mismatch(index.slot(i), crate::Expected::Free, table.get(i).info()));
+        if let Some(i) = range.clone().find(|&i| !table.get_locked(i).is_free()) {
+            return Err(self.mismatch(index.slot(i), crate::Expected::Free, table.get_locked(i).info()));
         }
         range.for_each(|i| table.set(i, Entry::BAD));
         state.used += n as u16;

@@ -122,7 +122,7 @@ impl SwapDevice {
         let mut run = self.run(off, n, Expected::Used)?;
         run.check(Expected::Used, |_, _, entry| is_used(entry))?;
         for i in run.slots.clone() {
-            let entry = run.table.get(i);
+            let entry = run.table.get_locked(i);
             if !run.state.reserve_count(i, entry, n as usize, &self.overflow_bytes) {
                 return Err(self.mismatch(run.index.slot(i), Expected::CountRoom, entry.info()));
             }
@@ -191,7 +191,7 @@ impl SwapDevice {
     pub fn count(&self, off: SwapOffset) -> u32 {
         let Ok(run) = self.run(off, 1, Expected::Used) else { return 0 };
         let i = run.slots.start;
-        run.state.count(i, run.table.get(i))
+        run.state.count(i, run.table.get_locked(i))
     }
 
     /// Could one folio of `n` pages be swapped in here? Every slot a shadow, all with one zero flag and one group: these two are
@@ -232,7 +232,7 @@ impl Run<'_> {
     /// The first slot for which `right` does not hold, as an error.
     fn check(&self, expected: Expected, right: impl Fn(&State, usize, Entry) -> bool) -> Result<(), Mismatch> {
         for i in self.slots.clone() {
-            let entry = self.table.get(i);
+            let entry = self.table.get_locked(i);
             if !right(&self.state, i, entry) {
                 let found = SlotInfo { count: self.state.count(i, entry), ..entry.info() };
                 return Err(self.device.mismatch(self.index.slot(i), expected, found));
@@ -248,7 +248,7 @@ impl Run<'_> {
         let mut freed = 0;
         let mut first_free = None;
         for i in self.slots.clone() {
-            let entry = new(&mut self.state, start, i, self.table.get(i));
+            let entry = new(&mut self.state, start, i, self.table.get_locked(i));
             self.table.set(i, entry);
             if entry.is_free() {
                 freed += 1;

@@ -135,7 +135,7 @@ pub(crate) fn relax(spins: &mut u32) {
     #[cfg(not(loom))]
     {
         *spins = spins.wrapping_add(1);
-        if *spins % 256 == 0 {
+        if spins.is_multiple_of(256) {
             let hook = YIELD.load(Ordering::Acquire);
             if !hook.is_null() {
                 // SAFETY: `set_yield` is the only writer, and what it stores is a `&'static fn()`.
@@ -144,6 +144,18 @@ pub(crate) fn relax(spins: &mut u32) {
         }
         core::hint::spin_loop();
     }
+}
+
+/// Reads a word whose writers all hold the lock that the caller holds: the newest value, whatever the ordering.
+///
+/// loom forgets another thread's read of a word once the writer has read it too, and then misses the race with the write that
+/// follows; a read that counts as a write keeps it.
+#[inline]
+pub(crate) fn read_locked(word: &AtomicU64) -> u64 {
+    #[cfg(loom)]
+    return word.fetch_add(0, Ordering::AcqRel);
+    #[cfg(not(loom))]
+    word.load(Ordering::Relaxed)
 }
 
 /// An array made chunk by chunk: `N` elements come into being together, at the first use of one of them, and live until the

@@ -13,7 +13,7 @@
 
 use crate::entry::Entry;
 use crate::ids::SLOTS_PER_CLUSTER;
-use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, SpinLock};
+use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, SpinLock, read_locked};
 
 /// Tables made together. Small, so that a small device stays small.
 #[cfg(not(loom))]
@@ -43,6 +43,12 @@ impl Table {
     #[inline]
     pub fn get(&self, i: usize) -> Entry {
         Entry(self.0[i].load(Ordering::Acquire))
+    }
+
+    /// The word of slot `i`; the caller holds the cluster lock.
+    #[inline]
+    pub fn get_locked(&self, i: usize) -> Entry {
+        Entry(read_locked(&self.0[i]))
     }
 
     /// Stores the word of slot `i`; the caller holds the cluster lock.

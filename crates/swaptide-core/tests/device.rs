@@ -255,7 +255,7 @@ fn memory_follows_use() {
 
     static DISCARDED: AtomicU32 = AtomicU32::new(0);
     fn discard(page: *const u8, len: usize) {
-        assert!(len == 4096 && page.addr() % 4096 == 0);
+        assert!(len == 4096 && page.addr().is_multiple_of(4096));
         DISCARDED.fetch_add(1, Ordering::Relaxed);
     }
     let d = device(1 << 18).with_table_discard(discard);

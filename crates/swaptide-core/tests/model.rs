@@ -18,20 +18,61 @@ struct Model {
 
 #[derive(Clone, Debug)]
 enum Op {
-    Alloc { cpu: u16, order: u8, folio: u32, group: u16 },
+    Alloc {
+        cpu: u16,
+        order: u8,
+        folio: u32,
+        group: u16,
+    },
     /// The rest act on a range near a slot in use, `at` chooses which.
-    ToShadow { at: usize, n: u32, shadow: u32, zero: u64 },
-    ToFolio { at: usize, n: u32, folio: u32 },
-    Replace { at: usize, n: u32, to: u32 },
-    Dup { at: usize, n: u32, times: u32 },
-    Put { at: usize, n: u32, times: u32 },
-    Free { at: usize, n: u32, expect: u8 },
-    Release { at: usize, n: u32 },
-    Zero { at: usize, n: u32, zero: bool },
+    ToShadow {
+        at: usize,
+        n: u32,
+        shadow: u32,
+        zero: u64,
+    },
+    ToFolio {
+        at: usize,
+        n: u32,
+        folio: u32,
+    },
+    Replace {
+        at: usize,
+        n: u32,
+        to: u32,
+    },
+    Dup {
+        at: usize,
+        n: u32,
+        times: u32,
+    },
+    Put {
+        at: usize,
+        n: u32,
+        times: u32,
+    },
+    Free {
+        at: usize,
+        n: u32,
+        expect: u8,
+    },
+    Release {
+        at: usize,
+        n: u32,
+    },
+    Zero {
+        at: usize,
+        n: u32,
+        zero: bool,
+    },
     Discard,
-    Limit { limit: u32 },
+    Limit {
+        limit: u32,
+    },
     /// Closes the device, empties a share of it, opens it again.
-    Drain { keep: u32 },
+    Drain {
+        keep: u32,
+    },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -77,7 +118,8 @@ impl Pair {
 
     /// A range near the `at`-th used slot: its start, and where it starts in the model.
     fn range(&self, at: usize, n: u32) -> (SwapOffset, u32) {
-        let off = if self.model.is_empty() { at as u32 % self.slots } else { *self.model.keys().nth(at % self.model.len()).unwrap() };
+        let off =
+            if self.model.is_empty() { at as u32 % self.slots } else { *self.model.keys().nth(at % self.model.len()).unwrap() };
         let off = if n.is_power_of_two() { off & !(n - 1) } else { off };
         (SwapOffset(off), n)
     }
@@ -103,7 +145,10 @@ impl Pair {
             // `free` looks at the counts last: a count too large may come before what it complains about.
             let counts = self.model.get(&wrong).is_some_and(|m| m.count > 1) || mismatch.expected == Expected::LastUser;
             assert!(mismatch.entry.offset().0 == wrong || counts, "{mismatch}, but slot {wrong} is wrong first");
-            assert_eq!(mismatch.gone(), !self.model.contains_key(&mismatch.entry.offset().0) && !self.bad.contains(&mismatch.entry.offset().0));
+            assert_eq!(
+                mismatch.gone(),
+                !self.model.contains_key(&mismatch.entry.offset().0) && !self.bad.contains(&mismatch.entry.offset().0)
+            );
             assert_eq!(freed, []);
             return;
         }
@@ -155,10 +200,15 @@ impl Pair {
                 let folio = self.folio_at(range.0);
                 let mask = [zero, !zero];
                 let result = self.device.folio_to_shadow(range.0, n, FolioId(folio), Shadow(shadow), ZeroMask::Bits(&mask));
-                self.expect(range, result, |m| m.holds == Ok(folio), |i, m| {
-                    (m.holds, m.zero) = (Err(shadow), mask.get(i as usize / 64).is_some_and(|w| w >> (i % 64) & 1 == 1));
-                    m.count > 0
-                });
+                self.expect(
+                    range,
+                    result,
+                    |m| m.holds == Ok(folio),
+                    |i, m| {
+                        (m.holds, m.zero) = (Err(shadow), mask.get(i as usize / 64).is_some_and(|w| w >> (i % 64) & 1 == 1));
+                        m.count > 0
+                    },
+                );
             }
             Op::ToFolio { at, n, folio } => {
                 let range = self.range(at, n);
@@ -171,39 +221,59 @@ impl Pair {
                 assert_eq!(self.device.swap_in_range(range.0, n).is_some(), alike && fits);
                 let mut shadows = vec![Shadow(0); n as usize];
                 let result = self.device.shadow_to_folio(range.0, n, FolioId(folio), Some(&mut shadows));
-                self.expect(range, result, |m| m.holds.is_err(), |i, m| {
-                    assert_eq!(m.holds, Err(shadows[i as usize].0));
-                    m.holds = Ok(folio);
-                    true
-                });
+                self.expect(
+                    range,
+                    result,
+                    |m| m.holds.is_err(),
+                    |i, m| {
+                        assert_eq!(m.holds, Err(shadows[i as usize].0));
+                        m.holds = Ok(folio);
+                        true
+                    },
+                );
             }
             Op::Replace { at, n, to } => {
                 let range = self.range(at, n);
                 let from = self.folio_at(range.0);
                 let result = self.device.replace_folio(range.0, n, FolioId(from), FolioId(to));
-                self.expect(range, result, |m| m.holds == Ok(from), |_, m| {
-                    m.holds = Ok(to);
-                    true
-                });
+                self.expect(
+                    range,
+                    result,
+                    |m| m.holds == Ok(from),
+                    |_, m| {
+                        m.holds = Ok(to);
+                        true
+                    },
+                );
             }
             Op::Dup { at, n, times } => {
                 for _ in 0..times {
                     let range = self.range(at, n);
                     let result = self.device.dup(range.0, n);
-                    self.expect(range, result, |_| true, |_, m| {
-                        m.count += 1;
-                        true
-                    });
+                    self.expect(
+                        range,
+                        result,
+                        |_| true,
+                        |_, m| {
+                            m.count += 1;
+                            true
+                        },
+                    );
                 }
             }
             Op::Put { at, n, times } => {
                 for _ in 0..times {
                     let range = self.range(at, n);
                     let result = self.device.put(range.0, n);
-                    self.expect(range, result, |m| m.count > 0, |_, m| {
-                        m.count -= 1;
-                        m.count > 0 || m.holds.is_ok()
-                    });
+                    self.expect(
+                        range,
+                        result,
+                        |m| m.count > 0,
+                        |_, m| {
+                            m.count -= 1;
+                            m.count > 0 || m.holds.is_ok()
+                        },
+                    );
                 }
             }
             Op::Free { at, n, expect } => {
@@ -230,10 +300,15 @@ impl Pair {
             Op::Zero { at, n, zero } => {
                 let range = self.range(at, n);
                 let result = self.device.set_zero(range.0, n, if zero { ZeroMask::All } else { ZeroMask::None });
-                self.expect(range, result, |_| true, |_, m| {
-                    m.zero = zero;
-                    true
-                });
+                self.expect(
+                    range,
+                    result,
+                    |_| true,
+                    |_, m| {
+                        m.zero = zero;
+                        true
+                    },
+                );
             }
             Op::Discard => {
                 for index in self.device.take_emptied(usize::MAX) {
@@ -258,10 +333,15 @@ impl Pair {
                     }
                     while self.model.get(&slot).is_some_and(|m| m.count > 1) {
                         let result = self.device.put(SwapOffset(slot), 1);
-                        self.expect((SwapOffset(slot), 1), result, |_| true, |_, m| {
-                            m.count -= 1;
-                            true
-                        });
+                        self.expect(
+                            (SwapOffset(slot), 1),
+                            result,
+                            |_| true,
+                            |_, m| {
+                                m.count -= 1;
+                                true
+                            },
+                        );
                     }
                     let result = self.device.free(SwapOffset(slot), 1, Expect::Any);
                     self.expect((SwapOffset(slot), 1), result, |_| true, |_, _| false);

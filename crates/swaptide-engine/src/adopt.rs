@@ -3,7 +3,8 @@
 //! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split mapping fails.
 //!
 //! Rules
-//! 1. Adopted are private, anonymous, readable and writable mappings of at least [`MIN_BYTES`], except the engine's own memory, the main
+//! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] that are readable and writable, or that are reserved without any access (an
+//!    allocator opens them piece by piece, and each piece would be a new mapping otherwise), except the engine's own memory, the main
 //!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's).
 //! 2. A range enters the list of regions only after: its registration; a check that it is one mapping armed with this userfaultfd while no
 //!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
@@ -39,7 +40,7 @@ impl Handler {
                 return true;
             }
             let library_bss = vma.range.start == last_file_end && !last_file_main;
-            if !library_bss && eligible(&vma) {
+            if !library_bss && eligible(&vma) && !(engine.start.excluded)(vma.range) {
                 program_parts(vma.range, |part| found.push(part));
             }
             true
@@ -122,8 +123,8 @@ impl Handler {
 
 fn eligible(vma: &Vma<'_>) -> bool {
     vma.private
-        && vma.read
-        && vma.write
+        && vma.read == vma.write
+        && !vma.exec
         && vma.inode == 0
         && vma.range.len() >= MIN_BYTES
         && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))

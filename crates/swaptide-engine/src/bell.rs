@@ -47,11 +47,13 @@ pub enum Hint {
     Random = 5,
     /// No longer either.
     Normal = 6,
+    /// Bring the range in and manage it no more. Never dropped.
+    Release = 7,
 }
 
 impl Hint {
     fn of(word: u32) -> Option<Hint> {
-        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal].into_iter().find(|h| *h as u32 == word)
+        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release].into_iter().find(|h| *h as u32 == word)
     }
 }
 
@@ -113,14 +115,20 @@ impl Bells {
 
     /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another one is dropped: it is only a hint.
     pub fn hint(&self, hint: Hint, range: VirtRange) {
-        if self.busy.swap(1, AcqRel) != 0 {
-            return;
+        while self.busy.swap(1, AcqRel) != 0 {
+            if hint != Hint::Release {
+                return;
+            }
+            swaptide_sys::thread::yield_now();
         }
         self.hint_start.store(range.start.0, Relaxed);
         self.hint_end.store(range.end.0, Relaxed);
         let before = self.answered.load(Acquire);
         self.hint.store(hint as u32, Release);
         self.ring(Ring::Hint);
+        while self.hint.load(Acquire) != 0 {
+            self.wait_answer(before);
+        }
         self.wait_answer(before);
         self.busy.store(0, Release);
     }

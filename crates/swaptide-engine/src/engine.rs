@@ -2,12 +2,13 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
-use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::uffd::{Features, Uffd};
 
 use crate::EngineError;
 use crate::bell::Bells;
@@ -19,6 +20,15 @@ use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
 use crate::regions::Regions;
 use crate::staging::{FrameNo, Staging};
+
+/// What the engine needs of the kernel.
+pub const FEATURES: Features = Features::EVENT_FORK
+    .union(Features::EVENT_REMAP)
+    .union(Features::EVENT_REMOVE)
+    .union(Features::EVENT_UNMAP)
+    .union(Features::THREAD_ID)
+    .union(Features::MOVE)
+    .union(Features::POISON);
 
 /// What an engine starts with.
 pub struct Start {
@@ -34,6 +44,8 @@ pub struct Start {
     pub log: fn(&str),
     /// True for the name of the program's own file: its zero-initialised data is managed, a library's is not.
     pub main_object: fn(&[u8]) -> bool,
+    /// True for a range that the program wants treated apart at a fork: it is never managed.
+    pub excluded: fn(VirtRange) -> bool,
     /// True for a chunk that must stay (it holds a thread's control block).
     pub pinned: fn(ChunkNo) -> bool,
 }
@@ -85,6 +97,7 @@ pub struct Engine {
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
+    uffd: AtomicPtr<Uffd>,
     index: Arc<AtomicU32>,
 }
 
@@ -97,6 +110,10 @@ impl Engine {
         let staging = Staging::new()?;
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
+        let bells = Bells::new()?;
+        let uffd = Uffd::open(FEATURES, true).map_err(EngineError::Open)?;
+        uffd.register_missing(bells.range()).map_err(|e| EngineError::Memory("registering the bells", e))?;
+        uffd.register_missing(staging.range()).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
         let header = &start.segment.header;
         let slot = start.segment.slot(start.index);
         let index = Arc::new(AtomicU32::new(start.index.0));
@@ -119,7 +136,7 @@ impl Engine {
             }),
             devices,
             charge,
-            bells: Bells::new()?,
+            bells,
             fork: ForkControl::new(),
             work: AtomicU32::new(0),
             park: AtomicU32::new(0),
@@ -129,6 +146,7 @@ impl Engine {
             swap_full: AtomicBool::new(false),
             start,
             staging_base,
+            uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),
             index,
         })
     }
@@ -136,6 +154,17 @@ impl Engine {
     /// The process's place in the segment.
     pub fn slot(&self) -> &'static ProcSlot {
         self.start.segment.slot(SlotIndex(self.index.load(Relaxed)))
+    }
+
+    /// The program's userfaultfd.
+    pub fn uffd(&self) -> &'static Uffd {
+        // SAFETY: the pointer comes from a box that is never freed, and is replaced only in a forked child before its threads start.
+        unsafe { &*self.uffd.load(Acquire) }
+    }
+
+    /// In a forked child: its own userfaultfd. The parent's number means nothing here; it is forgotten, not closed.
+    pub fn set_uffd(&self, uffd: Uffd) {
+        self.uffd.store(Box::into_raw(Box::new(uffd)), Release);
     }
 
     /// In a forked child: its own place in the segment.

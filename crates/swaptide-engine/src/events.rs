@@ -1,12 +1,15 @@
 //! What the program did to its mappings, as the userfaultfd tells it.
 //!
 //! Rules
-//! 1. Events are applied in the order in which they were read, before any fault read with them.
+//! 1. Events are read and applied under the memory lock, in their order, before any fault read with them. The kernel refuses moves and copies on the
+//!    program's userfaultfd while an event is unread. So whoever holds the lock and moves a page moves the one that the table means, never
+//!    one of another mapping that has taken the address meanwhile.
 //! 2. After `Remove` (`MADV_DONTNEED`) the words of the range are empty although the kernel may not yet have dropped the pages: a page
 //!    whose word is not `Present` is never taken out, so that old contents cannot survive in a slot.
 //! 3. `Unmap` and `Remap` tell of what is done; the addresses may already be something else's, which is not managed before its adoption.
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::uffd::Event;
 
 use crate::devices::Devices;
 use crate::engine::{Engine, Mm};
@@ -31,27 +34,24 @@ pub fn drop_pages(mm: &mut Mm, devices: &Devices, range: VirtRange) {
 }
 
 impl Engine {
-    /// `Remove`: the program gave up the contents of a range.
-    pub fn removed(&self, range: VirtRange) {
-        let mut mm = self.mm.lock();
-        drop_pages(&mut mm, &self.devices, range);
-        self.settle(&mm);
-    }
-
-    /// `Unmap`: the range is no longer mapped.
-    pub fn unmapped(&self, range: VirtRange) {
-        let mut mm = self.mm.lock();
-        drop_pages(&mut mm, &self.devices, range);
-        mm.regions.remove(range);
-        self.settle(&mm);
+    /// Applies a change of mappings.
+    pub fn apply(&self, mm: &mut Mm, event: Event) {
+        match event {
+            Event::Remove(range) => drop_pages(mm, &self.devices, range),
+            Event::Unmap(range) => {
+                drop_pages(mm, &self.devices, range);
+                mm.regions.remove(range);
+            }
+            Event::Remap { from, to, len } => self.remapped(mm, from, to, len),
+            Event::Fault { .. } | Event::Fork { .. } => {}
+            Event::Unknown(kind) => crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}")),
+        }
     }
 
     /// `Remap`: the pages of `len` bytes at `from` are now at `to`.
-    pub fn remapped(&self, from: VirtAddr, to: VirtAddr, len: usize) {
+    fn remapped(&self, mm: &mut Mm, from: VirtAddr, to: VirtAddr, len: usize) {
         let source = VirtRange { start: from, end: from.offset(len) };
         let target = VirtRange { start: to, end: to.offset(len) };
-        let mut guard = self.mm.lock();
-        let mm = &mut *guard;
         let managed = mm.regions.find(from).is_some();
         drop_pages(mm, &self.devices, target);
         let pages = pages_of(source);
@@ -84,6 +84,5 @@ impl Engine {
         if managed {
             mm.regions.insert(target);
         }
-        self.settle(mm);
     }
 }

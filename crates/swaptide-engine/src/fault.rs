@@ -100,6 +100,7 @@ impl Handler {
             }
             match self.worker.step(engine) {
                 Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
+                Step::Again => self.drain_events(),
                 Step::Nothing => {
                     let mut mm = engine.mm.lock();
                     mm.staging.trim(n);
@@ -134,6 +135,8 @@ impl Handler {
                 }
                 // Mapped although its word is empty: perhaps about to be dropped (see `events`), so it is left alone.
                 Err(Stop::Exists) if done == 0 => done = 1,
+                // A fill must not reach into another mapping, and a read-only one takes copies alone: the page by itself, then.
+                Err(Stop::Gone) if done == 0 && n > 1 => n = 1,
                 // The page asked for is in; the rest is a gift.
                 Err(_) if done > 0 => break,
                 Err(stop) => {
@@ -331,8 +334,10 @@ impl Handler {
         }
         // SAFETY: as above.
         let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
-        if progress.done == 0 && progress.error == Some(Errno::EXIST) {
-            return self.overtaken(mm, page, entries[0]);
+        match (progress.done, progress.error) {
+            (0, Some(Errno::EXIST)) => return self.overtaken(mm, page, entries[0]),
+            (0, Some(Errno::NOENT)) if len > 1 => return self.bring_pool(mm, page, 1),
+            _ => {}
         }
         let filled = settle_fill(progress)?;
         self.landed_all(mm, page, &entries[..filled]);
@@ -361,14 +366,8 @@ impl Handler {
         if progress.done == 0 {
             match progress.error {
                 Some(Errno::EXIST) => return self.overtaken(mm, page, entries[0]),
-                // A read-only mapping takes copies, not moves.
-                Some(Errno::INVAL) => {
-                    // SAFETY: the frame was given back full and is not taken while the memory lock is held.
-                    let progress = unsafe { self.uffd.copy_pages(page.addr(), base.as_ptr(), PAGE_SIZE, true, false) };
-                    let filled = settle_fill(progress)?;
-                    self.landed_all(mm, page, &entries[..filled]);
-                    return Ok(filled);
-                }
+                // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
+                Some(Errno::INVAL | Errno::NOENT) => return self.bring_pool(mm, page, 1),
                 _ => {}
             }
         }
@@ -422,8 +421,13 @@ impl Handler {
         let mut mm = engine.mm.lock();
         // SAFETY: as above.
         let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
-        if progress.done == 0 && progress.error == Some(Errno::EXIST) {
-            return self.overtaken(&mut mm, page, entries[0]);
+        match (progress.done, progress.error) {
+            (0, Some(Errno::EXIST)) => return self.overtaken(&mut mm, page, entries[0]),
+            (0, Some(Errno::NOENT)) if len > 1 => {
+                drop(mm);
+                return self.bring_file(page, 1);
+            }
+            _ => {}
         }
         let filled = settle_fill(progress)?;
         for (k, entry) in entries[..filled].iter().enumerate() {
@@ -479,11 +483,15 @@ impl Handler {
                 if hint == Hint::PageOut {
                     let mut left = range.len() / PAGE_SIZE;
                     while left > 0 {
-                        let Step::Took(pages) = self.worker.step(engine) else { break };
-                        left = left.saturating_sub(pages);
+                        match self.worker.step(engine) {
+                            Step::Took(pages) => left = left.saturating_sub(pages),
+                            Step::Again => self.drain_events(),
+                            Step::Nothing => break,
+                        }
                     }
                 }
             }
+            Hint::Release => self.release(range),
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
                 for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {
@@ -493,6 +501,31 @@ impl Handler {
                 }
             }
         }
+    }
+
+    /// Brings a range in and lets it go.
+    fn release(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        let pages = pages_of(range);
+        let end = PageNo(pages.end);
+        let mut at = PageNo(pages.start);
+        loop {
+            let next = engine.mm.lock().table.next_used(at, end);
+            let Some(page) = next.filter(|p| *p < end) else { break };
+            match self.bring(page, 1) {
+                Err(Stop::Again) => {
+                    self.drain_events();
+                    continue;
+                }
+                Err(_) | Ok(()) => at = page.plus(1),
+            }
+        }
+        let mut mm = engine.mm.lock();
+        // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
+        let _ = self.uffd.unregister(range);
+        crate::events::drop_pages(&mut mm, &engine.devices, range);
+        mm.regions.remove(range);
+        engine.settle(&mm);
     }
 
     fn note(&mut self, range: VirtRange, reading: Reading) {

@@ -109,9 +109,6 @@ impl Handler {
         let engine = self.engine;
         let forker = engine.fork.forker.load(Acquire);
         self.forking = true;
-        if self.uffd.set_nonblocking(true).is_err() {
-            crate::fatal("the userfaultfd cannot be made non-blocking");
-        }
         self.park_workers();
         engine.mm.lock().staging.trim(0);
         let _ = self.mint.discard(0, self.mint.len());
@@ -136,8 +133,7 @@ impl Handler {
             if self.child.is_some() || self.fork_done {
                 break;
             }
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_millis(10)));
-            self.read();
+            self.read_within(Some(Duration::from_millis(10)));
         }
         if let Some(child) = self.child.take() {
             self.hand_over(child, &listener);
@@ -157,8 +153,7 @@ impl Handler {
                 return;
             }
             // A worker may be waiting for the handler to read its bell.
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_micros(200)));
-            self.read();
+            self.drain_events();
         }
     }
 
@@ -167,16 +162,15 @@ impl Handler {
         self.deferring = false;
         self.fork_done = false;
         self.forking = false;
-        if self.uffd.set_nonblocking(false).is_err() {
-            crate::fatal("the userfaultfd cannot be made blocking");
-        }
         engine.park.store(0, Release);
         futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
         engine.fork.set(NONE);
         let noted = std::mem::replace(&mut self.noted, Vec::with_capacity(NOTED));
+        let mut mm = engine.mm.lock();
         for event in noted {
-            self.take(event);
+            engine.apply(&mut mm, event);
         }
+        engine.settle(&mm);
     }
 
     /// Notes an event for after the fork.
@@ -190,11 +184,10 @@ impl Handler {
     /// Serves the child until it serves itself, and gives it what it needs for that.
     fn hand_over(&mut self, child: Uffd, listener: &Listener) {
         let mut served: Vec<u64> = Vec::new();
-        let _ = child.set_nonblocking(true);
         loop {
             let ready = poll_readable(&[listener.as_fd(), child.as_fd(), self.uffd.as_fd()], Some(Duration::from_millis(2))).unwrap_or(0);
             if ready & 4 != 0 {
-                self.read();
+                self.drain_events();
             }
             if ready & 2 != 0 {
                 self.read_child(&child, &mut served);
@@ -397,7 +390,8 @@ impl Handler {
     /// When a userfaultfd or memory is refused: the child must be stopped then.
     pub fn inherited(engine: &'static Engine, index: SlotIndex, salt: u64, left: Inheritance) -> Result<Handler, EngineError> {
         engine.set_index(index);
-        let mut handler = Handler::with(engine, left.uffd)?;
+        engine.set_uffd(left.uffd);
+        let handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;
         if let Some(file) = &engine.devices.file {
             match left.file {
@@ -422,7 +416,7 @@ impl Handler {
                 _ => false,
             };
             if happened {
-                handler.apply(event);
+                engine.apply(&mut engine.mm.lock(), event);
             }
         }
         engine.fork.set(NONE);

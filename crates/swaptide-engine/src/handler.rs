@@ -19,11 +19,11 @@ use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::page::VirtRange;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
-use swaptide_sys::uffd::{Event, Features, Message, Uffd};
+use swaptide_sys::uffd::{Event, Message, Uffd};
 
 use crate::EngineError;
 use crate::bell::Ring;
-use crate::engine::Engine;
+use crate::engine::{Engine, Mm};
 use crate::fault::Served;
 use crate::ids::{PAGES_PER_LEAF, PageNo, range_of};
 use crate::locality::Locality;
@@ -41,15 +41,6 @@ pub struct Fault {
     pub tries: u32,
 }
 
-/// What the engine needs of the kernel.
-pub const FEATURES: Features = Features::EVENT_FORK
-    .union(Features::EVENT_REMAP)
-    .union(Features::EVENT_REMOVE)
-    .union(Features::EVENT_UNMAP)
-    .union(Features::THREAD_ID)
-    .union(Features::MOVE)
-    .union(Features::POISON);
-
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -58,7 +49,7 @@ pub const COPY_BYTES: usize = 256 << 10;
 /// See the module's description.
 pub struct Handler {
     pub(crate) engine: &'static Engine,
-    pub(crate) uffd: Uffd,
+    pub(crate) uffd: &'static Uffd,
     pub(crate) pending: VecDeque<Fault>,
     pub(crate) worker: Worker,
     pub(crate) locality: Locality,
@@ -74,7 +65,11 @@ pub struct Handler {
     pub(crate) maps_buf: Box<[u8]>,
     pub(crate) found: Vec<VirtRange>,
     pub(crate) gaps: Vec<VirtRange>,
-    /// A fork is under way: the userfaultfd is non-blocking.
+    /// Bells that rang and were not served yet.
+    pub(crate) rung: Vec<Ring>,
+    /// Children of forks that came through no hook.
+    pub(crate) strangers: Vec<Uffd>,
+    /// A fork is under way.
     pub(crate) forking: bool,
     /// Events are noted and not applied, faults held.
     pub(crate) deferring: bool,
@@ -87,28 +82,18 @@ pub struct Handler {
 }
 
 impl Handler {
-    /// A handler for a new engine.
-    ///
-    /// # Errors
-    /// When a userfaultfd or memory is refused.
-    pub fn new(engine: &'static Engine) -> Result<Handler, EngineError> {
-        let uffd = Uffd::open(FEATURES, false).map_err(EngineError::Open)?;
-        uffd.register_missing(engine.bells.range()).map_err(|e| EngineError::Memory("registering the bells", e))?;
-        Handler::with(engine, uffd)
-    }
-
-    /// A handler over a userfaultfd that is set up already (a forked child's).
+    /// The handler of an engine.
     ///
     /// # Errors
     /// When memory or a file of /proc is refused.
-    pub fn with(engine: &'static Engine, uffd: Uffd) -> Result<Handler, EngineError> {
+    pub fn new(engine: &'static Engine) -> Result<Handler, EngineError> {
         let memory = |what| move |e| EngineError::Memory(what, e);
         let zeros = Mapping::reserve(64 << 10).map_err(memory("the zero pages"))?;
         let copy = Mapping::reserve(COPY_BYTES).map_err(memory("the copy buffer"))?;
         let mint = Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
         Ok(Handler {
             engine,
-            uffd,
+            uffd: engine.uffd(),
             pending: VecDeque::with_capacity(256),
             worker: Worker::new(),
             locality: Locality::new(),
@@ -122,6 +107,8 @@ impl Handler {
             maps_buf: vec![0; 64 << 10].into_boxed_slice(),
             found: Vec::with_capacity(256),
             gaps: Vec::with_capacity(16),
+            rung: Vec::with_capacity(64),
+            strangers: Vec::with_capacity(4),
             forking: false,
             deferring: false,
             fork_done: false,
@@ -143,67 +130,77 @@ impl Handler {
         }
     }
 
-    /// Reads what there is, waiting if there is nothing: events are applied, faults queued.
-    pub(crate) fn read(&mut self) {
+    /// Waits for messages and reads them: events are applied, faults queued.
+    fn read(&mut self) {
+        self.read_within(None);
+    }
+
+    /// Reads what there is or comes within `timeout`.
+    ///
+    /// Reading is what lets the changing thread go on and the kernel move pages again. So it happens with the memory lock held, and the
+    /// events are applied before it is given back: a worker that holds the lock and whose move the kernel does not refuse works with a
+    /// table that knows of every change so far.
+    pub(crate) fn read_within(&mut self, timeout: Option<Duration>) {
+        if !matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0) {
+            return;
+        }
         let mut messages = Message::buffer::<MESSAGES>();
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
         match self.uffd.read(&mut messages) {
             Ok(n) => {
                 for message in &mut messages[..n] {
                     let event = message.decode();
-                    self.take(event);
+                    self.take(&mut mm, event);
                 }
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {errno}")),
         }
+        engine.settle(&mm);
+        drop(mm);
+        self.serve_bells();
     }
 
     /// Applies the events that are there now, and waits a moment for one to come.
     pub(crate) fn drain_events(&mut self) {
-        if !self.forking && self.uffd.set_nonblocking(true).is_err() {
-            crate::fatal("the userfaultfd cannot be made non-blocking");
-        }
-        let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_micros(200)));
-        self.read();
-        if !self.forking && self.uffd.set_nonblocking(false).is_err() {
-            crate::fatal("the userfaultfd cannot be made blocking");
+        self.read_within(Some(Duration::from_micros(200)));
+    }
+
+    /// Takes an event in: what changes the table is applied at once, what asks for work is queued.
+    pub(crate) fn take(&mut self, mm: &mut Mm, event: Event) {
+        let ring = match &event {
+            Event::Remove(range) => self.engine.bells.decode_in(range.start),
+            _ => None,
+        };
+        match (event, ring) {
+            (Event::Fault { addr, tid, .. }, _) => self.pending.push_back(Fault { addr, tid, tries: 0 }),
+            (_, Some(Ring::ForkDone)) => self.fork_done = true,
+            (_, Some(ring)) => self.rung.push(ring),
+            (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => self.child = Some(uffd),
+            (Event::Fork { uffd }, _) => self.strangers.push(uffd),
+            (event, None) if self.deferring => self.note_event(event),
+            (event, None) => self.engine.apply(mm, event),
         }
     }
 
-    pub(crate) fn take(&mut self, event: Event) {
-        match event {
-            Event::Fault { addr, tid, .. } => self.pending.push_back(Fault { addr, tid, tries: 0 }),
-            Event::Fork { uffd } if self.deferring && self.child.is_none() => self.child = Some(uffd),
-            Event::Remove(range) if self.deferring && self.engine.bells.decode_in(range.start) == Some(Ring::ForkDone) => self.fork_done = true,
-            Event::Fork { uffd } => self.stranger(uffd),
-            event if self.deferring => self.note_event(event),
-            Event::Remove(range) if self.engine.bells.range().contains(range.start) => self.rung(range.start),
-            other => self.apply(other),
+    /// Does what the bells asked for, unless a fork is under way: then it waits for its end.
+    pub(crate) fn serve_bells(&mut self) {
+        while let Some(child) = self.strangers.pop() {
+            self.stranger(child);
         }
-    }
-
-    /// Applies a change of mappings.
-    pub(crate) fn apply(&mut self, event: Event) {
-        match event {
-            Event::Remove(range) => self.engine.removed(range),
-            Event::Unmap(range) => self.engine.unmapped(range),
-            Event::Remap { from, to, len } => self.engine.remapped(from, to, len),
-            Event::Fault { .. } | Event::Fork { .. } => {}
-            Event::Unknown(kind) => crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}")),
-        }
-    }
-
-    fn rung(&mut self, at: VirtAddr) {
-        match self.engine.bells.decode(at) {
-            Some(Ring::Adopt) => self.adopt(),
-            Some(Ring::ForkPrepare) => self.fork(),
-            Some(Ring::Hint) => {
-                if let Some((hint, range)) = self.engine.bells.take_hint() {
-                    self.hint(hint, range);
+        while !self.forking && !self.rung.is_empty() {
+            match self.rung.remove(0) {
+                Ring::Adopt => self.adopt(),
+                Ring::ForkPrepare => self.fork(),
+                Ring::Hint => {
+                    if let Some((hint, range)) = self.engine.bells.take_hint() {
+                        self.hint(hint, range);
+                    }
+                    self.engine.bells.answer();
                 }
-                self.engine.bells.answer();
+                Ring::ForkDone => {}
             }
-            Some(Ring::ForkDone) | None => {}
         }
     }
 

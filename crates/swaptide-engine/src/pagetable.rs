@@ -1,6 +1,6 @@
 //! The engine's page table: what every managed page of the program is.
 //!
-//! Owns: one word for each page of the leaves in use and one [`Chunk`] for each 64 KiB.
+//! Owns: one word for each page of the 64 KiB in use and one [`Chunk`] for each of them, under a directory by address.
 //!
 //! Invariants
 //! 1. A page's word is `Present` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
@@ -13,7 +13,7 @@
 
 use swaptide_core::SwapEntry;
 
-use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_LEAF, PageNo};
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 
 const LEAVES_PER_MID: usize = 8192;
 const MIDS: usize = 8192;
@@ -78,11 +78,14 @@ pub const POOL_LOGGED: u8 = 2;
 /// Moving the chunk out failed for a reason that lasts (locked memory, protection).
 pub const STUCK: u8 = 4;
 
-struct Leaf {
-    words: [u32; PAGES_PER_LEAF],
-    chunks: [Chunk; CHUNKS_PER_LEAF],
+/// 64 KiB: what the table is made of, so that memory touched here and there costs little.
+struct Cell {
+    words: [u32; PAGES_PER_CHUNK],
+    chunk: Chunk,
     used: u32,
 }
+
+type Leaf = [Option<Box<Cell>>; CHUNKS_PER_LEAF];
 
 type Mid = Vec<Option<Box<Leaf>>>;
 
@@ -92,6 +95,7 @@ pub struct PageTable {
     present: usize,
     swapped: usize,
     leaves: usize,
+    cells: usize,
     epoch: u32,
 }
 
@@ -100,7 +104,7 @@ impl PageTable {
     pub fn new() -> PageTable {
         let mut top = Vec::new();
         top.resize_with(MIDS, || None);
-        PageTable { top, present: 0, swapped: 0, leaves: 0, epoch: 0 }
+        PageTable { top, present: 0, swapped: 0, leaves: 0, cells: 0, epoch: 0 }
     }
 
     /// Pages that are present.
@@ -115,69 +119,82 @@ impl PageTable {
 
     /// Bytes of the table itself.
     pub fn bytes(&self) -> usize {
-        self.leaves * size_of::<Leaf>()
+        self.leaves * size_of::<Leaf>() + self.cells * size_of::<Cell>()
     }
 
-    fn leaf(&self, leaf: usize) -> Option<&Leaf> {
-        self.top.get(leaf / LEAVES_PER_MID)?.as_ref()?[leaf % LEAVES_PER_MID].as_deref()
+    fn cell(&self, chunk: ChunkNo) -> Option<&Cell> {
+        let leaf = chunk.0 / CHUNKS_PER_LEAF;
+        let mid = self.top.get(leaf / LEAVES_PER_MID)?.as_ref()?;
+        mid[leaf % LEAVES_PER_MID].as_ref()?[chunk.0 % CHUNKS_PER_LEAF].as_deref()
     }
 
-    fn leaf_mut(&mut self, leaf: usize) -> &mut Leaf {
+    fn cell_mut(&mut self, chunk: ChunkNo) -> &mut Cell {
+        let leaf = chunk.0 / CHUNKS_PER_LEAF;
         let mid = self.top[leaf / LEAVES_PER_MID].get_or_insert_with(|| {
             let mut mid = Vec::new();
             mid.resize_with(LEAVES_PER_MID, || None);
             mid
         });
-        let slot = &mut mid[leaf % LEAVES_PER_MID];
-        if slot.is_none() {
-            self.leaves += 1;
-        }
-        slot.get_or_insert_with(|| {
-            Box::new(Leaf { words: [EMPTY; PAGES_PER_LEAF], chunks: [Chunk::default(); CHUNKS_PER_LEAF], used: 0 })
+        let leaves = &mut self.leaves;
+        let leaf = mid[leaf % LEAVES_PER_MID].get_or_insert_with(|| {
+            *leaves += 1;
+            Box::new([const { None }; CHUNKS_PER_LEAF])
+        });
+        let cells = &mut self.cells;
+        leaf[chunk.0 % CHUNKS_PER_LEAF].get_or_insert_with(|| {
+            *cells += 1;
+            Box::new(Cell { words: [EMPTY; PAGES_PER_CHUNK], chunk: Chunk::default(), used: 0 })
         })
     }
 
     /// What a page is.
     pub fn get(&self, page: PageNo) -> PageState {
-        self.leaf(page.0 / PAGES_PER_LEAF).map_or(PageState::Empty, |leaf| PageState::of(leaf.words[page.0 % PAGES_PER_LEAF]))
+        self.cell(page.chunk()).map_or(PageState::Empty, |cell| PageState::of(cell.words[page.in_chunk()]))
     }
 
     /// Changes what a page is; gives what it was.
     pub fn set(&mut self, page: PageNo, state: PageState) -> PageState {
         let word = state.word();
-        if word == EMPTY && self.leaf(page.0 / PAGES_PER_LEAF).is_none() {
+        if word == EMPTY && self.cell(page.chunk()).is_none() {
             return PageState::Empty;
         }
         let epoch = self.epoch.wrapping_add(1);
-        let leaf = self.leaf_mut(page.0 / PAGES_PER_LEAF);
-        let place = &mut leaf.words[page.0 % PAGES_PER_LEAF];
-        let old = std::mem::replace(place, word);
+        let cell = self.cell_mut(page.chunk());
+        let old = std::mem::replace(&mut cell.words[page.in_chunk()], word);
         if old == word {
             return state;
         }
-        leaf.used = leaf.used + u32::from(old == EMPTY) - u32::from(word == EMPTY);
-        let used = leaf.used;
-        let chunk = &mut leaf.chunks[page.chunk().0 % CHUNKS_PER_LEAF];
+        cell.used = cell.used + u32::from(old == EMPTY) - u32::from(word == EMPTY);
         let bit = 1u16 << page.in_chunk();
+        let chunk = &mut cell.chunk;
         chunk.present = chunk.present & !bit | if word == PRESENT { bit } else { 0 };
         chunk.swapped = chunk.swapped & !bit | if word & SWAPPED != 0 { bit } else { 0 };
         if (old | word) & SWAPPED != 0 {
             chunk.epoch = epoch;
         }
+        let unused = cell.used == 0;
         self.epoch = epoch;
         self.present = self.present + usize::from(word == PRESENT) - usize::from(old == PRESENT);
         self.swapped = self.swapped + usize::from(word & SWAPPED != 0) - usize::from(old & SWAPPED != 0);
-        if used == 0 {
-            self.drop_leaf(page.0 / PAGES_PER_LEAF);
+        if unused {
+            self.drop_cell(page.chunk());
         }
         PageState::of(old)
     }
 
-    /// A leaf without a used word goes, unless one of its chunks still stands in a queue, where its flag must be found again.
-    fn drop_leaf(&mut self, leaf: usize) {
-        if self.leaf(leaf).is_some_and(|l| l.chunks.iter().all(|c| c.flags & (QUEUED | POOL_LOGGED) == 0)) {
-            if let Some(mid) = &mut self.top[leaf / LEAVES_PER_MID] {
-                mid[leaf % LEAVES_PER_MID] = None;
+    /// A cell without a used word goes, unless its chunk still stands in a queue, where its flag must be found again.
+    fn drop_cell(&mut self, chunk: ChunkNo) {
+        if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & (QUEUED | POOL_LOGGED) != 0) {
+            return;
+        }
+        let number = chunk.0 / CHUNKS_PER_LEAF;
+        if let Some(mid) = &mut self.top[number / LEAVES_PER_MID]
+            && let Some(leaf) = &mut mid[number % LEAVES_PER_MID]
+        {
+            leaf[chunk.0 % CHUNKS_PER_LEAF] = None;
+            self.cells -= 1;
+            if leaf.iter().all(Option::is_none) {
+                mid[number % LEAVES_PER_MID] = None;
                 self.leaves -= 1;
             }
         }
@@ -185,21 +202,21 @@ impl PageTable {
 
     /// What is remembered of a chunk.
     pub fn chunk(&self, chunk: ChunkNo) -> Chunk {
-        self.leaf(chunk.0 / CHUNKS_PER_LEAF).map_or(Chunk::default(), |leaf| leaf.chunks[chunk.0 % CHUNKS_PER_LEAF])
+        self.cell(chunk).map_or(Chunk::default(), |cell| cell.chunk)
     }
 
     /// Changes a chunk's heat and flags.
     pub fn update(&mut self, chunk: ChunkNo, change: impl FnOnce(&mut Chunk)) {
-        if self.leaf(chunk.0 / CHUNKS_PER_LEAF).is_some() {
-            let leaf = self.leaf_mut(chunk.0 / CHUNKS_PER_LEAF);
-            change(&mut leaf.chunks[chunk.0 % CHUNKS_PER_LEAF]);
-            if leaf.used == 0 {
-                self.drop_leaf(chunk.0 / CHUNKS_PER_LEAF);
+        if self.cell(chunk).is_some() {
+            let cell = self.cell_mut(chunk);
+            change(&mut cell.chunk);
+            if cell.used == 0 {
+                self.drop_cell(chunk);
             }
         }
     }
 
-    /// The first page at or after `page` and before `end` whose leaf is in use: lets a walk skip what is empty.
+    /// The first page at or after `page` and (roughly) before `end` whose chunk is in use: lets a walk skip what is empty.
     pub fn next_used(&self, page: PageNo, end: PageNo) -> Option<PageNo> {
         let mut leaf = page.0 / PAGES_PER_LEAF;
         let last = end.0.div_ceil(PAGES_PER_LEAF);
@@ -207,7 +224,15 @@ impl PageTable {
             match self.top.get(leaf / LEAVES_PER_MID)? {
                 None => leaf = (leaf / LEAVES_PER_MID + 1) * LEAVES_PER_MID,
                 Some(mid) if mid[leaf % LEAVES_PER_MID].is_none() => leaf += 1,
-                Some(_) => return Some(PageNo((leaf * PAGES_PER_LEAF).max(page.0))),
+                Some(mid) => {
+                    let first = PageNo((leaf * PAGES_PER_LEAF).max(page.0));
+                    let cells = mid[leaf % LEAVES_PER_MID].as_deref().into_iter().flatten();
+                    let used = cells.enumerate().skip(first.chunk().0 % CHUNKS_PER_LEAF).find(|(_, cell)| cell.is_some());
+                    match used {
+                        Some((at, _)) => return Some(PageNo((leaf * PAGES_PER_LEAF + at * PAGES_PER_CHUNK).max(page.0))),
+                        None => leaf += 1,
+                    }
+                }
             }
         }
         None

@@ -23,6 +23,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
+use swaptide_sys::thread::yield_now;
 use swaptide_sys::uffd::MoveFlags;
 
 use crate::bell::Ring;
@@ -36,7 +37,7 @@ use crate::writeback::Writeback;
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
-const TICK_NEAR: Duration = Duration::from_millis(2);
+const TICK_NEAR: Duration = Duration::from_millis(1);
 
 /// A folio on its way out.
 #[derive(Clone, Copy)]
@@ -60,6 +61,8 @@ struct Run {
 pub enum Step {
     /// So many pages left the program.
     Took(usize),
+    /// Nothing could be taken before the handler has read what the program did to its mappings.
+    Again,
     /// There is nothing that can be taken.
     Nothing,
 }
@@ -71,6 +74,8 @@ pub struct Worker {
     runs: Vec<Run>,
     leaving: Vec<Leaving>,
     raw: Vec<(FrameNo, SwapEntry)>,
+    /// The kernel refused a move because an event is unread.
+    refused: bool,
     is_raw: [u64; PAGES_PER_LEAF / 64],
     writeback: Writeback,
 }
@@ -90,6 +95,7 @@ impl Worker {
             runs: Vec::with_capacity(64),
             leaving: Vec::with_capacity(512),
             raw: Vec::with_capacity(512),
+            refused: false,
             is_raw: [0; PAGES_PER_LEAF / 64],
             writeback: Writeback::new(),
         }
@@ -108,7 +114,7 @@ impl Worker {
                 Some((slab, moved))
             }
         };
-        let Some((slab, moved)) = taken else { return Step::Nothing };
+        let Some((slab, moved)) = taken else { return if self.refused { Step::Again } else { Step::Nothing } };
         self.store(engine, slab);
         let to_file = self.store_raw(engine);
         let mut mm = engine.mm.lock();
@@ -153,7 +159,11 @@ impl Worker {
         engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
         self.plan();
         let mut moved = 0;
+        self.refused = false;
         for index in 0..self.runs.len() {
+            if self.refused {
+                break;
+            }
             moved += self.move_out(engine, mm, slab, self.runs[index]);
         }
         for index in 0..self.chunks.len() {
@@ -189,7 +199,7 @@ impl Worker {
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the destination is a frame of this worker's own empty slab; the source are pages of the program whose words say
             // that the program has them, and the move is atomic against its touches.
-            let progress = unsafe { mm.staging.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
+            let progress = unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
             let done = progress.done / PAGE_SIZE;
             mm.staging.filled(slab, run.place + at, done);
             for k in at..at + done {
@@ -208,7 +218,11 @@ impl Worker {
                     mm.table.set(page, PageState::Empty);
                     at += 1;
                 }
-                Some(Errno::AGAIN) if again < 8 => again += 1,
+                Some(Errno::AGAIN) if again < 4 => again += 1,
+                Some(Errno::AGAIN) => {
+                    self.refused = true;
+                    break;
+                }
                 Some(Errno::BUSY) if again < 8 && engine.shared_pages.load(Relaxed) => {
                     again += 1;
                     let rest = range_of(page, (run.len - at).min(PAGES_PER_CHUNK));
@@ -419,7 +433,7 @@ impl Worker {
                 engine.charge.take_limit(engine.slot());
                 engine.charge.measure(statm);
                 let rest = engine.charge.rest();
-                let step = (engine.charge.limit() / 64).clamp(1 << 20, 8 << 20) as i64;
+                let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;
                 if rest < rest_at_adoption {
                     rest_at_adoption = rest;
                 }
@@ -433,7 +447,11 @@ impl Worker {
             let mut rounds = 0;
             while engine.charge.headroom() < engine.charge.high() && engine.park.load(Acquire) == 0 {
                 idle = false;
-                if self.step(engine) == Step::Nothing {
+                let step = self.step(engine);
+                if step == Step::Again {
+                    yield_now();
+                }
+                if step == Step::Nothing {
                     idle = true;
                     if engine.charge.headroom() < 0 {
                         let mut mm = engine.mm.lock();

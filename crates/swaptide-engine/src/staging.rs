@@ -1,12 +1,15 @@
 //! Staging frames: where pages wait between the program and the devices, and the frames that go round for ever.
 //!
-//! Owns: one area of the process's memory, cut into slabs of 512 frames, and the second userfaultfd that makes it a destination for
-//! `UFFDIO_MOVE`. A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab; once written their
+//! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a userfaultfd of its own, the *trash*, through
+//! which frames go back to the kernel. The frames are registered with the program's userfaultfd, and pages are moved out on it: the kernel then
+//! refuses a move while a change of mappings is unread, which is what makes moving by address safe (see `events`). For the same reason frames
+//! cannot be given up where they are: that would be an event of its own. They are moved to the trash and given up there.
+//!
+//! A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab; once written their
 //! frames are free but full, and growth and swap-in move the same physical pages back into the program.
 //!
 //! Invariants
-//! 1. The engine reads or writes only full frames. A touch of a frame that is not full would wait for an answer for ever, because
-//!    nobody reads the staging userfaultfd.
+//! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
 //! 2. A slab is on one list at a time: empty (no frame full), ready (some frames full, none in use), or with a worker.
 //! 3. `full_frames` is the sum of the full bits of all slabs: what the area costs in memory.
 //!
@@ -16,7 +19,8 @@ use std::collections::VecDeque;
 
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::uffd::{Features, Uffd};
+use swaptide_sys::Errno;
+use swaptide_sys::uffd::{Features, MoveFlags, Uffd};
 
 use crate::EngineError;
 use crate::ids::PAGES_PER_LEAF;
@@ -57,7 +61,8 @@ pub struct FrameRun {
 /// See the module's description.
 pub struct Staging {
     map: Mapping,
-    uffd: Uffd,
+    trash: Mapping,
+    trash_uffd: Uffd,
     slabs: Vec<Slab>,
     empty: Vec<SlabNo>,
     ready: VecDeque<SlabNo>,
@@ -67,16 +72,18 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Makes the area and its userfaultfd.
+    /// Makes the areas; the caller registers the frames ([`Staging::range`]) with the program's userfaultfd.
     ///
     /// # Errors
     /// When memory or a userfaultfd is refused.
     pub fn new() -> Result<Staging, EngineError> {
         let map = Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
-        let uffd = Self::open(map.range())?;
+        let trash = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
+        let trash_uffd = Self::open(trash.range())?;
         Ok(Staging {
             map,
-            uffd,
+            trash,
+            trash_uffd,
             slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0 }; SLABS],
             empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
             ready: VecDeque::with_capacity(SLABS),
@@ -88,25 +95,25 @@ impl Staging {
 
     fn open(range: VirtRange) -> Result<Uffd, EngineError> {
         let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
-        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
+        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the trash", e))?;
         Ok(uffd)
     }
 
-    /// In a forked child: the area is there, empty, but armed with nothing; arms it anew.
+    /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the program's userfaultfd.
     ///
     /// # Errors
     /// When a userfaultfd is refused.
     pub fn reopen(&mut self) -> Result<(), EngineError> {
         debug_assert_eq!(self.full_frames, 0);
         // The parent's descriptor was never in this process's table under this number: forget it, do not close it.
-        let stale = std::mem::replace(&mut self.uffd, Self::open(self.map.range())?);
+        let stale = std::mem::replace(&mut self.trash_uffd, Self::open(self.trash.range())?);
         std::mem::forget(stale);
         Ok(())
     }
 
-    /// The userfaultfd on which moves *into* the area are made.
-    pub fn uffd(&self) -> &Uffd {
-        &self.uffd
+    /// The range of all frames.
+    pub fn range(&self) -> VirtRange {
+        self.map.range()
     }
 
     /// The address of a frame.
@@ -243,10 +250,29 @@ impl Staging {
         self.full_frames -= slab.count;
         slab.count = 0;
         slab.full = [0; PAGES_PER_LEAF / 64];
-        if let Err(errno) = self.map.discard(slab_no.0 as usize * SLAB_BYTES, SLAB_BYTES) {
-            crate::fatal(&format!("giving staging frames back failed: {errno}"));
-        }
+        self.throw_away(slab_no);
         self.empty.push(slab_no);
         true
+    }
+
+    /// Gives the pages of a slab back to the kernel.
+    fn throw_away(&self, slab: SlabNo) {
+        let flags = MoveFlags { dont_wake: true, allow_src_holes: true };
+        let mut at = 0;
+        while at < SLAB_BYTES {
+            let from = self.map.range().start.offset(slab.0 as usize * SLAB_BYTES + at);
+            let to = self.trash.range().start.offset(at);
+            // SAFETY: the frames are free: nobody reads them any more. The trash is empty.
+            let progress = unsafe { self.trash_uffd.move_pages(to, from, SLAB_BYTES - at, flags) };
+            at += progress.done;
+            match progress.error {
+                None | Some(Errno::AGAIN) => {}
+                Some(errno) if progress.done == 0 => crate::fatal(&format!("giving staging frames back failed: {errno}")),
+                Some(_) => {}
+            }
+        }
+        if let Err(errno) = self.trash.discard(0, SLAB_BYTES) {
+            crate::fatal(&format!("giving staging frames back failed: {errno}"));
+        }
     }
 }

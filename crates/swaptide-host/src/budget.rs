@@ -109,7 +109,11 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
     let used: u64 = group.iter().map(|p| p.used).sum();
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
     if used > share + share / 50 {
-        return group.iter().zip(targets).map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p)) }).collect();
+        return group
+            .iter()
+            .zip(targets)
+            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p)) })
+            .collect();
     }
     let lowered: Vec<u64> = group
         .iter()
@@ -195,7 +199,8 @@ mod tests {
 
     #[test]
     fn the_biggest_is_engaged_and_gets_what_the_others_leave() {
-        let tree = [process(Standing::Watching, 2, 0, 0), process(Standing::Watching, 440, 0, 0), process(Standing::Beyond, 10, 0, 0)];
+        let tree =
+            [process(Standing::Watching, 2, 0, 0), process(Standing::Watching, 440, 0, 0), process(Standing::Beyond, 10, 0, 0)];
         let decision = decide(512 * MIB, &tree, TICK);
         assert_eq!(decision.engage, [1]);
         let share = 512 * MIB - 512 * MIB / 100 - 12 * MIB;

@@ -90,7 +90,9 @@ impl fmt::Display for DeviceError {
             DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE or file:PATH[:SIZE]"),
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
             DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -32768 to 32767"),
-            DeviceError::NotYet(text, what) => write!(f, "{text:?}: {what} cannot be used yet; use zram:SIZE or file:PATH[:SIZE]"),
+            DeviceError::NotYet(text, what) => {
+                write!(f, "{text:?}: {what} cannot be used yet; use zram:SIZE or file:PATH[:SIZE]")
+            }
             DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
             DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
@@ -362,7 +364,8 @@ mod tests {
     fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let scratch = Scratch::new("device");
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30).expect("file");
+            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30)
+                .expect("file");
             let swap = space.file.expect("file");
             assert_eq!(swap.extents, 32);
             let metadata = swap.file.metadata().expect("metadata");

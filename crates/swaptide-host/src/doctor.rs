@@ -14,8 +14,14 @@ use crate::size::human;
 use crate::supervise::find_agent;
 
 /// What the engine asks of a userfaultfd, whatever the program does.
-pub const REQUIRED: Features =
-    Features::MOVE.union(Features::EVENT_REMAP).union(Features::EVENT_REMOVE).union(Features::EVENT_UNMAP);
+pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
+/// The same without what needs a capability.
+const WITHOUT_FORK: Features = Features::MOVE
+    .union(Features::POISON)
+    .union(Features::THREAD_ID)
+    .union(Features::EVENT_REMAP)
+    .union(Features::EVENT_REMOVE)
+    .union(Features::EVENT_UNMAP);
 
 /// Less free space than this for the swap file is not enough for a default run.
 const LEAST_SPACE: u64 = 256 << 20;
@@ -86,7 +92,12 @@ fn kernel() -> Finding {
     let machine = name.machine().to_string_lossy();
     let right_machine = machine == std::env::consts::ARCH;
     let ok = version(&release).is_some_and(|version| version >= (6, 8)) && right_machine;
-    Finding::new("kernel", ok, format!("Linux {release} on {machine}, 6.8 or newer is needed"), "install a newer kernel and reboot")
+    Finding::new(
+        "kernel",
+        ok,
+        format!("Linux {release} on {machine}, 6.8 or newer is needed"),
+        "install a newer kernel and reboot",
+    )
 }
 
 fn version(release: &str) -> Option<(u32, u32)> {
@@ -104,7 +115,7 @@ fn permission() -> &'static str {
 }
 
 fn userfaultfd() -> Finding {
-    match Uffd::open(REQUIRED, true) {
+    match Uffd::open(WITHOUT_FORK, true) {
         Ok(_) => Finding::new("userfaultfd", true, "allowed, with MOVE and events", ""),
         Err(error @ OpenError::Unsupported { .. }) => {
             Finding::new("userfaultfd", false, error.to_string(), "install a newer kernel and reboot")
@@ -115,11 +126,11 @@ fn userfaultfd() -> Finding {
 
 fn fork_events() -> Finding {
     let name = "fork events";
-    match Uffd::open(REQUIRED.union(Features::EVENT_FORK), true) {
+    match Uffd::open(REQUIRED, true) {
         Ok(_) => Finding::new(name, true, "allowed: programs may fork while they are swapped", ""),
         Err(OpenError::Refused { .. }) => {
-            let found = "refused: a program that forks while it is swapped needs CAP_SYS_PTRACE";
-            Finding::new(name, false, found, "run as root, or: sudo setpriv --ambient-caps +sys_ptrace --inh-caps +sys_ptrace swaptide run ...")
+            let found = "refused: they need CAP_SYS_PTRACE";
+            Finding::new(name, false, found, "sudo -E swaptide run ... (or, in a container, start it with --cap-add SYS_PTRACE)")
         }
         Err(error) => Finding::new(name, false, error.to_string(), permission()),
     }
@@ -156,7 +167,8 @@ fn overcommit() -> Finding {
 
 fn descriptors() -> Finding {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    let found = if limit == u64::MAX { "unlimited".to_owned() } else { format!("{limit}, at least {LEAST_DESCRIPTORS} is needed") };
+    let found =
+        if limit == u64::MAX { "unlimited".to_owned() } else { format!("{limit}, at least {LEAST_DESCRIPTORS} is needed") };
     Finding::new("open files", limit >= LEAST_DESCRIPTORS, found, "ulimit -n 1024")
 }
 
@@ -170,7 +182,12 @@ fn swap_space() -> Finding {
                 let free = free_space(&place).unwrap_or(0);
                 let direct = space.file.is_some_and(|file| file.facts.direct_io);
                 let how = if direct { "direct I/O" } else { "through the page cache, for the file system has no direct I/O" };
-                return Finding::new(name, free >= LEAST_SPACE, format!("{}: {} free, {how}", place.display(), human(free)), mend);
+                return Finding::new(
+                    name,
+                    free >= LEAST_SPACE,
+                    format!("{}: {} free, {how}", place.display(), human(free)),
+                    mend,
+                );
             }
             Err(error) => refused = error.to_string(),
         }
@@ -212,7 +229,10 @@ mod tests {
         }
         let text = diagnosis.to_string();
         assert_eq!(text.lines().count(), diagnosis.findings.len());
-        assert!(text.lines().all(|line| line.starts_with("ok  ") || (line.starts_with("NO  ") && line.contains(" : "))), "{text}");
+        assert!(
+            text.lines().all(|line| line.starts_with("ok  ") || (line.starts_with("NO  ") && line.contains(" : "))),
+            "{text}"
+        );
     }
 
     #[test]

@@ -5,8 +5,7 @@
 //! segment: `limit_bytes`, `wanted`, and the bell.
 //!
 //! Invariants
-//! 1. A slot is released after its process is gone, or after the process claimed a newer one (it called exec, so what the slot
-//!    stood for is gone); its counters go into the totals first.
+//! 1. A slot is released after its process is gone; its counters go into the totals first.
 //! 2. The file's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
@@ -58,14 +57,14 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// A keeper of the tree under this process.
-    pub fn new(segment: &'static Segment, swap: Option<Arc<File>>, budget: u64, strict: bool) -> Keeper {
+    /// A keeper of the tree under process `root`.
+    pub fn new(root: u32, segment: &'static Segment, swap: Option<Arc<File>>, budget: u64, strict: bool) -> Keeper {
         Keeper {
             segment,
             swap,
             budget,
             strict,
-            tree: Tree::new(std::process::id()),
+            tree: Tree::new(root),
             watches: HashMap::new(),
             refused: Default::default(),
             gone: Totals::default(),
@@ -97,14 +96,14 @@ impl Keeper {
     fn tick(&mut self) -> Duration {
         let elapsed = self.last_tick.elapsed();
         self.last_tick = Instant::now();
-        let slots = self.living_slots();
+        let slots: HashMap<u32, SlotIndex> =
+            self.segment.claimed().map(|(index, slot)| (slot.pid.load(Relaxed), index)).collect();
         self.tree.look();
         for pid in slots.keys() {
             self.tree.admit(*pid);
         }
         self.tree.sample();
-        let members: Vec<(u32, Option<SlotIndex>)> =
-            self.tree.pids().map(|pid| (pid, slots.get(&pid).copied())).collect();
+        let members: Vec<(u32, Option<SlotIndex>)> = self.tree.pids().map(|pid| (pid, slots.get(&pid).copied())).collect();
         let processes: Vec<Process> = members.iter().map(|(pid, slot)| self.judge(*pid, *slot, elapsed)).collect();
         for (pid, slot) in &slots {
             if !self.tree.contains(*pid) {
@@ -124,24 +123,6 @@ impl Keeper {
         budget::interval(self.budget, &processes)
     }
 
-    /// The slot of each process; slots that a newer one of the same process replaced are released.
-    fn living_slots(&mut self) -> HashMap<u32, SlotIndex> {
-        let mut newest: HashMap<u32, (u64, SlotIndex)> = HashMap::new();
-        let mut stale = Vec::new();
-        for (index, slot) in self.segment.claimed() {
-            let number = slot.claim_number.load(Relaxed);
-            let entry = newest.entry(slot.pid.load(Relaxed)).or_insert((number, index));
-            if entry.1 != index {
-                let older = if number > entry.0 { std::mem::replace(entry, (number, index)).1 } else { index };
-                stale.push(older);
-            }
-        }
-        for index in stale {
-            self.release(index);
-        }
-        newest.into_iter().map(|(pid, (_, index))| (pid, index)).collect()
-    }
-
     fn judge(&mut self, pid: u32, slot: Option<SlotIndex>, elapsed: Duration) -> Process {
         let used = self.tree.used(pid);
         let Some(index) = slot else { return Process { standing: Standing::Beyond, used, pressure: 0, limit: 0 } };
@@ -155,7 +136,8 @@ impl Keeper {
         if slot.state() == ProcState::Refused && self.refused.insert(pid) {
             self.gone.refused += 1;
         }
-        let moved: u64 = [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let moved: u64 =
+            [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
         let watch = self.watches.entry(index).or_insert(Watch { pid, moved_pages: moved, pressure: 0 });
         if watch.pid != pid {
             *watch = Watch { pid, moved_pages: moved, pressure: 0 };
@@ -278,7 +260,7 @@ mod tests {
         file.sync_all().expect("sync");
         assert!(file.metadata().expect("metadata").blocks() > 0);
         segment.slot(index).count(Counter::Pswpout, 16);
-        let mut keeper = Keeper::new(segment, Some(Arc::new(file)), 64 << 20, false);
+        let mut keeper = Keeper::new(child.id(), segment, Some(Arc::new(file)), 64 << 20, false);
         keeper.tick();
         assert_eq!(keeper.totals().get(Counter::Pswpout), 16);
         assert_eq!(segment.header.extents_used.load(Relaxed), 1);
@@ -288,20 +270,6 @@ mod tests {
         assert_eq!(segment.header.extents_used.load(Relaxed), 0);
         assert_eq!(keeper.swap.as_ref().expect("file").metadata().expect("metadata").blocks(), 0, "the space is free again");
         assert_eq!(segment.claimed().count(), 0);
-    }
-
-    #[test]
-    fn a_program_that_called_exec_keeps_its_newest_slot() {
-        let segment = segment(0);
-        let child = sleeper();
-        let old = segment.claim(child.id(), 0).expect("slot");
-        segment.slot(old).count(Counter::Pswpin, 5);
-        let new = segment.claim(child.id(), 0).expect("slot");
-        let mut keeper = Keeper::new(segment, None, 64 << 20, false);
-        keeper.tick();
-        assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [new]);
-        assert_eq!(keeper.totals().get(Counter::Pswpin), 5);
-        end(child);
     }
 
     #[test]
@@ -316,10 +284,10 @@ mod tests {
         let segment = segment(0);
         let index = segment.claim(child.id(), 0).expect("slot");
         let slot = segment.slot(index);
-        let mut roomy = Keeper::new(segment, None, 512 << 20, false);
+        let mut roomy = Keeper::new(child.id(), segment, None, 512 << 20, false);
         roomy.tick();
         assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
-        let mut keeper = Keeper::new(segment, None, 64 << 20, false);
+        let mut keeper = Keeper::new(child.id(), segment, None, 64 << 20, false);
         keeper.tick();
         assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
         let limit = slot.limit_bytes.load(Relaxed);
@@ -336,7 +304,7 @@ mod tests {
         let child = sleeper();
         let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
         slot.count(Counter::SwapFull, 1);
-        let mut keeper = Keeper::new(segment, None, 64 << 20, true);
+        let mut keeper = Keeper::new(child.id(), segment, None, 64 << 20, true);
         keeper.tick();
         assert!(!keeper.totals().strict_kill, "within the budget");
         slot.count(Counter::SwapFull, 1);

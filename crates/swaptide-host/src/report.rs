@@ -71,14 +71,15 @@ impl Totals {
         self.counters[counter as usize]
     }
 
-    /// Pages that left memory: compressed, to the file, or as zeros that needed no store.
+    /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that was compressed and went on to the
+    /// file later left it once.
     pub fn pages_out(&self) -> u64 {
-        self.get(Counter::Pswpout).max(self.get(Counter::Zswpout)) + self.get(Counter::SwpoutZero)
+        (self.get(Counter::Pswpout) + self.get(Counter::SwpoutZero)).saturating_sub(self.get(Counter::Zswpwb))
     }
 
     /// Pages that came back.
     pub fn pages_in(&self) -> u64 {
-        self.get(Counter::Pswpin).max(self.get(Counter::Zswpin)) + self.get(Counter::SwpinZero)
+        self.get(Counter::Pswpin) + self.get(Counter::SwpinZero)
     }
 
     /// An upper bound of the time that a share of all faults took at most, in microseconds.
@@ -181,7 +182,11 @@ impl Report {
             peak_footprint_bytes: totals.peak_footprint,
             peak_pool_bytes: totals.peak_pool,
             stats: Counter::ALL.iter().map(|counter| (counter.name(), totals.get(*counter))).collect(),
-            fault_us: FaultTimes { p50: totals.fault_us(0.5), p99: totals.fault_us(0.99), max: totals.longest_fault_ns as f64 / 1e3 },
+            fault_us: FaultTimes {
+                p50: totals.fault_us(0.5),
+                p99: totals.fault_us(0.99),
+                max: totals.longest_fault_ns as f64 / 1e3,
+            },
             devices,
             groups: Vec::new(),
             errors: BTreeMap::from([

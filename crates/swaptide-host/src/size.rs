@@ -177,7 +177,9 @@ mod tests {
 
     #[test]
     fn what_is_no_size_is_refused_by_its_kind() {
-        for text in ["", "M", "-5M", "5X", "5 apples", "1e9", "1..5G", ".5G", "5.", "0x10", "inf", "NaN", "5MM", "ib", "1ib", "5é"] {
+        for text in
+            ["", "M", "-5M", "5X", "5 apples", "1e9", "1..5G", ".5G", "5.", "0x10", "inf", "NaN", "5MM", "ib", "1ib", "5é"]
+        {
             assert!(matches!(parse_bytes(text), Err(SizeError::Syntax(_))), "{text}: {:?}", parse_bytes(text));
         }
         assert!(matches!(parse_bytes("0"), Err(SizeError::Zero(_))));

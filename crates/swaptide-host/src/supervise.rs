@@ -58,7 +58,7 @@ pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in percent.
-const POOL_PERCENT: u32 = 50;
+const POOL_PERCENT: u32 = 75;
 /// The same where there is nothing behind it.
 const POOL_PERCENT_ALONE: u32 = 75;
 /// The budget where none is given: a margin stays for what is not the program's.
@@ -465,9 +465,19 @@ impl Back {
         raise_descriptor_limit();
         prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
         let (keeper, requests) = mpsc::channel();
-        let thread = Keeper::new(prepared.segment, prepared.swap.clone(), prepared.frame.budget, prepared.strict);
+        let thread =
+            Keeper::new(std::process::id(), prepared.segment, prepared.swap.clone(), prepared.frame.budget, prepared.strict);
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
-        let back = Back { prepared, front, channel: Some(channel), signals, counter, keeper, program: Some(program), seen: HashMap::new() };
+        let back = Back {
+            prepared,
+            front,
+            channel: Some(channel),
+            signals,
+            counter,
+            keeper,
+            program: Some(program),
+            seen: HashMap::new(),
+        };
         back.serve();
         if let Ok(thread) = spawned {
             let _ = thread.join();

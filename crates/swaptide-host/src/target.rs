@@ -54,10 +54,16 @@ impl fmt::Display for TargetError {
             TargetError::Missing(path) if path.components().count() > 1 => write!(f, "{}: no such file", path.display()),
             TargetError::Missing(path) => write!(f, "{}: not found in PATH", path.display()),
             TargetError::NotAFile(path) => write!(f, "{}: not a program but a directory or a device", path.display()),
-            TargetError::NotExecutable(path) => write!(f, "{}: not executable; chmod +x it, or name its interpreter", path.display()),
+            TargetError::NotExecutable(path) => {
+                write!(f, "{}: not executable; chmod +x it, or name its interpreter", path.display())
+            }
             TargetError::Read(path, error) => write!(f, "{}: cannot be read: {error}", path.display()),
             TargetError::Static(path) => {
-                write!(f, "{}: statically linked, so no library can be loaded into it; use a dynamically linked build", path.display())
+                write!(
+                    f,
+                    "{}: statically linked, so no library can be loaded into it; use a dynamically linked build",
+                    path.display()
+                )
             }
             TargetError::Secure(path, what) => {
                 write!(f, "{}: {what}, so the loader ignores preloaded libraries; run it without that privilege", path.display())
@@ -67,9 +73,15 @@ impl fmt::Display for TargetError {
             }
             TargetError::Damaged(path) => write!(f, "{}: damaged: its ELF headers end too early", path.display()),
             TargetError::Loader(path, loader) => {
-                write!(f, "{}: uses the loader {loader} of another C library than swaptide's glibc; use a glibc build", path.display())
+                write!(
+                    f,
+                    "{}: uses the loader {loader} of another C library than swaptide's glibc; use a glibc build",
+                    path.display()
+                )
             }
-            TargetError::Interpreter(path, error) => write!(f, "{}: a script whose interpreter cannot work: {error}", path.display()),
+            TargetError::Interpreter(path, error) => {
+                write!(f, "{}: a script whose interpreter cannot work: {error}", path.display())
+            }
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The layout of the segment.
 
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::SharedMap;
@@ -67,8 +69,6 @@ pub struct Header {
     pub slots_exhausted: AtomicU64,
     /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
     pub pool_cap_bytes: AtomicU64,
-    /// Claims of process slots so far.
-    pub claims: AtomicU64,
     /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
     pub slots_end: AtomicU32,
 }
@@ -110,8 +110,6 @@ pub struct ProcSlot {
     pub faults: FaultHistogram,
     /// Extents that the process holds, a bit each.
     pub held: [AtomicU64; MAX_EXTENTS / 64],
-    /// Number of the claim that took the slot: of two slots of one process (it called exec), the one claimed first is stale.
-    pub claim_number: AtomicU64,
 }
 
 impl ProcSlot {
@@ -181,10 +179,16 @@ pub enum SegmentError {
 impl std::fmt::Display for SegmentError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            SegmentError::TooSmall => write!(f, "the shared segment is too small: the supervisor and the agent are of different builds; install both from one"),
+            SegmentError::TooSmall => write!(
+                f,
+                "the shared segment is too small: the supervisor and the agent are of different builds; install both from one"
+            ),
             SegmentError::NotASegment => write!(f, "the shared segment has no magic word: the supervisor has not set it up"),
             SegmentError::Version(found) => {
-                write!(f, "the shared segment has version {found}, this build speaks {VERSION}: install supervisor and agent from one build")
+                write!(
+                    f,
+                    "the shared segment has version {found}, this build speaks {VERSION}: install supervisor and agent from one build"
+                )
             }
         }
     }
@@ -228,7 +232,8 @@ impl Segment {
     /// Claims a slot for process `pid`. A slot it had before it executed another program is taken over with its counters and without
     /// its extents. `None` when all are taken.
     pub fn claim(&self, pid: u32, forked_from: u32) -> Option<SlotIndex> {
-        if let Some(index) = self.procs.iter().position(|slot| slot.pid.load(Relaxed) == pid) {
+        let end = (self.header.slots_end.load(Relaxed) as usize).min(MAX_PROCS);
+        if let Some(index) = self.procs[..end].iter().position(|slot| slot.pid.load(Relaxed) == pid) {
             let index = SlotIndex(index as u32);
             self.release_extents(index, |_| {});
             let slot = self.slot(index);
@@ -242,7 +247,6 @@ impl Segment {
         for (index, slot) in self.procs.iter().enumerate() {
             if slot.pid.load(Relaxed) == 0 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok() {
                 slot.forked_from.store(forked_from, Relaxed);
-                slot.claim_number.store(self.header.claims.fetch_add(1, Relaxed) + 1, Relaxed);
                 self.header.slots_end.fetch_max(index as u32 + 1, Relaxed);
                 slot.set_state(ProcState::Watching);
                 return Some(SlotIndex(index as u32));
@@ -263,7 +267,10 @@ impl Segment {
     /// Every slot that a process holds (claimed, and its claim complete).
     pub fn claimed(&self) -> impl Iterator<Item = (SlotIndex, &ProcSlot)> {
         let end = (self.header.slots_end.load(Relaxed) as usize).min(MAX_PROCS);
-        (0..).map(SlotIndex).zip(&self.procs[..end]).filter(|(_, slot)| slot.state() != ProcState::Free && slot.pid.load(Acquire) != 0)
+        (0..)
+            .map(SlotIndex)
+            .zip(&self.procs[..end])
+            .filter(|(_, slot)| slot.state() != ProcState::Free && slot.pid.load(Acquire) != 0)
     }
 
     /// Clears a slot whose process is gone and gives back its extents; calls `freed` for each extent that nobody holds any more.
@@ -421,14 +428,14 @@ mod tests {
     }
 
     #[test]
-    fn claimed_slots_are_told_from_free_ones_and_the_newest_of_a_process_can_be_found() {
+    fn claimed_slots_are_told_from_free_ones_and_a_process_has_only_one() {
         let segment = segment();
         let first = segment.claim(10, 0).expect("slot");
-        let other = segment.claim(11, 0).expect("slot");
-        segment.release(other, |_| ());
-        let again = segment.claim(10, 0).expect("slot");
-        assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [first, again]);
-        assert!(segment.slot(first).claim_number.load(Relaxed) < segment.slot(again).claim_number.load(Relaxed));
+        let gone = segment.claim(11, 0).expect("slot");
+        let last = segment.claim(12, 0).expect("slot");
+        segment.release(gone, |_| ());
+        assert_eq!(segment.claim(10, 0), Some(first));
+        assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [first, last]);
     }
 
     #[test]

@@ -7,9 +7,9 @@
 //! A [`Compressor`] holds the hash table and the output buffer, so compressing allocates nothing. It belongs to one thread at
 //! a time and is meant to be used outside all locks.
 
-use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size};
+use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 
-use crate::{PAGE_SIZE, Page};
+use crate::{PAGE_SIZE, Page, lz4};
 
 /// Most pages one unit may hold.
 pub const MAX_UNIT_PAGES: usize = 16;
@@ -98,10 +98,7 @@ pub fn fill(out: &mut [u8], word: u64) {
 
 /// Decompresses one block into exactly `out`.
 pub fn decompress(block: &[u8], out: &mut [u8]) -> Result<(), BadBlock> {
-    match decompress_into(block, out) {
-        Ok(n) if n == out.len() => Ok(()),
-        _ => Err(BadBlock),
-    }
+    lz4::decompress(block, out)
 }
 
 /// Compresses pages without allocating.

@@ -30,7 +30,7 @@ mod places;
 use std::io::IoSliceMut;
 use std::sync::Arc;
 
-use swaptide_sys::lock::Lock;
+use swaptide_sys::lock::{Guard, Lock};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::{Errno, OwnedFd};
 
@@ -234,33 +234,44 @@ impl FileDevice {
 
     /// Reads every page to where it belongs. On failure, tells which one failed.
     fn read_straight(&self, order: &mut [Wanted<'_, '_>]) -> Result<(), (usize, Errno)> {
-        let locations: Vec<u32> = order.iter().map(|(_, (place, ..))| place.location.0).collect();
-        let mut bufs: Vec<_> = order.iter_mut().map(|((_, page), _)| IoSliceMut::new(&mut page[..])).collect();
-        let mut runs = Vec::new();
-        let mut rest = &mut bufs[..];
-        let mut from = 0;
-        for to in 1..=locations.len() {
-            if to == locations.len() || locations[to] != locations[to - 1].wrapping_add(1) {
-                let (bufs, later) = rest.split_at_mut(to - from);
-                runs.push(Run { offset: Location(locations[from]).byte(), first: from, bufs });
-                rest = later;
-                from = to;
-            }
-        }
-        self.io.read_runs(&mut runs)
+        let locations: Vec<_> = order.iter().map(|(_, (place, ..))| place.location).collect();
+        self.read_pages(0, &locations, order.iter_mut().map(|((_, page), _)| &mut **page))
     }
 
     /// Reads every page through the aligned buffer.
     fn read_bounced(&self, order: &mut [Wanted<'_, '_>]) -> Result<(), (usize, Errno)> {
         let mut bounce = self.bounce.lock();
         let bounce = bounce_pages(&mut bounce).map_err(|errno| (0, errno))?;
-        for (i, ((_, page), (place, ..))) in order.iter_mut().enumerate() {
-            let buffer = &mut bounce[0];
-            let mut bufs = [IoSliceMut::new(&mut buffer[..])];
-            io::read_run(&*self.io, &mut Run { offset: place.location.byte(), first: i, bufs: &mut bufs })?;
-            page.copy_from_slice(buffer);
+        for (part, order) in order.chunks_mut(BOUNCE_PAGES).enumerate() {
+            let locations: Vec<_> = order.iter().map(|(_, (place, ..))| place.location).collect();
+            self.read_pages(part * BOUNCE_PAGES, &locations, bounce[..order.len()].iter_mut())?;
+            for (((_, page), _), read) in order.iter_mut().zip(bounce.iter()) {
+                page.copy_from_slice(read);
+            }
         }
         Ok(())
+    }
+
+    /// Reads pages at locations in ascending order, neighbours at once. `first` is the caller's number of the first one.
+    fn read_pages<'p>(
+        &self,
+        first: usize,
+        locations: &[Location],
+        pages: impl Iterator<Item = &'p mut Page>,
+    ) -> Result<(), (usize, Errno)> {
+        let mut bufs: Vec<_> = pages.map(|page| IoSliceMut::new(&mut page[..])).collect();
+        let mut rest = &mut bufs[..];
+        let mut runs = Vec::new();
+        let mut from = 0;
+        for to in 1..=locations.len() {
+            if to == locations.len() || locations[to].0 != locations[to - 1].0.wrapping_add(1) {
+                let (bufs, later) = rest.split_at_mut(to - from);
+                runs.push(Run { offset: locations[from].byte(), first: first + from, bufs });
+                rest = later;
+                from = to;
+            }
+        }
+        self.io.read_runs(&mut runs)
     }
 
     /// Forgets what a slot holds; `false` if it held nothing.
@@ -282,8 +293,9 @@ impl FileDevice {
 
     /// Before a fork: everything leased so far becomes shared and is neither written to nor punched from now on.
     ///
-    /// No write may be under way in another thread.
+    /// Waits for a write that is under way; one that begins later goes to an extent of its own.
     pub fn freeze_all(&self) {
+        let _writes = self.bounce.lock();
         let vacated = self.state.lock().extents.freeze();
         self.let_go(&vacated);
     }
@@ -323,6 +335,26 @@ impl FileDevice {
         self.let_go(&vacated);
     }
 
+    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped: for a fork, after
+    /// [`Self::freeze_all`], so that the child's copy is complete and consistent.
+    #[must_use]
+    pub fn quiesce(&self) -> Quiesced<'_> {
+        let bounce = self.bounce.lock();
+        Quiesced { _state: self.state.lock(), _bounce: bounce }
+    }
+
+    /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
+    ///
+    /// # Safety
+    /// The fork was made while one existed, the child has only this thread, and it holds no lock of the device.
+    pub unsafe fn force_unlock(&self) {
+        // SAFETY: whoever held the locks does not exist in this process, and had left the data consistent (caller).
+        unsafe {
+            self.state.force_unlock();
+            self.bounce.force_unlock();
+        }
+    }
+
     /// All counters at one moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -359,6 +391,12 @@ impl FileDevice {
             self.source.release(extent, punched);
         }
     }
+}
+
+/// Keeps everybody out of a device; see [`FileDevice::quiesce`].
+pub struct Quiesced<'a> {
+    _state: Guard<'a, State>,
+    _bounce: Guard<'a, Option<Mapping>>,
 }
 
 /// A page to read: where to, and where from, with the base of its counter and its cipher.

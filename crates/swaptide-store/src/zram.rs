@@ -21,7 +21,7 @@ mod table;
 
 use core::mem::MaybeUninit;
 
-use swaptide_sys::lock::Lock;
+use swaptide_sys::lock::{Guard, Lock};
 
 use self::pool::{Head, ObjectId, Pool};
 use self::table::{Handle, Handles, SameTable};
@@ -285,6 +285,9 @@ impl Zram {
 
     /// Moves objects out of sparse blocks until no block can be freed so, or about `budget` bytes were copied; gives the
     /// pages of all empty blocks back. Returns the bytes by which the pool shrank.
+    ///
+    /// Worth calling when [`Self::pool_bytes`] is well above [`Self::stored_bytes`] (say, by a quarter): replacing pages one by
+    /// one keeps the pool dense by itself, freeing many does not.
     pub fn compact(&self, budget: usize) -> usize {
         let before = self.pool_bytes();
         let mut copied = 0;
@@ -361,11 +364,37 @@ impl Zram {
         }
     }
 
+    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped: for a fork, so that the
+    /// child's copy is complete and consistent.
+    #[must_use]
+    pub fn quiesce(&self) -> Quiesced<'_> {
+        let scratch = self.scratch.lock();
+        Quiesced { _state: self.state.lock(), _scratch: scratch }
+    }
+
+    /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
+    ///
+    /// # Safety
+    /// The fork was made while one existed, the child has only this thread, and it holds no lock of the device.
+    pub unsafe fn force_unlock(&self) {
+        // SAFETY: whoever held the locks does not exist in this process, and had left the data consistent (caller).
+        unsafe {
+            self.state.force_unlock();
+            self.scratch.force_unlock();
+        }
+    }
+
     /// Recounts everything (tests).
     #[cfg(test)]
     fn check(&self) {
         self.state.lock().pool.check();
     }
+}
+
+/// Keeps everybody out of a device; see [`Zram::quiesce`].
+pub struct Quiesced<'a> {
+    _state: Guard<'a, State>,
+    _scratch: Guard<'a, Scratch>,
 }
 
 impl State {

@@ -481,7 +481,9 @@ fn on_real_file(directory: &std::path::Path) {
     let blocks = |file: &std::fs::File| std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap());
     let before = blocks(&file);
     (0..1024).for_each(|slot| assert!(device.free(Slot(slot))));
-    assert!(before - blocks(&file) >= 2 * EXTENT_BYTES / 512, "two extents were punched");
+    let after = blocks(&file);
+    // The file system's own blocks for the file's map count too.
+    assert!(before >= after + 2 * EXTENT_BYTES / 512 * 9 / 10, "two extents were punched: {before} blocks, then {after}");
     // The file is cut behind our back.
     file.set_len(2 * EXTENT_BYTES).unwrap();
     let slots: Vec<u32> = (1100..1140).step_by(3).collect();

@@ -296,3 +296,17 @@ fn threads_load_and_store_while_one_compacts() {
     });
     zram.check();
 }
+
+#[test]
+fn a_quiesced_device_is_locked_until_the_guard_goes() {
+    let zram = Zram::new(8).unwrap();
+    zram.insert(Slot(1), &Packed::Same(4)).unwrap();
+    let held = zram.quiesce();
+    assert!(zram.state.is_locked() && zram.scratch.is_locked());
+    // As in a forked child: whoever held the locks is not there.
+    core::mem::forget(held);
+    // SAFETY: the guard is forgotten, and no other thread knows the device.
+    unsafe { zram.force_unlock() };
+    drop(zram.quiesce());
+    assert!(zram.contains(Slot(1)));
+}

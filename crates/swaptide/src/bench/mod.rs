@@ -336,6 +336,8 @@ impl Bench<'_> {
         }
         let title = format!("{} of data in a budget of {}, {} runs", human(data), human(args.ram), args.runs);
         let mut report = self.report("within", &title, "s", Better::Lower, data);
+        let (least, ours) = (without.side(None)?.stats.min, with.side(None)?.stats.min);
+        report.notes.push(format!("ratio of the fastest runs, which a busy machine disturbs least: {:.3}", least / ours));
         report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
         Ok(report)
     }
