@@ -179,6 +179,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
 }
 
 fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
+    let began = now();
     {
         let mut path = MAIN_OBJECT.lock();
         let (bytes, len) = &mut *path;
@@ -196,6 +197,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     start_workers(engine);
     handler.adopt();
+    log::line(&format!("managed after {:?}, {} pages present", now().since(began), engine.mm.lock().table.present()));
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);
     Ok(handler)

@@ -25,6 +25,9 @@ use crate::ids::PageNo;
 /// Smallest mapping worth managing.
 pub const MIN_BYTES: usize = 64 << 10;
 
+/// What follows a library's written data is its zero-initialised data, up to this size; what is larger is not libc's.
+const LIBRARY_BSS_BYTES: usize = 16 << 20;
+
 impl Handler {
     /// Adopts what there is to adopt.
     pub fn adopt(&mut self) {
@@ -35,11 +38,13 @@ impl Handler {
         let mut last_file_main = false;
         let listed = for_each_vma(&mut self.maps_buf, |vma| {
             if vma.inode != 0 {
-                last_file_end = vma.range.end;
-                last_file_main = (engine.start.main_object)(vma.name);
+                if vma.private && vma.write {
+                    last_file_end = vma.range.end;
+                    last_file_main = (engine.start.main_object)(vma.name);
+                }
                 return true;
             }
-            let library_bss = vma.range.start == last_file_end && !last_file_main;
+            let library_bss = vma.range.start == last_file_end && !last_file_main && vma.range.len() <= LIBRARY_BSS_BYTES;
             if !library_bss && eligible(&vma) && !(engine.start.excluded)(vma.range) {
                 program_parts(vma.range, |part| found.push(part));
             }

@@ -66,6 +66,8 @@ pub struct Mm {
     pub base: Vec<SwapEntry>,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up.
     pub cancelled: Vec<u64>,
+    /// A range that is being let go: nothing of it is taken out.
+    pub held: VirtRange,
     /// Chunks taken out so far: the clock that shadows hold.
     pub evictions: u32,
 }
@@ -132,6 +134,7 @@ impl Engine {
                 owner: vec![PageNo(0); frames],
                 base: vec![crate::devices::NO_ENTRY; frames],
                 cancelled: vec![0; frames.div_ceil(64)],
+                held: NO_RANGE,
                 evictions: 0,
             }),
             devices,
@@ -302,6 +305,9 @@ impl Mm {
         devices.free_slot(entry, Expect::Folio(folio));
     }
 }
+
+/// An empty range.
+pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
 
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;

@@ -21,7 +21,7 @@ use swaptide_sys::uffd::{MoveFlags, Progress};
 
 use crate::bell::Hint;
 use crate::devices::{NO_ENTRY, POOL};
-use crate::engine::Mm;
+use crate::engine::{Mm, NO_RANGE};
 use crate::handler::{COPY_BYTES, Handler};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
 use crate::locality::{Reading, SwapIn};
@@ -79,8 +79,14 @@ impl Handler {
         }
     }
 
-    /// Two threads touched the page and the other's fault was answered; or the kernel dropped a page that was freed lazily.
+    /// Two threads touched the page and the other's fault was answered; or the kernel dropped a page that was freed lazily, and zeros are right.
+    /// The lock is held: a worker must not take the page out between the look at its word and the zeros.
     fn already_there(&mut self, page: PageNo) -> Served {
+        let mm = self.engine.mm.lock();
+        if mm.table.get(page) != PageState::Present {
+            // It went out meanwhile; the thread faults again and finds it swapped.
+            return Served::Spurious;
+        }
         match self.uffd.zero_pages(range_of(page, 1), true).error {
             Some(Errno::AGAIN) => Served::Again,
             _ => Served::Spurious,
@@ -119,6 +125,10 @@ impl Handler {
         self.make_room(window);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
+        if mm.table.get(page) != PageState::Empty || mm.regions.find(page.addr()).is_none() {
+            // An event that was read while room was made changed it; the thread faults again.
+            return Err(Stop::Gone);
+        }
         let mut n = 1;
         while n < window && page.plus(n) < end && mm.table.get(page.plus(n)) == PageState::Empty {
             n += 1;
@@ -262,7 +272,7 @@ impl Handler {
                     // SAFETY: the frame is full and stays so while the memory lock is held.
                     let progress = unsafe { self.uffd.copy_pages(page.plus(at).addr(), from.as_ptr(), PAGE_SIZE, true, false) };
                     match settle_fill(progress) {
-                        Err(Stop::Exists) => self.overtaken(mm, page.plus(at), entry),
+                        Err(Stop::Exists) => self.overtaken(page.plus(at), entry),
                         Err(stop) => Err(stop),
                         Ok(filled) => {
                             engine.count(Counter::SwapCacheHit, 1);
@@ -335,7 +345,7 @@ impl Handler {
         // SAFETY: as above.
         let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
         match (progress.done, progress.error) {
-            (0, Some(Errno::EXIST)) => return self.overtaken(mm, page, entries[0]),
+            (0, Some(Errno::EXIST)) => self.overtaken(page, entries[0]),
             (0, Some(Errno::NOENT)) if len > 1 => return self.bring_pool(mm, page, 1),
             _ => {}
         }
@@ -365,7 +375,7 @@ impl Handler {
         mm.staging.run_used(run, progress.done / PAGE_SIZE);
         if progress.done == 0 {
             match progress.error {
-                Some(Errno::EXIST) => return self.overtaken(mm, page, entries[0]),
+                Some(Errno::EXIST) => self.overtaken(page, entries[0]),
                 // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
                 Some(Errno::INVAL | Errno::NOENT) => return self.bring_pool(mm, page, 1),
                 _ => {}
@@ -422,7 +432,7 @@ impl Handler {
         // SAFETY: as above.
         let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
         match (progress.done, progress.error) {
-            (0, Some(Errno::EXIST)) => return self.overtaken(&mut mm, page, entries[0]),
+            (0, Some(Errno::EXIST)) => self.overtaken(page, entries[0]),
             (0, Some(Errno::NOENT)) if len > 1 => {
                 drop(mm);
                 return self.bring_file(page, 1);
@@ -437,12 +447,9 @@ impl Handler {
         Ok(filled)
     }
 
-    /// The program has a page where its word says swapped: what it has is newer.
-    fn overtaken(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
-        (self.engine.start.log)(&format!("page {:?} was swapped and is mapped: the mapped one is kept", page.addr()));
-        mm.mark_present(page);
-        mm.release(&self.engine.devices, entry);
-        Ok(1)
+    /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.
+    fn overtaken(&mut self, page: PageNo, entry: SwapEntry) -> ! {
+        crate::fatal(&format!("page {:?} is swapped to {entry:?} and mapped as well", page.addr()))
     }
 
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
@@ -506,21 +513,28 @@ impl Handler {
     /// Brings a range in and lets it go.
     fn release(&mut self, range: VirtRange) {
         let engine = self.engine;
+        engine.mm.lock().held = range;
         let pages = pages_of(range);
         let end = PageNo(pages.end);
         let mut at = PageNo(pages.start);
+        let mut tries = 0;
         loop {
             let next = engine.mm.lock().table.next_used(at, end);
             let Some(page) = next.filter(|p| *p < end) else { break };
             match self.bring(page, 1) {
-                Err(Stop::Again) => {
+                Err(Stop::Again) if tries < 1000 => {
+                    tries += 1;
                     self.drain_events();
-                    continue;
                 }
-                Err(_) | Ok(()) => at = page.plus(1),
+                _ => at = page.plus(1),
             }
         }
         let mut mm = engine.mm.lock();
+        mm.held = NO_RANGE;
+        if (pages.start..pages.end).any(|page| matches!(mm.table.get(PageNo(page)), PageState::Swapped(_))) {
+            (engine.start.log)("a range could not be brought in whole and stays managed");
+            return;
+        }
         // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
         let _ = self.uffd.unregister(range);
         crate::events::drop_pages(&mut mm, &engine.devices, range);

@@ -109,6 +109,8 @@ impl Handler {
         let engine = self.engine;
         let forker = engine.fork.forker.load(Acquire);
         self.forking = true;
+        // The last fork's end may have been told after its hand-over.
+        self.fork_done = false;
         self.park_workers();
         engine.mm.lock().staging.trim(0);
         let _ = self.mint.discard(0, self.mint.len());

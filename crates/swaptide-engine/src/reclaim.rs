@@ -145,7 +145,9 @@ impl Worker {
             if info.present == 0 {
                 continue;
             }
-            if info.hot > 0 || info.flags & STUCK != 0 || (engine.start.pinned)(chunk) {
+            let range = range_of(chunk.first(), PAGES_PER_CHUNK);
+            let held = range.start < mm.held.end && mm.held.start < range.end;
+            if info.hot > 0 || info.flags & STUCK != 0 || held || (engine.start.pinned)(chunk) {
                 mm.table.update(chunk, |c| {
                     c.hot = c.hot.saturating_sub(1);
                     // A reason that lasts may still end: the chunk is tried again when it comes round.
