@@ -106,9 +106,11 @@ def signals(context):
     """USR1 and TERM sent to `swaptide run` arrive once each; so do those sent to the program itself."""
     program = context.start([context.python, PRESSURE, 100, "wait"])
     target = int(wait_for_line(context, program, "ready").split()[1])
-    for pid in (program.pid, target, program.pid):
+    for number, pid in enumerate((program.pid, target, program.pid), 1):
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        # Two that wait at the same time are one.
+        wait_for_line(context, program, f"USR1 number {number}")
+    time.sleep(0.3)
     os.kill(program.pid, signal.SIGTERM)
     done = program.finish(status=7)
     context.expect(done.text().splitlines()[-1] == "USR1 3 then SIGTERM 1", f"it counted {done.text().splitlines()[-1]!r}")

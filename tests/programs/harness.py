@@ -232,7 +232,7 @@ class Context:
 
     def check_leftovers(self):
         """Nothing of the case may go on running after it."""
-        for _ in range(40):
+        for _ in range(300):
             reap_orphans()
             left = [pid for pid in descendants(os.getpid()) if not is_zombie(pid)]
             if not left:

@@ -9,27 +9,43 @@ use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::Mapping;
 use talc::{OomHandler, Span, Talc};
 
-/// Address space of the arena: far more than tables for the largest program need; only what is touched costs memory.
-const RESERVED: usize = 32 << 30;
+/// Address space of the arena: more than tables for the largest program need; only what is touched costs memory. Where the address space is
+/// limited, the first of these that can be had.
+const RESERVED: [usize; 4] = [32 << 30, 4 << 30, 512 << 20, 64 << 20];
 /// The arena grows in steps of this.
 const STEP: usize = 256 << 10;
 
 /// Hands the allocator another piece of the mapping when it has none left.
 struct Grow {
     base: usize,
+    reserved: usize,
     claimed: usize,
+}
+
+impl Grow {
+    fn reserve(&mut self) -> bool {
+        if self.base == 0 {
+            for len in RESERVED {
+                if let Ok(map) = Mapping::reserve(len) {
+                    self.base = map.into_raw().as_ptr() as usize;
+                    self.reserved = len;
+                    break;
+                }
+            }
+        }
+        self.base != 0
+    }
 }
 
 impl OomHandler for Grow {
     fn handle_oom(talc: &mut Talc<Self>, layout: Layout) -> Result<(), ()> {
         let grow = &mut talc.oom_handler;
-        if grow.base == 0 {
-            let map = Mapping::reserve(RESERVED).map_err(|_| ())?;
-            grow.base = map.into_raw().as_ptr() as usize;
+        if !grow.reserve() {
+            return Err(());
         }
         let old_end = grow.base + grow.claimed;
         let more = (layout.size() + layout.align() + STEP).next_multiple_of(STEP);
-        if grow.claimed + more > RESERVED {
+        if grow.claimed + more > grow.reserved {
             return Err(());
         }
         let first = grow.claimed == 0;
@@ -66,8 +82,13 @@ unsafe impl GlobalAlloc for Arena {
     }
 }
 
+/// Makes sure there is an arena. False where the address space is too small for one: nothing may be allocated then.
+pub fn ready() -> bool {
+    ARENA.0.lock().oom_handler.reserve()
+}
+
 #[cfg_attr(not(test), global_allocator)]
-static ARENA: Arena = Arena(Lock::new(Talc::new(Grow { base: 0, claimed: 0 })));
+static ARENA: Arena = Arena(Lock::new(Talc::new(Grow { base: 0, reserved: 0, claimed: 0 })));
 
 #[cfg(test)]
 mod tests {

@@ -86,6 +86,26 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
     if advice == DONTNEED { 0 } else { advise(addr as usize, len, advice) }
 }
 
+/// Stands in front of libc's `mlockall`: what is there is locked as it is touched, and not filled at once. Filled at once, all the address space that
+/// swaptide has reserved and not used would become memory.
+///
+/// # Safety
+/// As for mlockall(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    const SYS_MLOCKALL: u32 = 151;
+    const ONFAULT: usize = 4;
+    // SAFETY: locking memory changes no data.
+    match unsafe { syscall6(SYS_MLOCKALL, [flags as usize | ONFAULT, 0, 0, 0, 0, 0]) } {
+        0 => 0,
+        error => {
+            // SAFETY: libc's own location for this thread.
+            unsafe { *__errno_location() = -error as c_int };
+            -1
+        }
+    }
+}
+
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Routine, *mut c_void) -> c_int;
 

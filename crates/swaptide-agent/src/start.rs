@@ -10,7 +10,7 @@
 //! child handler.
 
 use std::ffi::{CStr, c_char, c_int};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
 use swaptide_engine::bell::Ring;
@@ -23,7 +23,9 @@ use swaptide_sys::affinity::cpus_online;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::{abort_with, exit_thread, getpid, gettid, now, set_name, spawn_engine_thread, unshare_files_and_close_all};
+use swaptide_sys::thread::{
+    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, spawn_engine_thread, unshare_files_and_close_all,
+};
 use swaptide_sys::{AsFd, OwnedFd};
 
 use crate::{hooks, log, pins};
@@ -40,7 +42,10 @@ static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
 /// Process id of the forking parent, for its child.
 static PARENT: AtomicU32 = AtomicU32::new(0);
-static THREAD: AtomicUsize = AtomicUsize::new(0);
+/// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the engine.
+static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
+/// The signal mask of the forking thread, from its prepare handler to the other end.
+static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
 const STACK: usize = 512 << 10;
 
@@ -56,7 +61,24 @@ unsafe extern "C" {
 /// The engine, if the program's memory is managed.
 pub fn engine() -> Option<&'static Engine> {
     // SAFETY: the pointer is null or that of an engine that is never freed.
-    unsafe { ENGINE.load(Acquire).as_ref() }
+    let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
+    (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
+}
+
+/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to the swap file.
+fn empty_table() -> Result<(), swaptide_sys::Errno> {
+    unshare_files_and_close_all(&[])?;
+    for _ in 0..3 {
+        std::mem::forget(rustix::fs::open(c"/dev/null", rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC, rustix::fs::Mode::empty()));
+    }
+    Ok(())
+}
+
+/// True in the process-id namespace of the supervisor: in another one, process ids mean other processes.
+fn same_pid_namespace(segment: &Segment) -> bool {
+    let ours = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
+    let theirs = segment.header.pid_namespace.load(Relaxed);
+    theirs == 0 || ours == theirs
 }
 
 /// Runs before the program's own constructors.
@@ -76,7 +98,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     let _ = now();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
-    spawn(sleeper);
+    let _ = spawn(sleeper);
 }
 
 /// A variable of the environment the program started with.
@@ -100,12 +122,9 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
     }
 }
 
-fn spawn(entry: extern "C" fn(usize)) {
+fn spawn(entry: extern "C" fn(usize)) -> bool {
     // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own allocator.
-    match unsafe { spawn_engine_thread(STACK, entry, 0) } {
-        Ok(tid) => THREAD.store(tid.0 as usize, Relaxed),
-        Err(_) => THREAD.store(0, Relaxed),
-    }
+    unsafe { spawn_engine_thread(STACK, entry, 0) }.is_ok()
 }
 
 fn ask(request: Request) -> Option<OwnedFd> {
@@ -140,11 +159,15 @@ fn segment() -> Option<&'static Segment> {
 
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
-    if unshare_files_and_close_all(&[]).is_err() {
+    if empty_table().is_err() {
         return;
     }
     set_name(c"swaptide");
     let Some(segment) = segment() else { return };
+    if !same_pid_namespace(segment) {
+        log::line("a process-id namespace of its own: this process is not managed");
+        return;
+    }
     let forked_from = PARENT.load(Relaxed);
     let Some(index) = segment.claim(getpid().0, forked_from) else {
         log::line("the supervisor's table of processes is full: this process is not managed");
@@ -163,6 +186,12 @@ extern "C" fn sleeper(_: usize) {
 /// Takes the program's memory under management; returns only if that was refused.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
+    if !crate::arena::ready() {
+        // Nothing can be allocated, not even for a line in the log.
+        slot.set_state(ProcState::Refused);
+        slot.wanted.store(0, Release);
+        return;
+    }
     let guard = FORK_LOCK.lock();
     let handler = match prepare_engine(segment, index) {
         Ok(handler) => handler,
@@ -194,6 +223,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     let start = Start { segment, index, file, salt: salt(), log: log::line, main_object: is_main_object, excluded: pins::is_excluded, pinned: pins::is_pinned };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
+    ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     start_workers(engine);
     handler.adopt();
@@ -236,9 +266,11 @@ extern "C" fn worker(index: usize) {
     Box::leak(Box::new(Worker::new())).run(engine, index)
 }
 
-/// Before a fork, in the forking thread.
+/// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
 extern "C" fn prepare() {
+    let mask = block_all_signals().unwrap_or(0);
     std::mem::forget(FORK_LOCK.lock());
+    FORK_MASK.store(mask, Relaxed);
     PARENT.store(getpid().0, Relaxed);
     if let Some(engine) = engine() {
         engine.fork.forker.store(gettid().0, Release);
@@ -253,26 +285,37 @@ extern "C" fn parent() {
         engine.bells.ring(Ring::ForkDone);
         engine.fork.wait(NONE);
     }
-    // SAFETY: this thread took the lock in `prepare`.
-    unsafe { FORK_LOCK.force_unlock() };
+    let mask = FORK_MASK.load(Relaxed);
+    // SAFETY: this thread took the lock in `prepare` and forgot its guard.
+    unsafe { FORK_LOCK.unlock() };
+    restore_signals(mask);
 }
 
 /// After a fork, in the child, whose only thread this is.
 extern "C" fn child() {
     after_fork_in_child();
+    let mask = FORK_MASK.load(Relaxed);
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
     unsafe { FORK_LOCK.force_unlock() };
-    match engine() {
-        None => spawn(sleeper),
+    // SAFETY: null, or the engine this process has a copy of.
+    let inherited = unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
+    match inherited {
+        None => {
+            let _ = spawn(sleeper);
+        }
         Some(engine) => {
             engine.forked();
+            ENGINE_PID.store(getpid().0, Release);
             TAKEN_OVER.store(0, Relaxed);
-            spawn(heir);
+            if !spawn(heir) {
+                abort_with(&[b"swaptide: a forked child got no thread (see the limits on processes); it is stopped rather than given wrong data"]);
+            }
             while TAKEN_OVER.load(Acquire) == 0 {
                 futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
             }
         }
     }
+    restore_signals(mask);
 }
 
 /// The handler of a forked child.
@@ -280,18 +323,33 @@ extern "C" fn heir(_: usize) {
     let stop = |why: &str| -> ! {
         abort_with(&[b"swaptide: a forked child could not take its memory over: ", why.as_bytes(), b"; it is stopped rather than given wrong data"])
     };
-    if let Err(errno) = unshare_files_and_close_all(&[]) {
-        stop(&errno.to_string());
+    let serve = |taken_over: u32| {
+        TAKEN_OVER.store(taken_over, Release);
+        futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
+    };
+    if let Err(errno) = empty_table() {
+        stop(&swaptide_sys::Why(errno).to_string());
     }
     set_name(c"swaptide");
     let (Some(engine), Some(segment)) = (engine(), segment()) else { stop("its engine is gone") };
+    if !same_pid_namespace(segment) {
+        stop("it is in a process-id namespace of its own");
+    }
     let Some(index) = segment.claim(getpid().0, PARENT.load(Relaxed)) else { stop("the table of processes is full") };
     let slot = segment.slot(index);
     slot.limit_bytes.store(engine.charge.limit(), Relaxed);
     slot.wanted.store(1, Relaxed);
     let left = match engine.inherit(index) {
-        Ok(left) => left,
-        Err(errno) => stop(&format!("its parent does not answer: {errno}")),
+        Ok(Some(left)) => left,
+        Ok(None) => {
+            // All its memory is there, and its copy of the engine is never used again.
+            ENGINE.store(std::ptr::null_mut(), Release);
+            slot.wanted.store(0, Relaxed);
+            slot.set_state(ProcState::Refused);
+            serve(1);
+            exit_thread();
+        }
+        Err(errno) => stop(&format!("its parent does not answer: {}", swaptide_sys::Why(errno))),
     };
     let handler = match Handler::inherited(engine, index, salt(), left) {
         Ok(handler) => Box::leak(Box::new(handler)),
@@ -299,7 +357,6 @@ extern "C" fn heir(_: usize) {
     };
     start_workers(engine);
     slot.set_state(ProcState::Engaged);
-    TAKEN_OVER.store(1, Release);
-    futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
+    serve(1);
     handler.run()
 }

@@ -17,7 +17,7 @@
 //! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search is repeated for a while when
 //!    it was hidden (its cluster locked by somebody else for a moment).
 
-use crate::cluster::State;
+use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::Entry;
 use crate::error::AllocError;
@@ -76,6 +76,7 @@ impl SwapDevice {
 
 impl<'a> Search<'a> {
     /// Step 1.
+    #[inline]
     fn current(&self) -> Option<SwapOffset> {
         let current = self.lane.load(Ordering::Relaxed);
         if current == NOWHERE {
@@ -177,26 +178,43 @@ impl<'a> Search<'a> {
     }
 
     /// Takes the first free run at or after slot `start` of a locked cluster.
+    #[inline]
     fn take(&self, index: ClusterIndex, state: &mut State, start: usize) -> Option<usize> {
         let n = self.order.pages() as usize;
         if usize::from(state.used) + n > SLOTS_PER_CLUSTER {
             return None;
         }
         let table = self.device.pool.get(self.device.cluster(index).table()?);
+        let lines = u64::MAX >> (u64::BITS as usize - n.div_ceil(SLOTS_PER_LINE));
         let mut at = start.next_multiple_of(n);
         while at + n <= SLOTS_PER_CLUSTER {
+            let line = at / SLOTS_PER_LINE;
+            let open = state.open >> line;
+            if open & lines != lines {
+                // The next line with a free slot; the run's own first line may be open and another one not.
+                let skip = (open & !1).trailing_zeros() as usize;
+                at = ((line + skip) * SLOTS_PER_LINE).next_multiple_of(n).max((at + 1).next_multiple_of(n));
+                continue;
+            }
             // From the back: a used slot near the end of the run is as good a reason as one near its start.
             if (at..at + n).rev().all(|i| table.get_locked(i).is_free()) {
                 (at..at + n).for_each(|i| table.set(i, self.entry));
                 state.used += n as u16;
+                if n >= SLOTS_PER_LINE {
+                    state.open &= !(lines << line);
+                }
                 return Some(at);
             }
             at += n;
+            if n == 1 && at.is_multiple_of(SLOTS_PER_LINE) && start <= line * SLOTS_PER_LINE {
+                state.open &= !(1 << line);
+            }
         }
         None
     }
 
     /// After an attempt: the cluster goes to its list, the lane remembers where it was.
+    #[inline]
     fn settle(&self, index: ClusterIndex, mut state: Guard<'_, State>, home: ListId, found: Option<usize>) -> Option<SwapOffset> {
         let full = usize::from(state.used) == SLOTS_PER_CLUSTER;
         self.device.move_to(index, &mut state, if full { ListId::Full } else { home });

@@ -5,7 +5,8 @@
 //! 2. `used` is the number of words that are not free; bad slots count as used.
 //! 3. `order` is set by the first allocation into an empty cluster and stands until the cluster is empty again.
 //! 4. `list` names the list the cluster is on; [`ListId::None`] with the lock free means: being discarded, or never used.
-//! 5. A word whose count is 255 has an entry in `overflow`, and no other word has.
+//! 5. A line of eight words without its bit in `open` has no free slot. (With the bit it may have one.)
+//! 6. A word whose count is 255 has an entry in `overflow`, and no other word has.
 //!
 //! Locks: `state` is the cluster lock. A folio is locked before it, the lists lock and the pool's lock after it.
 
@@ -36,12 +37,18 @@ pub(crate) struct Cluster {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Cluster>() <= 48);
 
+/// Words in one cache line of a table.
+pub(crate) const SLOTS_PER_LINE: usize = 8;
+const _: () = assert!(crate::ids::SLOTS_PER_CLUSTER / SLOTS_PER_LINE <= u64::BITS as usize);
+
 /// The part under the cluster lock.
 pub(crate) struct State {
     overflow: Option<Box<Overflow>>,
     pub used: u16,
     pub order: u8,
     pub list: ListId,
+    /// Lines of the table that may have a free slot; a line is [`SLOTS_PER_LINE`] words, one cache line.
+    pub open: u64,
     /// Something was freed since the last scan of the whole cluster for its own order.
     pub holes: bool,
 }
@@ -52,7 +59,7 @@ impl Default for Cluster {
             publication: AtomicU64::new(0),
             prev: AtomicU32::new(NO_CLUSTER),
             next: AtomicU32::new(NO_CLUSTER),
-            state: SpinLock::new(State { overflow: None, used: 0, order: 0, list: ListId::None, holes: false }),
+            state: SpinLock::new(State { overflow: None, used: 0, order: 0, list: ListId::None, open: u64::MAX, holes: false }),
         }
     }
 }
@@ -188,6 +195,7 @@ impl State {
         bytes.fetch_sub(self.overflow_bytes(), Ordering::Relaxed);
         self.overflow = None;
         self.order = 0;
+        self.open = u64::MAX;
         self.holes = false;
     }
 

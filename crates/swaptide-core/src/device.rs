@@ -18,7 +18,7 @@ use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::entry::{Entry, Slot, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
 use crate::lists::{Headers, ListId, Lists};
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, SpinLock};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, OwnLine, SpinLock};
 use crate::table::{TableDiscard, TablePool};
 
 /// What a device's access times are like.
@@ -56,19 +56,19 @@ pub struct Usage {
 /// A swap device: slots 0 to `slots` - 1, each free, in the swap cache, swapped out, or bad.
 pub struct SwapDevice {
     pub(crate) ty: SwapType,
-    kind: Kind,
     slots: u32,
     pub(crate) discard: bool,
     pub(crate) headers: Headers,
     pub(crate) pool: TablePool,
-    pub(crate) lists: SpinLock<Lists>,
-    used: AtomicU32,
+    pub(crate) lists: OwnLine<SpinLock<Lists>>,
+    /// Written by every allocation and every free; on a line of its own, as the rest is read by every look-up.
+    used: OwnLine<AtomicU32>,
     bad: AtomicU32,
     limit: AtomicU32,
     enabled: AtomicBool,
     pub(crate) overflow_bytes: AtomicUsize,
     /// Per CPU and order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
-    current: Box<[AtomicU64]>,
+    current: Box<[OwnLine<[AtomicU64; ORDERS]>]>,
     pub(crate) notify: Option<FreeNotify>,
 }
 
@@ -84,18 +84,17 @@ impl SwapDevice {
         let lanes = if kind == Kind::Rotational { 1 } else { cpus.max(1) };
         let device = SwapDevice {
             ty,
-            kind,
             slots,
             discard: false,
             headers: Headers::new(clusters),
             pool: TablePool::new(clusters),
-            lists: SpinLock::new(Lists::new(clusters as u32)),
-            used: AtomicU32::new(0),
+            lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
+            used: OwnLine(AtomicU32::new(0)),
             bad: AtomicU32::new(0),
             limit: AtomicU32::new(u32::MAX),
             enabled: AtomicBool::new(true),
             overflow_bytes: AtomicUsize::new(0),
-            current: (0..lanes * ORDERS).map(|_| AtomicU64::new(u64::MAX)).collect(),
+            current: (0..lanes).map(|_| OwnLine(core::array::from_fn(|_| AtomicU64::new(u64::MAX)))).collect(),
             notify: None,
         };
         device.close_last_cluster(clusters as u32);
@@ -333,9 +332,10 @@ impl SwapDevice {
     }
 
     pub(crate) fn lane(&self, cpu: crate::CpuId, order: Order) -> &AtomicU64 {
-        let lanes = self.current.len() / ORDERS;
-        let lane = if self.kind == Kind::Rotational { 0 } else { usize::from(cpu.0) % lanes };
-        &self.current[lane * ORDERS + order.index()]
+        let (cpu, lanes) = (usize::from(cpu.0), self.current.len());
+        // A remainder costs as much as the rest of a short allocation.
+        let lane = if cpu < lanes { cpu } else { cpu % lanes };
+        &self.current[lane][order.index()]
     }
 
     pub(crate) fn cluster(&self, index: ClusterIndex) -> &Cluster {

@@ -13,7 +13,7 @@
 //! 2. No exchange allocates memory, except [`SwapDevice::dup`] past a count of 254.
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
-use crate::cluster::{Cluster, State};
+use crate::cluster::{Cluster, SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
 use crate::error::{Expect, Expected, Mismatch};
@@ -203,16 +203,20 @@ impl SwapDevice {
         (0..n).all(|i| alike(self.word(off.plus(i)))).then(|| (first.zero(), first.group()))
     }
 
+    #[inline]
     pub(crate) fn check_range(&self, off: SwapOffset, n: u32) -> Result<(), Mismatch> {
         let fits = n > 0 && off.in_cluster() + n as usize <= SLOTS_PER_CLUSTER && off.0.saturating_add(n) <= self.slots();
         if fits { Ok(()) } else { Err(self.mismatch(off, Expected::Range, self.info(off))) }
     }
 
+    #[cold]
     pub(crate) fn mismatch(&self, off: SwapOffset, expected: Expected, found: SlotInfo) -> Mismatch {
         let entry = SwapEntry::new(self.ty, SwapOffset(off.0.min(MAX_SLOTS - 1)));
         Mismatch { entry, cluster: off.cluster(), expected, found }
     }
 
+    // Inlined with `check` and `exchange`: a `Run` handed over in memory costs a single slot more than its exchange.
+    #[inline(always)]
     fn run(&self, off: SwapOffset, n: u32, expected: Expected) -> Result<Run<'_>, Mismatch> {
         self.check_range(off, n)?;
         let free = || self.mismatch(off, expected, Entry::FREE.info());
@@ -230,6 +234,7 @@ fn is_used(entry: Entry) -> bool {
 
 impl Run<'_> {
     /// The first slot for which `right` does not hold, as an error.
+    #[inline(always)]
     fn check(&self, expected: Expected, right: impl Fn(&State, usize, Entry) -> bool) -> Result<(), Mismatch> {
         for i in self.slots.clone() {
             let entry = self.table.get_locked(i);
@@ -243,6 +248,7 @@ impl Run<'_> {
 
     /// Replaces every word by what `new` makes of it (given the state, the first slot, the slot, the word), then puts the cluster
     /// where it belongs. Returns how many slots became free.
+    #[inline(always)]
     fn exchange(mut self, mut new: impl FnMut(&mut State, usize, usize, Entry) -> Entry) -> u32 {
         let start = self.slots.start;
         let mut freed = 0;
@@ -252,6 +258,7 @@ impl Run<'_> {
             self.table.set(i, entry);
             if entry.is_free() {
                 freed += 1;
+                self.state.open |= 1 << (i / SLOTS_PER_LINE);
                 first_free.get_or_insert(i);
             } else if let Some(first) = first_free.take() {
                 self.notify(first..i);

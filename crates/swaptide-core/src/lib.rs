@@ -28,8 +28,6 @@
 //! | sync     | spin lock, lazily published memory |
 
 #![deny(unsafe_code)]
-// `cfg(loom)` is given by hand (RUSTFLAGS), so cargo does not know it.
-#![allow(unexpected_cfgs)]
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
 
 mod alloc;
@@ -54,5 +52,5 @@ pub use ids::{
 };
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
-pub use sync::set_yield;
+pub use sync::{lock_waits, set_yield};
 pub use table::TableDiscard;

@@ -59,12 +59,16 @@ mod spin {
         }
 
         pub fn lock(&self) -> Guard<'_, T> {
+            if let Some(guard) = self.try_lock() {
+                return guard;
+            }
+            super::WAITS.fetch_add(1, Ordering::Relaxed);
             let mut spins = 0;
             loop {
+                super::relax(&mut spins);
                 if let Some(guard) = self.try_lock() {
                     return guard;
                 }
-                super::relax(&mut spins);
             }
         }
     }
@@ -123,6 +127,29 @@ static YIELD: AtomicPtr<fn()> = AtomicPtr::new(ptr::null_mut());
 #[cfg(not(loom))]
 pub fn set_yield(hook: &'static fn()) {
     YIELD.store(ptr::from_ref(hook).cast_mut(), Ordering::Release);
+}
+
+#[cfg(not(loom))]
+static WAITS: AtomicU64 = AtomicU64::new(0);
+
+/// How often any lock of the core was found taken and had to be waited for, since the process started. For measurements.
+#[cfg(not(loom))]
+pub fn lock_waits() -> u64 {
+    WAITS.load(Ordering::Relaxed)
+}
+
+/// A value on cache lines of its own (two: CPUs fetch them in pairs), so that writing it does not slow down readers of its
+/// neighbours.
+#[repr(align(128))]
+pub(crate) struct OwnLine<T>(pub T);
+
+impl<T> core::ops::Deref for OwnLine<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.0
+    }
 }
 
 /// One step of waiting; `spins` counts them.

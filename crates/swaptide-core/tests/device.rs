@@ -1,5 +1,4 @@
 //! One device and several, call by call.
-#![allow(unexpected_cfgs)]
 #![cfg(not(loom))]
 
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -2,7 +2,6 @@
 //! 64 MiB device of which 60 MiB are in use, or 64 MiB with the small folios of mode `-s`.
 //!
 //! Swap-in is page by page, the harder case: it tears every 64K folio it meets into single pages.
-#![allow(unexpected_cfgs)]
 #![cfg(not(loom))]
 
 use swaptide_core::*;

@@ -1,6 +1,5 @@
 //! Models of the races that matter, every interleaving: `RUSTFLAGS="--cfg loom" cargo test -p swaptide-core --release --test loom`.
 //! Clusters have 4 slots here, orders go from 0 to 2.
-#![allow(unexpected_cfgs)]
 #![cfg(loom)]
 
 use loom::sync::Arc;

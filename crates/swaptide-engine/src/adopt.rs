@@ -71,6 +71,8 @@ impl Handler {
         if self.uffd.register_missing(range).is_err() {
             return;
         }
+        let gap = range;
+        let range = self.register_tail(range);
         for _ in 0..16 {
             match self.uffd.coverage(range) {
                 Coverage::Whole => {
@@ -79,9 +81,33 @@ impl Handler {
                 }
                 Coverage::Changing => self.drain_events(),
                 // It changed between the listing and the registration. What is armed of it is adopted when it faults or at the next look.
-                Coverage::NotWhole | Coverage::Gone => return,
+                Coverage::NotWhole | Coverage::Gone => {
+                    // Nothing of it is managed, so that nothing of it is swapped.
+                    let _ = self.uffd.unregister(gap);
+                    return;
+                }
             }
         }
+    }
+
+    /// The mapping may have grown since it was listed: then the registration has split it, and the tail is registered at once, which joins
+    /// it again. Returns the whole.
+    fn register_tail(&mut self, mut range: VirtRange) -> VirtRange {
+        for _ in 0..4 {
+            let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
+            let vma = info.vma();
+            let mut own = false;
+            own_ranges(|r| own |= r.start < vma.range.end && vma.range.start < r.end);
+            if self.engine.mm.lock().regions.find(range.end).is_some() {
+                return range;
+            }
+            let tail = vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
+            if !tail || vma.name.starts_with(b"[stack") || self.uffd.register_missing(vma.range).is_err() {
+                return range;
+            }
+            range.end = vma.range.end;
+        }
+        range
     }
 
     /// Marks what the program has of an armed range and lists it.

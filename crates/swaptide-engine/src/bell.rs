@@ -94,7 +94,9 @@ impl Bells {
     pub fn ring(&self, ring: Ring) {
         let start = self.range().start.offset(ring as usize * PAGE_SIZE);
         // SAFETY: the page is the engine's own, holds nothing and is never read.
-        let _ = unsafe { advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeed) };
+        if let Err(errno) = unsafe { advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked) } {
+            crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::Why(errno)));
+        }
     }
 
     /// Which bell an event of the area means.

@@ -124,6 +124,11 @@ impl Charge {
         }
     }
 
+    /// True while compressed memory has room for copies of pages that the program has again: as long as it is well below its share.
+    pub fn keeps_copies(&self) -> bool {
+        self.pool() < self.pool_limit() / 8 * 7
+    }
+
     /// Bytes of the compressed pool.
     pub fn pool(&self) -> u64 {
         self.pool.load(Relaxed)

@@ -64,6 +64,8 @@ pub struct Mm {
     pub owner: Vec<PageNo>,
     /// For the first frame of each folio in the swap cache: its first swap entry.
     pub base: Vec<SwapEntry>,
+    /// For each staging frame in use: the entry whose slot may hold the same data from before, if any.
+    pub kept: Vec<Option<SwapEntry>>,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up.
     pub cancelled: Vec<u64>,
     /// A range that is being let go: nothing of it is taken out.
@@ -133,6 +135,7 @@ impl Engine {
                 queues: Queues::default(),
                 owner: vec![PageNo(0); frames],
                 base: vec![crate::devices::NO_ENTRY; frames],
+                kept: vec![None; frames],
                 cancelled: vec![0; frames.div_ceil(64)],
                 held: NO_RANGE,
                 evictions: 0,
@@ -145,7 +148,8 @@ impl Engine {
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
             workers: AtomicU32::new(0),
-            shared_pages: AtomicBool::new(false),
+            // A fork before the memory was managed leaves pages shared too.
+            shared_pages: AtomicBool::new(true),
             swap_full: AtomicBool::new(false),
             start,
             staging_base,
@@ -265,6 +269,12 @@ impl Mm {
     /// A page is the program's again (or for the first time).
     pub fn mark_present(&mut self, page: PageNo) {
         self.table.set(page, PageState::Present);
+        self.queues.arrived(&mut self.table, page.chunk());
+    }
+
+    /// A page is the program's again and its slot stays as it is.
+    pub fn mark_kept(&mut self, page: PageNo, entry: SwapEntry) {
+        self.table.set(page, PageState::Kept(entry));
         self.queues.arrived(&mut self.table, page.chunk());
     }
 

@@ -26,8 +26,10 @@ pub fn drop_pages(mm: &mut Mm, devices: &Devices, range: VirtRange) {
         if page >= end {
             break;
         }
-        if let PageState::Swapped(entry) = mm.table.set(page, PageState::Empty) {
-            mm.release(devices, entry);
+        match mm.table.set(page, PageState::Empty) {
+            PageState::Swapped(entry) => mm.release(devices, entry),
+            PageState::Kept(entry) => devices.drop_swapped(entry),
+            _ => {}
         }
         at = page.plus(1);
     }
@@ -73,6 +75,11 @@ impl Engine {
                         }
                         _ => mm.queues.pooled(&mut mm.table, moved.chunk()),
                     }
+                }
+                PageState::Kept(entry) => {
+                    mm.table.set(moved, PageState::Kept(entry));
+                    mm.queues.arrived(&mut mm.table, moved.chunk());
+                    mm.queues.pooled(&mut mm.table, moved.chunk());
                 }
                 state => {
                     mm.table.set(moved, state);

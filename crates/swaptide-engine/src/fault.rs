@@ -64,7 +64,7 @@ impl Handler {
         };
         let Some(region) = region else { return Served::Unmanaged };
         let result = match state {
-            PageState::Present => return self.already_there(page),
+            PageState::Present | PageState::Kept(_) => return self.already_there(page),
             PageState::Poisoned => {
                 let _ = self.uffd.poison(range_of(page, 1));
                 return Served::Spurious;
@@ -83,7 +83,7 @@ impl Handler {
     /// The lock is held: a worker must not take the page out between the look at its word and the zeros.
     fn already_there(&mut self, page: PageNo) -> Served {
         let mm = self.engine.mm.lock();
-        if mm.table.get(page) != PageState::Present {
+        if !matches!(mm.table.get(page), PageState::Present | PageState::Kept(_)) {
             // It went out meanwhile; the thread faults again and finds it swapped.
             return Served::Spurious;
         }
@@ -174,14 +174,14 @@ impl Handler {
             let addr = mm.staging.run_addr(run);
             // SAFETY: the frames of the run are full, free and taken by nobody else.
             unsafe { std::ptr::write_bytes(addr.as_ptr::<u8>(), 0, run.len * PAGE_SIZE) };
-            let progress = self.move_in(page, addr, run.len);
+            let progress = self.move_in(mm, page, addr, run.len);
             return settle_run(mm, run, progress);
         }
         let bytes = n * PAGE_SIZE;
         if self.mint.populate_write(0, bytes).is_err() {
             return self.copy_zeros(page, 1);
         }
-        let progress = self.move_in(page, VirtAddr(self.mint.as_ptr() as usize), n);
+        let progress = self.move_in(mm, page, VirtAddr(self.mint.as_ptr() as usize), n);
         let filled = settle_fill(progress);
         if !matches!(filled, Ok(k) if k == n) {
             let _ = self.mint.discard(0, bytes);
@@ -189,18 +189,22 @@ impl Handler {
         filled
     }
 
-    fn move_in(&self, page: PageNo, from: VirtAddr, n: usize) -> Progress {
+    fn move_in(&self, mm: &Mm, page: PageNo, from: VirtAddr, n: usize) -> Progress {
         let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
         // SAFETY: the source are the engine's own pages, read by nobody any more; the destination is a missing page of the program, or the
         // kernel refuses with EEXIST.
-        unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) }
+        let mut progress = unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) };
+        progress.done = mm.staging.moved(progress, VirtRange { start: from, end: from.offset(n * PAGE_SIZE) }, false) * PAGE_SIZE;
+        progress
     }
 
     /// Brings back what a fault asks for and what it foretells.
     fn swap_in(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
         let bound = (engine.charge.window_pages() / PAGES_PER_CHUNK).max(1);
-        let plan = self.locality.swap_in(page, self.reading(page.addr()), bound);
+        let swapped = engine.mm.lock().table.chunk(page.chunk()).swapped;
+        let first = swapped.trailing_zeros() as usize == page.in_chunk();
+        let plan = self.locality.swap_in(page, first, self.reading(page.addr()), bound);
         match plan {
             SwapIn::Page => {
                 self.make_room(1);
@@ -308,8 +312,13 @@ impl Handler {
                 engine.count(Counter::WorkingsetActivate, 1);
             }
         }
-        mm.mark_present(page);
-        mm.release(&engine.devices, entry);
+        let stored = matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. });
+        if stored && entry.ty() == POOL && engine.charge.keeps_copies() {
+            mm.mark_kept(page, entry);
+        } else {
+            mm.mark_present(page);
+            mm.release(&engine.devices, entry);
+        }
     }
 
     /// Brings in pages from compressed memory, from `page` on, as many as are there in a row, at most `n`.
@@ -371,7 +380,7 @@ impl Handler {
             mm.staging.run_used(run, 0);
             return self.poison(mm, page, entries[0]);
         }
-        let progress = self.move_in(page, base, loaded);
+        let progress = self.move_in(mm, page, base, loaded);
         mm.staging.run_used(run, progress.done / PAGE_SIZE);
         if progress.done == 0 {
             match progress.error {

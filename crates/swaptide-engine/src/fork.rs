@@ -28,7 +28,9 @@ use swaptide_ipc::{Counter, ExtentId, SlotIndex};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::lock::futex;
+use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::process::blocked_in;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::getpid;
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
@@ -46,7 +48,9 @@ pub const NONE: u32 = 0;
 pub const PREPARED: u32 = 1;
 
 /// Most events of other threads that are noted during a fork.
-pub(crate) const NOTED: usize = 4096;
+pub(crate) const NOTED: usize = 16 << 10;
+/// Instead of a length: the child shall go on without an engine; all its memory is there.
+const OFF: u64 = u64::MAX;
 /// Bytes of one message of the hand-over.
 const MESSAGE_BYTES: usize = 32 << 10;
 
@@ -88,8 +92,14 @@ impl ForkControl {
         futex::wake(&self.phase, u32::MAX >> 1, futex::Scope::Private);
     }
 
-    fn socket_name(&self) -> String {
-        format!("swaptide-fork-{}-{:016x}", self.parent.load(Relaxed), self.token.load(Relaxed))
+    /// The name of the parent's socket, made without allocating.
+    fn socket_name(&self) -> ([u8; 64], usize) {
+        use std::io::Write;
+        let mut name = [0u8; 64];
+        let mut rest = &mut name[..];
+        let _ = write!(rest, "swaptide-fork-{}-{:016x}", self.parent.load(Relaxed), self.token.load(Relaxed));
+        let len = 64 - rest.len();
+        (name, len)
     }
 }
 
@@ -120,9 +130,10 @@ impl Handler {
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         engine.fork.parent.store(getpid().0, Relaxed);
-        let listener = match Listener::bind_abstract(engine.fork.socket_name().as_bytes()) {
+        let (name, len) = engine.fork.socket_name();
+        let listener = match Listener::bind_abstract(&name[..len]) {
             Ok(listener) => listener,
-            Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {errno}")),
+            Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {}", swaptide_sys::Why(errno))),
         };
         self.deferring = true;
         engine.fork.set(PREPARED);
@@ -135,14 +146,34 @@ impl Handler {
             if self.child.is_some() || self.fork_done {
                 break;
             }
-            self.read_within(Some(Duration::from_millis(10)));
+            self.read_within(Some(Duration::from_millis(1)));
+            self.help_the_lock_holder(forker);
         }
         if let Some(child) = self.child.take() {
+            if self.torn {
+                (engine.start.log)("a fork found the engine at work for another thread: the child gets all its memory at once and is not managed");
+            }
             self.hand_over(child, &listener);
             engine.shared_pages.store(true, Relaxed);
             engine.count(Counter::Forks, 1);
         }
         self.fork_is_over();
+    }
+
+    /// Another thread's fault is held. If the forking thread waits for a lock (libc's fork takes those of malloc), the other may be its holder and must
+    /// go on. That changes the engine's memory while the forking thread could get its lock and copy it: if it is not seen waiting for a
+    /// lock before and after, the copy is taken as torn and not used.
+    fn help_the_lock_holder(&mut self, forker: u32) {
+        const FUTEX: u64 = 202;
+        if self.child.is_some() || self.pending.is_empty() || blocked_in(forker) != Some(FUTEX) {
+            return;
+        }
+        if let Some(fault) = self.pending.pop_front() {
+            self.answer(fault);
+        }
+        if self.child.is_some() || blocked_in(forker) != Some(FUTEX) {
+            self.torn = true;
+        }
     }
 
     fn park_workers(&mut self) {
@@ -154,8 +185,11 @@ impl Handler {
             if engine.parked.load(Acquire) == engine.workers.load(Acquire) {
                 return;
             }
-            // A worker may be waiting for the handler to read its bell.
+            // A worker may be waiting for the handler to read its bell, or for a page.
             self.drain_events();
+            if let Some(fault) = self.pending.pop_front() {
+                self.answer(fault);
+            }
         }
     }
 
@@ -163,9 +197,15 @@ impl Handler {
         let engine = self.engine;
         self.deferring = false;
         self.fork_done = false;
+        self.torn = false;
+        self.noted_before_fork = 0;
         self.forking = false;
         engine.park.store(0, Release);
         futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+        // The next fork counts who stands still: nobody may be on its way out of this one.
+        while engine.parked.load(Acquire) != 0 {
+            swaptide_sys::thread::yield_now();
+        }
         engine.fork.set(NONE);
         let noted = std::mem::replace(&mut self.noted, Vec::with_capacity(NOTED));
         let mut mm = engine.mm.lock();
@@ -177,8 +217,9 @@ impl Handler {
 
     /// Notes an event for after the fork.
     pub(crate) fn note_event(&mut self, event: Event) {
-        if self.noted.len() == self.noted.capacity() {
-            crate::fatal("more than 4096 changes of mappings during one fork");
+        // Behind the fork event memory may be allocated again.
+        if self.child.is_none() && self.noted_before_fork == 0 && self.noted.len() == self.noted.capacity() {
+            crate::fatal("more than 16384 changes of mappings during one fork");
         }
         self.noted.push(event);
     }
@@ -198,7 +239,7 @@ impl Handler {
                 let Ok((conn, _)) = listener.accept() else { continue };
                 match self.send(&conn, &child, &served) {
                     Ok(()) => return,
-                    Err(errno) => (self.engine.start.log)(&format!("handing over to a child failed: {errno}")),
+                    Err(errno) => (self.engine.start.log)(&format!("handing over to a child failed: {}", swaptide_sys::Why(errno))),
                 }
             }
             if child.coverage(self.engine.bells.range()) == Coverage::Gone {
@@ -230,7 +271,7 @@ impl Handler {
     /// Copies what this process has for a page to another one. True when the page is there now and was not before.
     fn copy_to(&mut self, child: &Uffd, page: PageNo) -> bool {
         let engine = self.engine;
-        for _ in 0..1000 {
+        loop {
             let mm = engine.mm.lock();
             let range = range_of(page, 1);
             let progress = match mm.table.get(page) {
@@ -257,15 +298,25 @@ impl Handler {
                     }
                 }
                 PageState::Poisoned => child.poison(range),
-                PageState::Empty | PageState::Present => child.zero_pages(range, true),
+                PageState::Empty | PageState::Present | PageState::Kept(_) => child.zero_pages(range, true),
             };
             match progress.error {
                 None => return true,
-                Some(Errno::AGAIN) => swaptide_sys::thread::yield_now(),
+                Some(Errno::AGAIN | Errno::NOMEM) => {
+                    // The child changes its mappings: its events must be read before anything can be copied.
+                    drop(mm);
+                    let mut messages = Message::buffer::<8>();
+                    let n = child.read(&mut messages).unwrap_or(0);
+                    for message in &mut messages[..n] {
+                        // A fault comes again after the descriptor is closed or handed over; a change is the child's own affair.
+                        let _ = message.decode();
+                    }
+                    swaptide_sys::thread::yield_now();
+                }
+                // There already, its mapping gone, or the child gone.
                 Some(_) => return false,
             }
         }
-        false
     }
 
     /// Answers a child's hello: `[process slot, process id, token]`.
@@ -279,12 +330,16 @@ impl Handler {
             return Err(Errno::PROTO);
         }
         let index = SlotIndex(word(0));
+        if self.torn {
+            self.fill_stranger(child);
+            return conn.send(&OFF.to_le_bytes(), &[]);
+        }
         if let Some(file) = &engine.devices.file {
             file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
         }
         let mut words: Vec<u64> = vec![served.len() as u64];
         words.extend_from_slice(served);
-        words.extend(self.noted.iter().filter_map(encode).flatten());
+        words.extend(self.noted[..self.noted_before_fork].iter().filter_map(encode).flatten());
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let file = engine.devices.file.as_ref().map(|f| f.fd.lock());
         let total = (bytes.len() as u64).to_le_bytes();
@@ -336,6 +391,16 @@ pub struct Inheritance {
 impl Engine {
     /// In the child, before any engine thread runs: forgets the parent's threads.
     pub fn forked(&self) {
+        // The parent's handler may have held the lock at the moment of the fork, to note another thread's fault or event: it changes nothing
+        // that the lock guards then (invariant 1).
+        // SAFETY: no other thread exists in this process.
+        unsafe { self.mm.force_unlock() };
+        // SAFETY: as above; workers stood still, outside of the devices.
+        unsafe { self.devices.pool.force_unlock() };
+        if let Some(file) = &self.devices.file {
+            // SAFETY: as above.
+            unsafe { file.device.force_unlock() };
+        }
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);
@@ -348,8 +413,11 @@ impl Engine {
     ///
     /// # Errors
     /// When the parent is gone.
-    pub fn inherit(&self, index: SlotIndex) -> Result<Inheritance, Errno> {
-        let conn = Conn::connect_abstract(self.fork.socket_name().as_bytes())?;
+    ///
+    /// Nothing is allocated before the answer is known: this process's copy of the allocator may be torn.
+    pub fn inherit(&self, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
+        let (name, len) = self.fork.socket_name();
+        let conn = Conn::connect_abstract(&name[..len])?;
         let mut hello = [0u8; 16];
         hello[..4].copy_from_slice(&index.0.to_le_bytes());
         hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
@@ -358,6 +426,9 @@ impl Engine {
         let mut total = [0u8; 8];
         let mut fds = [None, None];
         let (n, _) = conn.recv(&mut total, &mut fds)?;
+        if n == 8 && u64::from_le_bytes(total) == OFF {
+            return Ok(None);
+        }
         let [uffd, file] = fds;
         let (Some(uffd), 8) = (uffd, n) else { return Err(Errno::PROTO) };
         let mut bytes = vec![0u8; u64::from_le_bytes(total) as usize];
@@ -381,7 +452,7 @@ impl Engine {
                 _ => None,
             })
             .collect();
-        Ok(Inheritance { uffd: Uffd::from_fd(uffd), file, served, events })
+        Ok(Some(Inheritance { uffd: Uffd::from_fd(uffd), file, served, events }))
     }
 }
 
@@ -392,6 +463,11 @@ impl Handler {
     /// When a userfaultfd or memory is refused: the child must be stopped then.
     pub fn inherited(engine: &'static Engine, index: SlotIndex, salt: u64, left: Inheritance) -> Result<Handler, EngineError> {
         engine.set_index(index);
+        // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
+        let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
+        left.uffd.register_missing(probe.range()).map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
+        let _ = left.uffd.unregister(probe.range());
+        drop(probe);
         engine.set_uffd(left.uffd);
         let handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;
@@ -403,8 +479,10 @@ impl Handler {
         }
         for page in left.served {
             let mut mm = engine.mm.lock();
-            if let PageState::Swapped(entry) = mm.table.get(page) {
-                mm.release(&engine.devices, entry);
+            match mm.table.get(page) {
+                PageState::Swapped(entry) => mm.release(&engine.devices, entry),
+                PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+                _ => {}
             }
             if mm.regions.find(page.addr()).is_some() {
                 mm.mark_present(page);

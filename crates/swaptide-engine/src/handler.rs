@@ -77,6 +77,10 @@ pub struct Handler {
     pub(crate) fork_done: bool,
     /// The forked child's userfaultfd.
     pub(crate) child: Option<Uffd>,
+    /// How many events had been noted when the fork event came: the child may have seen their changes.
+    pub(crate) noted_before_fork: usize,
+    /// The engine's memory changed while it may have been copied.
+    pub(crate) torn: bool,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<Event>,
 }
@@ -94,7 +98,8 @@ impl Handler {
         Ok(Handler {
             engine,
             uffd: engine.uffd(),
-            pending: VecDeque::with_capacity(256),
+            // A thread waits for one fault at a time, and nothing may be allocated during a fork.
+            pending: VecDeque::with_capacity(4096),
             worker: Worker::new(),
             locality: Locality::new(),
             hints: Vec::new(),
@@ -113,6 +118,8 @@ impl Handler {
             deferring: false,
             fork_done: false,
             child: None,
+            noted_before_fork: 0,
+            torn: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
         })
     }
@@ -155,7 +162,7 @@ impl Handler {
                 }
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {errno}")),
+            Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
         }
         engine.settle(&mm);
         drop(mm);
@@ -177,7 +184,10 @@ impl Handler {
             (Event::Fault { addr, tid, .. }, _) => self.pending.push_back(Fault { addr, tid, tries: 0 }),
             (_, Some(Ring::ForkDone)) => self.fork_done = true,
             (_, Some(ring)) => self.rung.push(ring),
-            (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => self.child = Some(uffd),
+            (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => {
+                self.noted_before_fork = self.noted.len();
+                self.child = Some(uffd);
+            }
             (Event::Fork { uffd }, _) => self.strangers.push(uffd),
             (event, None) if self.deferring => self.note_event(event),
             (event, None) => self.engine.apply(mm, event),
@@ -220,7 +230,10 @@ impl Handler {
             }
             Served::Again => {
                 fault.tries += 1;
-                self.drain_events();
+                // A thread that changes mappings without pause leaves moments only between the reading of its event and its next one.
+                if fault.tries % 8 != 0 {
+                    self.drain_events();
+                }
                 if fault.tries > 64 {
                     // Let it fault afresh: other events and faults get their turn.
                     let _ = self.uffd.wake(range_of(page, 1));

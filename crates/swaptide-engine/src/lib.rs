@@ -62,7 +62,7 @@ impl std::fmt::Display for EngineError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             EngineError::Open(error) => write!(f, "{error}; `swaptide doctor` tells what is missing"),
-            EngineError::Memory(what, errno) => write!(f, "{what}: {errno}; raise the limit on address space or vm.max_map_count"),
+            EngineError::Memory(what, errno) => write!(f, "{what}: {}; raise the limit on address space or vm.max_map_count", swaptide_sys::Why(*errno)),
             EngineError::Devices(what) => write!(f, "{what}; raise the limit on address space"),
         }
     }

@@ -5,14 +5,18 @@
 //!
 //! Rules
 //! 1. A first touch where a stream ended goes on with it: its window doubles, up to the caller's bound. Elsewhere it starts a stream of one page.
-//! 2. A second swap-in in a chunk whose first is among the last 64 brings in the whole chunk, and so does a touch next to a chunk
-//!    brought in whole; there the window doubles as in growth.
+//! 2. A second swap-in in a chunk whose first is among the last 64 brings in the whole chunk, if such seconds are common: where touches are
+//!    scattered they happen by chance, and the rest of the chunk would be brought in for nothing. A touch of the first page behind chunks brought in
+//!    whole goes on with them; there the window doubles as in growth.
 //! 3. A hint replaces the guess: sequential starts with a whole chunk and a window, random never brings in more than the page.
 
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 
 const STREAMS: usize = 8;
 const RECENT: usize = 64;
+/// Seconds are common when at least this many of 1024 single-page swap-ins are. Scattered touches of data 16 times as large as what the recent
+/// chunks cover give 64; touches with locality give 512.
+const COMMON: u32 = 205;
 
 #[derive(Clone, Copy)]
 struct Stream {
@@ -75,6 +79,8 @@ pub struct Locality {
     reads: Streams,
     recent: [usize; RECENT],
     next_recent: usize,
+    /// Share of single-page swap-ins that were a second one in their chunk, smoothed, in 1/1024.
+    seconds: u32,
 }
 
 impl Default for Locality {
@@ -86,7 +92,7 @@ impl Default for Locality {
 impl Locality {
     /// Nothing known.
     pub fn new() -> Locality {
-        Locality { growth: Streams::new(), reads: Streams::new(), recent: [usize::MAX; RECENT], next_recent: 0 }
+        Locality { growth: Streams::new(), reads: Streams::new(), recent: [usize::MAX; RECENT], next_recent: 0, seconds: 512 }
     }
 
     /// Pages to fill upwards for a first touch at `page`, at most `bound`. The caller tells what it did with [`Locality::grew`].
@@ -108,19 +114,20 @@ impl Locality {
         }
     }
 
-    /// What to bring in for a fault on a swapped page; `bound` in chunks, at least 1.
-    pub fn swap_in(&mut self, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
+    /// What to bring in for a fault on a swapped page; `first` tells that it is the first swapped one of its chunk; `bound` in chunks, at least 1.
+    pub fn swap_in(&mut self, page: PageNo, first: bool, reading: Reading, bound: usize) -> SwapIn {
         let chunk = page.chunk();
         if reading == Reading::Random {
             return SwapIn::Page;
         }
-        if let Some(stream) = self.reads.find(chunk.0, 1) {
+        if first && let Some(stream) = self.reads.find(chunk.0, 1) {
             stream.window = (stream.window * 2).clamp(1, bound);
             stream.next = chunk.0 + stream.window;
             return SwapIn::Chunks(stream.window);
         }
         let known = self.recent.contains(&chunk.0);
-        if known || reading == Reading::Sequential {
+        self.seconds = self.seconds - self.seconds / 64 + if known { 1024 / 64 } else { 0 };
+        if known && self.seconds >= COMMON || reading == Reading::Sequential {
             self.reads.start(chunk.0 + 1, 1);
             return SwapIn::Chunks(1);
         }
@@ -167,21 +174,32 @@ mod tests {
     #[test]
     fn a_second_touch_in_a_chunk_brings_it_whole_and_its_neighbour_starts_a_window() {
         let mut locality = Locality::new();
-        assert_eq!(locality.swap_in(PageNo(160), Reading::Unknown, 16), SwapIn::Page);
-        assert_eq!(locality.swap_in(PageNo(161), Reading::Unknown, 16), SwapIn::Chunks(1));
-        assert_eq!(locality.swap_in(PageNo(176), Reading::Unknown, 16), SwapIn::Chunks(2));
-        assert_eq!(locality.swap_in(PageNo(208), Reading::Unknown, 16), SwapIn::Chunks(4));
-        assert_eq!(locality.swap_in(PageNo(272), Reading::Unknown, 4), SwapIn::Chunks(4));
+        assert_eq!(locality.swap_in(PageNo(160), true, Reading::Unknown, 16), SwapIn::Page);
+        assert_eq!(locality.swap_in(PageNo(161), true, Reading::Unknown, 16), SwapIn::Chunks(1));
+        assert_eq!(locality.swap_in(PageNo(176), true, Reading::Unknown, 16), SwapIn::Chunks(2));
+        assert_eq!(locality.swap_in(PageNo(208), true, Reading::Unknown, 16), SwapIn::Chunks(4));
+        assert_eq!(locality.swap_in(PageNo(272), true, Reading::Unknown, 4), SwapIn::Chunks(4));
+    }
+
+    #[test]
+    fn where_touches_are_scattered_a_second_one_by_chance_brings_no_chunk() {
+        let mut locality = Locality::new();
+        let mut whole = 0;
+        for i in 0..4000usize {
+            let page = i.wrapping_mul(7919) % 16_384;
+            whole += usize::from(locality.swap_in(PageNo(page), false, Reading::Unknown, 16) != SwapIn::Page);
+        }
+        assert!(whole < 100, "{whole}");
     }
 
     #[test]
     fn scattered_touches_bring_single_pages_and_random_hints_always_do() {
         let mut locality = Locality::new();
         for i in 0..100 {
-            assert_eq!(locality.swap_in(PageNo(i * 64), Reading::Unknown, 16), SwapIn::Page);
+            assert_eq!(locality.swap_in(PageNo(i * 64), true, Reading::Unknown, 16), SwapIn::Page);
         }
         for _ in 0..3 {
-            assert_eq!(locality.swap_in(PageNo(7), Reading::Random, 16), SwapIn::Page);
+            assert_eq!(locality.swap_in(PageNo(7), true, Reading::Random, 16), SwapIn::Page);
         }
     }
 }

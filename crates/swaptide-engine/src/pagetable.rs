@@ -3,8 +3,8 @@
 //! Owns: one word for each page of the 64 KiB in use and one [`Chunk`] for each of them, under a directory by address.
 //!
 //! Invariants
-//! 1. A page's word is `Present` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
-//!    moment it is taken out or given up. A page whose word is not `Present` is never taken out, whatever the kernel maps there.
+//! 1. A page's word is `Present` or `Kept` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
+//!    moment it is taken out or given up. A page whose word is neither is never taken out, whatever the kernel maps there.
 //! 2. A chunk's masks are derived from its words by [`PageTable::set`] alone.
 //! 3. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value read before a piece of unlocked work and
 //!    found again after it proves that the swap entries of the chunk are the same *and* stand for the same data.
@@ -25,6 +25,9 @@ pub enum PageState {
     Empty,
     /// The program has it.
     Present,
+    /// The program has it, and the slot of the swap entry still holds what it was when it was brought in: if it has not been written
+    /// since, it needs no second compression when it goes out again.
+    Kept(SwapEntry),
     /// Its data is where the swap entry says.
     Swapped(SwapEntry),
     /// Its data could not be brought back; the page is poisoned in the program.
@@ -34,7 +37,17 @@ pub enum PageState {
 const EMPTY: u32 = 0;
 const PRESENT: u32 = 1;
 const POISONED: u32 = 2;
-const SWAPPED: u32 = 1 << 31;
+const SWAPPED: u32 = 2 << 30;
+const KEPT: u32 = 3 << 30;
+const KIND: u32 = 3 << 30;
+
+fn is_present(word: u32) -> bool {
+    word == PRESENT || word & KIND == KEPT
+}
+
+fn is_swapped(word: u32) -> bool {
+    word & KIND == SWAPPED
+}
 
 impl PageState {
     fn word(self) -> u32 {
@@ -42,6 +55,7 @@ impl PageState {
             PageState::Empty => EMPTY,
             PageState::Present => PRESENT,
             PageState::Poisoned => POISONED,
+            PageState::Kept(entry) => KEPT | entry.raw(),
             PageState::Swapped(entry) => SWAPPED | entry.raw(),
         }
     }
@@ -51,7 +65,10 @@ impl PageState {
             EMPTY => PageState::Empty,
             PRESENT => PageState::Present,
             POISONED => PageState::Poisoned,
-            swapped => PageState::Swapped(SwapEntry::from_raw(swapped & !SWAPPED).expect("a word made from an entry")),
+            other => {
+                let entry = SwapEntry::from_raw(other & !KIND).expect("a word made from an entry");
+                if is_swapped(other) { PageState::Swapped(entry) } else { PageState::Kept(entry) }
+            }
         }
     }
 }
@@ -167,15 +184,15 @@ impl PageTable {
         cell.used = cell.used + u32::from(old == EMPTY) - u32::from(word == EMPTY);
         let bit = 1u16 << page.in_chunk();
         let chunk = &mut cell.chunk;
-        chunk.present = chunk.present & !bit | if word == PRESENT { bit } else { 0 };
-        chunk.swapped = chunk.swapped & !bit | if word & SWAPPED != 0 { bit } else { 0 };
-        if (old | word) & SWAPPED != 0 {
+        chunk.present = chunk.present & !bit | if is_present(word) { bit } else { 0 };
+        chunk.swapped = chunk.swapped & !bit | if is_swapped(word) { bit } else { 0 };
+        if is_swapped(old) || is_swapped(word) {
             chunk.epoch = epoch;
         }
         let unused = cell.used == 0;
         self.epoch = epoch;
-        self.present = self.present + usize::from(word == PRESENT) - usize::from(old == PRESENT);
-        self.swapped = self.swapped + usize::from(word & SWAPPED != 0) - usize::from(old & SWAPPED != 0);
+        self.present = self.present + usize::from(is_present(word)) - usize::from(is_present(old));
+        self.swapped = self.swapped + usize::from(is_swapped(word)) - usize::from(is_swapped(old));
         if unused {
             self.drop_cell(page.chunk());
         }
@@ -247,7 +264,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..4), 1..400)) {
+        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..5), 1..400)) {
             let mut table = PageTable::new();
             let mut model = BTreeMap::new();
             for (page, kind) in ops {
@@ -255,6 +272,7 @@ mod tests {
                     0 => PageState::Empty,
                     1 => PageState::Present,
                     2 => PageState::Poisoned,
+                    3 => PageState::Kept(SwapEntry::from_raw(page as u32 * 5).expect("an entry")),
                     _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
                 };
                 let old = table.set(PageNo(page), state);
@@ -264,10 +282,10 @@ mod tests {
             for page in 0..3000 {
                 prop_assert_eq!(table.get(PageNo(page)), model.get(&page).copied().unwrap_or(PageState::Empty));
             }
-            prop_assert_eq!(table.present(), model.values().filter(|s| **s == PageState::Present).count());
+            prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::Kept(_))).count());
             prop_assert_eq!(table.swapped(), model.values().filter(|s| matches!(s, PageState::Swapped(_))).count());
             for chunk in 0..3000 / 16 {
-                let mask = (0..16).filter(|i| model.get(&(chunk * 16 + i)) == Some(&PageState::Present)).fold(0u16, |m, i| m | 1 << i);
+                let mask = (0..16).filter(|i| matches!(model.get(&(chunk * 16 + i)), Some(PageState::Present | PageState::Kept(_)))).fold(0u16, |m, i| m | 1 << i);
                 prop_assert_eq!(table.chunk(ChunkNo(chunk)).present, mask);
             }
             let mut at = PageNo(0);

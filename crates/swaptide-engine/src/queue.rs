@@ -40,9 +40,6 @@ impl Queues {
         if info.present == 0 {
             return;
         }
-        if info.flags & QUEUED != 0 {
-            self.resident.retain(|c| *c != chunk);
-        }
         table.update(chunk, |c| {
             c.flags |= QUEUED;
             c.hot = 0;
@@ -57,9 +54,14 @@ impl Queues {
 
     /// Takes the chunk that has been resident longest.
     pub fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
-        let chunk = self.resident.pop_front()?;
-        table.update(chunk, |c| c.flags &= !QUEUED);
-        Some(chunk)
+        loop {
+            let chunk = self.resident.pop_front()?;
+            // A chunk that was called to the front stands in the queue a second time, without its flag.
+            if table.chunk(chunk).flags & QUEUED != 0 {
+                table.update(chunk, |c| c.flags &= !QUEUED);
+                return Some(chunk);
+            }
+        }
     }
 
     /// Takes the chunk that went to compressed memory longest ago.

@@ -21,7 +21,7 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
-use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::thread::yield_now;
 use swaptide_sys::uffd::MoveFlags;
@@ -74,6 +74,14 @@ pub struct Worker {
     runs: Vec<Run>,
     leaving: Vec<Leaving>,
     raw: Vec<(FrameNo, SwapEntry)>,
+    /// Frames whose page may be the same as what an old slot holds, with that slot's entry, in the order of `leaving`.
+    kept_entries: Vec<(usize, SwapEntry)>,
+    /// Frames that are the same: their old slots stand.
+    unchanged: [u64; PAGES_PER_LEAF / 64],
+    /// Where an old slot is loaded to be compared.
+    old: Box<Page>,
+    /// Pages that could not be moved because another process may share them since a fork.
+    shared: Vec<PageNo>,
     /// The kernel refused a move because an event is unread.
     refused: bool,
     is_raw: [u64; PAGES_PER_LEAF / 64],
@@ -95,6 +103,10 @@ impl Worker {
             runs: Vec::with_capacity(64),
             leaving: Vec::with_capacity(512),
             raw: Vec::with_capacity(512),
+            kept_entries: Vec::with_capacity(512),
+            unchanged: [0; PAGES_PER_LEAF / 64],
+            old: Box::new([0; PAGE_SIZE]),
+            shared: Vec::with_capacity(256),
             refused: false,
             is_raw: [0; PAGES_PER_LEAF / 64],
             writeback: Writeback::new(),
@@ -128,6 +140,17 @@ impl Worker {
         Step::Took(moved)
     }
 
+    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
+    /// meanwhile is a fault, which the handler answers. So never in the handler itself.
+    fn unshare(&mut self) -> bool {
+        let any = !self.shared.is_empty();
+        for page in self.shared.drain(..) {
+            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
+            let _ = unsafe { advise(range_of(page, 1), Advice::PopulateWrite) };
+        }
+        any
+    }
+
     /// Chooses chunks and moves them to the slab. Returns the pages moved.
     fn take(&mut self, engine: &Engine, mm: &mut Mm, slab: SlabNo) -> usize {
         let want = engine.charge.batch_chunks();
@@ -136,6 +159,9 @@ impl Worker {
         self.leaving.clear();
         self.raw.clear();
         self.is_raw = [0; PAGES_PER_LEAF / 64];
+        self.unchanged = [0; PAGES_PER_LEAF / 64];
+        self.kept_entries.clear();
+        self.shared.clear();
         let mut scanned = 0;
         let bound = mm.queues.resident_len().min(4096);
         while self.chunks.len() < want && scanned < bound {
@@ -202,7 +228,8 @@ impl Worker {
             // SAFETY: the destination is a frame of this worker's own empty slab; the source are pages of the program whose words say
             // that the program has them, and the move is atomic against its touches.
             let progress = unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
-            let done = progress.done / PAGE_SIZE;
+            let to = mm.staging.addr(frame);
+            let done = mm.staging.moved(progress, VirtRange { start: to, end: to.offset((run.len - at) * PAGE_SIZE) }, true);
             mm.staging.filled(slab, run.place + at, done);
             for k in at..at + done {
                 let place = run.place + k;
@@ -217,7 +244,9 @@ impl Worker {
                 None => {}
                 Some(Errno::NOENT) => {
                     // The program's page is gone without an event: freed lazily. Its next touch gets zeros.
-                    mm.table.set(page, PageState::Empty);
+                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                        engine.devices.drop_swapped(entry);
+                    }
                     at += 1;
                 }
                 Some(Errno::AGAIN) if again < 4 => again += 1,
@@ -225,13 +254,12 @@ impl Worker {
                     self.refused = true;
                     break;
                 }
-                Some(Errno::BUSY) if again < 8 && engine.shared_pages.load(Relaxed) => {
-                    again += 1;
-                    let rest = range_of(page, (run.len - at).min(PAGES_PER_CHUNK));
-                    // SAFETY: faulting the program's own pages for writing changes nothing but their sharing.
-                    if unsafe { advise(rest, Advice::PopulateWrite) }.is_err() {
-                        at += 1;
+                Some(Errno::BUSY) => {
+                    engine.count(Counter::PagesBusy, 1);
+                    if engine.shared_pages.load(Relaxed) && self.shared.len() < self.shared.capacity() {
+                        self.shared.push(page);
                     }
+                    at += 1;
                 }
                 Some(Errno::INVAL) => {
                     // Locked or protected memory: the whole chunk stays.
@@ -282,7 +310,13 @@ impl Worker {
             let frame = FrameNo(frame.0 + k as u32);
             mm.owner[frame.0 as usize] = page;
             mm.uncancel(frame);
-            mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32)));
+            mm.kept[frame.0 as usize] = match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
+                PageState::Kept(old) => {
+                    self.kept_entries.push((block + first + k, old));
+                    Some(old)
+                }
+                _ => None,
+            };
         }
         if order == CHUNK_ORDER {
             engine.count(Counter::Swpout64k, 1);
@@ -294,6 +328,8 @@ impl Worker {
     fn store(&mut self, engine: &Engine, slab: SlabNo) {
         let mut zero = 0;
         let mut stored = 0;
+        let mut same = 0;
+        let mut kept = self.kept_entries.iter().peekable();
         for leaving in &self.leaving {
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
@@ -301,6 +337,14 @@ impl Worker {
                 let entry = entry_plus(leaving.entry, k as u32);
                 // SAFETY: the frame is full and this worker's (invariant 1); nobody writes it before `finish`.
                 let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
+                if let Some((_, old)) = kept.next_if(|kept| kept.0 == place) {
+                    // Old slots of frames on their way out belong to this worker until `finish`.
+                    if engine.devices.pool.load(Slot(old.offset().0), &mut self.old).is_ok() && *self.old == *page {
+                        self.unchanged[place / 64] |= 1 << (place % 64);
+                        same += 1;
+                        continue;
+                    }
+                }
                 let packed = self.compressor.compress(page);
                 match packed {
                     Packed::Zero => zero += 1,
@@ -317,6 +361,7 @@ impl Worker {
             }
         }
         engine.count(Counter::SwpoutZero, zero);
+        engine.count(Counter::SwpoutClean, same);
         engine.count(Counter::Zswpout, stored);
         engine.count(Counter::Pswpout, stored);
     }
@@ -378,7 +423,8 @@ impl Worker {
             let folio = FolioId(slab.frame(leaving.place).0);
             let plain = (0..n).all(|k| {
                 let place = leaving.place + k;
-                !mm.is_cancelled(slab.frame(place)) && self.is_raw[place / 64] >> (place % 64) & 1 == 0
+                let frame = slab.frame(place);
+                !mm.is_cancelled(frame) && mm.kept[frame.0 as usize].is_none() && self.is_raw[place / 64] >> (place % 64) & 1 == 0
             });
             if plain {
                 devices.to_shadow(leaving.entry, n as u32, folio, shadow);
@@ -388,6 +434,21 @@ impl Worker {
             for k in 0..n {
                 let frame = slab.frame(leaving.place + k);
                 let entry = entry_plus(leaving.entry, k as u32);
+                let place = leaving.place + k;
+                if let Some(old) = mm.kept[frame.0 as usize].take() {
+                    let unchanged = self.unchanged[place / 64] >> (place % 64) & 1 == 1;
+                    if unchanged && !mm.is_cancelled(frame) {
+                        let page = mm.owner[frame.0 as usize];
+                        if mm.table.get(page) != PageState::Swapped(entry) {
+                            crate::fatal(&format!("page {:?} went out as entry {entry:?} and is {:?}", page.addr(), mm.table.get(page)));
+                        }
+                        mm.table.set(page, PageState::Swapped(old));
+                        devices.free_slot(entry, Expect::Folio(folio));
+                        mm.queues.pooled(&mut mm.table, page.chunk());
+                        continue;
+                    }
+                    devices.drop_swapped(old);
+                }
                 if mm.is_cancelled(frame) {
                     devices.pool.free(Slot(entry.offset().0));
                     mm.free_cancelled(devices, frame, entry, folio);
@@ -450,6 +511,7 @@ impl Worker {
             while engine.charge.headroom() < engine.charge.high() && engine.park.load(Acquire) == 0 {
                 idle = false;
                 let step = self.step(engine);
+                let step = if self.unshare() { Step::Again } else { step };
                 if step == Step::Again {
                     yield_now();
                 }

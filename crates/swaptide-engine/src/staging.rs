@@ -20,7 +20,8 @@ use std::collections::VecDeque;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::Errno;
-use swaptide_sys::uffd::{Features, MoveFlags, Uffd};
+use swaptide_sys::pagemap::Pagemap;
+use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 
 use crate::EngineError;
 use crate::ids::PAGES_PER_LEAF;
@@ -63,6 +64,7 @@ pub struct Staging {
     map: Mapping,
     trash: Mapping,
     trash_uffd: Uffd,
+    pagemap: Pagemap,
     slabs: Vec<Slab>,
     empty: Vec<SlabNo>,
     ready: VecDeque<SlabNo>,
@@ -84,6 +86,7 @@ impl Staging {
             map,
             trash,
             trash_uffd,
+            pagemap: Self::pagemap()?,
             slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0 }; SLABS],
             empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
             ready: VecDeque::with_capacity(SLABS),
@@ -91,6 +94,10 @@ impl Staging {
             full_frames: 0,
             ready_frames: 0,
         })
+    }
+
+    fn pagemap() -> Result<Pagemap, EngineError> {
+        Pagemap::open_self().map_err(|e| EngineError::Memory("/proc/self/pagemap", e))
     }
 
     fn open(range: VirtRange) -> Result<Uffd, EngineError> {
@@ -108,6 +115,7 @@ impl Staging {
         // The parent's descriptor was never in this process's table under this number: forget it, do not close it.
         let stale = std::mem::replace(&mut self.trash_uffd, Self::open(self.trash.range())?);
         std::mem::forget(stale);
+        std::mem::forget(std::mem::replace(&mut self.pagemap, Self::pagemap()?));
         Ok(())
     }
 
@@ -249,30 +257,56 @@ impl Staging {
         self.ready_frames -= slab.count;
         self.full_frames -= slab.count;
         slab.count = 0;
-        slab.full = [0; PAGES_PER_LEAF / 64];
-        self.throw_away(slab_no);
+        let full = std::mem::replace(&mut slab.full, [0; PAGES_PER_LEAF / 64]);
+        self.throw_away(slab_no, &full);
         self.empty.push(slab_no);
         true
     }
 
-    /// Gives the pages of a slab back to the kernel.
-    fn throw_away(&self, slab: SlabNo) {
-        let flags = MoveFlags { dont_wake: true, allow_src_holes: true };
+    /// Gives the pages of a slab back to the kernel: every run of full frames goes to the trash.
+    fn throw_away(&self, slab_no: SlabNo, full: &[u64; PAGES_PER_LEAF / 64]) {
+        let is_full = |at: usize| full[at / 64] >> (at % 64) & 1 == 1;
         let mut at = 0;
-        while at < SLAB_BYTES {
-            let from = self.map.range().start.offset(slab.0 as usize * SLAB_BYTES + at);
-            let to = self.trash.range().start.offset(at);
+        while at < PAGES_PER_LEAF {
+            if !is_full(at) {
+                at += 1;
+                continue;
+            }
+            let mut len = 1;
+            while at + len < PAGES_PER_LEAF && is_full(at + len) {
+                len += 1;
+            }
+            let from = self.addr(slab_no.frame(at));
+            let to = self.trash.range().start.offset(at * PAGE_SIZE);
+            let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the frames are free: nobody reads them any more. The trash is empty.
-            let progress = unsafe { self.trash_uffd.move_pages(to, from, SLAB_BYTES - at, flags) };
-            at += progress.done;
+            let progress = unsafe { self.trash_uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
+            at += self.moved(progress, VirtRange { start: from, end: from.offset(len * PAGE_SIZE) }, false);
             match progress.error {
-                None | Some(Errno::AGAIN) => {}
-                Some(errno) if progress.done == 0 => crate::fatal(&format!("giving staging frames back failed: {errno}")),
-                Some(_) => {}
+                None | Some(Errno::AGAIN | Errno::NOENT) => {}
+                Some(Errno::BUSY) => {
+                    // A fork without a hook left it shared: a write makes it this process's own again.
+                    let frame = self.addr(slab_no.frame(at.min(PAGES_PER_LEAF - 1)));
+                    // SAFETY: a free frame that is full, or the call would have gone on.
+                    unsafe { frame.as_ptr::<u8>().write_volatile(0) };
+                }
+                Some(errno) => crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno))),
             }
         }
         if let Err(errno) = self.trash.discard(0, SLAB_BYTES) {
-            crate::fatal(&format!("giving staging frames back failed: {errno}"));
+            crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno)));
+        }
+    }
+
+    /// Pages that a move really moved. When it stops early the kernel may have moved more than it says; the engine's own side of the move, which
+    /// nobody else touches, tells: `engine_side` holds pages now (they were moved there) or no longer (they were moved away).
+    pub fn moved(&self, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
+        if progress.error.is_none() {
+            return progress.done / PAGE_SIZE;
+        }
+        match self.pagemap.leading(engine_side, there) {
+            Ok(pages) => pages,
+            Err(errno) => crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno))),
         }
     }
 }

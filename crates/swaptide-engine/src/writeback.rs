@@ -36,6 +36,7 @@ struct Moving {
 pub struct Writeback {
     data: Vec<Page>,
     moving: Vec<Moving>,
+    dropped: usize,
 }
 
 impl Default for Writeback {
@@ -47,18 +48,18 @@ impl Default for Writeback {
 impl Writeback {
     /// Empty buffers; they are made at first use.
     pub fn new() -> Writeback {
-        Writeback { data: Vec::new(), moving: Vec::new() }
+        Writeback { data: Vec::new(), moving: Vec::new(), dropped: 0 }
     }
 
     /// Moves one batch. False when there was nothing to move or nowhere to put it.
     pub fn step(&mut self, engine: &Engine) -> bool {
-        let Some(file) = &engine.devices.file else { return false };
         self.data.resize(BATCH, [0; 4096]);
         self.moving.clear();
+        self.dropped = 0;
         {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            while self.moving.len() + PAGES_PER_CHUNK <= BATCH {
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH && self.dropped < BATCH {
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 if !self.load_chunk(engine, mm, chunk) {
                     break;
@@ -66,8 +67,11 @@ impl Writeback {
             }
         }
         if self.moving.is_empty() {
-            return false;
+            let mm = engine.mm.lock();
+            engine.settle(&mm);
+            return self.dropped > 0;
         }
+        let Some(file) = &engine.devices.file else { return false };
         let pages: Vec<(Slot, &Page)> = self.moving.iter().zip(&self.data).map(|(m, data)| (Slot(m.new.offset().0), data)).collect();
         let written = file.device.write(&pages);
         let mut guard = engine.mm.lock();
@@ -105,6 +109,16 @@ impl Writeback {
     /// Loads the pages of a chunk that are in compressed memory. False when the file is full.
     fn load_chunk(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) -> bool {
         let info = mm.table.chunk(chunk);
+        // Copies of what the program has are the first to go: they cost nothing but a later compression.
+        for (first, len) in runs(info.present) {
+            for page in (first..first + len).map(|k| chunk.first().plus(k)) {
+                if let PageState::Kept(entry) = mm.table.get(page) {
+                    mm.table.set(page, PageState::Present);
+                    engine.devices.drop_swapped(entry);
+                    self.dropped += 1;
+                }
+            }
+        }
         for (first, len) in runs(info.swapped) {
             for page in (first..first + len).map(|k| chunk.first().plus(k)) {
                 let PageState::Swapped(old) = mm.table.get(page) else { continue };
@@ -113,6 +127,9 @@ impl Writeback {
                 }
                 let TableSlot::Shadow { shadow, .. } = engine.devices.pool_slots.lookup(old.offset()) else { continue };
                 let Some(new) = engine.devices.alloc_file(WRITING) else {
+                    if engine.devices.file.is_none() {
+                        break;
+                    }
                     if !engine.swap_full.swap(true, std::sync::atomic::Ordering::Relaxed) {
                         (engine.start.log)("the swap file is full: compressed memory stays past its share");
                     }

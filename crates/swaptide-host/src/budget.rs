@@ -64,7 +64,7 @@ pub struct Decision {
 /// The use of the tree at which managing begins: late, for a program within its budget pays nothing; early enough that the
 /// engine is at work before the budget is full.
 pub fn trigger(budget: u64) -> u64 {
-    (budget / 100 * 85).saturating_sub(2 << 20).max(budget / 2)
+    (budget / 100 * 85).saturating_sub(8 << 20).max(budget / 2)
 }
 
 /// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.

@@ -239,7 +239,7 @@ mod tests {
     }
 
     fn sleeper() -> Child {
-        Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().expect("sleep")
+        Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().expect("sleep")
     }
 
     fn end(mut child: Child) {

@@ -58,9 +58,12 @@ pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in percent.
-const POOL_PERCENT: u32 = 75;
+const POOL_PERCENT: u32 = 60;
 /// The same where there is nothing behind it.
 const POOL_PERCENT_ALONE: u32 = 75;
+/// Two signals from one sender within this time, one here and one at the front, are one sent to the group. The front may have to
+/// wait for its turn on a busy machine before it passes its own on.
+const SAME_SIGNAL: Duration = Duration::from_secs(2);
 /// The budget where none is given: a margin stays for what is not the program's.
 const DEFAULT_RAM: &str = "80%";
 
@@ -280,6 +283,8 @@ fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segmen
     header.budget_bytes.store(budget, Relaxed);
     header.pool_cap_bytes.store(space.pool_cap, Relaxed);
     header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
+    let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
+    header.pid_namespace.store(namespace, Relaxed);
     header.pool_percent.store(if space.file.is_some() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
@@ -527,7 +532,7 @@ impl Back {
             let whole_group = self
                 .seen
                 .remove(&message.signal)
-                .is_some_and(|(sender, when)| sender == message.sender && when.elapsed() < Duration::from_millis(100));
+                .is_some_and(|(sender, when)| sender == message.sender && when.elapsed() < SAME_SIGNAL);
             if let Some(program) = self.program
                 && !(whole_group && signals::same_group(program, std::process::id()))
             {

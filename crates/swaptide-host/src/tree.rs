@@ -246,9 +246,9 @@ mod tests {
 
     #[test]
     fn descendants_are_found_and_their_death_is_seen_once() {
-        let mut shell = Killed(Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().expect("sh"));
+        let mut shell = Killed(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().expect("sh"));
         let mut tree = Tree::new(std::process::id());
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(90);
         let inner = loop {
             tree.look();
             tree.sample();

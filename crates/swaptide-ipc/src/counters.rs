@@ -30,6 +30,8 @@ counters! {
     Zswpwb = "zswpwb",
     /// Zero pages that needed no store.
     SwpoutZero = "swpout_zero",
+    /// Pages that went out unwritten since they were brought in, and needed no second compression.
+    SwpoutClean = "swpout_clean",
     /// Zero pages that needed no load.
     SwpinZero = "swpin_zero",
     /// Folios that found no run of slots and went out page by page.

@@ -69,6 +69,8 @@ pub struct Header {
     pub slots_exhausted: AtomicU64,
     /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
     pub pool_cap_bytes: AtomicU64,
+    /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
+    pub pid_namespace: AtomicU64,
     /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
     pub slots_end: AtomicU32,
 }

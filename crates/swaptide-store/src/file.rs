@@ -68,7 +68,7 @@ pub trait ExtentSource: Sync {
 
 /// A batch was not written; every slot has the page it had before.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("swap file: writing slot {slot}: {errno}")]
+#[error("swap file: writing slot {slot}: {}", swaptide_sys::Why(*errno))]
 pub struct WriteError {
     /// The first slot that could not be written.
     pub slot: Slot,

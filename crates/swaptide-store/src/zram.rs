@@ -32,7 +32,7 @@ use crate::{PAGE_SIZE, Page, Slot};
 #[derive(Copy, Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// No address space for the pool.
-    #[error("cannot reserve address space for {slots} slots of compressed memory ({errno}): raise the limit of `ulimit -v`")]
+    #[error("cannot reserve address space for {slots} slots of compressed memory ({}): raise the limit of `ulimit -v`", swaptide_sys::Why(*errno))]
     Reserve {
         /// Slots asked for.
         slots: u32,

@@ -28,7 +28,9 @@ pub mod raw;
 pub mod sock;
 pub mod thread;
 pub mod uffd;
+pub mod why;
 
 pub use page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};
 pub use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 pub use rustix::io::Errno;
+pub use why::Why;

@@ -70,6 +70,16 @@ impl<T: ?Sized> Lock<T> {
         self.value.get_mut()
     }
 
+    /// Frees the lock, whose guard the caller has forgotten, and wakes who waits for it.
+    ///
+    /// # Safety
+    /// The calling thread took the lock and its guard no longer exists.
+    pub unsafe fn unlock(&self) {
+        if self.word.swap(FREE, Ordering::Release) == CONTENDED {
+            futex::wake(&self.word, 1, futex::Scope::Private);
+        }
+    }
+
     /// Frees the lock whoever holds it.
     ///
     /// # Safety

@@ -127,11 +127,15 @@ fn map_registered(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<(Vir
     mapped.map(|range| (range, registration))
 }
 
+const MADV_DONTNEED_LOCKED: u32 = 24;
+
 /// What to tell the kernel about a range.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Advice {
     /// Drop the pages now; private anonymous memory reads as zero afterwards.
     DontNeed,
+    /// The same, for locked pages too.
+    DontNeedLocked,
     /// The pages may be dropped when memory is short, unless written to first.
     Free,
     /// Move the pages to the inactive end of the kernel's lists.
@@ -158,6 +162,8 @@ impl Advice {
     const fn number(self) -> u32 {
         match self {
             Advice::DontNeed => k::MADV_DONTNEED,
+            // Linux 5.18; also gives up locked pages (`mlockall`), where the plain one is refused.
+            Advice::DontNeedLocked => MADV_DONTNEED_LOCKED,
             Advice::Free => k::MADV_FREE,
             Advice::Cold => k::MADV_COLD,
             Advice::PageOut => k::MADV_PAGEOUT,
@@ -302,7 +308,7 @@ impl Mapping {
     pub fn discard(&self, offset: usize, len: usize) -> Result<(), Errno> {
         let part = self.part(offset, len)?;
         // SAFETY: the memory is this mapping's own.
-        unsafe { advise(part, Advice::DontNeed) }
+        unsafe { advise(part, Advice::DontNeedLocked) }
     }
 
     /// Makes the pages of a part present and writable now. Kernels before 5.14: `EINVAL`.

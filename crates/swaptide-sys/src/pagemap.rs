@@ -102,6 +102,22 @@ impl Pagemap {
         }
     }
 
+    /// How many pages at the start of the range exist (`there`), or do not exist, whatever they hold.
+    ///
+    /// `UFFDIO_MOVE` may have moved more pages than it reports when it stops early (6.18 forgets a batch in some retries): the side that nobody
+    /// else touches tells.
+    pub fn leading(&self, range: VirtRange, there: bool) -> Result<usize, Errno> {
+        let (mut edge, mut first) = (range.start, range.end);
+        self.runs(range, |run| {
+            if run.range.start <= edge {
+                edge = edge.max(run.range.end);
+            }
+            first = first.min(run.range.start);
+        })?;
+        let end = if there { edge.min(range.end) } else { first.max(range.start) };
+        Ok((end.0 - range.start.0) / PAGE_SIZE)
+    }
+
     fn scan(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
         let mut regions = [Region { start: 0, end: 0, categories: 0 }; 64];
         let mut start = range.start.0 as u64;

@@ -166,6 +166,13 @@ pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_prctl, PR_SET_CHILD_SUBREAPER, on) }.map(drop)
 }
 
+/// The number of the system call in which a thread of this process is blocked; `None` while it runs (in user or kernel mode) or is gone.
+pub fn blocked_in(tid: u32) -> Option<u64> {
+    let mut buf = [0; 256];
+    let text = crate::procfs::read_file(crate::procfs::PathBuf::task(tid, "syscall").as_c_str(), &mut buf).ok()?;
+    crate::procfs::parse_u64(crate::procfs::words(text).next()?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,7 +213,7 @@ mod tests {
         let pidfd = pidfd_open(child.id()).unwrap();
         pidfd_send_signal(pidfd.as_fd(), 0).unwrap();
         pidfd_send_signal(pidfd.as_fd(), 9).unwrap();
-        assert!(crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(10))).unwrap() == 1);
+        assert!(crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(90))).unwrap() == 1);
         child.wait().unwrap();
         assert_eq!(pidfd_send_signal(pidfd.as_fd(), 0), Err(Errno::SRCH));
         assert!(!tree_of(me).unwrap().iter().any(|p| p.pid == child.id()));

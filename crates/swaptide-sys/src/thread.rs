@@ -291,8 +291,9 @@ pub fn exit_group(code: i32) -> ! {
     }
 }
 
-/// Writes the parts as one line to descriptor 2, if that is open, and kills the process by
-/// `SIGABRT`, past any handler of the program's.
+/// Writes the parts as one line to the program's standard error, if that is open, and kills the
+/// process by `SIGABRT`, past any handler of the program's. An engine thread has a descriptor table
+/// of its own: the program's is found in /proc.
 pub fn abort_with(msg: &[&[u8]]) -> ! {
     let mut line = [0u8; 1024];
     let mut len = 0;
@@ -303,8 +304,11 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
         len += n;
     }
     line[len] = b'\n';
-    // SAFETY: the line is initialised up to there. A failure has nobody left to be told.
-    let _ = unsafe { syscall!(k::__NR_write, 2usize, line.as_ptr() as usize, len + 1) };
+    let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::APPEND | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+    // A failure has nobody left to be told.
+    if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
+        let _ = rustix::io::write(&stderr, &line[..len + 1]);
+    }
 
     // A handler of the program's would run on a doubtful address space.
     let default_action = [0usize; 4];

@@ -282,7 +282,7 @@ impl fmt::Display for OpenError {
             OpenError::Denied { syscall, device } => {
                 write!(f, "userfaultfd: the system call failed ({syscall})")?;
                 if let Some(errno) = device {
-                    write!(f, " and so did /dev/userfaultfd ({errno})")?;
+                    write!(f, " and so did /dev/userfaultfd ({})", crate::Why(errno))?;
                 }
                 f.write_str("; set vm.unprivileged_userfaultfd=1, or give this user access to /dev/userfaultfd")
             }
@@ -292,7 +292,7 @@ impl fmt::Display for OpenError {
             OpenError::Refused { asked, errno: Errno::PERM } => {
                 write!(f, "userfaultfd: {asked:?} refused; fork events need CAP_SYS_PTRACE")
             }
-            OpenError::Refused { asked, errno } => write!(f, "userfaultfd: {asked:?} refused ({errno})"),
+            OpenError::Refused { asked, errno } => write!(f, "userfaultfd: {asked:?} refused ({})", crate::Why(errno)),
         }
     }
 }

@@ -50,7 +50,7 @@ fn runs_on_its_own_stack_and_thread_locals() {
             RESULTS[3].store(*__errno_location() as u64, Ordering::Relaxed);
         }
         done();
-        thread::sleep(Duration::from_secs(60));
+        thread::sleep(Duration::from_secs(600));
     }
     in_child("runs_on_its_own_stack_and_thread_locals", || {
         // SAFETY: errno of this thread.
@@ -130,7 +130,7 @@ fn abort_says_why_and_dies_past_handlers() {
         }
         // SAFETY: the entry ends the process.
         unsafe { thread::spawn_engine_thread(STACK, entry, 0) }.unwrap();
-        thread::sleep(Duration::from_secs(60));
+        thread::sleep(Duration::from_secs(600));
     });
     if let Some((status, output)) = ended {
         use std::os::unix::process::ExitStatusExt;

@@ -53,7 +53,7 @@ fn two() -> (Uffd, Uffd) {
 
 /// Waits for the next message.
 fn next_event(uffd: &Uffd) -> Event {
-    let ready = poll_readable(&[uffd.as_fd()], Some(Duration::from_secs(10))).unwrap();
+    let ready = poll_readable(&[uffd.as_fd()], Some(Duration::from_secs(90))).unwrap();
     assert_eq!(ready, 1, "no event came");
     let mut buf = Message::buffer::<1>();
     assert_eq!(uffd.read(&mut buf).unwrap(), 1);
@@ -221,7 +221,7 @@ fn coverage_tells_how_a_range_stands() {
         std::thread::scope(|scope| {
             // SAFETY: the page is this test's own and used by nobody any more.
             let unmapper = scope.spawn(move || unsafe { mem::unmap(hole) });
-            while poll_readable(&[app.as_fd()], Some(Duration::from_secs(10))).unwrap() == 0 {}
+            while poll_readable(&[app.as_fd()], Some(Duration::from_secs(90))).unwrap() == 0 {}
             assert_eq!(app.coverage(page(&a, 0)), Coverage::Changing);
             let copied = app.zero_pages(page(&a, 0), false);
             assert_eq!(copied, Progress { done: 0, error: Some(Errno::AGAIN) }, "nor can anything be answered");
@@ -339,7 +339,7 @@ fn an_undecoded_fork_message_closes_its_descriptor() {
                 // SAFETY: no status is asked for.
                 unsafe { waitpid(pid, std::ptr::null_mut(), 0) }
             });
-            poll_readable(&[app.as_fd()], Some(Duration::from_secs(10))).unwrap();
+            poll_readable(&[app.as_fd()], Some(Duration::from_secs(90))).unwrap();
             let mut buf = Message::buffer::<4>();
             assert_eq!(app.read(&mut buf).unwrap(), 1);
             assert!(forker.join().unwrap() > 0);

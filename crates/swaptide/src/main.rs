@@ -4,6 +4,7 @@
 //! anything was started. A subcommand is a variant of [`Command`], a line in [`Cli::execute`], and a module.
 
 mod bench;
+mod lab;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -34,6 +35,8 @@ enum Command {
     Doctor(DoctorArgs),
     /// Measure swaptide beside the kernel's own swap, in one call
     Bench(bench::BenchArgs),
+    /// Set the swap layer beside the designs that came before it, and the published numbers
+    Lab(lab::LabArgs),
     /// The program that `bench` measures
     #[command(hide = true)]
     BenchWork(bench::workload::WorkArgs),
@@ -75,6 +78,7 @@ impl Cli {
             Command::Run(args) => run(args),
             Command::Doctor(args) => examine(&args),
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
+            Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
         }
     }

@@ -45,6 +45,8 @@ def main():
 
     def counted(number, _frame):
         counts[number] += 1
+        # Not by print, which the signal may have interrupted.
+        os.write(1, b"USR1 number %d\n" % counts[number])
 
     signal.signal(signal.SIGUSR1, counted)
     for number in (signal.SIGTERM, signal.SIGINT):

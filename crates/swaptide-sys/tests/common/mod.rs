@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// Set in the child, to the name of the test it is to run.
 const CHILD: &str = "SWAPTIDE_SYS_TEST_CHILD";
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Runs `body` in a child process that must end well within the deadline.
 pub fn in_child(test: &str, body: impl FnOnce()) {

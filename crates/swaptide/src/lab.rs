@@ -1,0 +1,211 @@
+//! `swaptide lab`: the swap layer beside the designs that came before it.
+//!
+//! Owns the command line and the files written; the experiments are in swaptide-lab. The table goes to standard output, or
+//! JSON in its place with `--json -`; a file for each of `--json` and `--svg`.
+
+use std::fs;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+use plotters::prelude::*;
+use serde_json::json;
+use swaptide_lab::report::{Curve, Plot, Report};
+use swaptide_lab::{allocator, search_space, swap_table};
+
+const INK: RGBColor = RGBColor(40, 44, 52);
+const OURS: RGBColor = RGBColor(18, 110, 170);
+const THEIRS: [RGBColor; 4] = [RGBColor(190, 140, 60), RGBColor(120, 130, 140), RGBColor(170, 90, 110), RGBColor(100, 140, 90)];
+
+#[derive(Args)]
+pub struct LabArgs {
+    /// What to compare
+    #[arg(value_name = "NAME")]
+    name: Name,
+    /// Write the rows to this file as JSON (`-`: to standard output, instead of the table)
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write a plot to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Fewer and smaller cases, for a look
+    #[arg(long)]
+    quick: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Name {
+    /// Fallback of 64K folios on a device that is nearly full, four modes of thp_swap_allocator_test
+    Allocator,
+    /// Depth, size and speed of the swap cache on devices of 1G to 1T
+    SearchSpace,
+    /// The whole cycle of a page by 1 to 32 threads, metadata, the BGSAVE case
+    SwapTable,
+}
+
+/// Runs one experiment. 0: done; 1: a file could not be written.
+pub fn main(args: &LabArgs) -> u8 {
+    let mut errors = std::io::stderr();
+    if errors.is_terminal() {
+        let _ = writeln!(errors, "swaptide lab: measuring; this takes a minute or two without --quick");
+    }
+    let report = match args.name {
+        Name::Allocator => allocator::measure(args.quick),
+        Name::SearchSpace => search_space::measure(args.quick),
+        Name::SwapTable => swap_table::measure(args.quick),
+    };
+    let machine = machine();
+    match deliver(args, &report, &machine) {
+        Ok(()) => 0,
+        Err(error) => {
+            let _ = writeln!(errors, "swaptide lab: {error}");
+            1
+        }
+    }
+}
+
+fn deliver(args: &LabArgs, report: &Report, machine: &serde_json::Value) -> Result<(), String> {
+    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let value = json!({ "name": report.name, "machine": machine, "rows": report.rows, "notes": report.notes });
+    let text = format!("{value:#}\n");
+    let shown = if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };
+    // A reader that went away has seen enough.
+    let _ = std::io::stdout().write_all(shown.as_bytes());
+    if let Some(path) = args.json.as_deref().filter(|_| !to_stdout) {
+        write(path, &text)?;
+    }
+    match &args.svg {
+        Some(path) => write(path, &draw(&report.plot, report.name)?),
+        None => Ok(()),
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(|e| format!("{}: {e}; name a file in a directory that can be written", path.display()))
+}
+
+/// What the numbers depend on.
+fn machine() -> serde_json::Value {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let info = read("/proc/cpuinfo");
+    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name.to_owned()));
+    let load = read("/proc/loadavg").split(' ').next().map(str::to_owned);
+    json!({
+        "cpu": model,
+        "cpus": std::thread::available_parallelism().map_or(1, usize::from),
+        "kernel": read("/proc/sys/kernel/osrelease").trim(),
+        "load": load,
+    })
+}
+
+/// The plot as the text of an SVG file.
+fn draw(plot: &Plot, name: &str) -> Result<String, String> {
+    let mut text = String::new();
+    {
+        let area = SVGBackend::with_string(&mut text, (820, 520)).into_drawing_area();
+        let drawn = area
+            .fill(&WHITE)
+            .map_err(Into::into)
+            .and_then(|()| if plot.log_x { curves::<true>(&area, plot, name) } else { curves::<false>(&area, plot, name) });
+        drawn.and_then(|()| area.present().map_err(Into::into)).map_err(|e| format!("drawing the plot: {e}"))?;
+    }
+    Ok(text)
+}
+
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+/// Curves over x, or over its base-2 logarithm.
+fn curves<const LOG: bool>(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &Plot, name: &str) -> Drawn {
+    let x_of = |x: f64| if LOG { x.log2() } else { x };
+    let points = || plot.curves.iter().flat_map(|curve| curve.points.iter().copied());
+    let (low, high) = points().fold((f64::MAX, f64::MIN), |(low, high), (x, _)| (low.min(x_of(x)), high.max(x_of(x))));
+    let most = points().map(|(_, y)| y).fold(f64::MIN_POSITIVE, f64::max) * 1.25;
+    let pad = ((high - low) * 0.02).max(0.05);
+    let mut chart = ChartBuilder::on(area)
+        .caption(format!("swaptide lab {name}"), ("sans-serif", 20, &INK))
+        .margin(14)
+        .x_label_area_size(46)
+        .y_label_area_size(64)
+        .build_cartesian_2d(low - pad..high + pad, -most * 0.01..most)?;
+    chart
+        .configure_mesh()
+        .x_desc(&plot.x)
+        .y_desc(&plot.y)
+        .x_label_formatter(&|x| format!("{:.0}", if LOG { x.exp2() } else { *x }))
+        .y_label_formatter(&|y| format!("{}", (y * 100.0).round() / 100.0))
+        .label_style(("sans-serif", 14, &INK))
+        .light_line_style(WHITE)
+        .draw()?;
+    let mut theirs = THEIRS.iter().cycle();
+    for Curve { name: label, ours, points } in &plot.curves {
+        let (colour, width) = if *ours { (OURS, 3) } else { (*theirs.next().unwrap_or(&INK), 2) };
+        let line: Vec<_> = points.iter().map(|(x, y)| (x_of(*x), *y)).collect();
+        chart
+            .draw_series(LineSeries::new(line.iter().copied(), colour.stroke_width(width)))?
+            .label(label)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(width)));
+        if points.len() < 20 {
+            chart.draw_series(line.iter().map(|&at| Circle::new(at, 4, colour.filled())))?;
+        }
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .label_font(("sans-serif", 13, &INK))
+        .border_style(INK.mix(0.3))
+        .background_style(WHITE.mix(0.8))
+        .draw()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_lab::report::Row;
+
+    fn report() -> Report {
+        let curves = vec![
+            Curve { name: "trees".into(), ours: false, points: vec![(1.0, 40.0), (1024.0, 60.0)] },
+            Curve { name: "swap table".into(), ours: true, points: vec![(1.0, 20.0), (1024.0, 20.0)] },
+        ];
+        Report {
+            name: "search-space",
+            title: "a against b".into(),
+            rows: vec![Row::new("128G", "tree nodes", "KiB", 4.0, 3.0).same_as(303_952.0, 302_224.0)],
+            plot: Plot { x: "device, GiB".into(), y: "look-up, ns".into(), log_x: true, curves },
+            notes: vec!["a note".into()],
+        }
+    }
+
+    #[test]
+    fn a_plot_names_its_curves_and_axes() {
+        let report = report();
+        for log_x in [true, false] {
+            let svg = draw(&Plot { log_x, ..report.plot.clone() }, report.name).unwrap();
+            for text in ["<svg", "swap table", "trees", "device, GiB", "look-up, ns"] {
+                assert!(svg.contains(text), "{text} is not in the plot");
+            }
+            assert_eq!(svg.matches("<circle").count(), 4);
+        }
+    }
+
+    #[test]
+    fn the_files_hold_what_was_measured() {
+        let dir = std::env::temp_dir().join(format!("swaptide-lab-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let (json, svg) = (dir.join("a.json"), dir.join("a.svg"));
+        let args = LabArgs { name: Name::SearchSpace, json: Some(json.clone()), svg: Some(svg.clone()), quick: true };
+        deliver(&args, &report(), &machine()).unwrap();
+        let value: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        let row = &value["rows"][0];
+        assert_eq!(
+            (row["case"].as_str(), row["delta_pct"].as_f64(), row["same_quantity"].as_bool()),
+            (Some("128G"), Some(-25.0), Some(true))
+        );
+        assert!(value["machine"]["cpus"].as_u64().unwrap() >= 1);
+        assert!(fs::read_to_string(svg).unwrap().starts_with("<svg"));
+        let nowhere = LabArgs { json: Some(dir.join("no/such/dir")), ..args };
+        assert!(deliver(&nowhere, &report(), &machine()).unwrap_err().contains("no/such/dir"));
+        fs::remove_dir_all(dir).unwrap();
+    }
+}
