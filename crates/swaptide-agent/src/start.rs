@@ -157,12 +157,19 @@ fn segment() -> Option<&'static Segment> {
     }
 }
 
+/// Handlers run before what they serve: a fault is a thread that waits, and a program that grows does not wait for its engine to start.
+fn go_first() {
+    // Without the privilege the handler is a thread like others.
+    let _ = swaptide_sys::affinity::set_own_nice(-10);
+}
+
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
     if empty_table().is_err() {
         return;
     }
     set_name(c"swaptide");
+    go_first();
     let Some(segment) = segment() else { return };
     if !same_pid_namespace(segment) {
         log::line("a process-id namespace of its own: this process is not managed");
@@ -262,6 +269,8 @@ fn start_workers(engine: &'static Engine) {
 
 extern "C" fn worker(index: usize) {
     set_name(c"swaptide-work");
+    // Made by the handler, whose place in the queue it inherits and does not need.
+    let _ = swaptide_sys::affinity::set_own_nice(0);
     let Some(engine) = engine() else { exit_thread() };
     Box::leak(Box::new(Worker::new())).run(engine, index)
 }
@@ -331,6 +340,7 @@ extern "C" fn heir(_: usize) {
         stop(&swaptide_sys::Why(errno).to_string());
     }
     set_name(c"swaptide");
+    go_first();
     let (Some(engine), Some(segment)) = (engine(), segment()) else { stop("its engine is gone") };
     if !same_pid_namespace(segment) {
         stop("it is in a process-id namespace of its own");

@@ -25,6 +25,7 @@ pub struct Charge {
     pool: AtomicU64,
     ready: AtomicU64,
     rest: AtomicI64,
+    surge: AtomicI64,
 }
 
 impl Charge {
@@ -38,6 +39,7 @@ impl Charge {
             pool: AtomicU64::new(0),
             ready: AtomicU64::new(0),
             rest: AtomicI64::new(0),
+            surge: AtomicI64::new(0),
         }
     }
 
@@ -76,13 +78,18 @@ impl Charge {
     pub fn measure(&self, statm: &StatmFd) {
         if let Some(anon) = statm.anon_rss() {
             let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
-            self.rest.store(anon as i64 - kept as i64, Relaxed);
+            let rest = anon as i64 - kept as i64;
+            let grown = rest - self.rest.swap(rest, Relaxed);
+            let surge = self.surge.load(Relaxed);
+            self.surge.store(grown.max(surge - surge / 128 - 1).max(0), Relaxed);
         }
     }
 
-    /// Bytes that may still be filled before the limit is reached; negative beyond it.
+    /// Bytes that may still be filled before the limit is reached; negative beyond it. What the program lately grew by between two looks
+    /// in memory that is not managed yet is kept free, up to an eighth of the limit.
     pub fn headroom(&self) -> i64 {
-        self.limit() as i64 - self.charged() as i64
+        let limit = self.limit() as i64;
+        limit - self.charged() as i64 - self.surge.load(Relaxed).min(limit / 8)
     }
 
     /// Bytes that may be filled: the headroom, and the free frames, which are charged already and are filled first.

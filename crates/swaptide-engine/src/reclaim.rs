@@ -23,7 +23,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::process::StatmFd;
-use swaptide_sys::thread::yield_now;
+use swaptide_sys::thread::{now, yield_now};
 use swaptide_sys::uffd::MoveFlags;
 
 use crate::bell::Ring;
@@ -490,6 +490,7 @@ impl Worker {
         let mut ticks = 0u32;
         loop {
             engine.stand_still();
+            let looked = now();
             if let Some(statm) = &statm {
                 ticks = ticks.wrapping_add(1);
                 engine.publish_slot();
@@ -525,7 +526,8 @@ impl Worker {
                     break;
                 }
                 rounds += 1;
-                if rounds % 16 == 0 && index == 0 {
+                // A program that grows in new mappings is seen by the accounts alone.
+                if index == 0 && now().since(looked) >= TICK_NEAR {
                     break;
                 }
             }

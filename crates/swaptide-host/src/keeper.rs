@@ -75,6 +75,8 @@ impl Keeper {
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
     pub fn run(mut self, requests: Receiver<Request>) {
+        // It only looks, but it must look in time. Without the privilege it is a thread like others.
+        let _ = swaptide_sys::affinity::set_own_nice(-10);
         let mut interval = Duration::ZERO;
         loop {
             match requests.recv_timeout(interval) {

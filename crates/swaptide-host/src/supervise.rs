@@ -457,7 +457,7 @@ struct Back {
 
 impl Back {
     fn run(prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
-        let started = set_child_subreaper(true).map_err(io::Error::from).and_then(|()| start(&prepared, inherited));
+        let started = set_child_subreaper(true).map_err(io::Error::from).and_then(|()| start(&prepared, inherited, &channel));
         let (counter, program) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -465,7 +465,6 @@ impl Back {
                 std::process::exit(0);
             }
         };
-        channel.send(&ToFront::Started(program));
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         raise_descriptor_limit();
         prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
@@ -601,13 +600,21 @@ impl Back {
     }
 }
 
-fn start(prepared: &Prepared, inherited: Inherited) -> io::Result<(Counter, u32)> {
+/// Starts the program, which tells the front its own number before it begins: however early this process is killed, the front
+/// knows whom to wait for.
+fn start(prepared: &Prepared, inherited: Inherited, channel: &Channel) -> io::Result<(Counter, u32)> {
     let counter = Counter::open()?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
     command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());
-    // SAFETY: what runs between fork and exec makes system calls only.
-    unsafe { command.pre_exec(move || inherited.restore()) };
+    let mut to_front = Channel::new(channel.stream.try_clone()?);
+    let before_exec = move || {
+        to_front.send(&ToFront::Started(std::process::id()));
+        inherited.restore()
+    };
+    // SAFETY: this process has one thread, so the child's copy of the heap, from which the message comes, is consistent; the rest
+    // makes system calls only.
+    unsafe { command.pre_exec(before_exec) };
     let child = command.spawn()?;
     Ok((counter, child.id()))
 }

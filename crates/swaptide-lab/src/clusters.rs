@@ -228,7 +228,8 @@ mod tests {
         let mut freed: Vec<u32> = runs.iter().copied().step_by(2).collect();
         freed.iter().for_each(|&off| a.free(off, 16));
         let mut again: Vec<u32> = std::iter::from_fn(|| a.alloc(0, 4)).collect();
-        (freed.sort_unstable(), again.sort_unstable());
+        freed.sort_unstable();
+        again.sort_unstable();
         assert_eq!(freed, again, "this is what the cluster lists are for");
         a.free(runs[0], 16);
         let mut singles: Vec<u32> = std::iter::from_fn(|| a.alloc(0, 0)).collect();

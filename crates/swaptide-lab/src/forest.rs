@@ -51,7 +51,7 @@ fn is_folio(entry: Entry) -> bool {
 fn cached(entry: Entry) -> Cached {
     match entry {
         0 => Cached::Nothing,
-        e if is_folio(e) => Cached::Folio(FolioId((e >> 3) as u32 - 1)),
+        e if is_folio(e) => Cached::Folio(FolioId(((e >> 3) - 1) as u32)),
         e => Cached::Shadow(Shadow((e >> 2) as u32)),
     }
 }

@@ -251,7 +251,8 @@ mod tests {
             let taken = offs.len();
             assert!((64 * 512 - 1..=64 * 512).contains(&taken), "{taken}");
             offs.iter().enumerate().for_each(|(i, &off)| assert_eq!(layer.lookup(off), Some(FolioId(i as u32))));
-            (offs.sort_unstable(), offs.dedup());
+            offs.sort_unstable();
+            offs.dedup();
             assert_eq!(offs.len(), taken);
             offs.into_iter().for_each(|off| layer.free(0, off, 1));
             assert!(layer.swap_out(0, 9, FolioId(1)).is_some(), "all is free again");

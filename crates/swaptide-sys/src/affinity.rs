@@ -98,6 +98,12 @@ pub fn thread_cpu(tid: u32) -> Option<u32> {
     Some(parse_u64(cpu)? as u32)
 }
 
+/// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs a privilege; without it nothing
+/// changes, and that is an error the caller may ignore.
+pub fn set_own_nice(nice: i32) -> Result<(), Errno> {
+    rustix::process::setpriority_process(None, nice)
+}
+
 /// How many CPUs are online; at least one.
 pub fn cpus_online() -> u32 {
     let mut buf = [0; 1024];

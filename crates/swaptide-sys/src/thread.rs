@@ -304,7 +304,8 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
         len += n;
     }
     line[len] = b'\n';
-    let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::APPEND | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+    let flags =
+        rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::APPEND | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
     // A failure has nobody left to be told.
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
         let _ = rustix::io::write(&stderr, &line[..len + 1]);

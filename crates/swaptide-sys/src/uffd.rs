@@ -394,7 +394,10 @@ impl Uffd {
     /// answers a poll of a blocking one with an error.
     pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
         let flags = rustix::fs::fcntl_getfl(&self.0)?;
-        rustix::fs::fcntl_setfl(&self.0, if on { flags | rustix::fs::OFlags::NONBLOCK } else { flags - rustix::fs::OFlags::NONBLOCK })
+        rustix::fs::fcntl_setfl(
+            &self.0,
+            if on { flags | rustix::fs::OFlags::NONBLOCK } else { flags - rustix::fs::OFlags::NONBLOCK },
+        )
     }
 
     /// Gives the descriptor up.
