@@ -102,6 +102,7 @@ mod tests {
             // SAFETY: the size is above 0; the bytes written are the allocation's.
             let ptr = unsafe { ARENA.alloc(layout) };
             assert!(!ptr.is_null() && (ptr as usize).is_multiple_of(layout.align()));
+            // SAFETY: the bytes are the allocation's.
             unsafe { ptr.write_bytes(round as u8, layout.size()) };
             kept.push((ptr, layout, round as u8));
             if round % 3 == 0 {

@@ -153,7 +153,12 @@ fn pin_own_block() {
 /// # Safety
 /// As for pthread_create(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn pthread_create(thread: *mut c_void, attr: *const c_void, routine: Routine, argument: *mut c_void) -> c_int {
+pub unsafe extern "C" fn pthread_create(
+    thread: *mut c_void,
+    attr: *const c_void,
+    routine: Routine,
+    argument: *mut c_void,
+) -> c_int {
     let mut real = REAL_CREATE.load(Acquire);
     if real.is_null() {
         find_real();

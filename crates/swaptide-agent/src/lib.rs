@@ -11,6 +11,11 @@
 //! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor closes none of swaptide's, and swaptide
 //!    keeps none of the program's open.
 
+// Everything here is private: its documentation is for who works on it.
+#![allow(rustdoc::private_intra_doc_links)]
+// A test build exports nothing to a program, so that most of it is called by nobody.
+#![cfg_attr(test, allow(dead_code, unused_imports))]
+
 mod arena;
 mod hooks;
 mod log;

@@ -53,7 +53,8 @@ pub fn exclude(range: VirtRange) {
 /// True for a range that touches an excluded one.
 pub fn is_excluded(range: VirtRange) -> bool {
     let used = APART_USED.load(Acquire);
-    used > RANGES || APART[..used].iter().any(|(start, end)| end.load(Acquire) > range.start.0 && start.load(Relaxed) < range.end.0)
+    used > RANGES
+        || APART[..used].iter().any(|(start, end)| end.load(Acquire) > range.start.0 && start.load(Relaxed) < range.end.0)
 }
 
 #[cfg(test)]

@@ -24,7 +24,8 @@ use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{
-    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, spawn_engine_thread, unshare_files_and_close_all,
+    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, spawn_engine_thread,
+    unshare_files_and_close_all,
 };
 use swaptide_sys::{AsFd, OwnedFd};
 
@@ -69,7 +70,11 @@ pub fn engine() -> Option<&'static Engine> {
 fn empty_table() -> Result<(), swaptide_sys::Errno> {
     unshare_files_and_close_all(&[])?;
     for _ in 0..3 {
-        std::mem::forget(rustix::fs::open(c"/dev/null", rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC, rustix::fs::Mode::empty()));
+        std::mem::forget(rustix::fs::open(
+            c"/dev/null",
+            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        ));
     }
     Ok(())
 }
@@ -227,7 +232,16 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         });
     }
     let file = if segment.header.extents.load(Relaxed) > 0 { ask(Request::SwapFile) } else { None };
-    let start = Start { segment, index, file, salt: salt(), log: log::line, main_object: is_main_object, excluded: pins::is_excluded, pinned: pins::is_pinned };
+    let start = Start {
+        segment,
+        index,
+        file,
+        salt: salt(),
+        log: log::line,
+        main_object: is_main_object,
+        excluded: pins::is_excluded,
+        pinned: pins::is_pinned,
+    };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
     ENGINE_PID.store(getpid().0, Release);
@@ -330,7 +344,11 @@ extern "C" fn child() {
 /// The handler of a forked child.
 extern "C" fn heir(_: usize) {
     let stop = |why: &str| -> ! {
-        abort_with(&[b"swaptide: a forked child could not take its memory over: ", why.as_bytes(), b"; it is stopped rather than given wrong data"])
+        abort_with(&[
+            b"swaptide: a forked child could not take its memory over: ",
+            why.as_bytes(),
+            b"; it is stopped rather than given wrong data",
+        ])
     };
     let serve = |taken_over: u32| {
         TAKEN_OVER.store(taken_over, Release);

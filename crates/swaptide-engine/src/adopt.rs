@@ -19,8 +19,8 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
 use crate::handler::Handler;
-use crate::ids::pages_of;
 use crate::ids::PageNo;
+use crate::ids::pages_of;
 
 /// Smallest mapping worth managing.
 pub const MIN_BYTES: usize = 64 << 10;
@@ -101,7 +101,8 @@ impl Handler {
             if self.engine.mm.lock().regions.find(range.end).is_some() {
                 return range;
             }
-            let tail = vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
+            let tail =
+                vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
             if !tail || vma.name.starts_with(b"[stack") || self.uffd.register_missing(vma.range).is_err() {
                 return range;
             }

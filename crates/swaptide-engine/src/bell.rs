@@ -53,7 +53,9 @@ pub enum Hint {
 
 impl Hint {
     fn of(word: u32) -> Option<Hint> {
-        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release].into_iter().find(|h| *h as u32 == word)
+        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release]
+            .into_iter()
+            .find(|h| *h as u32 == word)
     }
 }
 

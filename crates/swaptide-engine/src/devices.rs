@@ -91,7 +91,12 @@ impl Devices {
     ///
     /// # Errors
     /// When memory is refused.
-    pub fn new(segment: &'static Segment, index: Arc<AtomicU32>, file: Option<OwnedFd>, salt: u64) -> Result<Devices, EngineError> {
+    pub fn new(
+        segment: &'static Segment,
+        index: Arc<AtomicU32>,
+        file: Option<OwnedFd>,
+        salt: u64,
+    ) -> Result<Devices, EngineError> {
         let pool = Zram::new(POOL_SLOTS).map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
         let extents = segment.header.extents.load(Relaxed);
         let file = match file {
@@ -151,7 +156,9 @@ impl Devices {
 
     /// Turns `n` slots from folio to shadow.
     pub fn to_shadow(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow) {
-        if let Err(mismatch) = self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, swaptide_core::ZeroMask::None) {
+        if let Err(mismatch) =
+            self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, swaptide_core::ZeroMask::None)
+        {
             crate::fatal(&format!("a folio left the swap cache and its slots were not what they must be: {mismatch}"));
         }
     }

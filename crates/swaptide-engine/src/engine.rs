@@ -193,7 +193,11 @@ impl Engine {
 
     /// Publishes the account after a change under the lock, and calls the workers when little is left.
     pub fn settle(&self, mm: &Mm) {
-        self.charge.publish(mm.table.present() + mm.staging.full_frames(), mm.staging.ready_frames(), self.devices.pool.pool_bytes());
+        self.charge.publish(
+            mm.table.present() + mm.staging.full_frames(),
+            mm.staging.ready_frames(),
+            self.devices.pool.pool_bytes(),
+        );
         if self.charge.headroom() < self.charge.low() {
             self.call_workers();
         }
@@ -210,7 +214,11 @@ impl Engine {
     pub fn publish_slot(&self) {
         let (present, full, swapped, table) = {
             let mm = self.mm.lock();
-            self.charge.publish(mm.table.present() + mm.staging.full_frames(), mm.staging.ready_frames(), self.devices.pool.pool_bytes());
+            self.charge.publish(
+                mm.table.present() + mm.staging.full_frames(),
+                mm.staging.ready_frames(),
+                self.devices.pool.pool_bytes(),
+            );
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
         let slot = self.slot();

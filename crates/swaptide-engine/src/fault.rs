@@ -135,7 +135,11 @@ impl Handler {
         }
         let mut done = 0;
         while done < n {
-            let filled = if n < MOVE_FROM { self.copy_zeros(page.plus(done), n - done) } else { self.move_zeros(mm, page.plus(done), n - done) };
+            let filled = if n < MOVE_FROM {
+                self.copy_zeros(page.plus(done), n - done)
+            } else {
+                self.move_zeros(mm, page.plus(done), n - done)
+            };
             match filled {
                 Ok(filled) => {
                     for k in done..done + filled {
@@ -294,7 +298,9 @@ impl Handler {
                     at += filled?;
                     continue;
                 }
-                other => crate::fatal(&format!("page {:?} is swapped to {entry:?} and that slot is {other:?}", page.plus(at).addr())),
+                other => {
+                    crate::fatal(&format!("page {:?} is swapped to {entry:?} and that slot is {other:?}", page.plus(at).addr()))
+                }
             };
             engine.settle(mm);
             at += filled?;
@@ -334,10 +340,11 @@ impl Handler {
             entries[len] = entry;
             len += 1;
         }
-        if len >= MOVE_FROM && mm.staging.ready_frames() >= len {
-            if let Some(run) = mm.staging.take_run(len) {
-                return self.bring_frames(mm, page, &entries[..len.min(run.len)], run);
-            }
+        if len >= MOVE_FROM
+            && mm.staging.ready_frames() >= len
+            && let Some(run) = mm.staging.take_run(len)
+        {
+            return self.bring_frames(mm, page, &entries[..len.min(run.len)], run);
         }
         // SAFETY: the buffer is the handler's own.
         let buffer = unsafe { self.copy.slice_mut(0, len * PAGE_SIZE) };
@@ -414,7 +421,9 @@ impl Handler {
             let mm = engine.mm.lock();
             while len < n.min(PAGES_PER_CHUNK) {
                 let PageState::Swapped(entry) = mm.table.get(page.plus(len)) else { break };
-                if entry.ty() == POOL || !matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. }) {
+                if entry.ty() == POOL
+                    || !matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. })
+                {
                     break;
                 }
                 entries[len] = entry;

@@ -19,9 +19,9 @@
 //! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte of them until one holder is left.
 //! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in and its userfaultfd closed.
 
-use swaptide_sys::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
+use swaptide_sys::{AsFd, OwnedFd};
 
 use swaptide_core::Slot as TableSlot;
 use swaptide_ipc::{Counter, ExtentId, SlotIndex};
@@ -73,7 +73,12 @@ impl Default for ForkControl {
 impl ForkControl {
     /// No fork is under way.
     pub const fn new() -> ForkControl {
-        ForkControl { phase: AtomicU32::new(NONE), forker: AtomicU32::new(0), token: AtomicU64::new(0), parent: AtomicU32::new(0) }
+        ForkControl {
+            phase: AtomicU32::new(NONE),
+            forker: AtomicU32::new(0),
+            token: AtomicU64::new(0),
+            parent: AtomicU32::new(0),
+        }
     }
 
     /// Waits until the phase is `phase`.
@@ -151,7 +156,9 @@ impl Handler {
         }
         if let Some(child) = self.child.take() {
             if self.torn {
-                (engine.start.log)("a fork found the engine at work for another thread: the child gets all its memory at once and is not managed");
+                (engine.start.log)(
+                    "a fork found the engine at work for another thread: the child gets all its memory at once and is not managed",
+                );
             }
             self.hand_over(child, &listener);
             engine.shared_pages.store(true, Relaxed);
@@ -228,7 +235,8 @@ impl Handler {
     fn hand_over(&mut self, child: Uffd, listener: &Listener) {
         let mut served: Vec<u64> = Vec::new();
         loop {
-            let ready = poll_readable(&[listener.as_fd(), child.as_fd(), self.uffd.as_fd()], Some(Duration::from_millis(2))).unwrap_or(0);
+            let ready =
+                poll_readable(&[listener.as_fd(), child.as_fd(), self.uffd.as_fd()], Some(Duration::from_millis(2))).unwrap_or(0);
             if ready & 4 != 0 {
                 self.drain_events();
             }
@@ -239,7 +247,9 @@ impl Handler {
                 let Ok((conn, _)) = listener.accept() else { continue };
                 match self.send(&conn, &child, &served) {
                     Ok(()) => return,
-                    Err(errno) => (self.engine.start.log)(&format!("handing over to a child failed: {}", swaptide_sys::Why(errno))),
+                    Err(errno) => {
+                        (self.engine.start.log)(&format!("handing over to a child failed: {}", swaptide_sys::Why(errno)))
+                    }
                 }
             }
             if child.coverage(self.engine.bells.range()) == Coverage::Gone {
@@ -287,7 +297,11 @@ impl Handler {
                             true
                         }
                         _ if entry.ty() == POOL => engine.devices.pool.load(Slot(entry.offset().0), out).is_ok(),
-                        _ => engine.devices.file.as_ref().is_some_and(|f| f.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok()),
+                        _ => engine
+                            .devices
+                            .file
+                            .as_ref()
+                            .is_some_and(|f| f.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok()),
                     };
                     if loaded {
                         // SAFETY: the buffer is the handler's own; the destination is another process's missing page.
@@ -441,7 +455,8 @@ impl Engine {
             }
             at += n;
         }
-        let words: Vec<usize> = bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
+        let words: Vec<usize> =
+            bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
         let count = words.first().copied().unwrap_or(0);
         let served = words.iter().skip(1).take(count).map(|p| PageNo(*p)).collect();
         let events = words[(1 + count).min(words.len())..]
@@ -465,7 +480,9 @@ impl Handler {
         engine.set_index(index);
         // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
         let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
-        left.uffd.register_missing(probe.range()).map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
+        left.uffd
+            .register_missing(probe.range())
+            .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
         let _ = left.uffd.unregister(probe.range());
         drop(probe);
         engine.set_uffd(left.uffd);
@@ -473,7 +490,9 @@ impl Handler {
         engine.mm.lock().staging.reopen()?;
         if let Some(file) = &engine.devices.file {
             match left.file {
-                Some(fd) => file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?,
+                Some(fd) => {
+                    file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?
+                }
                 None => return Err(EngineError::Devices("the swap file was not handed over")),
             }
         }
@@ -492,7 +511,9 @@ impl Handler {
             // The parent's other threads changed mappings at the moment of the fork: the child has the change or has it not.
             let happened = match &event {
                 Event::Unmap(range) => handler.uffd.coverage(*range) != Coverage::Whole,
-                Event::Remap { to, len, .. } => handler.uffd.coverage(VirtRange { start: *to, end: to.offset(*len) }) == Coverage::Whole,
+                Event::Remap { to, len, .. } => {
+                    handler.uffd.coverage(VirtRange { start: *to, end: to.offset(*len) }) == Coverage::Whole
+                }
                 _ => false,
             };
             if happened {

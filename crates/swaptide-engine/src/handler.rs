@@ -11,15 +11,15 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
-use swaptide_sys::{AsFd, Errno};
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
+use swaptide_sys::page::VirtRange;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::pagemap::Pagemap;
-use swaptide_sys::page::VirtRange;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Message, Uffd};
+use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
 use crate::bell::Ring;
@@ -94,7 +94,8 @@ impl Handler {
         let memory = |what| move |e| EngineError::Memory(what, e);
         let zeros = Mapping::reserve(64 << 10).map_err(memory("the zero pages"))?;
         let copy = Mapping::reserve(COPY_BYTES).map_err(memory("the copy buffer"))?;
-        let mint = Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
+        let mint =
+            Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
         Ok(Handler {
             engine,
             uffd: engine.uffd(),
@@ -231,7 +232,7 @@ impl Handler {
             Served::Again => {
                 fault.tries += 1;
                 // A thread that changes mappings without pause leaves moments only between the reading of its event and its next one.
-                if fault.tries % 8 != 0 {
+                if !fault.tries.is_multiple_of(8) {
                     self.drain_events();
                 }
                 if fault.tries > 64 {

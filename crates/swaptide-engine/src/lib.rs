@@ -22,6 +22,9 @@
 //! `Engine::mm` (page table, regions, staging, queues) → the swap layer's cluster lock → its list lock → a store device's own lock →
 //! the allocator's lock. A worker compresses and writes with none of them held.
 
+// The module docs lead a reader into the code, private parts too.
+#![allow(rustdoc::private_intra_doc_links)]
+
 pub mod adopt;
 pub mod bell;
 pub mod charge;
@@ -62,7 +65,9 @@ impl std::fmt::Display for EngineError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             EngineError::Open(error) => write!(f, "{error}; `swaptide doctor` tells what is missing"),
-            EngineError::Memory(what, errno) => write!(f, "{what}: {}; raise the limit on address space or vm.max_map_count", swaptide_sys::Why(*errno)),
+            EngineError::Memory(what, errno) => {
+                write!(f, "{what}: {}; raise the limit on address space or vm.max_map_count", swaptide_sys::Why(*errno))
+            }
             EngineError::Devices(what) => write!(f, "{what}; raise the limit on address space"),
         }
     }
@@ -72,5 +77,9 @@ impl std::error::Error for EngineError {}
 
 /// Ends the process with a message: a check failed, and going on could hand out a wrong page.
 pub(crate) fn fatal(message: &str) -> ! {
-    swaptide_sys::thread::abort_with(&[b"swaptide: ", message.as_bytes(), b"; the process is stopped rather than given wrong data"])
+    swaptide_sys::thread::abort_with(&[
+        b"swaptide: ",
+        message.as_bytes(),
+        b"; the process is stopped rather than given wrong data",
+    ])
 }

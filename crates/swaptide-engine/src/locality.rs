@@ -185,8 +185,10 @@ mod tests {
     fn where_touches_are_scattered_a_second_one_by_chance_brings_no_chunk() {
         let mut locality = Locality::new();
         let mut whole = 0;
-        for i in 0..4000usize {
-            let page = i.wrapping_mul(7919) % 16_384;
+        let mut random = 1u64;
+        for _ in 0..4000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let page = (random >> 33) as usize % 16_384;
             whole += usize::from(locality.swap_in(PageNo(page), false, Reading::Unknown, 16) != SwapIn::Page);
         }
         assert!(whole < 100, "{whole}");

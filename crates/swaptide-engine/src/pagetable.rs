@@ -116,6 +116,12 @@ pub struct PageTable {
     epoch: u32,
 }
 
+impl Default for PageTable {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl PageTable {
     /// An empty table for the 47 bits of a program's addresses.
     pub fn new() -> PageTable {

@@ -5,7 +5,7 @@
 //!
 //! Owns: the CPU the handler is bound to.
 
-use swaptide_sys::affinity::{clear_own_affinity, current_cpu, own_affinity, set_own_affinity, thread_cpu, CpuSet};
+use swaptide_sys::affinity::{CpuSet, clear_own_affinity, current_cpu, own_affinity, set_own_affinity, thread_cpu};
 
 /// Faults between two looks at where the faulting thread runs.
 const LOOK_EVERY: u32 = 16;

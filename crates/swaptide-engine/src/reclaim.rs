@@ -227,7 +227,8 @@ impl Worker {
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the destination is a frame of this worker's own empty slab; the source are pages of the program whose words say
             // that the program has them, and the move is atomic against its touches.
-            let progress = unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
+            let progress =
+                unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
             let to = mm.staging.addr(frame);
             let done = mm.staging.moved(progress, VirtRange { start: to, end: to.offset((run.len - at) * PAGE_SIZE) }, true);
             mm.staging.filled(slab, run.place + at, done);
@@ -440,7 +441,11 @@ impl Worker {
                     if unchanged && !mm.is_cancelled(frame) {
                         let page = mm.owner[frame.0 as usize];
                         if mm.table.get(page) != PageState::Swapped(entry) {
-                            crate::fatal(&format!("page {:?} went out as entry {entry:?} and is {:?}", page.addr(), mm.table.get(page)));
+                            crate::fatal(&format!(
+                                "page {:?} went out as entry {entry:?} and is {:?}",
+                                page.addr(),
+                                mm.table.get(page)
+                            ));
                         }
                         mm.table.set(page, PageState::Swapped(old));
                         devices.free_slot(entry, Expect::Folio(folio));
@@ -477,7 +482,11 @@ impl Worker {
             debug_assert_eq!(place.ty(), FILE);
             let page = mm.owner[frame.0 as usize];
             if mm.table.get(page) != PageState::Swapped(entry) {
-                crate::fatal(&format!("page {:?} was written to the file as entry {entry:?} and is {:?}", page.addr(), mm.table.get(page)));
+                crate::fatal(&format!(
+                    "page {:?} was written to the file as entry {entry:?} and is {:?}",
+                    page.addr(),
+                    mm.table.get(page)
+                ));
             }
             mm.moved_to_file(page, place);
         }
@@ -501,7 +510,7 @@ impl Worker {
                 if rest < rest_at_adoption {
                     rest_at_adoption = rest;
                 }
-                if rest - rest_at_adoption > step || ticks % 64 == 0 {
+                if rest - rest_at_adoption > step || ticks.is_multiple_of(64) {
                     engine.bells.ring(Ring::Adopt);
                     engine.charge.measure(statm);
                     rest_at_adoption = engine.charge.rest();

@@ -17,9 +17,9 @@
 
 use std::collections::VecDeque;
 
+use swaptide_sys::Errno;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::Errno;
 use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 
@@ -79,7 +79,8 @@ impl Staging {
     /// # Errors
     /// When memory or a userfaultfd is refused.
     pub fn new() -> Result<Staging, EngineError> {
-        let map = Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
+        let map =
+            Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
         let trash = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
         let trash_uffd = Self::open(trash.range())?;
         Ok(Staging {
@@ -191,7 +192,7 @@ impl Staging {
         let is_full = |slab: &Slab, at: usize| slab.full[at / 64] >> (at % 64) & 1 == 1;
         let mut first = self.cursor;
         while first < PAGES_PER_LEAF && !is_full(slab, first) {
-            first += if first % 64 == 0 && slab.full[first / 64] == 0 { 64 } else { 1 };
+            first += if first.is_multiple_of(64) && slab.full[first / 64] == 0 { 64 } else { 1 };
         }
         if first >= PAGES_PER_LEAF {
             // Frames below the cursor were given back by a taker that failed.

@@ -72,7 +72,8 @@ impl Writeback {
             return self.dropped > 0;
         }
         let Some(file) = &engine.devices.file else { return false };
-        let pages: Vec<(Slot, &Page)> = self.moving.iter().zip(&self.data).map(|(m, data)| (Slot(m.new.offset().0), data)).collect();
+        let pages: Vec<(Slot, &Page)> =
+            self.moving.iter().zip(&self.data).map(|(m, data)| (Slot(m.new.offset().0), data)).collect();
         let written = file.device.write(&pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -88,7 +89,8 @@ impl Writeback {
         let mut moved = 0;
         // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
         for moving in &mut self.moving {
-            moving.valid = mm.table.get(moving.page) == PageState::Swapped(moving.old) && mm.table.chunk(moving.chunk).epoch == moving.epoch;
+            moving.valid =
+                mm.table.get(moving.page) == PageState::Swapped(moving.old) && mm.table.chunk(moving.chunk).epoch == moving.epoch;
         }
         for moving in &self.moving {
             engine.devices.to_shadow(moving.new, 1, WRITING, moving.shadow);

@@ -1,9 +1,9 @@
 //! The allocator with cluster lists over the static map: what stood before the swap table. (facts: kernel-facts A7 of 6.12 to
 //! 6.17, A1; seeds: mthp-swap-allocator "with", swap-table-phase1 "before")
 //!
-//! Each cluster has a lock; lists free, nonfull[order], frag[order], full, linked through the clusters, under the device's lock. A CPU
-//! has a current cluster for each order. Order of the search: current cluster; a free one; nonfull[o], each once, what does not
-//! serve goes to frag[o]; frag[o], each once; a single slot also from clusters of other orders.
+//! Each cluster has a lock; lists free, `nonfull[order]`, `frag[order]`, full, linked through the clusters, under the device's lock. A CPU
+//! has a current cluster for each order. Order of the search: current cluster; a free one; `nonfull[o]`, each once, what does not
+//! serve goes to `frag[o]`; `frag[o]`, each once; a single slot also from clusters of other orders.
 //!
 //! Locks: cluster, then lists. From a list a cluster is only try-locked.
 

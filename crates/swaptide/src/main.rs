@@ -47,9 +47,14 @@ struct RunArgs {
     /// Memory for the program and all it starts: 512M, 1.5G, or 50% of the machine's or container's memory [default: 80%]
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     ram: Option<String>,
-    /// Where pages go: zram:SIZE, file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N
-    /// [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]
-    #[arg(long, value_name = "DEV", allow_hyphen_values = true)]
+    // Not a doc comment: rustdoc would take the brackets for links.
+    #[arg(
+        long,
+        value_name = "DEV",
+        allow_hyphen_values = true,
+        help = "Where pages go: zram:SIZE, file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N \
+                [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
+    )]
     swap: Vec<String>,
     /// Write what happened to this file, as JSON
     #[arg(long, value_name = "FILE")]
