@@ -221,16 +221,18 @@ impl Worker {
         let mut at = 0;
         let mut moved = 0;
         let mut again = 0;
+        // A move must lie in one mapping: where a run crosses into another, it goes chunk by chunk, and such a chunk page by page.
+        let mut most = run.len;
         while at < run.len {
+            let attempt = (run.len - at).min(most);
             let page = run.page.plus(at);
             let frame = slab.frame(run.place + at);
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the destination is a frame of this worker's own empty slab; the source are pages of the program whose words say
             // that the program has them, and the move is atomic against its touches.
-            let progress =
-                unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), (run.len - at) * PAGE_SIZE, flags) };
+            let progress = unsafe { engine.uffd().move_pages(mm.staging.addr(frame), page.addr(), attempt * PAGE_SIZE, flags) };
             let to = mm.staging.addr(frame);
-            let done = mm.staging.moved(progress, VirtRange { start: to, end: to.offset((run.len - at) * PAGE_SIZE) }, true);
+            let done = mm.staging.moved(progress, VirtRange { start: to, end: to.offset(attempt * PAGE_SIZE) }, true);
             mm.staging.filled(slab, run.place + at, done);
             for k in at..at + done {
                 let place = run.place + k;
@@ -238,6 +240,9 @@ impl Worker {
             }
             at += done;
             moved += done;
+            if done > 0 && run.page.plus(at).in_chunk() == 0 {
+                most = PAGES_PER_CHUNK;
+            }
             let page = run.page.plus(at);
             match progress.error {
                 // After a part the true reason shows at the next try.
@@ -262,13 +267,14 @@ impl Worker {
                     }
                     at += 1;
                 }
+                Some(Errno::INVAL) if attempt > 1 => {
+                    let in_chunk = PAGES_PER_CHUNK - page.in_chunk();
+                    most = if attempt > in_chunk { in_chunk } else { 1 };
+                }
                 Some(Errno::INVAL) => {
-                    // Locked or protected memory: the whole chunk stays.
-                    let chunk = page.chunk();
-                    mm.table.update(chunk, |c| c.flags |= STUCK);
-                    while at < run.len && run.page.plus(at).chunk() == chunk {
-                        at += 1;
-                    }
+                    // Locked or protected memory: the chunk is not tried again at once.
+                    mm.table.update(page.chunk(), |c| c.flags |= STUCK);
+                    at += 1;
                 }
                 Some(_) => {
                     engine.count(Counter::PagesBusy, 1);

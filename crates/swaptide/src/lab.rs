@@ -150,7 +150,7 @@ fn curves<const LOG: bool>(area: &DrawingArea<SVGBackend<'_>, plotters::coord::S
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
+        .position(SeriesLabelPosition::MiddleRight)
         .label_font(("sans-serif", 13, &INK))
         .border_style(INK.mix(0.3))
         .background_style(WHITE.mix(0.8))
