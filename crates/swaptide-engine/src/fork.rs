@@ -145,6 +145,7 @@ impl Handler {
         loop {
             if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
                 let Some(fault) = self.pending.remove(at) else { continue };
+                self.apply_noted();
                 self.answer(fault);
                 continue;
             }
@@ -175,6 +176,7 @@ impl Handler {
         if self.child.is_some() || self.pending.is_empty() || blocked_in(forker) != Some(FUTEX) {
             return;
         }
+        self.apply_noted();
         if let Some(fault) = self.pending.pop_front() {
             self.answer(fault);
         }
@@ -207,6 +209,7 @@ impl Handler {
         self.torn = false;
         self.noted_before_fork = 0;
         self.forking = false;
+        self.apply_noted();
         engine.park.store(0, Release);
         futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
         // The next fork counts who stands still: nobody may be on its way out of this one.
@@ -214,9 +217,17 @@ impl Handler {
             swaptide_sys::thread::yield_now();
         }
         engine.fork.set(NONE);
-        let noted = std::mem::replace(&mut self.noted, Vec::with_capacity(NOTED));
+    }
+
+    /// Applies what was noted. They have been read, so that the kernel no longer holds moves back for them: this must come before a worker goes on, and
+    /// before a fault is answered. The forking thread must not be inside fork(2), or back from it.
+    fn apply_noted(&mut self) {
+        if self.noted.is_empty() {
+            return;
+        }
+        let engine = self.engine;
         let mut mm = engine.mm.lock();
-        for event in noted {
+        for event in self.noted.drain(..) {
             engine.apply(&mut mm, event);
         }
         engine.settle(&mm);
