@@ -8,7 +8,7 @@
 //!
 //! Locks: none; atomics, each read on its own.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use swaptide_ipc::ProcSlot;
 use swaptide_sys::page::PAGE_SIZE;
@@ -16,10 +16,14 @@ use swaptide_sys::process::StatmFd;
 
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
+/// Copies of pages that the program has again take at most this part of the limit.
+const KEPT_PART: u64 = 8;
+
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
-    pool_percent: AtomicU64,
+    /// Share of compressed memory in 1/1024 of the limit.
+    pool_share: AtomicU32,
     pool_cap: AtomicU64,
     pages: AtomicU64,
     pool: AtomicU64,
@@ -33,7 +37,7 @@ impl Charge {
     pub fn new(limit: u64, pool_percent: u64, pool_cap: u64) -> Charge {
         Charge {
             limit: AtomicU64::new(limit),
-            pool_percent: AtomicU64::new(pool_percent),
+            pool_share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
             pool_cap: AtomicU64::new(pool_cap),
             pages: AtomicU64::new(0),
             pool: AtomicU64::new(0),
@@ -124,16 +128,33 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = self.limit() / 100 * self.pool_percent.load(Relaxed);
+        let share = self.limit() / 1024 * u64::from(self.pool_share());
         match self.pool_cap.load(Relaxed) {
             0 => share,
             cap => share.min(cap),
         }
     }
 
-    /// True while compressed memory has room for copies of pages that the program has again: as long as it is well below its share.
-    pub fn keeps_copies(&self) -> bool {
-        self.pool() < self.pool_limit() / 8 * 7
+    /// The share of the compressed pool, in 1/1024 of the limit.
+    pub fn pool_share(&self) -> u32 {
+        self.pool_share.load(Relaxed)
+    }
+
+    /// Gives the compressed pool another share.
+    pub fn set_pool_share(&self, share: u32) {
+        self.pool_share.store(share, Relaxed);
+    }
+
+    /// True when compressed memory is so far above its share that nothing may go to it before something went to the file.
+    pub fn pool_overflows(&self) -> bool {
+        self.pool() > self.pool_limit() + self.limit() / 32
+    }
+
+    /// True while compressed memory may hold one more copy of a page that the program has again: `kept` of the `pages` it holds are such. They save
+    /// a compression, and cost room; what they take is bounded, and they are the first to go.
+    pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
+        let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
+        bytes < u128::from(self.limit() / KEPT_PART) && self.pool() < self.pool_limit()
     }
 
     /// Bytes of the compressed pool.
@@ -154,6 +175,6 @@ mod tests {
         assert_eq!(charge.headroom(), (64 - 5) << 20);
         assert_eq!(charge.room(), (64 - 4) << 20);
         assert!(charge.low() < charge.high());
-        assert_eq!(charge.pool_limit(), (64u64 << 20) / 100 * 75);
+        assert_eq!(charge.pool_limit(), 48 << 20);
     }
 }

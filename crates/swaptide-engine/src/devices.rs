@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{ExtentId, Segment, SlotIndex};
-use swaptide_store::Slot;
+use swaptide_store::{Page, Slot};
 use swaptide_store::file::{Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
 use swaptide_sys::lock::Lock;
@@ -27,6 +27,9 @@ pub const POOL: SwapType = SwapType::new(0).expect("a swap type");
 pub const FILE: SwapType = SwapType::new(1).expect("a swap type");
 /// Slots of the compressed memory's device. They cost nothing until used; no program has more swapped pages (256 GiB).
 pub const POOL_SLOTS: u32 = 1 << 26;
+
+/// The folio that stands in the swap cache while a slot gets another shadow.
+const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 
 /// The group of everything as long as a run has only one.
 const GROUP: GroupId = GroupId(0);
@@ -145,6 +148,22 @@ impl Devices {
             crate::fatal(&format!("swap entry {entry:?} is in use and its device holds nothing for it"));
         }
         self.free_slot(entry, swaptide_core::Expect::Shadow);
+    }
+
+    /// True when a slot certainly holds what the page is. `buffer` is scratch.
+    pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page) -> bool {
+        entry.ty() == POOL && self.pool.load(Slot(entry.offset().0), buffer).is_ok() && buffer == page
+    }
+
+    /// Gives a slot that holds a shadow a newer one: its page came in, was not changed, and went out again.
+    pub fn renew_shadow(&self, entry: SwapEntry, shadow: Shadow) {
+        let (slots, offset) = (self.slots(entry.ty()), entry.offset());
+        let renewed = slots
+            .shadow_to_folio(offset, 1, RENEWING, None)
+            .and_then(|_| slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::None));
+        if let Err(mismatch) = renewed {
+            crate::fatal(&format!("a page went out as it was before, and its slot was not what it must be: {mismatch}"));
+        }
     }
 
     /// Frees a slot alone.

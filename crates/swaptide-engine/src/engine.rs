@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
@@ -11,14 +11,16 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Features, Uffd};
 
 use crate::EngineError;
+use crate::batch::Jobs;
 use crate::bell::Bells;
 use crate::charge::Charge;
-use crate::devices::{Devices, FILE};
+use crate::devices::{Devices, FILE, POOL};
 use crate::fork::ForkControl;
-use crate::ids::{ChunkNo, PageNo};
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
 use crate::regions::Regions;
+use crate::split::{Split, Standing};
 use crate::staging::{FrameNo, Staging};
 
 /// What the engine needs of the kernel.
@@ -66,12 +68,14 @@ pub struct Mm {
     pub base: Vec<SwapEntry>,
     /// For each staging frame in use: the entry whose slot may hold the same data from before, if any.
     pub kept: Vec<Option<SwapEntry>>,
-    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up.
-    pub cancelled: Vec<u64>,
     /// A range that is being let go: nothing of it is taken out.
     pub held: VirtRange,
-    /// Chunks taken out so far: the clock that shadows hold.
-    pub evictions: u32,
+    /// Batches on their way.
+    pub jobs: Jobs,
+    /// What refaults say of the division between resident and compressed memory.
+    pub split: Split,
+    /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP`].
+    pub evicted: u64,
 }
 
 /// See the module's description.
@@ -96,6 +100,9 @@ pub struct Engine {
     pub workers: AtomicU32,
     /// A fork left pages shared with another process: taking such a page out needs its sharing broken first.
     pub shared_pages: AtomicBool,
+    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up. Changed under the memory lock; who
+    /// stores a batch may look without it, to spare work.
+    pub cancelled: Box<[AtomicU64]>,
     /// Pages could not be stored anywhere: told once.
     pub swap_full: AtomicBool,
     /// What the engine was started with.
@@ -136,9 +143,10 @@ impl Engine {
                 owner: vec![PageNo(0); frames],
                 base: vec![crate::devices::NO_ENTRY; frames],
                 kept: vec![None; frames],
-                cancelled: vec![0; frames.div_ceil(64)],
                 held: NO_RANGE,
-                evictions: 0,
+                jobs: Jobs::default(),
+                split: Split::new(),
+                evicted: 0,
             }),
             devices,
             charge,
@@ -150,6 +158,7 @@ impl Engine {
             workers: AtomicU32::new(0),
             // A fork before the memory was managed leaves pages shared too.
             shared_pages: AtomicBool::new(true),
+            cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             start,
             staging_base,
@@ -198,8 +207,28 @@ impl Engine {
             mm.staging.ready_frames(),
             self.devices.pool.pool_bytes(),
         );
-        if self.charge.headroom() < self.charge.low() {
+        if self.is_reclaim_due(mm) {
             self.call_workers();
+        }
+    }
+
+    /// True when a worker shall take a batch out: dense ones early, scattered ones only when whoever answers faults does not keep up (see
+    /// [`crate::reclaim`]).
+    pub fn is_reclaim_due(&self, mm: &Mm) -> bool {
+        let room = self.charge.room() + (mm.jobs.in_flight * PAGE_SIZE) as i64;
+        room < if mm.jobs.dense { self.charge.high() } else { self.charge.low() / 2 }
+    }
+
+    /// Lets the refaults so far move the division between resident and compressed memory.
+    pub fn balance_pool(&self) {
+        let mut guard = self.mm.lock();
+        let mm = &mut *guard;
+        let oldest = mm.oldest_pooled(&self.devices);
+        let charge = &self.charge;
+        let at = Standing { share: charge.pool_share(), limit: charge.limit(), pool: charge.pool(), oldest };
+        let share = mm.split.decide(at);
+        if self.devices.file.is_some() {
+            charge.set_pool_share(share);
         }
     }
 
@@ -234,6 +263,36 @@ impl Engine {
         slot.peak_footprint_bytes.fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
     }
 
+    /// True when the page of a staging frame is no longer swapped.
+    pub fn is_cancelled(&self, frame: FrameNo) -> bool {
+        self.cancelled[frame.0 as usize / 64].load(Relaxed) >> (frame.0 % 64) & 1 == 1
+    }
+
+    /// Notes that the page of a staging frame is no longer swapped. The memory lock is held.
+    pub fn cancel(&self, frame: FrameNo) {
+        self.cancelled[frame.0 as usize / 64].fetch_or(1 << (frame.0 % 64), Relaxed);
+    }
+
+    /// Forgets such a note. The memory lock is held.
+    pub fn uncancel(&self, frame: FrameNo) {
+        self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
+    }
+
+    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is storing it.
+    pub fn release(&self, mm: &Mm, entry: SwapEntry) {
+        match self.devices.slots(entry.ty()).lookup(entry.offset()) {
+            TableSlot::Folio(folio) => self.cancel(mm.frame_of(entry, folio)),
+            TableSlot::Shadow { .. } => self.devices.drop_swapped(entry),
+            other => crate::fatal(&format!("swap entry {entry:?} is in use and its slot is {other:?}")),
+        }
+    }
+
+    /// Frees the slot of a cancelled folio page.
+    pub fn free_cancelled(&self, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
+        self.uncancel(frame);
+        self.devices.free_slot(entry, Expect::Folio(folio));
+    }
+
     /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done.
     pub fn stand_still(&self) {
         if self.park.load(Acquire) == 0 {
@@ -249,21 +308,6 @@ impl Engine {
 }
 
 impl Mm {
-    /// True when the page of a staging frame is no longer swapped.
-    pub fn is_cancelled(&self, frame: FrameNo) -> bool {
-        self.cancelled[frame.0 as usize / 64] >> (frame.0 % 64) & 1 == 1
-    }
-
-    /// Notes that the page of a staging frame is no longer swapped.
-    pub fn cancel(&mut self, frame: FrameNo) {
-        self.cancelled[frame.0 as usize / 64] |= 1 << (frame.0 % 64);
-    }
-
-    /// Forgets such a note.
-    pub fn uncancel(&mut self, frame: FrameNo) {
-        self.cancelled[frame.0 as usize / 64] &= !(1 << (frame.0 % 64));
-    }
-
     /// The staging frame that holds the page of a swap entry whose slot holds a folio.
     pub fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
         let base = self.base[folio.0 as usize];
@@ -284,43 +328,42 @@ impl Mm {
     pub fn mark_kept(&mut self, page: PageNo, entry: SwapEntry) {
         self.table.set(page, PageState::Kept(entry));
         self.queues.arrived(&mut self.table, page.chunk());
-    }
-
-    /// A page's swap entry is not needed any more: its data is dropped, now or by the worker that is storing it.
-    pub fn release(&mut self, devices: &Devices, entry: SwapEntry) {
-        match devices.slots(entry.ty()).lookup(entry.offset()) {
-            TableSlot::Folio(folio) => {
-                let frame = self.frame_of(entry, folio);
-                self.cancel(frame);
-            }
-            TableSlot::Shadow { .. } => devices.drop_swapped(entry),
-            other => crate::fatal(&format!("swap entry {entry:?} is in use and its slot is {other:?}")),
+        if entry.ty() == POOL {
+            self.queues.copied(&mut self.table, page.chunk());
         }
     }
 
-    /// How long ago, in chunks taken out, the page of a shadow went; `None` if its slot holds a folio.
-    pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u32> {
+    /// How many pages were taken out since the page of an entry went; `None` if its slot holds a folio.
+    pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
         match devices.slots(entry.ty()).lookup(entry.offset()) {
-            TableSlot::Shadow { shadow, .. } => Some(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK),
+            TableSlot::Shadow { shadow, .. } => {
+                Some(u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP)
+            }
             _ => None,
         }
     }
 
+    /// The distance of the page that went to compressed memory longest ago; 0 when that is not known.
+    fn oldest_pooled(&self, devices: &Devices) -> u64 {
+        let pages = self.queues.oldest_pooled().flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
+        pages
+            .filter_map(|page| match self.table.get(page) {
+                PageState::Swapped(entry) if entry.ty() == POOL => self.refault_distance(devices, entry),
+                _ => None,
+            })
+            .next()
+            .unwrap_or(0)
+    }
+
     /// The shadow of what goes out now.
     pub fn shadow(&self) -> Shadow {
-        Shadow(self.evictions & SHADOW_MASK)
+        Shadow((self.evicted / SHADOW_STEP) as u32 & SHADOW_MASK)
     }
 
     /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot is the caller's to free.
     pub fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
         debug_assert_eq!(entry.ty(), FILE);
         self.table.set(page, PageState::Swapped(entry));
-    }
-
-    /// Frees the slot of a cancelled folio page.
-    pub fn free_cancelled(&mut self, devices: &Devices, frame: FrameNo, entry: SwapEntry, folio: FolioId) {
-        self.uncancel(frame);
-        devices.free_slot(entry, Expect::Folio(folio));
     }
 }
 
@@ -329,3 +372,5 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
+/// Pages of one step of a shadow's clock.
+const SHADOW_STEP: u64 = 8;

@@ -11,14 +11,13 @@
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
-use crate::devices::Devices;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, pages_of};
 use crate::pagetable::PageState;
 use swaptide_core::Slot as TableSlot;
 
 /// Gives up every page of a range.
-pub fn drop_pages(mm: &mut Mm, devices: &Devices, range: VirtRange) {
+pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
     let pages = pages_of(range);
     let end = PageNo(pages.end);
     let mut at = PageNo(pages.start);
@@ -27,8 +26,8 @@ pub fn drop_pages(mm: &mut Mm, devices: &Devices, range: VirtRange) {
             break;
         }
         match mm.table.set(page, PageState::Empty) {
-            PageState::Swapped(entry) => mm.release(devices, entry),
-            PageState::Kept(entry) => devices.drop_swapped(entry),
+            PageState::Swapped(entry) => engine.release(mm, entry),
+            PageState::Kept(entry) => engine.devices.drop_swapped(entry),
             _ => {}
         }
         at = page.plus(1);
@@ -39,9 +38,9 @@ impl Engine {
     /// Applies a change of mappings.
     pub fn apply(&self, mm: &mut Mm, event: Event) {
         match event {
-            Event::Remove(range) => drop_pages(mm, &self.devices, range),
+            Event::Remove(range) => drop_pages(mm, self, range),
             Event::Unmap(range) => {
-                drop_pages(mm, &self.devices, range);
+                drop_pages(mm, self, range);
                 mm.regions.remove(range);
             }
             Event::Remap { from, to, len } => self.remapped(mm, from, to, len),
@@ -55,7 +54,7 @@ impl Engine {
         let source = VirtRange { start: from, end: from.offset(len) };
         let target = VirtRange { start: to, end: to.offset(len) };
         let managed = mm.regions.find(from).is_some();
-        drop_pages(mm, &self.devices, target);
+        drop_pages(mm, self, target);
         let pages = pages_of(source);
         let end = PageNo(pages.end);
         let mut at = PageNo(pages.start);
@@ -77,9 +76,7 @@ impl Engine {
                     }
                 }
                 PageState::Kept(entry) => {
-                    mm.table.set(moved, PageState::Kept(entry));
-                    mm.queues.arrived(&mut mm.table, moved.chunk());
-                    mm.queues.pooled(&mut mm.table, moved.chunk());
+                    mm.mark_kept(moved, entry);
                 }
                 state => {
                     mm.table.set(moved, state);

@@ -17,6 +17,7 @@ use swaptide_ipc::Counter;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
 use crate::bell::Hint;
@@ -31,6 +32,9 @@ use crate::staging::FrameRun;
 
 /// Fewer pages than this are copied in.
 const MOVE_FROM: usize = 4;
+/// Pages that are brought in at a time: moves of this size cost little for each page.
+const GROUP_PAGES: usize = 64;
+const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES);
 
 /// What became of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,17 +101,24 @@ impl Handler {
     fn make_room(&mut self, n: usize) {
         let engine = self.engine;
         let bytes = (n * PAGE_SIZE) as i64;
-        for _ in 0..64 {
+        for _ in 0..256 {
             if engine.charge.room() >= bytes {
                 return;
             }
             if engine.park.load(Relaxed) != 0 {
                 return;
             }
+            // Compressed memory that is past its share takes from the program what swap-out gives: the file must take some first.
+            if engine.charge.pool_overflows() && self.worker.write_back(engine) {
+                continue;
+            }
             match self.worker.step(engine) {
                 Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
                 Step::Again => self.drain_events(),
                 Step::Nothing => {
+                    if engine.charge.pool() > engine.charge.limit() / 16 && self.worker.write_back(engine) {
+                        continue;
+                    }
                     let mut mm = engine.mm.lock();
                     mm.staging.trim(n);
                     engine.settle(&mm);
@@ -149,8 +160,8 @@ impl Handler {
                 }
                 // Mapped although its word is empty: perhaps about to be dropped (see `events`), so it is left alone.
                 Err(Stop::Exists) if done == 0 => done = 1,
-                // A fill must not reach into another mapping, and a read-only one takes copies alone: the page by itself, then.
-                Err(Stop::Gone) if done == 0 && n > 1 => n = 1,
+                // A fill must not reach into another mapping, and a read-only one takes copies alone.
+                Err(Stop::Gone) if done == 0 && n > 1 => n = self.in_mapping(page, n).min(n / 2),
                 // The page asked for is in; the rest is a gift.
                 Err(_) if done > 0 => break,
                 Err(stop) => {
@@ -205,64 +216,76 @@ impl Handler {
     /// Brings back what a fault asks for and what it foretells.
     fn swap_in(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
-        let bound = (engine.charge.window_pages() / PAGES_PER_CHUNK).max(1);
-        let swapped = engine.mm.lock().table.chunk(page.chunk()).swapped;
-        let first = swapped.trailing_zeros() as usize == page.in_chunk();
-        let plan = self.locality.swap_in(page, first, self.reading(page.addr()), bound);
-        match plan {
+        let bound = engine.charge.window_pages();
+        let mut brought = 1;
+        match self.locality.swap_in(page, self.reading(page.addr()), bound) {
             SwapIn::Page => {
                 self.make_room(1);
                 self.bring(page, 1)?;
             }
-            SwapIn::Chunks(chunks) => {
-                let first = page.chunk();
-                let end = PageNo(pages_of(region).end);
-                for k in 0..chunks {
-                    let chunk = first.plus(k);
-                    if chunk.first() >= end {
-                        break;
+            SwapIn::Chunk => {
+                self.make_room(PAGES_PER_CHUNK);
+                brought = self.bring_span(page.chunk().first(), PAGES_PER_CHUNK, page)?;
+            }
+            SwapIn::Onward(pages) => {
+                let pages = pages.min(pages_of(region).end - page.0);
+                let first = pages.min(PAGES_PER_CHUNK);
+                self.make_room(first);
+                brought = self.bring_span(page, first, page)?;
+                // The thread goes on while its window is filled; a fault it meets there waits for the rest.
+                if pages > first {
+                    let _ = self.uffd.wake(range_of(page, 1));
+                }
+                let mut at = first;
+                while at < pages {
+                    let n = (pages - at).min(GROUP_PAGES);
+                    self.make_room(n);
+                    match self.bring_span(page.plus(at), n, page) {
+                        Ok(pages) => brought += pages,
+                        Err(_) => break,
                     }
-                    self.make_room(PAGES_PER_CHUNK);
-                    let brought = self.bring_chunk(chunk, page);
-                    if k == 0 {
-                        brought?;
-                        // The thread goes on while its window is filled; a fault it meets there waits for the rest.
-                        if chunks > 1 {
-                            let _ = self.uffd.wake(range_of(page, 1));
-                        }
-                    } else if brought.is_err() {
-                        break;
-                    }
-                    self.locality.whole(chunk);
+                    at += n;
                 }
             }
         }
+        engine.count(Counter::SwapRa, brought.saturating_sub(1));
+        engine.mm.lock().split.fault(brought);
         Ok(())
     }
 
-    /// Brings in the swapped pages of a chunk; the page asked for must be among them if it lies in the chunk.
-    fn bring_chunk(&mut self, chunk: ChunkNo, page: PageNo) -> Result<(), Stop> {
-        let mask = self.engine.mm.lock().table.chunk(chunk).swapped;
+    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. Gives
+    /// the pages brought.
+    fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo) -> Result<usize, Stop> {
+        let mut mask = 0u64;
+        {
+            let mm = self.engine.mm.lock();
+            for chunk in start.chunk().0..=start.plus(n - 1).chunk().0 {
+                let swapped = u64::from(mm.table.chunk(ChunkNo(chunk)).swapped);
+                let first = chunk * PAGES_PER_CHUNK;
+                mask |= if first >= start.0 { swapped << (first - start.0) } else { swapped >> (start.0 - first) };
+            }
+        }
+        if n < 64 {
+            mask &= (1 << n) - 1;
+        }
         let mut brought = 0;
-        for (first, len) in crate::ids::runs(mask) {
-            let start = chunk.first().plus(first);
-            let asked = start <= page && page < start.plus(len);
-            match self.bring(start, len) {
+        while mask != 0 {
+            let first = mask.trailing_zeros() as usize;
+            let len = (mask >> first).trailing_ones() as usize;
+            mask &= if first + len == 64 { 0 } else { u64::MAX << (first + len) };
+            let run = start.plus(first);
+            let asked = run <= page && page < run.plus(len);
+            match self.bring(run, len) {
                 Ok(()) => brought += len,
                 Err(stop) if asked => return Err(stop),
                 Err(_) => {}
             }
         }
-        if brought == PAGES_PER_CHUNK {
-            self.engine.count(Counter::Swpin64k, 1);
-        }
-        if page.chunk() != chunk {
-            self.engine.count(Counter::SwapRa, brought);
-        }
-        Ok(())
+        self.engine.count(Counter::Swpin64k, brought / PAGES_PER_CHUNK);
+        Ok(brought)
     }
 
-    /// Brings in `n` neighbouring swapped pages of one chunk.
+    /// Brings in `n` neighbouring swapped pages.
     pub(crate) fn bring(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let mut at = 0;
@@ -273,7 +296,7 @@ impl Handler {
                 at += 1;
                 continue;
             };
-            let filled = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+            match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
                 TableSlot::Folio(folio) => {
                     let frame = mm.frame_of(entry, folio);
                     let from = mm.staging.addr(frame);
@@ -281,29 +304,25 @@ impl Handler {
                     let progress = unsafe { self.uffd.copy_pages(page.plus(at).addr(), from.as_ptr(), PAGE_SIZE, true, false) };
                     match settle_fill(progress) {
                         Err(Stop::Exists) => self.overtaken(page.plus(at), entry),
-                        Err(stop) => Err(stop),
+                        Err(stop) => return Err(stop),
                         Ok(filled) => {
                             engine.count(Counter::SwapCacheHit, 1);
                             self.landed(mm, page.plus(at), entry);
-                            Ok(filled)
+                            at += filled;
                         }
                     }
+                    engine.settle(mm);
                 }
-                TableSlot::Shadow { .. } if entry.ty() == POOL => self.bring_pool(mm, page.plus(at), n - at),
                 TableSlot::Shadow { .. } => {
                     drop(guard);
-                    let filled = self.bring_file(page.plus(at), n - at);
-                    let mm = engine.mm.lock();
-                    engine.settle(&mm);
+                    let filled = self.bring_stored(page.plus(at), n - at, entry.ty() == POOL);
+                    engine.settle(&engine.mm.lock());
                     at += filled?;
-                    continue;
                 }
                 other => {
                     crate::fatal(&format!("page {:?} is swapped to {entry:?} and that slot is {other:?}", page.plus(at).addr()))
                 }
-            };
-            engine.settle(mm);
-            at += filled?;
+            }
         }
         Ok(())
     }
@@ -311,117 +330,42 @@ impl Handler {
     /// A swapped page is in the program: its heat is set, its slot released.
     fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
-        if let Some(distance) = mm.refault_distance(&engine.devices, entry) {
-            engine.count(Counter::WorkingsetRefault, 1);
-            if (distance as usize) < mm.queues.resident_len() / 2 {
-                mm.table.update(page.chunk(), |c| c.hot = 1);
-                engine.count(Counter::WorkingsetActivate, 1);
-            }
+        let Some(distance) = mm.refault_distance(&engine.devices, entry) else {
+            // Wanted again before it was even stored: it gets a second chance.
+            mm.table.update(page.chunk(), |c| c.hot = 1);
+            mm.mark_present(page);
+            engine.release(mm, entry);
+            return;
+        };
+        engine.count(Counter::WorkingsetRefault, 1);
+        mm.split.refault(distance, entry.ty() != POOL);
+        if (distance as usize) < mm.table.present() / 2 {
+            mm.table.update(page.chunk(), |c| c.hot = 1);
+            engine.count(Counter::WorkingsetActivate, 1);
         }
-        let stored = matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. });
-        if stored && entry.ty() == POOL && engine.charge.keeps_copies() {
+        let kept = mm.table.kept();
+        if entry.ty() == POOL && engine.charge.keeps_copies(kept, mm.table.swapped() + kept) {
             mm.mark_kept(page, entry);
         } else {
             mm.mark_present(page);
-            mm.release(&engine.devices, entry);
+            engine.release(mm, entry);
         }
     }
 
-    /// Brings in pages from compressed memory, from `page` on, as many as are there in a row, at most `n`.
-    fn bring_pool(&mut self, mm: &mut Mm, page: PageNo, n: usize) -> Result<usize, Stop> {
+    /// Brings in pages from one device, from `page` on, as many as lie there in a row, at most `n`. Gives how many, at least 1.
+    ///
+    /// The memory lock is not held while they are loaded: the words of swapped pages are the handler's alone but for write-back, which gives
+    /// them entries of the file. So a word that is found again stands for what was loaded.
+    fn bring_stored(&mut self, page: PageNo, n: usize, pool: bool) -> Result<usize, Stop> {
         let engine = self.engine;
-        let mut entries = [NO_ENTRY; PAGES_PER_CHUNK];
+        let mut entries = [NO_ENTRY; GROUP_PAGES];
         let mut len = 0;
-        while len < n.min(PAGES_PER_CHUNK) {
-            let PageState::Swapped(entry) = mm.table.get(page.plus(len)) else { break };
-            if entry.ty() != POOL || !matches!(engine.devices.pool_slots.lookup(entry.offset()), TableSlot::Shadow { .. }) {
-                break;
-            }
-            entries[len] = entry;
-            len += 1;
-        }
-        if len >= MOVE_FROM
-            && mm.staging.ready_frames() >= len
-            && let Some(run) = mm.staging.take_run(len)
+        let mut run = None;
         {
-            return self.bring_frames(mm, page, &entries[..len.min(run.len)], run);
-        }
-        // SAFETY: the buffer is the handler's own.
-        let buffer = unsafe { self.copy.slice_mut(0, len * PAGE_SIZE) };
-        for (k, out) in buffer.chunks_exact_mut(PAGE_SIZE).enumerate() {
-            let out: &mut Page = out.try_into().expect("a page's bytes");
-            if engine.devices.pool.load(Slot(entries[k].offset().0), out).is_err() {
-                if k == 0 {
-                    return self.poison(mm, page, entries[0]);
-                }
-                len = k;
-                break;
-            }
-        }
-        // SAFETY: as above.
-        let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
-        match (progress.done, progress.error) {
-            (0, Some(Errno::EXIST)) => self.overtaken(page, entries[0]),
-            (0, Some(Errno::NOENT)) if len > 1 => return self.bring_pool(mm, page, 1),
-            _ => {}
-        }
-        let filled = settle_fill(progress)?;
-        self.landed_all(mm, page, &entries[..filled]);
-        Ok(filled)
-    }
-
-    /// Loads into staging frames and moves them in.
-    fn bring_frames(&mut self, mm: &mut Mm, page: PageNo, entries: &[SwapEntry], run: FrameRun) -> Result<usize, Stop> {
-        let engine = self.engine;
-        let base = mm.staging.run_addr(run);
-        let mut loaded = 0;
-        for entry in entries {
-            // SAFETY: the frames of the run are full, free and taken by nobody else.
-            let out = unsafe { &mut *base.offset(loaded * PAGE_SIZE).as_ptr::<Page>() };
-            if engine.devices.pool.load(Slot(entry.offset().0), out).is_err() {
-                break;
-            }
-            loaded += 1;
-        }
-        if loaded == 0 {
-            mm.staging.run_used(run, 0);
-            return self.poison(mm, page, entries[0]);
-        }
-        let progress = self.move_in(mm, page, base, loaded);
-        mm.staging.run_used(run, progress.done / PAGE_SIZE);
-        if progress.done == 0 {
-            match progress.error {
-                Some(Errno::EXIST) => self.overtaken(page, entries[0]),
-                // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
-                Some(Errno::INVAL | Errno::NOENT) => return self.bring_pool(mm, page, 1),
-                _ => {}
-            }
-        }
-        let filled = settle_fill(progress)?;
-        self.landed_all(mm, page, &entries[..filled]);
-        Ok(filled)
-    }
-
-    fn landed_all(&mut self, mm: &mut Mm, page: PageNo, entries: &[SwapEntry]) {
-        for (k, entry) in entries.iter().enumerate() {
-            self.landed(mm, page.plus(k), *entry);
-        }
-        self.engine.count(Counter::Pswpin, entries.len());
-        self.engine.count(Counter::Zswpin, entries.len());
-    }
-
-    /// Brings in pages from the file. The memory lock is not held while it is read: the words of swapped pages are the handler's alone,
-    /// and write-back only makes entries of the file, never changes them.
-    fn bring_file(&mut self, page: PageNo, n: usize) -> Result<usize, Stop> {
-        let engine = self.engine;
-        let Some(file) = &engine.devices.file else { crate::fatal("an entry of the swap file without a swap file") };
-        let mut entries = [NO_ENTRY; PAGES_PER_CHUNK];
-        let mut len = 0;
-        {
-            let mm = engine.mm.lock();
-            while len < n.min(PAGES_PER_CHUNK) {
+            let mut mm = engine.mm.lock();
+            while len < n.min(GROUP_PAGES) {
                 let PageState::Swapped(entry) = mm.table.get(page.plus(len)) else { break };
-                if entry.ty() == POOL
+                if (entry.ty() == POOL) != pool
                     || !matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. })
                 {
                     break;
@@ -429,40 +373,116 @@ impl Handler {
                 entries[len] = entry;
                 len += 1;
             }
-        }
-        debug_assert!(len * PAGE_SIZE <= COPY_BYTES);
-        // SAFETY: the buffer is the handler's own.
-        let buffer = unsafe { self.copy.slice_mut(0, len * PAGE_SIZE) };
-        let mut requests: Vec<(Slot, &mut Page)> = buffer
-            .chunks_exact_mut(PAGE_SIZE)
-            .zip(&entries)
-            .map(|(out, entry)| (Slot(entry.offset().0), out.try_into().expect("a page's bytes")))
-            .collect();
-        if let Err(error) = file.device.read(&mut requests) {
-            if len > 1 {
-                return self.bring_file(page, 1);
+            if len >= MOVE_FROM && mm.staging.ready_frames() >= len {
+                run = mm.staging.take_run(len);
             }
-            (engine.start.log)(&format!("reading page {:?} from the swap file failed: {error}", page.addr()));
-            let mut mm = engine.mm.lock();
-            return self.poison(&mut mm, page, entries[0]);
         }
-        let mut mm = engine.mm.lock();
-        // SAFETY: as above.
-        let progress = unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), len * PAGE_SIZE, true, false) };
-        match (progress.done, progress.error) {
-            (0, Some(Errno::EXIST)) => self.overtaken(page, entries[0]),
-            (0, Some(Errno::NOENT)) if len > 1 => {
-                drop(mm);
-                return self.bring_file(page, 1);
+        if len == 0 {
+            // It changed between two looks.
+            return Err(Stop::Again);
+        }
+        let from = match run {
+            Some(run) => {
+                len = len.min(run.len);
+                engine.mm.lock().staging.run_addr(run)
             }
-            _ => {}
+            None => VirtAddr(self.copy.as_ptr() as usize),
+        };
+        // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is the handler's own and as long.
+        let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
+        let loaded = if pool { self.load_pool(&entries[..len], buffer) } else { self.load_file(page, &entries[..len], buffer) };
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let same = (0..loaded).take_while(|k| mm.table.get(page.plus(*k)) == PageState::Swapped(entries[*k])).count();
+        if same == 0 {
+            if let Some(run) = run {
+                mm.staging.run_used(run, 0);
+            }
+            return match loaded {
+                0 if mm.table.get(page) == PageState::Swapped(entries[0]) => self.poison(mm, page, entries[0]),
+                // Write-back moved it to the file.
+                _ => Err(Stop::Again),
+            };
         }
-        let filled = settle_fill(progress)?;
+        let filled = self.put_in(mm, page, from, same, run);
+        let filled = match filled {
+            Err(Stop::Exists) => self.overtaken(page, entries[0]),
+            filled => filled?,
+        };
         for (k, entry) in entries[..filled].iter().enumerate() {
-            self.landed(&mut mm, page.plus(k), *entry);
+            self.landed(mm, page.plus(k), *entry);
         }
         engine.count(Counter::Pswpin, filled);
+        if pool {
+            engine.count(Counter::Zswpin, filled);
+        }
         Ok(filled)
+    }
+
+    /// Puts loaded pages in their place: moves them there when they lie in staging frames, else copies them.
+    fn put_in(&mut self, mm: &mut Mm, page: PageNo, from: VirtAddr, len: usize, run: Option<FrameRun>) -> Result<usize, Stop> {
+        let mut len = len;
+        if let Some(run) = run {
+            let progress = self.move_in(mm, page, from, len);
+            if progress.done > 0 || !matches!(progress.error, Some(Errno::INVAL | Errno::NOENT)) {
+                mm.staging.run_used(run, progress.done / PAGE_SIZE);
+                return settle_fill(progress);
+            }
+        }
+        // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
+        let filled = loop {
+            // SAFETY: the pages are the handler's own, in frames or in its buffer.
+            let progress = unsafe { self.uffd.copy_pages(page.addr(), from.as_ptr(), len * PAGE_SIZE, true, false) };
+            match settle_fill(progress) {
+                Err(Stop::Gone) if len > 1 => len = self.in_mapping(page, len),
+                filled => break filled,
+            }
+        };
+        if let Some(run) = run {
+            mm.staging.run_used(run, 0);
+        }
+        filled
+    }
+
+    /// How many of `len` pages from `page` on (more than 1) lie in its mapping; fewer than `len`.
+    fn in_mapping(&mut self, page: PageNo, len: usize) -> usize {
+        match self.maps.vma_at(page.addr()) {
+            Ok(Some(info)) => ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1),
+            _ => 1,
+        }
+    }
+
+    /// Loads pages from compressed memory. Gives how many came before the first that could not be.
+    fn load_pool(&self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
+        let pool = &self.engine.devices.pool;
+        entries.iter().zip(out).map_while(|(entry, out)| pool.load(Slot(entry.offset().0), out).ok()).count()
+    }
+
+    /// Reads pages from the file. Gives all or as many as came before the first that could not be read.
+    fn load_file(&self, page: PageNo, entries: &[SwapEntry], out: &mut [Page]) -> usize {
+        let engine = self.engine;
+        let Some(file) = &engine.devices.file else { crate::fatal("an entry of the swap file without a swap file") };
+        let began = now();
+        let mut requests: Vec<(Slot, &mut Page)> = out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
+        let Err(error) = file.device.read(&mut requests) else {
+            let ns = now().since(began).as_nanos() as u64;
+            engine.mm.lock().split.read(entries.len(), ns);
+            return entries.len();
+        };
+        // One by one, to have those that can be read.
+        drop(requests);
+        (engine.start.log)(&format!("reading from the swap file failed: {error}"));
+        for (k, (entry, out)) in entries.iter().zip(out).enumerate() {
+            match file.device.read(&mut [(Slot(entry.offset().0), out)]) {
+                Ok(()) => {}
+                Err(_) if k > 0 => return k,
+                Err(error) => {
+                    (engine.start.log)(&format!("page {:?} cannot be read from the swap file: {error}", page.addr()));
+                    return 0;
+                }
+            }
+        }
+        entries.len()
     }
 
     /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.
@@ -479,7 +499,7 @@ impl Handler {
             _ => {}
         }
         mm.table.set(page, PageState::Poisoned);
-        mm.release(&engine.devices, entry);
+        engine.release(mm, entry);
         engine.count(Counter::PagesPoisoned, 1);
         (engine.start.log)(&format!("page {:?} cannot be brought back and is poisoned", page.addr()));
         Ok(1)
@@ -520,7 +540,7 @@ impl Handler {
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
                 for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {
-                    if self.bring_chunk(PageNo(page).chunk(), PageNo(page)).is_err() {
+                    if self.bring_span(PageNo(page).chunk().first(), PAGES_PER_CHUNK, PageNo(page)).is_err() {
                         break;
                     }
                 }
@@ -555,7 +575,7 @@ impl Handler {
         }
         // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
         let _ = self.uffd.unregister(range);
-        crate::events::drop_pages(&mut mm, &engine.devices, range);
+        crate::events::drop_pages(&mut mm, engine, range);
         mm.regions.remove(range);
         engine.settle(&mm);
     }

@@ -124,9 +124,11 @@ impl Handler {
         let engine = self.engine;
         let forker = engine.fork.forker.load(Acquire);
         self.forking = true;
+        self.place.leave(swaptide_sys::thread::now());
         // The last fork's end may have been told after its hand-over.
         self.fork_done = false;
         self.park_workers();
+        while self.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
         let _ = self.mint.discard(0, self.mint.len());
         if let Some(file) = &engine.devices.file {
@@ -510,7 +512,7 @@ impl Handler {
         for page in left.served {
             let mut mm = engine.mm.lock();
             match mm.table.get(page) {
-                PageState::Swapped(entry) => mm.release(&engine.devices, entry),
+                PageState::Swapped(entry) => engine.release(&mm, entry),
                 PageState::Kept(entry) => engine.devices.drop_swapped(entry),
                 _ => {}
             }

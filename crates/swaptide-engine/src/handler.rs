@@ -129,11 +129,13 @@ impl Handler {
     pub fn run(&mut self) -> ! {
         loop {
             if self.pending.is_empty() {
-                self.place.before_wait();
                 self.read();
             }
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
+                if !self.forking {
+                    self.worker.balance(self.engine);
+                }
             }
         }
     }
@@ -149,7 +151,9 @@ impl Handler {
     /// events are applied before it is given back: a worker that holds the lock and whose move the kernel does not refuse works with a
     /// table that knows of every change so far.
     pub(crate) fn read_within(&mut self, timeout: Option<Duration>) {
-        if !matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0) {
+        // A handler in the idle class comes to its turn when the thread it woke has stopped again: then there is something to read.
+        let expected = timeout.is_none() && self.place.is_idle();
+        if !expected && !matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0) {
             return;
         }
         let mut messages = Message::buffer::<MESSAGES>();
@@ -161,6 +165,11 @@ impl Handler {
                     let event = message.decode();
                     self.take(&mut mm, event);
                 }
+            }
+            Err(Errno::AGAIN) if expected => {
+                drop(mm);
+                let _ = poll_readable(&[self.uffd.as_fd()], None);
+                return;
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
@@ -219,12 +228,15 @@ impl Handler {
     pub(crate) fn answer(&mut self, mut fault: Fault) {
         let started = now();
         let page = PageNo::of(fault.addr);
-        self.place.follow(fault.tid);
+        self.place.follow(fault.tid, started);
         match self.serve(page) {
             Served::Filled => {
-                let _ = self.uffd.wake(range_of(page, 1));
-                self.engine.slot().faults.record(now().since(started).as_nanos() as u64);
+                let answered = now();
+                self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
+                self.place.answered(answered);
+                // Last: the thread may have this CPU at once.
+                let _ = self.uffd.wake(range_of(page, 1));
             }
             Served::Spurious => {
                 let _ = self.uffd.wake(range_of(page, 1));

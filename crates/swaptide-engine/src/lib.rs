@@ -26,6 +26,7 @@
 #![allow(rustdoc::private_intra_doc_links)]
 
 pub mod adopt;
+pub mod batch;
 pub mod bell;
 pub mod charge;
 pub mod devices;
@@ -40,6 +41,7 @@ pub mod place;
 pub mod queue;
 pub mod reclaim;
 pub mod regions;
+pub mod split;
 pub mod staging;
 pub mod writeback;
 

@@ -1,25 +1,30 @@
 //! What the faults so far say of the next ones.
 //!
-//! Owns: a few streams (places where faults went upwards page after page) for growth and for swap-in, and the chunks of the last single-page
-//! swap-ins.
+//! Owns: a few streams (places where faults go upwards) for growth and for swap-in, and the chunks under observation.
 //!
 //! Rules
-//! 1. A first touch where a stream ended goes on with it: its window doubles, up to the caller's bound. Elsewhere it starts a stream of one page.
-//! 2. A second swap-in in a chunk whose first is among the last 64 brings in the whole chunk, if such seconds are common: where touches are
-//!    scattered they happen by chance, and the rest of the chunk would be brought in for nothing. A touch of the first page behind chunks brought in
-//!    whole goes on with them; there the window doubles as in growth.
-//! 3. A hint replaces the guess: sequential starts with a whole chunk and a window, random never brings in more than the page.
+//! 1. A fault where a stream is expected goes on with it: its window doubles, up to the caller's bound. Elsewhere it starts a stream of one page.
+//! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That cannot be seen of pages that are brought in;
+//!    so some chunks are put under observation: of them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
+//!    The mean of the last counts decides for the others.
+//! 3. A hint replaces the guess: sequential starts with a window of a chunk, random never brings in more than the page.
 
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 
 const STREAMS: usize = 8;
-const RECENT: usize = 64;
-/// Seconds are common when at least this many of 1024 single-page swap-ins are. Scattered touches of data 16 times as large as what the recent
-/// chunks cover give 64; touches with locality give 512.
-const COMMON: u32 = 205;
+/// Chunks under observation at a time.
+const OBSERVED: usize = 16;
+/// Faults during which a chunk is observed.
+const HORIZON: u32 = 128;
+/// While chunks are brought in whole, every so manyth is put under observation.
+const OBSERVE_EVERY: u32 = 16;
+/// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper: each costs about as much as five pages that are
+/// brought in for nothing and taken out again.
+const WORTH_16: u32 = 3 * 16;
 
 #[derive(Clone, Copy)]
 struct Stream {
+    /// The page expected next.
     next: usize,
     window: usize,
     used: u32,
@@ -36,11 +41,11 @@ impl Streams {
         Streams { streams: [Stream { next: usize::MAX, window: 0, used: 0 }; STREAMS], clock: 0 }
     }
 
-    /// The stream that expects `at` (or, with `slack`, something a little before it).
-    fn find(&mut self, at: usize, slack: usize) -> Option<&mut Stream> {
+    /// The stream that expects `at`, or, with `slack`, something before it by no more than its own window.
+    fn find(&mut self, at: usize, slack: bool) -> Option<&mut Stream> {
         self.clock = self.clock.wrapping_add(1);
         let clock = self.clock;
-        let stream = self.streams.iter_mut().find(|s| s.next <= at && at - s.next <= slack)?;
+        let stream = self.streams.iter_mut().find(|s| s.next <= at && at - s.next <= if slack { s.window / 2 } else { 0 })?;
         stream.used = clock;
         Some(stream)
     }
@@ -69,18 +74,30 @@ pub enum Reading {
 pub enum SwapIn {
     /// The page alone.
     Page,
-    /// This many whole chunks from the page's own on.
-    Chunks(usize),
+    /// The chunk that holds it.
+    Chunk,
+    /// So many pages from it on.
+    Onward(usize),
+}
+
+#[derive(Clone, Copy)]
+struct Observed {
+    chunk: usize,
+    since: u32,
+    faults: u32,
 }
 
 /// See the module's description.
 pub struct Locality {
     growth: Streams,
     reads: Streams,
-    recent: [usize; RECENT],
-    next_recent: usize,
-    /// Share of single-page swap-ins that were a second one in their chunk, smoothed, in 1/1024.
-    seconds: u32,
+    observed: [Observed; OBSERVED],
+    next_observed: usize,
+    /// Swap-in faults so far.
+    faults: u32,
+    /// Mean of the further faults in an observed chunk, in 1/16.
+    mean_16: u32,
+    until_observation: u32,
 }
 
 impl Default for Locality {
@@ -92,12 +109,21 @@ impl Default for Locality {
 impl Locality {
     /// Nothing known.
     pub fn new() -> Locality {
-        Locality { growth: Streams::new(), reads: Streams::new(), recent: [usize::MAX; RECENT], next_recent: 0, seconds: 512 }
+        Locality {
+            growth: Streams::new(),
+            reads: Streams::new(),
+            observed: [Observed { chunk: usize::MAX, since: 0, faults: 0 }; OBSERVED],
+            next_observed: 0,
+            faults: 0,
+            // Undecided, on the careful side.
+            mean_16: WORTH_16 - 8,
+            until_observation: 0,
+        }
     }
 
     /// Pages to fill upwards for a first touch at `page`, at most `bound`. The caller tells what it did with [`Locality::grew`].
     pub fn growth_window(&mut self, page: PageNo, bound: usize) -> usize {
-        match self.growth.find(page.0, 0) {
+        match self.growth.find(page.0, false) {
             Some(stream) => (stream.window * 2).min(bound),
             None => {
                 self.growth.start(page.0, 1);
@@ -108,47 +134,65 @@ impl Locality {
 
     /// `n` pages from `page` on were filled.
     pub fn grew(&mut self, page: PageNo, n: usize) {
-        if let Some(stream) = self.growth.find(page.0, 0) {
+        if let Some(stream) = self.growth.find(page.0, false) {
             stream.next = page.0 + n;
             stream.window = n;
         }
     }
 
-    /// What to bring in for a fault on a swapped page; `first` tells that it is the first swapped one of its chunk; `bound` in chunks, at least 1.
-    pub fn swap_in(&mut self, page: PageNo, first: bool, reading: Reading, bound: usize) -> SwapIn {
-        let chunk = page.chunk();
+    /// What to bring in for a fault on a swapped page; `bound` in pages, at least a chunk's.
+    pub fn swap_in(&mut self, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
+        self.faults = self.faults.wrapping_add(1);
         if reading == Reading::Random {
             return SwapIn::Page;
         }
-        if first && let Some(stream) = self.reads.find(chunk.0, 1) {
-            stream.window = (stream.window * 2).clamp(1, bound);
-            stream.next = chunk.0 + stream.window;
-            return SwapIn::Chunks(stream.window);
+        if let Some(stream) = self.reads.find(page.0, true) {
+            stream.window = (stream.window * 2).clamp(2, bound);
+            // A window ends with a chunk, where one does in its second half: chunks were taken out whole, and come in whole.
+            let end = page.0 + stream.window;
+            let aligned = end / PAGES_PER_CHUNK * PAGES_PER_CHUNK;
+            stream.next = if aligned > page.0 + stream.window / 2 { aligned } else { end };
+            return SwapIn::Onward(stream.next - page.0);
         }
-        let known = self.recent.contains(&chunk.0);
-        self.seconds = self.seconds - self.seconds / 64 + if known { 1024 / 64 } else { 0 };
-        if known && self.seconds >= COMMON || reading == Reading::Sequential {
-            self.reads.start(chunk.0 + 1, 1);
-            return SwapIn::Chunks(1);
+        if reading == Reading::Sequential {
+            self.reads.start(page.0 + PAGES_PER_CHUNK, PAGES_PER_CHUNK);
+            return SwapIn::Onward(PAGES_PER_CHUNK);
         }
-        self.recent[self.next_recent] = chunk.0;
-        self.next_recent = (self.next_recent + 1) % RECENT;
-        SwapIn::Page
+        self.reads.start(page.0 + 1, 1);
+        if self.observe(page.chunk()) || self.mean_16 < WORTH_16 {
+            return SwapIn::Page;
+        }
+        // Who touches the page after the chunk goes on from there.
+        self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
+        SwapIn::Chunk
     }
 
-    /// Forgets a chunk that was brought in whole.
-    pub fn whole(&mut self, chunk: ChunkNo) {
-        for recent in &mut self.recent {
-            if *recent == chunk.0 {
-                *recent = usize::MAX;
+    /// Counts a fault in a chunk under observation, and puts chunks under observation. True when this one is.
+    fn observe(&mut self, chunk: ChunkNo) -> bool {
+        if let Some(observed) = self.observed.iter_mut().find(|o| o.chunk == chunk.0) {
+            if self.faults.wrapping_sub(observed.since) <= HORIZON {
+                observed.faults += 1;
+                return true;
             }
         }
+        let place = &mut self.observed[self.next_observed];
+        if place.chunk != usize::MAX {
+            if self.faults.wrapping_sub(place.since) <= HORIZON {
+                return false;
+            }
+            self.mean_16 = (self.mean_16 * 15 + 16 * place.faults) / 16;
+            place.chunk = usize::MAX;
+        }
+        if self.mean_16 >= WORTH_16 {
+            self.until_observation += 1;
+            if !self.until_observation.is_multiple_of(OBSERVE_EVERY) {
+                return false;
+            }
+        }
+        *place = Observed { chunk: chunk.0, since: self.faults, faults: 0 };
+        self.next_observed = (self.next_observed + 1) % OBSERVED;
+        true
     }
-}
-
-/// Pages in `n` chunks.
-pub fn pages_in(n: usize) -> usize {
-    n * PAGES_PER_CHUNK
 }
 
 #[cfg(test)]
@@ -171,37 +215,70 @@ mod tests {
         assert_eq!(locality.growth_window(at, 64), 64, "the stream is still known");
     }
 
-    #[test]
-    fn a_second_touch_in_a_chunk_brings_it_whole_and_its_neighbour_starts_a_window() {
-        let mut locality = Locality::new();
-        assert_eq!(locality.swap_in(PageNo(160), true, Reading::Unknown, 16), SwapIn::Page);
-        assert_eq!(locality.swap_in(PageNo(161), true, Reading::Unknown, 16), SwapIn::Chunks(1));
-        assert_eq!(locality.swap_in(PageNo(176), true, Reading::Unknown, 16), SwapIn::Chunks(2));
-        assert_eq!(locality.swap_in(PageNo(208), true, Reading::Unknown, 16), SwapIn::Chunks(4));
-        assert_eq!(locality.swap_in(PageNo(272), true, Reading::Unknown, 4), SwapIn::Chunks(4));
+    /// Touches pages in an order; gives the pages brought in and the faults, when each page stays once it is in.
+    fn touch(locality: &mut Locality, order: impl Iterator<Item = usize>) -> (usize, usize) {
+        let mut there = std::collections::HashSet::new();
+        let mut faults = 0;
+        for page in order {
+            if there.contains(&page) {
+                continue;
+            }
+            faults += 1;
+            match locality.swap_in(PageNo(page), Reading::Unknown, 256) {
+                SwapIn::Page => drop(there.insert(page)),
+                SwapIn::Chunk => there.extend(PageNo(page).chunk().first().0..PageNo(page).chunk().plus(1).first().0),
+                SwapIn::Onward(n) => there.extend(page..page + n),
+            }
+            assert!(there.contains(&page));
+        }
+        (there.len(), faults)
+    }
+
+    fn random(state: &mut u64) -> usize {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 33) as usize
     }
 
     #[test]
-    fn where_touches_are_scattered_a_second_one_by_chance_brings_no_chunk() {
-        let mut locality = Locality::new();
-        let mut whole = 0;
-        let mut random = 1u64;
-        for _ in 0..4000 {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            let page = (random >> 33) as usize % 16_384;
-            whole += usize::from(locality.swap_in(PageNo(page), false, Reading::Unknown, 16) != SwapIn::Page);
-        }
-        assert!(whole < 100, "{whole}");
+    fn a_walk_from_start_to_end_brings_large_windows() {
+        let (brought, faults) = touch(&mut Locality::new(), 160..16_000);
+        assert!(faults < 90, "{faults}");
+        assert!(brought < 16_000 - 160 + 512, "{brought}");
     }
 
     #[test]
-    fn scattered_touches_bring_single_pages_and_random_hints_always_do() {
+    fn a_walk_that_finds_every_third_page_there_is_a_stream_still() {
+        let (_, faults) = touch(&mut Locality::new(), (160..16_000).filter(|page| page % 3 != 0));
+        assert!(faults < 200, "{faults}");
+    }
+
+    #[test]
+    fn scattered_touches_bring_single_pages() {
+        let mut state = 1;
+        let order: Vec<usize> = (0..4000).map(|_| random(&mut state) % 65_536).collect();
+        let (brought, faults) = touch(&mut Locality::new(), order.into_iter());
+        assert!(brought < faults + faults / 10, "{brought} pages for {faults} faults");
+    }
+
+    #[test]
+    fn chunks_that_are_used_whole_in_any_order_are_brought_in_whole() {
+        let mut state = 1;
+        let mut order = Vec::new();
+        for _ in 0..2000 {
+            let chunk = random(&mut state) % 65_536;
+            let start = random(&mut state);
+            order.extend((0..PAGES_PER_CHUNK).map(|k| chunk * PAGES_PER_CHUNK + (start + 7 * k) % PAGES_PER_CHUNK));
+        }
+        let (brought, faults) = touch(&mut Locality::new(), order.into_iter());
+        assert!(faults < brought / 5, "{brought} pages for {faults} faults");
+    }
+
+    #[test]
+    fn a_hint_of_random_order_brings_single_pages_and_one_of_sequential_order_a_chunk() {
         let mut locality = Locality::new();
-        for i in 0..100 {
-            assert_eq!(locality.swap_in(PageNo(i * 64), true, Reading::Unknown, 16), SwapIn::Page);
+        for page in 0..100 {
+            assert_eq!(locality.swap_in(PageNo(page), Reading::Random, 256), SwapIn::Page);
         }
-        for _ in 0..3 {
-            assert_eq!(locality.swap_in(PageNo(7), true, Reading::Random, 16), SwapIn::Page);
-        }
+        assert_eq!(locality.swap_in(PageNo(5000), Reading::Sequential, 256), SwapIn::Onward(PAGES_PER_CHUNK));
     }
 }

@@ -84,7 +84,7 @@ pub struct Chunk {
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`].
+    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`].
     pub flags: u8,
 }
 
@@ -94,6 +94,8 @@ pub const QUEUED: u8 = 1;
 pub const POOL_LOGGED: u8 = 2;
 /// Moving the chunk out failed for a reason that lasts (locked memory, protection).
 pub const STUCK: u8 = 4;
+/// The chunk stands in the log of chunks of which copies are kept.
+pub const KEPT_LOGGED: u8 = 8;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {
@@ -111,6 +113,7 @@ pub struct PageTable {
     top: Vec<Option<Mid>>,
     present: usize,
     swapped: usize,
+    kept: usize,
     leaves: usize,
     cells: usize,
     epoch: u32,
@@ -127,7 +130,7 @@ impl PageTable {
     pub fn new() -> PageTable {
         let mut top = Vec::new();
         top.resize_with(MIDS, || None);
-        PageTable { top, present: 0, swapped: 0, leaves: 0, cells: 0, epoch: 0 }
+        PageTable { top, present: 0, swapped: 0, kept: 0, leaves: 0, cells: 0, epoch: 0 }
     }
 
     /// Pages that are present.
@@ -138,6 +141,11 @@ impl PageTable {
     /// Pages that are swapped.
     pub fn swapped(&self) -> usize {
         self.swapped
+    }
+
+    /// Pages that are present and of which a slot holds a copy.
+    pub fn kept(&self) -> usize {
+        self.kept
     }
 
     /// Bytes of the table itself.
@@ -199,6 +207,7 @@ impl PageTable {
         self.epoch = epoch;
         self.present = self.present + usize::from(is_present(word)) - usize::from(is_present(old));
         self.swapped = self.swapped + usize::from(is_swapped(word)) - usize::from(is_swapped(old));
+        self.kept = self.kept + usize::from(word & KIND == KEPT) - usize::from(old & KIND == KEPT);
         if unused {
             self.drop_cell(page.chunk());
         }
@@ -207,7 +216,7 @@ impl PageTable {
 
     /// A cell without a used word goes, unless its chunk still stands in a queue, where its flag must be found again.
     fn drop_cell(&mut self, chunk: ChunkNo) {
-        if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & (QUEUED | POOL_LOGGED) != 0) {
+        if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & (QUEUED | POOL_LOGGED | KEPT_LOGGED) != 0) {
             return;
         }
         let number = chunk.0 / CHUNKS_PER_LEAF;
@@ -289,6 +298,7 @@ mod tests {
                 prop_assert_eq!(table.get(PageNo(page)), model.get(&page).copied().unwrap_or(PageState::Empty));
             }
             prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::Kept(_))).count());
+            prop_assert_eq!(table.kept(), model.values().filter(|s| matches!(s, PageState::Kept(_))).count());
             prop_assert_eq!(table.swapped(), model.values().filter(|s| matches!(s, PageState::Swapped(_))).count());
             for chunk in 0..3000 / 16 {
                 let mask = (0..16).filter(|i| matches!(model.get(&(chunk * 16 + i)), Some(PageState::Present | PageState::Kept(_)))).fold(0u16, |m, i| m | 1 << i);

@@ -3,19 +3,64 @@
 //! A fault is a conversation of two threads that never run at the same time. On one CPU it costs two switches; on two it costs two
 //! wake-ups of a sleeping CPU, which is many times as much on a virtual machine. So the handler follows the thread that faults.
 //!
-//! Owns: the CPU the handler is bound to.
+//! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
+//! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
+//! the handler would starve beside other work. It cannot see how long a fault waited for it; it sees the time between its last answer and the next
+//! fault, and how much of that the thread ran. Where the rest is long it goes back to the normal class.
+//!
+//! Owns: the CPU the handler is bound to, and its class.
+//!
+//! Where the thread runs is asked often at first and ever less often while the answer stays the same; another thread's fault
+//! starts over.
 
-use swaptide_sys::affinity::{CpuSet, clear_own_affinity, current_cpu, own_affinity, set_own_affinity, thread_cpu};
+use swaptide_sys::affinity::{
+    CpuSet, RunTime, ThreadStat, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, set_own_affinity,
+};
+use swaptide_sys::thread::Nanos;
 
-/// Faults between two looks at where the faulting thread runs.
-const LOOK_EVERY: u32 = 16;
+/// Faults between two looks at where the faulting thread runs: at first, and at most.
+const LOOK_FIRST: u32 = 8;
+const LOOK_LAST: u32 = 128;
+/// Where several threads fault, only every so manyth change of threads is followed.
+const FOLLOW_EVERY: u32 = 4;
+/// Faults of one thread in a row, after which the handler goes to the idle class.
+const IN_A_ROW: u32 = 64;
+/// Faults further apart than this may have waited for the handler.
+const GAP_NS: u64 = 200_000;
+/// After such a one, so many are measured; and then none for so many.
+const MEASURED: u32 = 4;
+const UNMEASURED: u32 = 256;
+/// A fault that waited so long waited too long.
+const DELAY_NS: u64 = 150_000;
+/// How long the handler then stays out of the idle class: at first, and at most.
+const STAY_OUT_NS: u64 = 50_000_000;
+const STAY_OUT_LAST_NS: u64 = 3_000_000_000;
 
 /// See the module's description.
 pub struct Place {
     allowed: Option<CpuSet>,
     bound: Option<u32>,
-    last_tid: u32,
-    faults: u32,
+    tid: u32,
+    stat: Option<ThreadStat>,
+    changes: u32,
+    /// Faults until the next look, and from that to the one after.
+    left: u32,
+    every: u32,
+    /// Faults of the same thread in a row.
+    row: u32,
+    /// The handler is in the idle class.
+    idle: bool,
+    run: Option<RunTime>,
+    /// Faults to be measured now; faults until the next measurement may begin.
+    measure: u32,
+    rest: u32,
+    /// The last answer: when, and how long its thread had run by then (if that is measured).
+    last: Nanos,
+    ran: Option<u64>,
+    entered: Nanos,
+    /// Not before then does the handler go to the idle class again.
+    retry_at: Nanos,
+    stay_out_ns: u64,
 }
 
 impl Default for Place {
@@ -28,22 +73,122 @@ impl Place {
     /// Unbound.
     pub fn new() -> Place {
         let allowed = own_affinity().ok().filter(|cpus| cpus.count() > 1);
-        Place { allowed, bound: None, last_tid: 0, faults: 0 }
+        Place {
+            allowed,
+            bound: None,
+            tid: 0,
+            stat: None,
+            changes: 0,
+            left: 0,
+            every: LOOK_FIRST,
+            row: 0,
+            idle: false,
+            run: None,
+            measure: 0,
+            rest: 0,
+            last: Nanos(0),
+            ran: None,
+            entered: Nanos(0),
+            retry_at: Nanos(0),
+            stay_out_ns: STAY_OUT_NS,
+        }
     }
 
-    /// A fault of thread `tid` is about to be answered.
-    pub fn follow(&mut self, tid: u32) {
+    /// True while the handler is in the idle class.
+    pub fn is_idle(&self) -> bool {
+        self.idle
+    }
+
+    /// A fault of thread `tid` was read; it is `now`.
+    pub fn follow(&mut self, tid: u32, now: Nanos) {
+        if self.allowed.is_none() {
+            return;
+        }
+        self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
+        self.follow_cpu(tid);
+        let gap = now.since(self.last).as_nanos() as u64;
+        if !self.idle {
+            if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
+                self.enter(tid, now);
+            }
+        } else if self.row == 0 {
+            self.leave(now);
+        } else if let Some(before) = self.ran.take() {
+            let ran = self.run.as_ref().and_then(RunTime::nanos).unwrap_or(before);
+            if gap.saturating_sub(ran.saturating_sub(before)) > DELAY_NS {
+                self.leave(now);
+            }
+        } else if self.rest > 0 {
+            self.rest -= 1;
+        } else if gap > GAP_NS {
+            self.measure = MEASURED;
+            self.rest = UNMEASURED;
+        }
+    }
+
+    /// The thread is about to be woken; it is `now`.
+    pub fn answered(&mut self, now: Nanos) {
+        self.last = now;
+        if self.idle && self.measure > 0 {
+            self.measure -= 1;
+            self.ran = self.run.as_ref().and_then(RunTime::nanos);
+        }
+    }
+
+    /// To the idle class, if it can be left again.
+    fn enter(&mut self, tid: u32, now: Nanos) {
+        self.run = RunTime::open(tid);
+        // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
+        if own_nice() >= 0 || self.run.as_ref().and_then(RunTime::nanos).is_none() || sched_idle(true).is_err() {
+            self.retry_at = Nanos(u64::MAX);
+            return;
+        }
+        self.entered = now;
+        self.idle = true;
+        self.measure = MEASURED;
+        self.ran = None;
+    }
+
+    /// Back to the normal class.
+    pub fn leave(&mut self, now: Nanos) {
+        if !self.idle {
+            return;
+        }
+        let _ = sched_idle(false);
+        self.idle = false;
+        self.row = 0;
+        // A stay that was worth it starts over with a short absence.
+        let stayed = now.since(self.entered).as_nanos() as u64;
+        self.stay_out_ns =
+            if stayed > 10 * self.stay_out_ns { STAY_OUT_NS } else { (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS) };
+        self.retry_at = Nanos(now.0.saturating_add(self.stay_out_ns));
+    }
+
+    fn follow_cpu(&mut self, tid: u32) {
         let Some(allowed) = &self.allowed else { return };
-        self.faults = self.faults.wrapping_add(1);
-        if tid == self.last_tid && !self.faults.is_multiple_of(LOOK_EVERY) {
+        if tid != self.tid {
+            self.changes = self.changes.wrapping_add(1);
+            if self.tid != 0 && !self.changes.is_multiple_of(FOLLOW_EVERY) {
+                return;
+            }
+            self.tid = tid;
+            self.stat = ThreadStat::open(tid);
+            self.left = 0;
+            self.every = LOOK_FIRST;
+        }
+        if self.left > 0 {
+            self.left -= 1;
             return;
         }
-        if tid != self.last_tid && !self.faults.is_multiple_of(4) {
+        let Some(cpu) = self.stat.as_ref().and_then(ThreadStat::cpu) else { return };
+        if Some(cpu) == self.bound && cpu == current_cpu() {
+            self.every = (self.every * 2).min(LOOK_LAST);
+            self.left = self.every;
             return;
         }
-        self.last_tid = tid;
-        let Some(cpu) = thread_cpu(tid) else { return };
-        if Some(cpu) == self.bound && cpu == current_cpu() || !allowed.contains(cpu) {
+        self.every = LOOK_FIRST;
+        self.left = self.every;
+        if !allowed.contains(cpu) {
             return;
         }
         if set_own_affinity(cpu).is_ok() {
@@ -53,7 +198,4 @@ impl Place {
             self.bound = None;
         }
     }
-
-    /// The handler has nothing to do.
-    pub fn before_wait(&mut self) {}
 }

@@ -1,6 +1,7 @@
 //! The order in which chunks are looked at.
 //!
-//! Owns: the queue of resident chunks, in the order in which they came, and the log of chunks that went to compressed memory, oldest first.
+//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory and of
+//! chunks that came from it while the copy there was kept.
 //! A chunk stands in each at most once, which its flags say; an entry whose chunk has nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
@@ -8,13 +9,14 @@
 use std::collections::VecDeque;
 
 use crate::ids::ChunkNo;
-use crate::pagetable::{POOL_LOGGED, PageTable, QUEUED};
+use crate::pagetable::{KEPT_LOGGED, POOL_LOGGED, PageTable, QUEUED};
 
 /// See the module's description.
 #[derive(Default)]
 pub struct Queues {
     resident: VecDeque<ChunkNo>,
     pool: VecDeque<ChunkNo>,
+    kept: VecDeque<ChunkNo>,
 }
 
 impl Queues {
@@ -32,6 +34,21 @@ impl Queues {
             table.update(chunk, |c| c.flags |= POOL_LOGGED);
             self.pool.push_back(chunk);
         }
+    }
+
+    /// Copies of pages of the chunk are kept.
+    pub fn copied(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.chunk(chunk).flags & KEPT_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= KEPT_LOGGED);
+            self.kept.push_back(chunk);
+        }
+    }
+
+    /// Takes the chunk of which copies have been kept longest.
+    pub fn next_copied(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.kept.pop_front()?;
+        table.update(chunk, |c| c.flags &= !KEPT_LOGGED);
+        Some(chunk)
     }
 
     /// The chunk is the next to be looked at.
@@ -62,6 +79,11 @@ impl Queues {
                 return Some(chunk);
             }
         }
+    }
+
+    /// The first few chunks of those that went to compressed memory longest ago.
+    pub fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        self.pool.iter().take(8).copied()
     }
 
     /// Takes the chunk that went to compressed memory longest ago.

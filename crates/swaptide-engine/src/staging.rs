@@ -10,8 +10,9 @@
 //!
 //! Invariants
 //! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
-//! 2. A slab is on one list at a time: empty (no frame full), ready (some frames full, none in use), or with a worker.
-//! 3. `full_frames` is the sum of the full bits of all slabs: what the area costs in memory.
+//! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free), with a batch, or lent as a whole: the frames
+//!    of a run are the taker's alone until [`Staging::run_used`].
+//! 3. `full_frames` is the sum of the full bits and the lent frames of all slabs: what the area costs in memory.
 //!
 //! Locks: none of its own; it lies inside the engine's memory lock. A worker reads the frames of its own slab without it.
 
@@ -47,8 +48,12 @@ impl SlabNo {
 
 #[derive(Clone)]
 struct Slab {
+    /// Full frames, but for those that are lent.
     full: [u64; PAGES_PER_LEAF / 64],
+    /// How many.
     count: usize,
+    /// Frames of runs that were taken and not settled yet.
+    lent: usize,
 }
 
 /// A run of full, free frames that the taker will move away or give back.
@@ -88,7 +93,7 @@ impl Staging {
             trash,
             trash_uffd,
             pagemap: Self::pagemap()?,
-            slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0 }; SLABS],
+            slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; SLABS],
             empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
             ready: VecDeque::with_capacity(SLABS),
             cursor: 0,
@@ -206,11 +211,11 @@ impl Staging {
             len += 1;
         }
         slab.count -= len;
+        slab.lent += len;
         self.cursor = first + len;
         self.ready_frames -= len;
         if slab.count == 0 {
             self.ready.pop_front();
-            self.empty.push(slab_no);
             self.cursor = 0;
         }
         Some(FrameRun { first: slab_no.frame(first), len })
@@ -226,19 +231,21 @@ impl Staging {
         self.full_frames -= used;
         let slab_no = SlabNo((run.first.0 as usize / PAGES_PER_LEAF) as u16);
         let first = run.first.0 as usize % PAGES_PER_LEAF;
-        if used < run.len {
-            let slab = &mut self.slabs[slab_no.0 as usize];
+        let slab = &mut self.slabs[slab_no.0 as usize];
+        slab.lent -= run.len;
+        let back = run.len - used;
+        if back > 0 {
             if slab.count == 0 {
-                self.empty.retain(|s| *s != slab_no);
                 self.ready.push_front(slab_no);
-                self.cursor = 0;
             }
             for at in first + used..first + run.len {
                 slab.full[at / 64] |= 1 << (at % 64);
             }
-            slab.count += run.len - used;
-            self.ready_frames += run.len - used;
+            slab.count += back;
+            self.ready_frames += back;
             self.cursor = 0;
+        } else if slab.count == 0 && slab.lent == 0 {
+            self.empty.push(slab_no);
         }
     }
 
@@ -259,8 +266,11 @@ impl Staging {
         self.full_frames -= slab.count;
         slab.count = 0;
         let full = std::mem::replace(&mut slab.full, [0; PAGES_PER_LEAF / 64]);
+        let lent = slab.lent;
         self.throw_away(slab_no, &full);
-        self.empty.push(slab_no);
+        if lent == 0 {
+            self.empty.push(slab_no);
+        }
         true
     }
 

@@ -2,11 +2,11 @@
 //!
 //! Owns: the buffers of one batch.
 //!
-//! A batch takes chunks from the log's old end, loads their pages under the memory lock (decompressing is quick), writes them without it and
-//! takes the lock again to exchange the entries.
+//! A batch takes chunks from the log's old end under the memory lock, loads their pages and writes them without it, and takes the lock again
+//! to exchange the entries.
 //!
-//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was loaded; otherwise the page was brought in or
-//! given up meanwhile, and the copy in the file is dropped.
+//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was chosen; otherwise the page was brought in or
+//! given up meanwhile, what was loaded may be another page's, and the copy in the file is dropped.
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
@@ -29,6 +29,8 @@ struct Moving {
     shadow: Shadow,
     chunk: ChunkNo,
     epoch: u32,
+    /// Place in `data`; `None` when it could not be loaded.
+    data: Option<usize>,
     valid: bool,
 }
 
@@ -36,7 +38,6 @@ struct Moving {
 pub struct Writeback {
     data: Vec<Page>,
     moving: Vec<Moving>,
-    dropped: usize,
 }
 
 impl Default for Writeback {
@@ -45,21 +46,45 @@ impl Default for Writeback {
     }
 }
 
+/// Drops copies of pages that the program has: they are the first to go, for they cost nothing but a later compression. False when there are none.
+fn drop_copies(engine: &Engine) -> bool {
+    let mut guard = engine.mm.lock();
+    let mm = &mut *guard;
+    let mut dropped = 0;
+    while dropped < BATCH
+        && let Some(chunk) = mm.queues.next_copied(&mut mm.table)
+    {
+        for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
+            if let PageState::Kept(entry) = mm.table.get(page)
+                && entry.ty() == POOL
+            {
+                mm.table.set(page, PageState::Present);
+                engine.devices.drop_swapped(entry);
+                dropped += 1;
+            }
+        }
+    }
+    engine.settle(mm);
+    dropped > 0
+}
+
 impl Writeback {
     /// Empty buffers; they are made at first use.
     pub fn new() -> Writeback {
-        Writeback { data: Vec::new(), moving: Vec::new(), dropped: 0 }
+        Writeback { data: Vec::new(), moving: Vec::new() }
     }
 
     /// Moves one batch. False when there was nothing to move or nowhere to put it.
     pub fn step(&mut self, engine: &Engine) -> bool {
+        if drop_copies(engine) {
+            return true;
+        }
         self.data.resize(BATCH, [0; 4096]);
         self.moving.clear();
-        self.dropped = 0;
         {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            while self.moving.len() + PAGES_PER_CHUNK <= BATCH && self.dropped < BATCH {
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH {
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 if !self.load_chunk(engine, mm, chunk) {
                     break;
@@ -69,11 +94,19 @@ impl Writeback {
         if self.moving.is_empty() {
             let mm = engine.mm.lock();
             engine.settle(&mm);
-            return self.dropped > 0;
+            return false;
         }
         let Some(file) = &engine.devices.file else { return false };
+        let mut loaded = 0;
+        for moving in &mut self.moving {
+            // The fault path tells of damage when the page is needed; and this may be no damage, but a page that is gone.
+            if engine.devices.pool.load(Slot(moving.old.offset().0), &mut self.data[loaded]).is_ok() {
+                moving.data = Some(loaded);
+                loaded += 1;
+            }
+        }
         let pages: Vec<(Slot, &Page)> =
-            self.moving.iter().zip(&self.data).map(|(m, data)| (Slot(m.new.offset().0), data)).collect();
+            self.moving.iter().filter_map(|m| Some((Slot(m.new.offset().0), &self.data[m.data?]))).collect();
         let written = file.device.write(&pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -89,10 +122,15 @@ impl Writeback {
         let mut moved = 0;
         // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
         for moving in &mut self.moving {
-            moving.valid =
-                mm.table.get(moving.page) == PageState::Swapped(moving.old) && mm.table.chunk(moving.chunk).epoch == moving.epoch;
+            moving.valid = moving.data.is_some()
+                && mm.table.get(moving.page) == PageState::Swapped(moving.old)
+                && mm.table.chunk(moving.chunk).epoch == moving.epoch;
         }
         for moving in &self.moving {
+            if moving.data.is_none() {
+                engine.devices.free_slot(moving.new, Expect::Folio(WRITING));
+                continue;
+            }
             engine.devices.to_shadow(moving.new, 1, WRITING, moving.shadow);
             if moving.valid {
                 mm.moved_to_file(moving.page, moving.new);
@@ -111,16 +149,6 @@ impl Writeback {
     /// Loads the pages of a chunk that are in compressed memory. False when the file is full.
     fn load_chunk(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) -> bool {
         let info = mm.table.chunk(chunk);
-        // Copies of what the program has are the first to go: they cost nothing but a later compression.
-        for (first, len) in runs(info.present) {
-            for page in (first..first + len).map(|k| chunk.first().plus(k)) {
-                if let PageState::Kept(entry) = mm.table.get(page) {
-                    mm.table.set(page, PageState::Present);
-                    engine.devices.drop_swapped(entry);
-                    self.dropped += 1;
-                }
-            }
-        }
         for (first, len) in runs(info.swapped) {
             for page in (first..first + len).map(|k| chunk.first().plus(k)) {
                 let PageState::Swapped(old) = mm.table.get(page) else { continue };
@@ -139,12 +167,7 @@ impl Writeback {
                     mm.queues.pooled(&mut mm.table, chunk);
                     return false;
                 };
-                if engine.devices.pool.load(Slot(old.offset().0), &mut self.data[self.moving.len()]).is_err() {
-                    // The fault path tells of damage when the page is needed.
-                    engine.devices.free_slot(new, Expect::Folio(WRITING));
-                    continue;
-                }
-                self.moving.push(Moving { page, old, new, shadow, chunk, epoch: info.epoch, valid: false });
+                self.moving.push(Moving { page, old, new, shadow, chunk, epoch: info.epoch, data: None, valid: false });
             }
         }
         true

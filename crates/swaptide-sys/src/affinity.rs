@@ -89,19 +89,56 @@ pub fn sched_idle(on: bool) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_sched_setscheduler, 0usize, policy, (&raw const param) as usize) }.map(drop)
 }
 
+/// A thread of this process, to be asked again and again where it runs.
+pub struct ThreadStat(crate::OwnedFd);
+
+impl ThreadStat {
+    /// A thread by its id; `None` when there is no such thread.
+    pub fn open(tid: u32) -> Option<ThreadStat> {
+        procfs::open_read(PathBuf::task(tid, "stat").as_c_str()).ok().map(ThreadStat)
+    }
+
+    /// The CPU on which the thread last ran; `None` when it is gone.
+    pub fn cpu(&self) -> Option<u32> {
+        let mut buf = [0; 1024];
+        let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
+        // Field 39, counted from 1; the words behind the name start with field 3.
+        let cpu = procfs::words(crate::process::after_name(&buf[..n])?).nth(39 - 3)?;
+        Some(parse_u64(cpu)? as u32)
+    }
+}
+
+/// How long a thread of this process has run, to be asked again and again.
+pub struct RunTime(crate::OwnedFd);
+
+impl RunTime {
+    /// A thread by its id; `None` when there is no such thread, or where the kernel does not count it.
+    pub fn open(tid: u32) -> Option<RunTime> {
+        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(RunTime)
+    }
+
+    /// Nanoseconds on a CPU since the thread began; `None` when it is gone.
+    pub fn nanos(&self) -> Option<u64> {
+        let mut buf = [0; 128];
+        let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
+        parse_u64(procfs::words(&buf[..n]).next()?)
+    }
+}
+
 /// The CPU on which a thread of this process last ran; `None` when there is no such thread.
 pub fn thread_cpu(tid: u32) -> Option<u32> {
-    let mut buf = [0; 1024];
-    let stat = procfs::read_file(PathBuf::task(tid, "stat").as_c_str(), &mut buf).ok()?;
-    // Field 39, counted from 1; the words behind the name start with field 3.
-    let cpu = procfs::words(crate::process::after_name(stat)?).nth(39 - 3)?;
-    Some(parse_u64(cpu)? as u32)
+    ThreadStat::open(tid)?.cpu()
 }
 
 /// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs a privilege; without it nothing
 /// changes, and that is an error the caller may ignore.
 pub fn set_own_nice(nice: i32) -> Result<(), Errno> {
     rustix::process::setpriority_process(None, nice)
+}
+
+/// The calling thread's nice value; 0 when it cannot be read.
+pub fn own_nice() -> i32 {
+    rustix::process::getpriority_process(None).unwrap_or(0)
 }
 
 /// How many CPUs are online; at least one.

@@ -1,0 +1,201 @@
+//! How a process's limit is divided between resident and compressed memory.
+//!
+//! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program. Which is better shows in when pages
+//! come back: the shadow of a page tells how many others were taken out since it went (its *distance*).
+//! - A refault of small distance would not have happened had the resident part been a step larger. The smallest distances say nothing: a
+//!   page in constant use goes out when its turn comes, whatever the size, and comes back at once. So the second step is counted for the first.
+//! - A refault from compressed memory of a distance near the age of its oldest page would come from the file had the pool been a step smaller.
+//! - A refault from the file of a distance a little beyond that age would have come from compressed memory had it been a step larger.
+//!
+//! Each is weighed with what it costs in time; the heavier side gets a step. What the resident part would lose is not seen (hits leave no
+//! trace), and is taken to be what it would gain.
+//!
+//! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside the memory lock; the share it decides on is
+//! kept in [`crate::charge::Charge`].
+
+/// Smallest share of compressed memory, in 1/1024 of the limit.
+pub const LEAST: u32 = 48;
+/// Largest share.
+pub const MOST: u32 = 820;
+/// One step.
+const STEP: u32 = 16;
+/// Refaults that say something.
+const ENOUGH: u64 = 48;
+/// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
+const FAULT_NS: u64 = 8_000;
+/// What bringing one page in from compressed memory and taking another one out costs.
+const POOL_NS: u64 = 6_000;
+/// What a page costs that goes to the file and comes back, besides the reading.
+const WRITE_NS: u64 = 8_000;
+
+/// See the module's description. Distances and ages are in pages taken out.
+pub struct Split {
+    near: u64,
+    tail: u64,
+    missed: u64,
+    seen: u64,
+    /// Smoothed cost of reading a page from the file.
+    file_ns: u64,
+    /// Smoothed pages that a swap-in fault brings, in 1/16.
+    pages_16: u64,
+    near_below: u64,
+    tail_from: u64,
+    missed_below: u64,
+}
+
+impl Default for Split {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What the division is decided upon.
+#[derive(Clone, Copy, Debug)]
+pub struct Standing {
+    /// The share of compressed memory, in 1/1024 of the limit.
+    pub share: u32,
+    /// The limit in bytes.
+    pub limit: u64,
+    /// Bytes of compressed memory.
+    pub pool: u64,
+    /// The distance of the page that went to compressed memory longest ago.
+    pub oldest: u64,
+}
+
+impl Split {
+    /// Nothing seen.
+    pub fn new() -> Split {
+        Split {
+            near: 0,
+            tail: 0,
+            missed: 0,
+            seen: 0,
+            file_ns: 60_000,
+            pages_16: 16,
+            near_below: 0,
+            tail_from: u64::MAX,
+            missed_below: 0,
+        }
+    }
+
+    /// A page came back after `distance` pages were taken out, from the file or from compressed memory.
+    pub fn refault(&mut self, distance: u64, from_file: bool) {
+        self.seen += 1;
+        if (self.near_below..2 * self.near_below).contains(&distance) {
+            self.near += 1;
+        }
+        match from_file {
+            true if distance < self.missed_below => self.missed += 1,
+            false if distance >= self.tail_from => self.tail += 1,
+            _ => {}
+        }
+    }
+
+    /// A fault brought in `pages`.
+    pub fn fault(&mut self, pages: usize) {
+        self.pages_16 = (self.pages_16 * 63 + 16 * pages as u64) / 64;
+    }
+
+    /// `pages` were read from the file in `ns` nanoseconds.
+    pub fn read(&mut self, pages: usize, ns: u64) {
+        self.file_ns = (self.file_ns * 31 + ns / pages.max(1) as u64) / 32;
+    }
+
+    /// The share from now on. Called every some ten milliseconds.
+    pub fn decide(&mut self, at: Standing) -> u32 {
+        let step_bytes = at.limit / 1024 * u64::from(STEP);
+        let share = if self.seen < ENOUGH { at.share } else { self.choose(&at) };
+        if self.seen >= ENOUGH {
+            for count in [&mut self.near, &mut self.tail, &mut self.missed, &mut self.seen] {
+                *count /= 2;
+            }
+        }
+        self.near_below = step_bytes / 4096;
+        // A step's worth of the pool, as a part of its age.
+        let part = (at.oldest as u128 * u128::from(step_bytes) / u128::from(at.pool.max(step_bytes))) as u64;
+        self.tail_from = at.oldest - part.min(at.oldest);
+        self.missed_below = at.oldest + part;
+        share
+    }
+
+    fn choose(&self, at: &Standing) -> u32 {
+        let delivery = FAULT_NS * 16 / self.pages_16.max(16);
+        let from_pool = delivery + POOL_NS;
+        let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(POOL_NS / 2).max(1000);
+        let resident = self.near * from_pool;
+        let shrinking_costs = self.tail * more_from_file;
+        let growing_gains = self.missed * more_from_file;
+        // A quarter more is worth a move; less is chance.
+        // What was decided last is not done yet: write-back takes its time.
+        let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * STEP);
+        if !behind && resident > shrinking_costs + shrinking_costs / 4 && self.near * 64 > self.seen && resident > growing_gains {
+            // The share may lie above what the pool holds: what counts is to be below that.
+            let holds = (u128::from(at.pool) * 1024 / u128::from(at.limit.max(1))) as u32;
+            return at.share.min(holds.max(LEAST)).saturating_sub(STEP).max(LEAST);
+        }
+        if growing_gains > resident + resident / 4 && self.missed * 64 > self.seen {
+            return (at.share + STEP).min(MOST);
+        }
+        at.share
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Standing = Standing { share: 512, limit: 64 << 20, pool: 32 << 20, oldest: 20_000 };
+
+    fn ready() -> Split {
+        let mut split = Split::new();
+        assert_eq!(split.decide(AT), 512, "nothing is known yet");
+        split
+    }
+
+    #[test]
+    fn pages_that_come_back_at_once_make_the_pool_smaller() {
+        let mut split = ready();
+        for _ in 0..100 {
+            split.refault(300, false);
+        }
+        assert_eq!(split.decide(AT), 512 - STEP);
+    }
+
+    #[test]
+    fn pages_that_the_file_gives_back_soon_after_they_went_there_make_it_larger() {
+        let mut split = ready();
+        for _ in 0..100 {
+            split.refault(20_100, true);
+        }
+        assert_eq!(split.decide(AT), 512 + STEP);
+    }
+
+    #[test]
+    fn refaults_without_order_leave_it_as_it_is_while_the_file_is_slow() {
+        let mut split = ready();
+        for i in 0..20_000u64 {
+            split.refault(i, false);
+        }
+        assert_eq!(split.decide(AT), 512);
+    }
+
+    #[test]
+    fn the_share_stays_within_its_bounds() {
+        let mut split = ready();
+        let mut share = 512;
+        for _ in 0..200 {
+            for _ in 0..100 {
+                split.refault(300, false);
+            }
+            share = split.decide(Standing { share, pool: u64::from(share) << 16, ..AT });
+        }
+        assert_eq!(share, LEAST);
+        for _ in 0..200 {
+            for _ in 0..100 {
+                split.refault(20_001, true);
+            }
+            share = split.decide(Standing { share, pool: u64::from(share) << 16, ..AT });
+        }
+        assert_eq!(share, MOST);
+    }
+}
