@@ -18,9 +18,9 @@ const OBSERVED: usize = 16;
 const HORIZON: u32 = 128;
 /// While chunks are brought in whole, every so manyth is put under observation.
 const OBSERVE_EVERY: u32 = 16;
-/// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper: each costs about as much as five pages that are
-/// brought in for nothing and taken out again.
-const WORTH_16: u32 = 3 * 16;
+/// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper. A page that is brought in for nothing costs its
+/// loading, another page's going out, and that one's coming back: about as much as a fault. So at least half of a chunk must be wanted.
+const WORTH_16: u32 = 7 * 16;
 
 #[derive(Clone, Copy)]
 struct Stream {
