@@ -150,6 +150,15 @@ fn file(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("read-64", name), |b| {
             b.iter(|| device.read(&mut slots(at()).zip(&mut out).collect::<Vec<_>>()).unwrap());
         });
+        group.bench_function(BenchmarkId::new("unchanged", name), |b| {
+            let first = at();
+            device.read(&mut slots(first).zip(&mut out).collect::<Vec<_>>()).unwrap();
+            let mut i = 0;
+            b.iter(|| {
+                i = (i + 1) % BATCH;
+                assert!(device.unchanged(Slot(first + i), &out[i as usize]));
+            });
+        });
         for n in [2, 4, 8, 32] {
             // Scattered over the file.
             group.bench_function(BenchmarkId::new(format!("read-{n}-scattered"), name), |b| {

@@ -30,6 +30,7 @@
 //! across I/O, `state` is not (but across calls to the source). Readers do not wait for writers.
 
 mod cipher;
+mod digests;
 mod extents;
 mod io;
 mod places;
@@ -41,6 +42,7 @@ use swaptide_sys::mem::Mapping;
 use swaptide_sys::{Errno, OwnedFd};
 
 use self::cipher::Cipher;
+use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
 use self::places::{Place, Places};
@@ -138,6 +140,7 @@ pub struct FileDevice {
     io: Box<dyn BlockIo>,
     source: Box<dyn ExtentSource + Send + Sync>,
     key: [u8; 32],
+    digester: Digester,
     state: Lock<State>,
     /// Blocks on their way in.
     inbox: Lock<Buffer>,
@@ -165,6 +168,8 @@ impl Buffer {
 
 struct State {
     places: Places,
+    /// Of pages that were read and neither freed nor written again since.
+    digests: Digests,
     extents: Extents,
 }
 
@@ -179,10 +184,13 @@ impl FileDevice {
     }
 
     fn on(io: Box<dyn BlockIo>, key: [u8; 32], salt: u64, source: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
-        let extents = Extents::new(Arc::new(Cipher::new(&key, salt)));
-        let state = State { places: Places::default(), extents };
+        let cipher = Cipher::new(&key, salt);
+        // Kept in forked children, for the digests they inherit.
+        let digester = Digester::new(cipher.digest_key());
+        let extents = Extents::new(Arc::new(cipher));
+        let state = State { places: Places::default(), digests: Digests::default(), extents };
         let (inbox, bounce) = (Lock::new(Buffer::default()), Lock::new(Buffer::default()));
-        FileDevice { io, source, key, state: Lock::new(state), inbox, bounce }
+        FileDevice { io, source, key, digester, state: Lock::new(state), inbox, bounce }
     }
 
     /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is recorded.
@@ -213,6 +221,7 @@ impl FileDevice {
         {
             let mut state = self.state.lock();
             for ((&(slot, _), &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
+                state.digests.remove(slot);
                 if let Some(before) = state.places.set(slot, Place { span, count, tag }) {
                     vacated.extend(state.extents.free(before.span));
                 }
@@ -402,6 +411,8 @@ impl FileDevice {
     }
 
     /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly what was written.
+    ///
+    /// What was read is remembered by its digest, for [`Self::unchanged`].
     pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
         let mut order = Vec::with_capacity(reqs.len());
         {
@@ -434,7 +445,23 @@ impl FileDevice {
                 }
             }
         }
+        let digests: Vec<_> = order.iter().map(|w| self.digester.of(reqs[w.number].1)).collect();
+        let mut state = self.state.lock();
+        for (w, digest) in order.iter().zip(digests) {
+            // Not if it was freed meanwhile; one that was moved is left out too.
+            if let Some(digest) = digest.filter(|_| state.places.get(w.slot) == Some(w.place)) {
+                state.digests.set(w.slot, digest);
+            }
+        }
         Ok(())
+    }
+
+    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and had these contents. Does no
+    /// I/O; `false` proves nothing.
+    #[must_use]
+    pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
+        let Some(then) = self.state.lock().digests.get(slot) else { return false };
+        self.digester.of(page) == Some(then)
     }
 
     /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted` failed.
@@ -479,6 +506,7 @@ impl FileDevice {
         let vacated = {
             let mut state = self.state.lock();
             let Some(place) = state.places.remove(slot) else { return false };
+            state.digests.remove(slot);
             state.extents.free(place.span)
         };
         self.let_go(vacated.as_slice());
@@ -530,6 +558,7 @@ impl FileDevice {
         let vacated = {
             let mut state = self.state.lock();
             state.places = Places::default();
+            state.digests = Digests::default();
             state.extents.clear()
         };
         self.let_go(&vacated);
@@ -569,7 +598,7 @@ impl FileDevice {
             shared_extents,
             stored_bytes,
             block_bytes,
-            metadata_bytes: state.places.metadata_bytes() + state.extents.metadata_bytes(),
+            metadata_bytes: state.places.metadata_bytes() + state.digests.metadata_bytes() + state.extents.metadata_bytes(),
         }
     }
 

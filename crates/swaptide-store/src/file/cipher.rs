@@ -26,6 +26,15 @@ impl Cipher {
         Cipher { aead: Aes256GcmSiv::new(&own.into()) }
     }
 
+    /// A secret of its own, for digests. The same for every cipher of this key and salt.
+    pub(super) fn digest_key(&self) -> [u8; 16] {
+        let mut key = [0; 16];
+        self.aead
+            .encrypt_inout_detached(&Nonce::from([0xff; 12]), b"swaptide digest key", key.as_mut_slice().into())
+            .expect("16 bytes are within the cipher's limits");
+        key
+    }
+
     /// Encrypts `object` into `sealed`, which is as long. `counter` must never have been used with this cipher before.
     pub(super) fn seal(&self, counter: u64, place: [u8; 8], object: &[u8], sealed: &mut [u8]) -> Tag {
         let buffer = InOutBuf::new(object, sealed).expect("both are as long");

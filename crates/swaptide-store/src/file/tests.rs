@@ -229,6 +229,7 @@ fn forked(parent: &FileDevice, disk: &Disk, source: &Source) -> FileDevice {
         let parent = parent.state.lock();
         let mut state = child.state.lock();
         state.places = parent.places.clone();
+        state.digests = parent.digests.clone();
         state.extents = parent.extents.clone();
     }
     child
@@ -327,20 +328,29 @@ proptest! {
         let source = Source::new(most);
         let device = device(&disk, &source);
         let mut model: HashMap<u32, u32> = HashMap::new();
+        let mut history: HashMap<u32, Vec<u32>> = HashMap::new();
         let mut children = Vec::new();
         let mut torn_possible = false;
         for op in ops {
             match op {
                 Op::Write(pages) => {
                     match write(&device, &pages) {
-                        Ok(()) => model.extend(pages),
+                        Ok(()) => {
+                            for (slot, seed) in pages {
+                                model.insert(slot, seed);
+                                history.entry(slot).or_default().push(seed);
+                            }
+                        }
                         Err(error) => prop_assert!(pages.iter().any(|&(slot, _)| Slot(slot) == error.slot)),
                     }
                 }
                 Op::Read(slots) => match read(&device, &slots) {
                     Ok(pages) => {
-                        for (slot, page) in slots.iter().zip(pages) {
+                        for (slot, mut page) in slots.iter().zip(pages) {
                             prop_assert!(*page == *page_of(model[slot]));
+                            prop_assert!(device.unchanged(Slot(*slot), &page));
+                            page[*slot as usize] ^= 1;
+                            prop_assert!(!device.unchanged(Slot(*slot), &page));
                         }
                     }
                     Err(error) => {
@@ -371,6 +381,14 @@ proptest! {
                 Op::Fork => {}
             }
             prop_assert_eq!(device.stats().pages, model.len());
+            // Whatever was written, freed or moved since it was read: never an old page, never a page of nothing.
+            for (slot, seeds) in &history {
+                let now = model.get(slot).map(|&seed| page_of(seed));
+                for &seed in seeds.iter().rev().take(3) {
+                    let page = page_of(seed);
+                    prop_assert!(now.as_ref() == Some(&page) || !device.unchanged(Slot(*slot), &page));
+                }
+            }
             check(&device);
         }
         disk.set_fault(None);
@@ -431,6 +449,31 @@ fn packed_pages_lie_close_together() {
         assert!(**page == *page_of(*slot), "slot {slot}");
     }
     check(&device);
+}
+
+#[test]
+fn a_page_that_was_read_is_known_again() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write(&device, &[(1, 3), (2, 7), (3, 8)]).unwrap();
+    assert!(!device.unchanged(Slot(1), &page_of(3)), "not read yet");
+    let before = device.stats().metadata_bytes;
+    read(&device, &[1, 2, 3]).unwrap();
+    assert!(device.stats().metadata_bytes > before);
+    for (slot, seed) in [(1, 3), (2, 7), (3, 8)] {
+        assert!(device.unchanged(Slot(slot), &page_of(seed)));
+        assert!(!device.unchanged(Slot(slot), &page_of(seed + 8)) || seed == 8);
+    }
+    // A forked child knows it too, under whatever key it writes.
+    device.freeze_all();
+    source.share(&device);
+    let child = forked(&device, &disk, &source);
+    child.rekey_salt(9);
+    assert!(child.unchanged(Slot(1), &page_of(3)));
+    write(&child, &[(1, 3)]).unwrap();
+    assert!(!child.unchanged(Slot(1), &page_of(3)), "written, not read");
+    assert!(device.free(Slot(2)) && device.free(Slot(1)) && device.free(Slot(3)));
+    assert!(!device.unchanged(Slot(2), &page_of(7)), "freed");
 }
 
 #[test]
