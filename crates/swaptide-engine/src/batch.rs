@@ -447,11 +447,14 @@ impl Batch {
                 self.to_file.push((frame, entry, place));
             }
         }
-        let pages: Vec<(Slot, &Page)> = self
+        let pages: Vec<(Slot, Packed<'_>)> = self
             .to_file
             .iter()
-            // SAFETY: as in `store`.
-            .map(|&(frame, _, place)| (Slot(place.offset().0), unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() }))
+            .map(|&(frame, _, place)| {
+                // SAFETY: as in `store`.
+                let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
+                (Slot(place.offset().0), Packed::Raw(page))
+            })
             .collect();
         let written = file.device.write(&pages);
         drop(pages);

@@ -10,6 +10,7 @@
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
+use swaptide_store::codec::Packed;
 use swaptide_store::{Page, Slot};
 
 use crate::devices::POOL;
@@ -105,8 +106,8 @@ impl Writeback {
                 loaded += 1;
             }
         }
-        let pages: Vec<(Slot, &Page)> =
-            self.moving.iter().filter_map(|m| Some((Slot(m.new.offset().0), &self.data[m.data?]))).collect();
+        let pages: Vec<(Slot, Packed<'_>)> =
+            self.moving.iter().filter_map(|m| Some((Slot(m.new.offset().0), Packed::Raw(&self.data[m.data?])))).collect();
         let written = file.device.write(&pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;

@@ -131,12 +131,41 @@ fn file(c: &mut Criterion) {
     let mut numbers = Random(5);
     let mut at = || (numbers.next() >> 20) as u32 % 64 * BATCH;
     let slots = |first: u32| (first..first + BATCH).map(Slot);
-    for first in 0..64 {
-        device.write(&slots(first * BATCH).zip(&pages).collect::<Vec<_>>()).unwrap();
+    let mut codec = Compressor::new();
+    let packed: Vec<Vec<u8>> = pages
+        .iter()
+        .map(|page| if let Packed::Bytes(bytes) = codec.compress(page) { bytes.to_vec() } else { page.to_vec() })
+        .collect();
+    for (name, data) in [
+        ("raw", pages.iter().map(Packed::Raw).collect::<Vec<_>>()),
+        ("packed", packed.iter().map(|bytes| Packed::Bytes(bytes)).collect()),
+    ] {
+        for first in 0..64 {
+            device.write(&slots(first * BATCH).zip(data.iter().copied()).collect::<Vec<_>>()).unwrap();
+        }
+        group.bench_function(BenchmarkId::new("write-64", name), |b| {
+            b.iter(|| device.write(&slots(at()).zip(data.iter().copied()).collect::<Vec<_>>()).unwrap());
+        });
+        let mut out = pages.clone();
+        group.bench_function(BenchmarkId::new("read-64", name), |b| {
+            b.iter(|| device.read(&mut slots(at()).zip(&mut out).collect::<Vec<_>>()).unwrap());
+        });
+        group.bench_function(BenchmarkId::new("unchanged", name), |b| {
+            let first = at();
+            device.read(&mut slots(first).zip(&mut out).collect::<Vec<_>>()).unwrap();
+            let mut i = 0;
+            b.iter(|| {
+                i = (i + 1) % BATCH;
+                assert!(device.unchanged(Slot(first + i), &out[i as usize]));
+            });
+        });
+        for n in [2, 4, 8, 32] {
+            // Scattered over the file.
+            group.bench_function(BenchmarkId::new(format!("read-{n}-scattered"), name), |b| {
+                b.iter(|| device.read(&mut (0..n).map(|_| Slot(at())).zip(&mut out).collect::<Vec<_>>()).unwrap());
+            });
+        }
     }
-    group.bench_function("write-64", |b| b.iter(|| device.write(&slots(at()).zip(&pages).collect::<Vec<_>>()).unwrap()));
-    let mut out = pages.clone();
-    group.bench_function("read-64", |b| b.iter(|| device.read(&mut slots(at()).zip(&mut out).collect::<Vec<_>>()).unwrap()));
     group.finish();
 }
 

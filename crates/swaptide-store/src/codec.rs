@@ -41,6 +41,44 @@ pub enum Packed<'a> {
     Raw(&'a Page),
 }
 
+/// What a [`Packed`] page is, without its bytes.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum PackedKind {
+    /// A page of zeros.
+    Zero,
+    /// A page of one repeated word.
+    Same(u64),
+    /// An lz4 block of that many bytes.
+    Bytes(usize),
+    /// The page itself.
+    Raw,
+}
+
+impl PackedKind {
+    /// Bytes it takes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a size, not a collection")]
+    pub const fn len(self) -> usize {
+        match self {
+            PackedKind::Zero | PackedKind::Same(_) => 0,
+            PackedKind::Bytes(len) => len,
+            PackedKind::Raw => PAGE_SIZE,
+        }
+    }
+
+    /// The packed page, given its bytes; `None` if those are not [`Self::len`].
+    #[must_use]
+    pub fn with(self, bytes: &[u8]) -> Option<Packed<'_>> {
+        Some(match self {
+            PackedKind::Zero => Packed::Zero,
+            PackedKind::Same(word) => Packed::Same(word),
+            PackedKind::Bytes(len) if bytes.len() == len => Packed::Bytes(bytes),
+            PackedKind::Bytes(_) => return None,
+            PackedKind::Raw => Packed::Raw(bytes.try_into().ok()?),
+        })
+    }
+}
+
 /// Neighbouring pages in the form a device stores them.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum PackedUnit<'a> {

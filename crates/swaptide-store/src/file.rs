@@ -1,11 +1,15 @@
-//! The file device: pages encrypted in extents of a swap file that several processes share.
+//! The file device: packed pages encrypted in extents of a swap file that several processes share.
 //!
-//! Owns where each of its slots' pages lies (extent and page in it), the tag that proves the page is the one written, and the
-//! state of the extents leased from an [`ExtentSource`]. Writing is log-structured: a batch goes to the next pages of the open
-//! extent, so pages written together lie together and go out in few large writes.
+//! Owns where each of its slots' pages lies (block, byte and length), the tag that proves the page is the one written, and the
+//! state of the extents leased from an [`ExtentSource`]. Writing is log-structured: the packed pages of a batch go byte after
+//! byte to the next blocks of the open extent, so pages written together lie together and go out in few large writes. A batch
+//! begins with a new block: no block is ever written to that holds something live.
 //!
 //! Every page is sealed with AES-256-GCM-SIV. The tag stays in RAM: what the disk returns is either exactly what was written
 //! to this place for this slot last, or an error. There is no key on disk and nothing there outlives the processes.
+//!
+//! When the file may not grow and the free space is scattered in blocks that also hold live pages, a write *cleans* first: it
+//! moves the live pages of the extents where that gains most together.
 //!
 //! Across a fork, parent and child both refer to the extents leased so far. [`FileDevice::freeze_all`], called before, makes
 //! those read-only for both: neither writes into them again or punches them, and the source gets each back when the last of
@@ -16,18 +20,21 @@
 //! 1. A write that fails records nothing: every slot still has the page it had.
 //! 2. A pair of key and nonce is used for one write only: the counter grows with each page, and a copy of it in another
 //!    process is used with another key.
-//! 3. A page's location is written to only while no slot's record names it, and only in an extent that is exclusively ours.
+//! 3. A block is written to only while no slot's record names a byte of it, and only in an extent that is exclusively ours.
 //! 4. An extent is punched only when no page of it is live and it is exclusively ours; then, and only then, the source is told
 //!    that it is punched.
+//! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than was written looks whether
+//!    the page was moved before it calls it damaged.
 //!
-//! Locks: `bounce`, then `state`. `bounce` is held across I/O, `state` is not (but across calls to the source).
+//! Locks: `inbox` or `bounce` (both only to keep everybody out, in this order), then `state`. `inbox` and `bounce` are held
+//! across I/O, `state` is not (but across calls to the source). Readers do not wait for writers.
 
 mod cipher;
+mod digests;
 mod extents;
 mod io;
 mod places;
 
-use std::io::IoSliceMut;
 use std::sync::Arc;
 
 use swaptide_sys::lock::{Guard, Lock};
@@ -35,18 +42,26 @@ use swaptide_sys::mem::Mapping;
 use swaptide_sys::{Errno, OwnedFd};
 
 use self::cipher::Cipher;
-use self::extents::{Extents, Location, Taken, Vacated};
+use self::digests::{Digester, Digests};
+use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
 use self::places::{Place, Places};
+use crate::codec::{self, Packed, RAW_ABOVE};
 use crate::{PAGE_SIZE, Page, Slot};
 
-/// Pages in an extent.
+/// Blocks (of a page's size) in an extent.
 pub const EXTENT_PAGES: usize = 512;
 /// Bytes in an extent.
 pub const EXTENT_BYTES: u64 = (EXTENT_PAGES * PAGE_SIZE) as u64;
 
-/// Pages the bounce buffer holds: enough for writes of a size disks like.
-const BOUNCE_PAGES: usize = 64;
+/// Blocks one write has: enough for a size disks like.
+const WRITE_BLOCKS: usize = 64;
+/// Blocks that are read before they are unpacked.
+const READ_BLOCKS: usize = 128;
+/// Bytes that stand for a page of one repeated word: no lz4 block of a page is so short.
+const WORD: usize = size_of::<u64>();
+/// Times a write cleans before it gives up.
+const CLEANINGS: usize = 8;
 
 /// A piece of the swap file: the bytes from `EXTENT_BYTES` times this number on.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -88,6 +103,9 @@ pub enum ReadErrorKind {
     /// The slot holds no page.
     #[error("the slot holds no page")]
     NoSuchSlot,
+    /// What was written is not a packed page: it was damaged in memory before.
+    #[error("what was written there does not unpack: memory was damaged before it was written")]
+    Unpacking,
 }
 
 /// A page of a batch could not be brought back; the contents of the batch's other pages are undefined.
@@ -109,6 +127,10 @@ pub struct Stats {
     pub extents: usize,
     /// Of those, extents shared with other processes.
     pub shared_extents: usize,
+    /// Bytes of packed pages.
+    pub stored_bytes: u64,
+    /// Bytes of the blocks they lie in.
+    pub block_bytes: u64,
     /// Bytes of records in RAM.
     pub metadata_bytes: usize,
 }
@@ -118,14 +140,36 @@ pub struct FileDevice {
     io: Box<dyn BlockIo>,
     source: Box<dyn ExtentSource + Send + Sync>,
     key: [u8; 32],
+    digester: Digester,
     state: Lock<State>,
-    /// For sealed pages on their way out, and for pages that cannot be read straight to where they belong. Made when first
-    /// needed. Taken before `state`.
-    bounce: Lock<Option<Mapping>>,
+    /// Blocks on their way in.
+    inbox: Lock<Buffer>,
+    /// Blocks on their way out; the lock of the writers.
+    bounce: Lock<Buffer>,
+}
+
+/// Block-aligned memory, made when first needed.
+#[derive(Default)]
+struct Buffer(Option<Mapping>);
+
+impl Buffer {
+    fn blocks(&mut self, n: usize) -> Result<&mut [u8], Errno> {
+        let len = n * PAGE_SIZE;
+        let mapping = match self.0.take() {
+            Some(mapping) if mapping.len() >= len => mapping,
+            _ => Mapping::reserve(len)?,
+        };
+        let mapping = self.0.insert(mapping);
+        // SAFETY: the mapping is at least as long as this, its memory is initialized (anonymous), and the exclusive borrow of
+        // its owner keeps others off.
+        Ok(unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr(), len) })
+    }
 }
 
 struct State {
     places: Places,
+    /// Of pages that were read and neither freed nor written again since.
+    digests: Digests,
     extents: Extents,
 }
 
@@ -140,61 +184,46 @@ impl FileDevice {
     }
 
     fn on(io: Box<dyn BlockIo>, key: [u8; 32], salt: u64, source: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
-        let extents = Extents::new(Arc::new(Cipher::new(&key, salt)));
-        let state = State { places: Places::default(), extents };
-        FileDevice { io, source, key, state: Lock::new(state), bounce: Lock::new(None) }
+        let cipher = Cipher::new(&key, salt);
+        // Kept in forked children, for the digests they inherit.
+        let digester = Digester::new(cipher.digest_key());
+        let extents = Extents::new(Arc::new(cipher));
+        let state = State { places: Places::default(), digests: Digests::default(), extents };
+        let (inbox, bounce) = (Lock::new(Buffer::default()), Lock::new(Buffer::default()));
+        FileDevice { io, source, key, digester, state: Lock::new(state), inbox, bounce }
     }
 
-    /// Writes a batch of pages; what their slots held before is freed. On failure nothing is recorded.
-    pub fn write(&self, pages: &[(Slot, &Page)]) -> Result<(), WriteError> {
+    /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is recorded.
+    ///
+    /// A zero or same-filled page takes a few bytes of the file, too.
+    ///
+    /// # Panics
+    /// If packed bytes are not the length of a packed page.
+    pub fn write(&self, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
         let Some(&(first, _)) = pages.first() else { return Ok(()) };
         let mut bounce = self.bounce.lock();
-        let bounce = bounce_pages(&mut bounce).map_err(|errno| WriteError { slot: first, errno })?;
-        let mut taken = Vec::with_capacity(pages.len());
-        let cipher = {
-            let mut state = self.state.lock();
-            for &(slot, _) in pages {
-                match state.extents.take_page(&*self.source) {
-                    Some(page) => taken.push(page),
-                    None => {
-                        drop(state);
-                        self.give_up(&taken, None);
-                        return Err(WriteError { slot, errno: Errno::NOSPC });
-                    }
-                }
-            }
-            Arc::clone(state.extents.cipher())
-        };
+        let (taken, cipher) = self.reserve(pages, &mut bounce)?;
+        // One block more than a write has, for the page that crosses its end.
+        let out = bounce.blocks(WRITE_BLOCKS + 1).map_err(|errno| {
+            self.give_up(&taken, None);
+            WriteError { slot: first, errno }
+        })?;
         let mut tags = Vec::with_capacity(pages.len());
-        for start in (0..pages.len()).step_by(BOUNCE_PAGES) {
-            let end = pages.len().min(start + BOUNCE_PAGES);
-            for (i, sealed) in (start..end).zip(bounce.iter_mut()) {
-                let Taken { location, count, base } = taken[i];
-                tags.push(cipher.seal(base + u64::from(count), location.0, pages[i].1, sealed));
-            }
-            // Neighbouring pages go out as one.
-            let mut from = start;
-            while from < end {
-                let at = taken[from].location;
-                let mut to = from + 1;
-                while to < end && taken[to].location.0 == at.0 + (to - from) as u32 {
-                    to += 1;
-                }
-                let bytes = bounce[from - start..to - start].as_flattened();
-                if let Err(errno) = io::write_all(&*self.io, at.byte(), bytes) {
-                    // A full file system is no fault of this place; anything else may be.
-                    self.give_up(&taken, (errno != Errno::NOSPC).then(|| at.extent()));
-                    return Err(WriteError { slot: pages[from].0, errno });
-                }
-                from = to;
-            }
+        let sealed = self.put(out, &taken, |i, at, out| {
+            with_bytes(&pages[i].1, |bytes| tags.push(cipher.seal(at.base + u64::from(at.count), at.span.name(), bytes, out)));
+        });
+        if let Err(Unwritten { object, extent, errno }) = sealed {
+            // A full file system is no fault of this place; anything else may be.
+            self.give_up(&taken, (errno != Errno::NOSPC).then_some(extent));
+            return Err(WriteError { slot: pages[object].0, errno });
         }
         let mut vacated = Vec::new();
         {
             let mut state = self.state.lock();
-            for ((&(slot, _), &Taken { location, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
-                if let Some(before) = state.places.set(slot, Place { location, count, tag }) {
-                    vacated.extend(state.extents.free_page(before.location));
+            for ((&(slot, _), &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
+                state.digests.remove(slot);
+                if let Some(before) = state.places.set(slot, Place { span, count, tag }) {
+                    vacated.extend(state.extents.free(before.span));
                 }
             }
         }
@@ -202,76 +231,274 @@ impl FileDevice {
         Ok(())
     }
 
+    /// Takes a place for each page of a batch, and cleans for it if that helps.
+    fn reserve(&self, pages: &[(Slot, Packed<'_>)], bounce: &mut Buffer) -> Result<(Vec<Taken>, Arc<Cipher>), WriteError> {
+        let mut taken = Vec::with_capacity(pages.len());
+        let mut cleanings = 0;
+        loop {
+            let mut state = self.state.lock();
+            let mut pen = Pen::default();
+            let purpose = if cleanings < CLEANINGS { Purpose::Write } else { Purpose::WriteAnyway };
+            let mut full = None;
+            for (_, page) in &pages[taken.len()..] {
+                match state.extents.take(packed_len(page), &mut pen, &*self.source, purpose) {
+                    Ok(place) => taken.push(place),
+                    Err(why) => {
+                        full = Some(why);
+                        break;
+                    }
+                }
+            }
+            let Some(full) = full else { return Ok((taken, Arc::clone(state.extents.cipher()))) };
+            drop(state);
+            if full == Full::Entirely {
+                self.give_up(&taken, None);
+                return Err(WriteError { slot: pages[taken.len()].0, errno: Errno::NOSPC });
+            }
+            cleanings = if self.clean(bounce) { cleanings + 1 } else { CLEANINGS };
+        }
+    }
+
+    /// Seals objects into `out` and writes them to their places, what lies together at once. `seal` is given an object's number,
+    /// its place and where to.
+    fn put(&self, out: &mut [u8], taken: &[Taken], mut seal: impl FnMut(usize, &Taken, &mut [u8])) -> Result<(), Unwritten> {
+        const FULL: usize = WRITE_BLOCKS * PAGE_SIZE;
+        // The bytes in `out`, the place in the file they begin at, and the first object among them.
+        let (mut fill, mut base, mut first) = (0usize, 0u64, 0);
+        let write = |base: u64, bytes: &[u8], first: usize| {
+            io::write_all(&*self.io, base, bytes).map_err(|(at, errno)| Unwritten {
+                object: first,
+                extent: Extent((at / EXTENT_BYTES) as u32),
+                errno,
+            })
+        };
+        for (i, place) in taken.iter().enumerate() {
+            let start = place.span.start();
+            let at = usize::try_from(start.wrapping_sub(base)).unwrap_or(usize::MAX);
+            let padded = fill.next_multiple_of(PAGE_SIZE);
+            if fill > 0 && at != fill && at != padded {
+                out[fill..padded].fill(0);
+                write(base, &out[..padded], first)?;
+                fill = 0;
+            }
+            if fill == 0 {
+                (base, first) = (start, i);
+                assert_eq!(place.span.byte(), 0, "swap file: a write that does not begin with a block");
+            } else {
+                out[fill..at].fill(0);
+                fill = at;
+            }
+            seal(i, place, &mut out[fill..fill + place.span.len()]);
+            fill += place.span.len();
+            if fill >= FULL {
+                write(base, &out[..FULL], first)?;
+                out.copy_within(FULL..fill, 0);
+                (fill, base, first) = (fill - FULL, base + FULL as u64, i);
+            }
+        }
+        let padded = fill.next_multiple_of(PAGE_SIZE);
+        out[fill..padded].fill(0);
+        if fill == 0 { Ok(()) } else { write(base, &out[..padded], first) }
+    }
+
+    /// Moves the live pages of the extents that gain most by it together. `false` if no block became free.
+    fn clean(&self, bounce: &mut Buffer) -> bool {
+        let mut wanted = self.pages_to_clean();
+        wanted.sort_unstable_by_key(|w| w.place.span);
+        let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS) else { return false };
+        let (out, inbox) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
+        let mut gained = false;
+        let mut rest = &mut wanted[..];
+        while !rest.is_empty() {
+            // Few enough for the blocks kept for this.
+            let mut sum = 0;
+            let few = rest.iter().position(|w| {
+                sum += w.place.span.len();
+                sum > (extents::RESERVE - 1) * PAGE_SIZE
+            });
+            let few = few.unwrap_or(rest.len());
+            let (n, mut runs) = lay_out(&mut rest[..few], inbox);
+            let (some, later) = rest.split_at_mut(n);
+            rest = later;
+            // A page that cannot be read is left where it is: who wants it will be told.
+            if let Err((block, _)) = self.io.read_runs(&mut runs) {
+                if let Some(bad) = some.iter().find(|w| w.uses(block)) {
+                    self.state.lock().extents.distrust(bad.place.span.extent());
+                }
+                continue;
+            }
+            let mut opened = Vec::with_capacity(n);
+            for w in &*some {
+                let Place { span, tag, .. } = w.place;
+                if w.cipher.open(w.counter, span.name(), &tag, &mut inbox[w.at..w.at + span.len()]) {
+                    opened.push(w);
+                } else if self.state.lock().places.get(w.slot) == Some(w.place) {
+                    self.state.lock().extents.distrust(span.extent());
+                }
+            }
+            match self.move_together(&opened, inbox, out) {
+                Some(freed) => gained |= freed,
+                None => break,
+            }
+        }
+        gained
+    }
+
+    /// What lies in the extents to clean.
+    fn pages_to_clean(&self) -> Vec<Wanted> {
+        let mut found = Vec::new();
+        let victims = self.state.lock().extents.victims();
+        for cluster in 0.. {
+            // The lock is dropped after every cluster, so that faults get in between.
+            let state = self.state.lock();
+            let further = state.places.of_cluster(cluster, |slot, place| {
+                if victims.contains(&place.span.extent()) {
+                    found.push(Wanted::new(&state, slot, *place, found.len()));
+                }
+            });
+            if !further {
+                break;
+            }
+        }
+        found
+    }
+
+    /// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells whether blocks became free, or
+    /// nothing if there is no room or the file does not take them.
+    fn move_together(&self, pages: &[&Wanted], inbox: &[u8], out: &mut [u8]) -> Option<bool> {
+        let mut taken = Vec::with_capacity(pages.len());
+        let (cipher, before) = {
+            let mut state = self.state.lock();
+            let mut pen = Pen::default();
+            let before = state.extents.free_blocks();
+            for w in pages {
+                match state.extents.take(w.place.span.len(), &mut pen, &*self.source, Purpose::Clean) {
+                    Ok(place) => taken.push(place),
+                    Err(_) => {
+                        drop(state);
+                        self.give_up(&taken, None);
+                        return None;
+                    }
+                }
+            }
+            (Arc::clone(state.extents.cipher()), before)
+        };
+        let mut tags = Vec::with_capacity(pages.len());
+        let put = self.put(out, &taken, |i, at, out| {
+            let bytes = &inbox[pages[i].at..][..out.len()];
+            tags.push(cipher.seal(at.base + u64::from(at.count), at.span.name(), bytes, out));
+        });
+        if let Err(Unwritten { extent, errno, .. }) = put {
+            self.give_up(&taken, (errno != Errno::NOSPC).then_some(extent));
+            return None;
+        }
+        let mut vacated = Vec::new();
+        let gained = {
+            let mut state = self.state.lock();
+            for ((w, &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
+                let unused = if state.places.get(w.slot) == Some(w.place) {
+                    state.places.set(w.slot, Place { span, count, tag });
+                    w.place.span
+                } else {
+                    span
+                };
+                vacated.extend(state.extents.free(unused));
+            }
+            !vacated.is_empty() || state.extents.free_blocks() > before
+        };
+        self.let_go(&vacated);
+        Some(gained)
+    }
+
     /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly what was written.
+    ///
+    /// What was read is remembered by its digest, for [`Self::unchanged`].
     pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
-        let mut found = Vec::with_capacity(reqs.len());
+        let mut order = Vec::with_capacity(reqs.len());
         {
             let state = self.state.lock();
-            for (slot, _) in reqs.iter() {
-                let place = state.places.get(*slot).ok_or(ReadError { slot: *slot, kind: ReadErrorKind::NoSuchSlot })?;
-                let (cipher, base) = state.extents.sealed_with(place.location);
-                found.push((place, base, Arc::clone(cipher)));
+            for (i, &(slot, _)) in reqs.iter().enumerate() {
+                let place = state.places.get(slot).ok_or(ReadError { slot, kind: ReadErrorKind::NoSuchSlot })?;
+                order.push(Wanted::new(&state, slot, place, i));
             }
         }
+        let Some(first) = order.first() else { return Ok(()) };
+        let slot = first.slot;
+        let mut inbox = self.inbox.lock();
+        let inbox = inbox.blocks(READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
         // In the order of the file, so that neighbours become one read.
-        let mut order: Vec<_> = reqs.iter_mut().zip(&found).collect();
-        order.sort_unstable_by_key(|(_, (place, ..))| place.location);
-        let straight =
-            !self.io.wants_aligned() || order.iter().all(|((_, page), _)| page.as_ptr().addr().is_multiple_of(PAGE_SIZE));
-        let read = if straight { self.read_straight(&mut order) } else { self.read_bounced(&mut order) };
-        if let Err((at, errno)) = read {
-            return Err(ReadError { slot: order[at].0.0, kind: ReadErrorKind::Io(errno) });
-        }
-        let mut bad = None;
-        for ((slot, page), (place, base, cipher)) in order {
-            if !cipher.open(*base + u64::from(place.count), place.location.0, &place.tag, page) {
-                page.fill(0);
-                bad = bad.or(Some(ReadError { slot: *slot, kind: ReadErrorKind::Authentication }));
+        order.sort_unstable_by_key(|w| w.place.span);
+        let mut rest = &mut order[..];
+        while !rest.is_empty() {
+            match self.read_some(rest, inbox, reqs) {
+                Ok(n) => rest = &mut rest[n..],
+                Err((at, kind)) => {
+                    let slot = rest[at].slot;
+                    // Cleaning may have moved it, and something else may lie there now.
+                    let before = rest[at].place;
+                    self.look_again(rest)?;
+                    if rest[at].place == before {
+                        reqs[rest[at].number].1.fill(0);
+                        return Err(ReadError { slot, kind });
+                    }
+                    rest.sort_unstable_by_key(|w| w.place.span);
+                }
             }
         }
-        bad.map_or(Ok(()), Err)
-    }
-
-    /// Reads every page to where it belongs. On failure, tells which one failed.
-    fn read_straight(&self, order: &mut [Wanted<'_, '_>]) -> Result<(), (usize, Errno)> {
-        let locations: Vec<_> = order.iter().map(|(_, (place, ..))| place.location).collect();
-        self.read_pages(0, &locations, order.iter_mut().map(|((_, page), _)| &mut **page))
-    }
-
-    /// Reads every page through the aligned buffer.
-    fn read_bounced(&self, order: &mut [Wanted<'_, '_>]) -> Result<(), (usize, Errno)> {
-        let mut bounce = self.bounce.lock();
-        let bounce = bounce_pages(&mut bounce).map_err(|errno| (0, errno))?;
-        for (part, order) in order.chunks_mut(BOUNCE_PAGES).enumerate() {
-            let locations: Vec<_> = order.iter().map(|(_, (place, ..))| place.location).collect();
-            self.read_pages(part * BOUNCE_PAGES, &locations, bounce[..order.len()].iter_mut())?;
-            for (((_, page), _), read) in order.iter_mut().zip(bounce.iter()) {
-                page.copy_from_slice(read);
+        let digests: Vec<_> = order.iter().map(|w| self.digester.of(reqs[w.number].1)).collect();
+        let mut state = self.state.lock();
+        for (w, digest) in order.iter().zip(digests) {
+            // Not if it was freed meanwhile; one that was moved is left out too.
+            if let Some(digest) = digest.filter(|_| state.places.get(w.slot) == Some(w.place)) {
+                state.digests.set(w.slot, digest);
             }
         }
         Ok(())
     }
 
-    /// Reads pages at locations in ascending order, neighbours at once. `first` is the caller's number of the first one.
-    fn read_pages<'p>(
+    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and had these contents. Does no
+    /// I/O; `false` proves nothing.
+    #[must_use]
+    pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
+        let Some(then) = self.state.lock().digests.get(slot) else { return false };
+        self.digester.of(page) == Some(then)
+    }
+
+    /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted` failed.
+    fn read_some(
         &self,
-        first: usize,
-        locations: &[Location],
-        pages: impl Iterator<Item = &'p mut Page>,
-    ) -> Result<(), (usize, Errno)> {
-        let mut bufs: Vec<_> = pages.map(|page| IoSliceMut::new(&mut page[..])).collect();
-        let mut rest = &mut bufs[..];
-        let mut runs = Vec::new();
-        let mut from = 0;
-        for to in 1..=locations.len() {
-            if to == locations.len() || locations[to].0 != locations[to - 1].0.wrapping_add(1) {
-                let (bufs, later) = rest.split_at_mut(to - from);
-                runs.push(Run { offset: locations[from].byte(), first: first + from, bufs });
-                rest = later;
-                from = to;
-            }
+        wanted: &mut [Wanted],
+        inbox: &mut [u8],
+        reqs: &mut [(Slot, &mut Page)],
+    ) -> Result<usize, (usize, ReadErrorKind)> {
+        let (n, mut runs) = lay_out(wanted, inbox);
+        if let Err((block, errno)) = self.io.read_runs(&mut runs) {
+            let at = wanted[..n].iter().position(|w| w.uses(block)).expect("every block that is read is some page's");
+            return Err((at, ReadErrorKind::Io(errno)));
         }
-        self.io.read_runs(&mut runs)
+        for i in 0..n {
+            let w = &wanted[i];
+            if let Some(same) = i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span) {
+                // Asked for twice. Its bytes have been opened already.
+                if let Ok([(_, from), (_, to)]) = reqs.get_disjoint_mut([same.number, w.number]) {
+                    to.copy_from_slice(&from[..]);
+                }
+                continue;
+            }
+            let page = &mut *reqs[w.number].1;
+            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page).map_err(|kind| (i, kind))?;
+        }
+        Ok(n)
+    }
+
+    /// Looks up where pages lie now.
+    fn look_again(&self, wanted: &mut [Wanted]) -> Result<(), ReadError> {
+        let state = self.state.lock();
+        for w in wanted {
+            let place = state.places.get(w.slot).ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
+            *w = Wanted::new(&state, w.slot, place, w.number);
+        }
+        Ok(())
     }
 
     /// Forgets what a slot holds; `false` if it held nothing.
@@ -279,7 +506,8 @@ impl FileDevice {
         let vacated = {
             let mut state = self.state.lock();
             let Some(place) = state.places.remove(slot) else { return false };
-            state.extents.free_page(place.location)
+            state.digests.remove(slot);
+            state.extents.free(place.span)
         };
         self.let_go(vacated.as_slice());
         true
@@ -330,6 +558,7 @@ impl FileDevice {
         let vacated = {
             let mut state = self.state.lock();
             state.places = Places::default();
+            state.digests = Digests::default();
             state.extents.clear()
         };
         self.let_go(&vacated);
@@ -339,8 +568,9 @@ impl FileDevice {
     /// [`Self::freeze_all`], so that the child's copy is complete and consistent.
     #[must_use]
     pub fn quiesce(&self) -> Quiesced<'_> {
+        let inbox = self.inbox.lock();
         let bounce = self.bounce.lock();
-        Quiesced { _state: self.state.lock(), _bounce: bounce }
+        Quiesced { _state: self.state.lock(), _bounce: bounce, _inbox: inbox }
     }
 
     /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
@@ -352,6 +582,7 @@ impl FileDevice {
         unsafe {
             self.state.force_unlock();
             self.bounce.force_unlock();
+            self.inbox.force_unlock();
         }
     }
 
@@ -360,11 +591,14 @@ impl FileDevice {
     pub fn stats(&self) -> Stats {
         let state = self.state.lock();
         let (extents, shared_extents) = state.extents.count();
+        let (stored_bytes, block_bytes) = state.extents.bytes();
         Stats {
             pages: state.places.used(),
             extents,
             shared_extents,
-            metadata_bytes: state.places.metadata_bytes() + state.extents.metadata_bytes(),
+            stored_bytes,
+            block_bytes,
+            metadata_bytes: state.places.metadata_bytes() + state.digests.metadata_bytes() + state.extents.metadata_bytes(),
         }
     }
 
@@ -377,7 +611,7 @@ impl FileDevice {
                 state.extents.distrust(extent);
             }
             for page in taken {
-                vacated.extend(state.extents.free_page(page.location));
+                vacated.extend(state.extents.free(page.span));
             }
         }
         self.let_go(&vacated);
@@ -396,21 +630,113 @@ impl FileDevice {
 /// Keeps everybody out of a device; see [`FileDevice::quiesce`].
 pub struct Quiesced<'a> {
     _state: Guard<'a, State>,
-    _bounce: Guard<'a, Option<Mapping>>,
+    _bounce: Guard<'a, Buffer>,
+    _inbox: Guard<'a, Buffer>,
 }
 
-/// A page to read: where to, and where from, with the base of its counter and its cipher.
-type Wanted<'a, 'p> = (&'a mut (Slot, &'p mut Page), &'a (Place, u64, Arc<Cipher>));
+/// What could not be written.
+struct Unwritten {
+    /// The first object of the write that failed.
+    object: usize,
+    extent: Extent,
+    errno: Errno,
+}
 
-/// The bounce buffer's pages; made at the first call.
-fn bounce_pages(bounce: &mut Option<Mapping>) -> Result<&mut [Page], Errno> {
-    let mapping = match bounce {
-        Some(mapping) => mapping,
-        None => bounce.insert(Mapping::reserve(BOUNCE_PAGES * PAGE_SIZE)?),
+/// A page to read, and what it takes to open it.
+struct Wanted {
+    slot: Slot,
+    place: Place,
+    counter: u64,
+    cipher: Arc<Cipher>,
+    /// The caller's number of it.
+    number: usize,
+    /// Where in the buffer its bytes are.
+    at: usize,
+}
+
+impl Wanted {
+    fn new(state: &State, slot: Slot, place: Place, number: usize) -> Wanted {
+        let (cipher, base) = state.extents.sealed_with(place.span);
+        Wanted { slot, place, counter: base + u64::from(place.count), cipher: Arc::clone(cipher), number, at: 0 }
+    }
+
+    /// Whether any of its bytes are in that block of the buffer.
+    fn uses(&self, block: usize) -> bool {
+        (self.at / PAGE_SIZE..(self.at + self.place.span.len()).div_ceil(PAGE_SIZE)).contains(&block)
+    }
+
+    /// Opens its bytes and unpacks them.
+    fn unpack(&self, bytes: &mut [u8], page: &mut Page) -> Result<(), ReadErrorKind> {
+        let Place { span, tag, .. } = &self.place;
+        if bytes.len() == PAGE_SIZE {
+            let opens = self.cipher.open_into(self.counter, span.name(), tag, bytes, page);
+            return if opens { Ok(()) } else { Err(ReadErrorKind::Authentication) };
+        }
+        if !self.cipher.open(self.counter, span.name(), tag, bytes) {
+            return Err(ReadErrorKind::Authentication);
+        }
+        if let Ok(word) = bytes.try_into() {
+            codec::fill(page, u64::from_le_bytes(word));
+            return Ok(());
+        }
+        codec::decompress(bytes, page).map_err(|_| ReadErrorKind::Unpacking)
+    }
+}
+
+/// Gives every block that the first pages of `wanted` (in the order of the file) need a place in the buffer, neighbours next to
+/// each other. Returns for how many pages there is room, and what to read.
+fn lay_out<'b>(wanted: &mut [Wanted], mut buffer: &'b mut [u8]) -> (usize, Vec<Run<'b>>) {
+    let room = (buffer.len() / PAGE_SIZE) as u32;
+    let mut runs = Vec::new();
+    // The run so far: its first block, the one after its last, and the blocks of the buffer before it.
+    let (mut start, mut end, mut before) = (0, 0, 0u32);
+    let mut laid = 0;
+    let mut close = |start: u32, end: u32, before: u32| {
+        if start < end {
+            let (buf, rest) = core::mem::take(&mut buffer).split_at_mut((end - start) as usize * PAGE_SIZE);
+            buffer = rest;
+            runs.push(Run { offset: u64::from(start) * PAGE_SIZE as u64, first: before as usize, buf });
+        }
     };
-    // SAFETY: the mapping is as long as this and page-aligned, its memory is initialized (anonymous), and the exclusive borrow
-    // of its owner keeps others off.
-    Ok(unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr().cast::<Page>(), BOUNCE_PAGES) })
+    for w in wanted {
+        let span = w.place.span;
+        let apart = laid == 0 || span.block() > end;
+        let (from, used) = if apart { (span.block(), before + (end - start)) } else { (start, before) };
+        if used + (span.end_block().max(end) - from) > room && (apart || span.end_block() > end) {
+            break;
+        }
+        if apart {
+            close(start, end, before);
+            (start, end, before) = (span.block(), span.block(), used);
+        }
+        end = end.max(span.end_block());
+        w.at = (before + (span.block() - start)) as usize * PAGE_SIZE + span.byte();
+        laid += 1;
+    }
+    close(start, end, before);
+    (laid, runs)
+}
+
+/// Bytes a packed page takes in the file.
+fn packed_len(page: &Packed<'_>) -> usize {
+    match page {
+        Packed::Zero | Packed::Same(_) => WORD,
+        Packed::Bytes(bytes) => {
+            assert!((WORD + 1..=RAW_ABOVE).contains(&bytes.len()), "swap file: {} bytes are no packed page", bytes.len());
+            bytes.len()
+        }
+        Packed::Raw(_) => PAGE_SIZE,
+    }
+}
+
+/// Calls `f` with those bytes.
+fn with_bytes(page: &Packed<'_>, f: impl FnOnce(&[u8])) {
+    match *page {
+        Packed::Zero => f(&[0; WORD]),
+        Packed::Same(word) => f(&word.to_le_bytes()),
+        Packed::Bytes(bytes) => f(bytes),
+        Packed::Raw(page) => f(page),
+    }
 }
 
 #[cfg(test)]

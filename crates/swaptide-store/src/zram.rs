@@ -13,19 +13,22 @@
 //!    that, and answers [`Damaged`] rather than hand out another slot's page.
 //! 2. A store that fails changes nothing.
 //!
+//! 3. `figures` is what `state` holds, as of the last time it was unlocked after a change.
+//!
 //! Locks: `scratch` (only for units), then `state`. Neither is held while the other device or the codec's compressing side
-//! runs.
+//! runs. `figures` is read without.
 
 mod pool;
 mod table;
 
 use core::mem::MaybeUninit;
+use core::sync::atomic::{AtomicUsize, Ordering};
 
 use swaptide_sys::lock::{Guard, Lock};
 
 use self::pool::{Head, ObjectId, Pool};
 use self::table::{Handle, Handles, SameTable};
-use crate::codec::{self, MAX_UNIT_PAGES, Packed, PackedUnit, RAW_ABOVE};
+use crate::codec::{self, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Why a compressed-RAM device could not be made.
@@ -78,6 +81,22 @@ pub struct Zram {
     state: Lock<State>,
     /// Taken before `state`.
     scratch: Lock<Scratch>,
+    figures: Figures,
+}
+
+/// What is asked for often, kept where no lock is needed to read it.
+#[derive(Default)]
+struct Figures {
+    pool_bytes: AtomicUsize,
+    stored_bytes: AtomicUsize,
+}
+
+impl Figures {
+    /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything else from them: relaxed.
+    fn note(&self, state: &State) {
+        self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
+        self.stored_bytes.store(state.pool.stored_bytes(), Ordering::Relaxed);
+    }
 }
 
 struct State {
@@ -106,6 +125,7 @@ impl Zram {
         Ok(Zram {
             state: Lock::new(State { handles, same: SameTable::default(), pool, unit_epoch: 0, cursor: 0 }),
             scratch: Lock::new(Scratch::default()),
+            figures: Figures::default(),
         })
     }
 
@@ -114,15 +134,24 @@ impl Zram {
     /// # Panics
     /// If the slot is beyond the device's end.
     pub fn insert(&self, slot: Slot, page: &Packed<'_>) -> Result<(), PoolFull> {
+        self.change(|state| {
+            let handle = match *page {
+                Packed::Zero => Handle::Same(state.same.add(0)),
+                Packed::Same(word) => Handle::Same(state.same.add(word)),
+                Packed::Bytes(bytes) => state.store(slot, 0, &[], bytes)?,
+                Packed::Raw(page) => state.store(slot, 0, &[], page)?,
+            };
+            state.replace(slot, handle);
+            Ok(())
+        })
+    }
+
+    /// Does `f` under the lock, then notes the figures.
+    fn change<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
         let mut state = self.state.lock();
-        let handle = match *page {
-            Packed::Zero => Handle::Same(state.same.add(0)),
-            Packed::Same(word) => Handle::Same(state.same.add(word)),
-            Packed::Bytes(bytes) => state.store(slot, 0, &[], bytes)?,
-            Packed::Raw(page) => state.store(slot, 0, &[], page)?,
-        };
-        state.replace(slot, handle);
-        Ok(())
+        let answer = f(&mut state);
+        self.figures.note(&state);
+        answer
     }
 
     /// Stores `n` pages from `slot` on, packed as one. On failure nothing changes.
@@ -131,43 +160,7 @@ impl Zram {
     /// If `n` is not between 1 and [`MAX_UNIT_PAGES`], or a slot is beyond the device's end.
     pub fn insert_unit(&self, slot: Slot, n: usize, unit: &PackedUnit<'_>) -> Result<(), PoolFull> {
         assert!((1..=MAX_UNIT_PAGES).contains(&n), "a unit of {n} pages");
-        let mut state = self.state.lock();
-        let slots = (0..n as u32).map(|i| slot.offset(i));
-        match *unit {
-            PackedUnit::Zero | PackedUnit::Same(_) => {
-                let word = if let PackedUnit::Same(word) = *unit { word } else { 0 };
-                for slot in slots {
-                    let handle = Handle::Same(state.same.add(word));
-                    state.replace(slot, handle);
-                }
-            }
-            PackedUnit::Bytes(bytes) => {
-                let live = u16::MAX >> (MAX_UNIT_PAGES - n);
-                let handle = state.store(slot, live, &[n as u8], bytes)?;
-                for slot in slots {
-                    state.replace(slot, handle);
-                }
-            }
-            PackedUnit::Raw(bytes) => {
-                assert_eq!(bytes.len(), n * PAGE_SIZE, "a raw unit of {n} pages");
-                let mut stored = [Handle::Empty; MAX_UNIT_PAGES];
-                for (i, (slot, page)) in slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate() {
-                    match state.store(slot, 0, &[], page) {
-                        Ok(handle) => stored[i] = handle,
-                        Err(full) => {
-                            for handle in stored {
-                                state.release(slot, handle);
-                            }
-                            return Err(full);
-                        }
-                    }
-                }
-                for (slot, handle) in slots.zip(stored) {
-                    state.replace(slot, handle);
-                }
-            }
-        }
-        Ok(())
+        self.change(|state| state.insert_unit(slot, n, unit))
     }
 
     /// Brings a page back. The slot keeps it.
@@ -201,6 +194,50 @@ impl Zram {
         let block = copy_into(&mut copy, bytes).ok_or(Damaged { slot, what: "an object of impossible length" })?;
         drop(state);
         codec::decompress(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })
+    }
+
+    /// Appends what a slot holds to `out` as it is, without decompressing, and says what it is: for another device.
+    ///
+    /// A zero or same-filled page appends nothing. Of a unit, the slot's page is decompressed and appended raw. Where `out` has
+    /// room for a page it is not reallocated. On failure `out` is as it was.
+    pub fn packed(&self, slot: Slot, out: &mut Vec<u8>) -> Result<PackedKind, Damaged> {
+        // Before the lock is taken: growing takes time.
+        out.reserve(PAGE_SIZE);
+        let state = self.state.lock();
+        let id = match state.handles.get(slot) {
+            Handle::Empty => return Err(Damaged { slot, what: "nothing is stored here" }),
+            Handle::Same(id) => {
+                return Ok(match state.same.get(id) {
+                    0 => PackedKind::Zero,
+                    word => PackedKind::Same(word),
+                });
+            }
+            Handle::Object(id) => id,
+        };
+        let head = state.pool.head(id);
+        if head.live != 0 {
+            drop(state);
+            let start = out.len();
+            out.resize(start + PAGE_SIZE, 0);
+            return match self.load_of_unit(slot, 1, &mut out[start..]) {
+                Ok(_) => Ok(PackedKind::Raw),
+                Err(damaged) => {
+                    out.truncate(start);
+                    Err(damaged)
+                }
+            };
+        }
+        if head.slot != slot.0 {
+            return Err(Damaged { slot, what: "the page found belongs to another slot" });
+        }
+        let bytes = state.pool.bytes(id);
+        let kind = match bytes.len() {
+            PAGE_SIZE => PackedKind::Raw,
+            len @ 1..=RAW_ABOVE => PackedKind::Bytes(len),
+            _ => return Err(Damaged { slot, what: "an object of impossible length" }),
+        };
+        out.extend_from_slice(bytes);
+        Ok(kind)
     }
 
     /// Brings `n` pages from `slot` on back. Units that lie in the range are decompressed straight into `out`.
@@ -269,12 +306,13 @@ impl Zram {
 
     /// Forgets what a slot holds; `false` if it held nothing.
     pub fn free(&self, slot: Slot) -> bool {
-        let mut state = self.state.lock();
-        if state.handles.get(slot) == Handle::Empty {
-            return false;
-        }
-        state.replace(slot, Handle::Empty);
-        true
+        self.change(|state| {
+            let held = state.handles.get(slot) != Handle::Empty;
+            if held {
+                state.replace(slot, Handle::Empty);
+            }
+            held
+        })
     }
 
     /// Whether a slot holds a page.
@@ -283,27 +321,21 @@ impl Zram {
         self.state.lock().handles.get(slot) != Handle::Empty
     }
 
-    /// Moves objects out of sparse blocks until no block can be freed so, or about `budget` bytes were copied; gives the
-    /// pages of all empty blocks back. Returns the bytes by which the pool shrank.
+    /// Moves objects out of sparse blocks, so that those become free and their memory goes back to the kernel, until no block
+    /// can be freed so, or about `budget` bytes were copied. Returns the bytes by which the pool shrank.
     ///
-    /// Worth calling when [`Self::pool_bytes`] is well above [`Self::stored_bytes`] (say, by a quarter): replacing pages one by
-    /// one keeps the pool dense by itself, freeing many does not.
+    /// Cheap to call often: only size classes in which something was freed since they were last found dense are looked at, and
+    /// without any the answer is immediate. The lock is held for a block at a time.
     pub fn compact(&self, budget: usize) -> usize {
-        let before = self.pool_bytes();
+        let mut shrunk = 0;
         let mut copied = 0;
         while copied < budget {
             // The lock is dropped after every block, so that faults get in between.
-            let mut state = self.state.lock();
-            let State { handles, pool, unit_epoch, cursor, .. } = &mut *state;
-            let moved = pool.compact_one(cursor, |head, to| {
-                if head.live == 0 {
-                    handles.set(Slot(head.slot), Handle::Object(to));
-                    return;
-                }
-                *unit_epoch += 1;
-                for page in (0..MAX_UNIT_PAGES as u32).filter(|page| head.live & (1 << page) != 0) {
-                    handles.set(Slot(head.slot + page), Handle::Object(to));
-                }
+            let moved = self.change(|state| {
+                let before = state.pool.resident_bytes();
+                let moved = state.compact_one();
+                shrunk += before - state.pool.resident_bytes();
+                moved
             });
             match moved {
                 // Even a block of few bytes costs a system call.
@@ -311,8 +343,16 @@ impl Zram {
                 None => break,
             }
         }
-        self.state.lock().pool.chill();
-        before.saturating_sub(self.pool_bytes())
+        shrunk
+    }
+
+    /// Gives the memory of empty blocks back that is kept for the next pages (1 MiB at most). Returns how many bytes it was.
+    pub fn trim(&self) -> usize {
+        self.change(|state| {
+            let before = state.pool.resident_bytes();
+            state.pool.chill();
+            before - state.pool.resident_bytes()
+        })
     }
 
     /// Sets how many bytes the pool may hold; [`PoolFull`] beyond. Does not shrink a pool that is larger.
@@ -326,16 +366,16 @@ impl Zram {
         self.state.lock().pool.limit()
     }
 
-    /// Bytes of memory the pool holds.
+    /// Bytes of memory the pool holds. Takes no lock.
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
-        self.state.lock().pool.resident_bytes()
+        self.figures.pool_bytes.load(Ordering::Relaxed)
     }
 
-    /// Bytes of packed data.
+    /// Bytes of packed data. Takes no lock.
     #[must_use]
     pub fn stored_bytes(&self) -> usize {
-        self.state.lock().pool.stored_bytes()
+        self.figures.stored_bytes.load(Ordering::Relaxed)
     }
 
     /// Pages that need no bytes.
@@ -387,7 +427,9 @@ impl Zram {
     /// Recounts everything (tests).
     #[cfg(test)]
     fn check(&self) {
-        self.state.lock().pool.check();
+        let state = self.state.lock();
+        state.pool.check();
+        assert_eq!((self.pool_bytes(), self.stored_bytes()), (state.pool.resident_bytes(), state.pool.stored_bytes()));
     }
 }
 
@@ -408,10 +450,65 @@ impl State {
         Ok(Handle::Object(id))
     }
 
+    /// See [`Zram::insert_unit`].
+    fn insert_unit(&mut self, slot: Slot, n: usize, unit: &PackedUnit<'_>) -> Result<(), PoolFull> {
+        let slots = (0..n as u32).map(|i| slot.offset(i));
+        match *unit {
+            PackedUnit::Zero | PackedUnit::Same(_) => {
+                let word = if let PackedUnit::Same(word) = *unit { word } else { 0 };
+                for slot in slots {
+                    let handle = Handle::Same(self.same.add(word));
+                    self.replace(slot, handle);
+                }
+            }
+            PackedUnit::Bytes(bytes) => {
+                let live = u16::MAX >> (MAX_UNIT_PAGES - n);
+                let handle = self.store(slot, live, &[n as u8], bytes)?;
+                for slot in slots {
+                    self.replace(slot, handle);
+                }
+            }
+            PackedUnit::Raw(bytes) => {
+                assert_eq!(bytes.len(), n * PAGE_SIZE, "a raw unit of {n} pages");
+                let mut stored = [Handle::Empty; MAX_UNIT_PAGES];
+                for (i, (slot, page)) in slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate() {
+                    match self.store(slot, 0, &[], page) {
+                        Ok(handle) => stored[i] = handle,
+                        Err(full) => {
+                            for handle in stored {
+                                self.release(slot, handle);
+                            }
+                            return Err(full);
+                        }
+                    }
+                }
+                for (slot, handle) in slots.zip(stored) {
+                    self.replace(slot, handle);
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Gives a slot another handle and releases the one before.
     fn replace(&mut self, slot: Slot, handle: Handle) {
         let before = self.handles.set(slot, handle);
         self.release(slot, before);
+    }
+
+    /// Empties one sparse block; the bytes copied, or `None` when there is none to gain.
+    fn compact_one(&mut self) -> Option<usize> {
+        let State { handles, pool, unit_epoch, cursor, .. } = self;
+        pool.compact_one(cursor, |head, to| {
+            if head.live == 0 {
+                handles.set(Slot(head.slot), Handle::Object(to));
+                return;
+            }
+            *unit_epoch += 1;
+            for page in (0..MAX_UNIT_PAGES as u32).filter(|page| head.live & (1 << page) != 0) {
+                handles.set(Slot(head.slot + page), Handle::Object(to));
+            }
+        })
     }
 
     /// Releases a handle that `slot` held.

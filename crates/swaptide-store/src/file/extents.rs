@@ -1,13 +1,20 @@
-//! The extents leased: which of their pages are live, and where the next page goes.
+//! The extents leased: which of their blocks are live, and where the next object goes.
 //!
-//! Pages are taken in order from one open extent. When it is full, the next one is an extent of ours that has become sparse,
-//! else a new lease, else (the file may not grow) whichever has room. An extent whose last page is freed is handed to the
-//! caller to be let go.
+//! Objects (packed pages, 1 to 4096 bytes) are laid one after the other into a *run* of free blocks of one open extent; a
+//! [`Pen`] is the place in the run that has been reached. When the open extent has no further run, the next one is an extent
+//! of ours that has become sparse, else a new lease, else (the file may not grow) whichever has room. An extent whose last
+//! object is freed is handed to the caller to be let go.
+//!
+//! A few free blocks are always kept for cleaning, which moves the objects of extents whose blocks are in use but mostly
+//! garbage; a lease is asked for before they are touched.
 //!
 //! Invariants:
-//! 1. `live` is the number of bits set in `used`; a page reserved for a write under way counts.
-//! 2. Shared and distrusted extents are never open, so no page of them is taken.
-//! 3. All pages of an extent are sealed with the extent's cipher.
+//! 1. `counts` of a block is the number of live objects that overlap it, `live_blocks` that of blocks where it is not zero,
+//!    `live_bytes` the sum of the objects' lengths; an object reserved for a write under way counts.
+//! 2. Shared and distrusted extents are never open, so nothing is laid into them.
+//! 3. All objects of an extent are sealed with the extent's cipher.
+//! 4. An object is laid only into blocks of a run that were all free when the run was begun, under one hold of the lock.
+//! 5. `free` is the number of free blocks of all extents that are neither shared nor distrusted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,36 +23,100 @@ use super::cipher::Cipher;
 use super::{EXTENT_PAGES, Extent, ExtentSource};
 use crate::PAGE_SIZE;
 
-/// An extent of ours with fewer live pages than this is written to again.
+/// An extent of ours with fewer live blocks than this is written to again.
 const SPARSE_BELOW: u16 = (EXTENT_PAGES / 4) as u16;
-const PAGE_BITS: u32 = EXTENT_PAGES.trailing_zeros();
+/// Shortest run worth using in a sparse extent. One below [`SPARSE_BELOW`] always has such a run.
+const SHORTEST_RUN: usize = 3;
+/// When the file may not grow: an extent with so many free blocks is used as it is, before cleaning is thought of.
+const ROOMY: usize = EXTENT_PAGES / 8;
+/// Free blocks that only cleaning may use.
+pub(super) const RESERVE: usize = 16;
+/// Extents cleaned at a time.
+const VICTIMS: usize = 4;
+/// An extent is worth cleaning when the blocks this gains are at least one in so many of those it moves.
+const WORTH: usize = 6;
+const BLOCK_BITS: u32 = EXTENT_PAGES.trailing_zeros();
 
-/// A page of the swap file.
+/// Where an object lies: its first block, its first byte in it, its length. Never beyond the extent's end.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Location(pub(super) u32);
+pub(super) struct Span {
+    block: u32,
+    byte: u16,
+    len: u16,
+}
 
-impl Location {
-    pub(super) const NOWHERE: Location = Location(u32::MAX);
-
-    fn new(extent: u32, page: usize) -> Location {
-        Location(extent << PAGE_BITS | page as u32)
-    }
+impl Span {
+    pub(super) const NOWHERE: Span = Span { block: u32::MAX, byte: 0, len: 0 };
 
     pub(super) fn extent(self) -> Extent {
-        Extent(self.0 >> PAGE_BITS)
+        Extent(self.block >> BLOCK_BITS)
     }
 
-    fn page(self) -> usize {
-        self.0 as usize % EXTENT_PAGES
+    /// Number of its first block in the file.
+    pub(super) fn block(self) -> u32 {
+        self.block
     }
 
-    /// Its place in the file.
-    pub(super) fn byte(self) -> u64 {
-        u64::from(self.0) * PAGE_SIZE as u64
+    /// Number of the block after its last one.
+    pub(super) fn end_block(self) -> u32 {
+        self.block + (usize::from(self.byte) + usize::from(self.len)).div_ceil(PAGE_SIZE) as u32
+    }
+
+    /// Its first byte in the first block.
+    pub(super) fn byte(self) -> usize {
+        self.byte.into()
+    }
+
+    pub(super) fn len(self) -> usize {
+        self.len.into()
+    }
+
+    /// Its first byte in the file.
+    pub(super) fn start(self) -> u64 {
+        u64::from(self.block) * PAGE_SIZE as u64 + u64::from(self.byte)
+    }
+
+    /// What is authenticated with the object.
+    pub(super) fn name(self) -> [u8; 8] {
+        (u64::from(self.block) | u64::from(self.byte) << 32 | u64::from(self.len) << 48).to_le_bytes()
+    }
+
+    /// Its blocks, counted in the extent.
+    fn blocks(self) -> core::ops::Range<usize> {
+        let first = self.block as usize % EXTENT_PAGES;
+        first..first + (self.end_block() - self.block) as usize
     }
 }
 
-/// An extent without live pages, to be let go by the caller.
+/// The next byte to lay an object at, and the end of the run it is in. Worthless once the lock is dropped.
+#[derive(Default)]
+pub(super) struct Pen {
+    block: u32,
+    byte: usize,
+    end: u32,
+}
+
+/// Why no object can be laid.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) enum Full {
+    /// Cleaning would make room.
+    OfGarbage,
+    /// There is nothing to be done.
+    Entirely,
+}
+
+/// Who wants room.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) enum Purpose {
+    /// A write that has not tried cleaning yet.
+    Write,
+    /// A write for which cleaning did nothing.
+    WriteAnyway,
+    /// Cleaning, which alone may use the last free blocks.
+    Clean,
+}
+
+/// An extent without live objects, to be let go by the caller.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Vacated {
     pub(super) extent: Extent,
@@ -55,151 +126,293 @@ pub(super) struct Vacated {
 
 #[cfg_attr(test, derive(Clone))]
 struct Leased {
-    used: [u64; EXTENT_PAGES / 64],
-    live: u16,
+    counts: Box<[u8; EXTENT_PAGES]>,
+    live_blocks: u16,
+    live_bytes: u32,
     /// Other processes refer to it.
     shared: bool,
-    /// A write to it failed.
+    /// A write to it failed, or a read while cleaning, or its cipher is not ours any more.
     distrusted: bool,
     /// It is on the list of sparse extents.
     listed: bool,
     cipher: Arc<Cipher>,
-    /// Counters of its pages are kept relative to this.
+    /// Counters of its objects are kept relative to this.
     base: u64,
 }
 
 impl Leased {
-    fn first_free(&self) -> Option<usize> {
-        let word = self.used.iter().position(|&word| word != u64::MAX)?;
-        Some(word * 64 + self.used[word].trailing_ones() as usize)
+    fn writable(&self) -> bool {
+        !self.shared && !self.distrusted
     }
 
-    /// Whether pages may be taken from it, given the next counter.
-    fn writable(&self, counter: u64) -> bool {
-        !self.shared && !self.distrusted && counter - self.base < u64::from(u32::MAX)
+    fn free_blocks(&self) -> usize {
+        EXTENT_PAGES - usize::from(self.live_blocks)
     }
+
+    /// Blocks that moving its objects together would make free.
+    fn gain(&self) -> usize {
+        usize::from(self.live_blocks).saturating_sub((self.live_bytes as usize).div_ceil(PAGE_SIZE))
+    }
+
+    /// The first run of at least `least` free blocks from block `from` on.
+    fn run(&self, mut from: usize, least: usize) -> Option<core::ops::Range<usize>> {
+        loop {
+            let start = from + self.counts[from..].iter().position(|&count| count == 0)?;
+            let len = self.counts[start..].iter().position(|&count| count != 0).unwrap_or(EXTENT_PAGES - start);
+            if len >= least {
+                return Some(start..start + len);
+            }
+            from = start + len;
+        }
+    }
+}
+
+/// The extent that is written to.
+#[derive(Copy, Clone)]
+struct Open {
+    extent: u32,
+    /// Free blocks before this one have been passed by.
+    scan: usize,
+    /// Shorter runs are passed by.
+    least: usize,
 }
 
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Extents {
     leased: BTreeMap<u32, Leased>,
-    open: Option<u32>,
+    open: Option<Open>,
     /// Extents that fell below [`SPARSE_BELOW`]; checked again when taken from here.
     sparse: Vec<u32>,
+    free: usize,
     /// What new extents are sealed with.
     cipher: Arc<Cipher>,
-    /// Pages sealed so far.
+    /// Objects sealed so far.
     counter: u64,
 }
 
-/// A page taken for a write, and its counter: `base + count`.
+/// A place taken for a write, and its counter: `base + count`.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Taken {
-    pub(super) location: Location,
+    pub(super) span: Span,
     pub(super) count: u32,
     pub(super) base: u64,
 }
 
 impl Extents {
     pub(super) fn new(cipher: Arc<Cipher>) -> Extents {
-        Extents { leased: BTreeMap::new(), open: None, sparse: Vec::new(), cipher, counter: 0 }
+        Extents { leased: BTreeMap::new(), open: None, sparse: Vec::new(), free: 0, cipher, counter: 0 }
     }
 
-    /// What pages taken now are to be sealed with.
+    /// What objects taken places for now are to be sealed with.
     pub(super) fn cipher(&self) -> &Arc<Cipher> {
         &self.cipher
     }
 
-    /// What a page was sealed with, and the base of its counter.
-    pub(super) fn sealed_with(&self, location: Location) -> (&Arc<Cipher>, u64) {
-        let leased = self.leased.get(&location.extent().0).expect("swap file: a slot's page is in an extent that was let go");
+    /// What an object was sealed with, and the base of its counter.
+    pub(super) fn sealed_with(&self, span: Span) -> (&Arc<Cipher>, u64) {
+        let leased = self.leased.get(&span.extent().0).expect("swap file: a slot's page is in an extent that was let go");
         (&leased.cipher, leased.base)
     }
 
-    /// The next page to write to; `None` when there is none.
-    pub(super) fn take_page(&mut self, source: &dyn ExtentSource) -> Option<Taken> {
+    /// A place for an object of `len` bytes, next to the one before if it fits there.
+    pub(super) fn take(&mut self, len: usize, pen: &mut Pen, source: &dyn ExtentSource, purpose: Purpose) -> Result<Taken, Full> {
+        assert!((1..=PAGE_SIZE).contains(&len), "swap file: an object of {len} bytes");
+        loop {
+            if let Some(taken) = self.lay(len, pen) {
+                return Ok(taken);
+            }
+            self.next_run(pen, source, purpose)?;
+        }
+    }
+
+    /// Lays an object at the pen, if it fits into the run.
+    fn lay(&mut self, len: usize, pen: &mut Pen) -> Option<Taken> {
+        if pen.block >= pen.end {
+            return None;
+        }
+        let Extent(extent) = Span { block: pen.block, byte: 0, len: 0 }.extent();
+        let leased = self.leased.get_mut(&extent)?;
+        if leased.counts[pen.block as usize % EXTENT_PAGES] == u8::MAX {
+            (pen.block, pen.byte) = (pen.block + 1, 0);
+        }
+        if (pen.end.saturating_sub(pen.block)) as usize * PAGE_SIZE < pen.byte + len {
+            return None;
+        }
+        let Ok(count) = u32::try_from(self.counter - leased.base) else {
+            // Its counters are used up.
+            *pen = Pen::default();
+            self.distrust(Extent(extent));
+            return None;
+        };
+        let span = Span { block: pen.block, byte: pen.byte as u16, len: len as u16 };
+        for count in &mut leased.counts[span.blocks()] {
+            if *count == 0 {
+                leased.live_blocks += 1;
+                self.free -= 1;
+            }
+            *count += 1;
+        }
+        leased.live_bytes += len as u32;
+        self.counter += 1;
+        let end = pen.byte + len;
+        (pen.block, pen.byte) = (pen.block + (end / PAGE_SIZE) as u32, end % PAGE_SIZE);
+        Some(Taken { span, count, base: leased.base })
+    }
+
+    /// Sets the pen to the start of a run of free blocks.
+    fn next_run(&mut self, pen: &mut Pen, source: &dyn ExtentSource, purpose: Purpose) -> Result<(), Full> {
+        let reserve = if purpose == Purpose::Clean { 0 } else { RESERVE };
+        if self.free <= reserve && !self.lease(source) {
+            return Err(self.full(purpose));
+        }
         loop {
             let open = match self.open {
                 Some(open) => open,
-                None => self.open_next(source)?,
+                None => self.open_next(source, purpose)?,
             };
-            let counter = self.counter;
-            if let Some(leased) = self.leased.get_mut(&open)
-                && leased.writable(counter)
-                && let Some(page) = leased.first_free()
-            {
-                leased.used[page / 64] |= 1 << (page % 64);
-                leased.live += 1;
-                self.counter += 1;
-                let count = u32::try_from(counter - leased.base).expect("a writable extent's counters fit");
-                return Some(Taken { location: Location::new(open, page), count, base: leased.base });
+            if let Some(leased) = self.leased.get(&open.extent).filter(|leased| leased.writable()) {
+                let from = if leased.live_blocks == 0 { 0 } else { open.scan };
+                if let Some(run) = leased.run(from, open.least) {
+                    let start = open.extent << BLOCK_BITS | run.start as u32;
+                    let end = start + run.len().min(self.free - reserve) as u32;
+                    // Whatever is used of it is not free next time.
+                    self.open = Some(Open { scan: run.start, ..open });
+                    *pen = Pen { block: start, byte: 0, end };
+                    return Ok(());
+                }
             }
             self.open = None;
+            self.list_if_sparse(open.extent);
         }
     }
 
     /// Opens an extent that has room.
-    fn open_next(&mut self, source: &dyn ExtentSource) -> Option<u32> {
-        while let Some(extent) = self.sparse.pop() {
-            if let Some(leased) = self.leased.get_mut(&extent) {
-                leased.listed = false;
-                if leased.live < SPARSE_BELOW && leased.writable(self.counter) {
-                    self.open = Some(extent);
-                    return self.open;
+    fn open_next(&mut self, source: &dyn ExtentSource, purpose: Purpose) -> Result<Open, Full> {
+        loop {
+            while let Some(extent) = self.sparse.pop() {
+                if let Some(leased) = self.leased.get_mut(&extent) {
+                    leased.listed = false;
+                    if leased.live_blocks < SPARSE_BELOW && leased.writable() {
+                        return Ok(self.open(extent, SHORTEST_RUN));
+                    }
                 }
             }
+            if !self.lease(source) {
+                break;
+            }
         }
-        if let Some(Extent(extent)) = source.lease() {
-            assert!(extent < Location::NOWHERE.extent().0, "swap file: extent {extent} is beyond the largest file");
-            let leased = Leased {
-                used: [0; EXTENT_PAGES / 64],
-                live: 0,
-                shared: false,
-                distrusted: false,
-                listed: false,
-                cipher: Arc::clone(&self.cipher),
-                base: self.counter,
-            };
-            assert!(self.leased.insert(extent, leased).is_none(), "swap file: extent {extent} is leased twice");
-            self.open = Some(extent);
-        } else {
-            let counter = self.counter;
-            let roomy = self.leased.iter().filter(|(_, l)| usize::from(l.live) < EXTENT_PAGES && l.writable(counter));
-            self.open = roomy.min_by_key(|(_, l)| l.live).map(|(&extent, _)| extent);
+        // The file may not grow.
+        let roomy = self.leased.iter().filter(|(_, l)| l.writable()).min_by_key(|(_, l)| l.live_blocks);
+        match roomy.map(|(&extent, l)| (extent, l.free_blocks())) {
+            Some((extent, free)) if free > 0 => {
+                if free < ROOMY && purpose == Purpose::Write && !self.victims().is_empty() {
+                    return Err(Full::OfGarbage);
+                }
+                Ok(self.open(extent, 1))
+            }
+            _ => Err(self.full(purpose)),
         }
-        self.open
     }
 
-    /// A page is no longer live.
-    pub(super) fn free_page(&mut self, location: Location) -> Option<Vacated> {
-        let Extent(extent) = location.extent();
+    fn open(&mut self, extent: u32, least: usize) -> Open {
+        *self.open.insert(Open { extent, scan: 0, least })
+    }
+
+    fn full(&self, purpose: Purpose) -> Full {
+        if purpose == Purpose::Write && !self.victims().is_empty() { Full::OfGarbage } else { Full::Entirely }
+    }
+
+    /// Leases a further extent, which is then the first of the sparse ones.
+    fn lease(&mut self, source: &dyn ExtentSource) -> bool {
+        let Some(Extent(extent)) = source.lease() else { return false };
+        assert!(extent < Span::NOWHERE.extent().0, "swap file: extent {extent} is beyond the largest file");
+        let leased = Leased {
+            counts: Box::new([0; EXTENT_PAGES]),
+            live_blocks: 0,
+            live_bytes: 0,
+            shared: false,
+            distrusted: false,
+            listed: true,
+            cipher: Arc::clone(&self.cipher),
+            base: self.counter,
+        };
+        assert!(self.leased.insert(extent, leased).is_none(), "swap file: extent {extent} is leased twice");
+        self.free += EXTENT_PAGES;
+        self.sparse.push(extent);
+        true
+    }
+
+    /// Blocks that may be written to.
+    pub(super) fn free_blocks(&self) -> usize {
+        self.free
+    }
+
+    /// The extents that cleaning gains most of, if it gains enough.
+    pub(super) fn victims(&self) -> Vec<Extent> {
+        let mut victims: Vec<(usize, u32)> = Vec::with_capacity(VICTIMS + 1);
+        for (&extent, leased) in self.leased.iter().filter(|(_, l)| l.writable()) {
+            let gain = leased.gain();
+            if gain * WORTH >= usize::from(leased.live_blocks).max(RESERVE * WORTH) {
+                let at = victims.partition_point(|&(more, _)| more >= gain);
+                victims.insert(at, (gain, extent));
+                victims.truncate(VICTIMS);
+            }
+        }
+        victims.into_iter().map(|(_, extent)| Extent(extent)).collect()
+    }
+
+    /// An object is no longer live.
+    pub(super) fn free(&mut self, span: Span) -> Option<Vacated> {
+        let Extent(extent) = span.extent();
         let leased = self.leased.get_mut(&extent).expect("swap file: a page is freed in an extent that was let go");
-        let bit = 1 << (location.page() % 64);
-        let word = &mut leased.used[location.page() / 64];
-        assert!(*word & bit != 0, "swap file: a page is freed twice");
-        *word &= !bit;
-        leased.live -= 1;
-        if self.open == Some(extent) {
+        let mut emptied = 0;
+        for count in &mut leased.counts[span.blocks()] {
+            *count = count.checked_sub(1).expect("swap file: a page is freed twice");
+            emptied += usize::from(*count == 0);
+        }
+        leased.live_blocks -= emptied as u16;
+        leased.live_bytes -= span.len() as u32;
+        if leased.writable() {
+            self.free += emptied;
+        }
+        if self.open.is_some_and(|open| open.extent == extent) {
             return None;
         }
-        if leased.live == 0 {
-            let shared = leased.shared;
-            self.leased.remove(&extent);
-            return Some(Vacated { extent: Extent(extent), shared });
+        if leased.live_blocks == 0 {
+            return Some(self.remove(extent));
         }
-        if leased.live < SPARSE_BELOW && !leased.listed && !leased.shared && !leased.distrusted {
-            leased.listed = true;
-            self.sparse.push(extent);
-        }
+        self.list_if_sparse(extent);
         None
     }
 
-    /// Takes no more pages from an extent.
+    fn remove(&mut self, extent: u32) -> Vacated {
+        let leased = self.leased.remove(&extent).expect("swap file: an extent is let go twice");
+        if leased.writable() {
+            self.free -= leased.free_blocks();
+        }
+        Vacated { extent: Extent(extent), shared: leased.shared }
+    }
+
+    fn list_if_sparse(&mut self, extent: u32) {
+        if let Some(leased) = self.leased.get_mut(&extent)
+            && leased.live_blocks < SPARSE_BELOW
+            && !leased.listed
+            && leased.writable()
+        {
+            leased.listed = true;
+            self.sparse.push(extent);
+        }
+    }
+
+    /// Lays nothing into an extent any more.
     pub(super) fn distrust(&mut self, extent: Extent) {
         if let Some(leased) = self.leased.get_mut(&extent.0) {
+            if leased.writable() {
+                self.free -= leased.free_blocks();
+            }
             leased.distrusted = true;
         }
-        if self.open == Some(extent.0) {
+        if self.open.is_some_and(|open| open.extent == extent.0) {
             self.open = None;
         }
     }
@@ -210,7 +423,7 @@ impl Extents {
         for leased in self.leased.values_mut() {
             leased.shared = true;
         }
-        self.sparse.clear();
+        self.free = 0;
         vacated
     }
 
@@ -220,29 +433,32 @@ impl Extents {
         for leased in self.leased.values_mut() {
             leased.distrusted = true;
         }
-        self.sparse.clear();
+        self.free = 0;
         self.cipher = cipher;
         vacated
     }
 
-    /// Forgets all pages and lets every extent go.
+    /// Forgets all objects and lets every extent go.
     pub(super) fn clear(&mut self) -> Vec<Vacated> {
         self.open = None;
         self.sparse.clear();
+        self.free = 0;
         let leased = core::mem::take(&mut self.leased);
         leased.into_iter().map(|(extent, l)| Vacated { extent: Extent(extent), shared: l.shared }).collect()
     }
 
-    /// Closes the open extent; it is vacated if it is empty.
+    /// Closes the open extent and takes all off the list; those that are empty are vacated.
     fn close(&mut self) -> Vec<Vacated> {
-        let mut vacated = Vec::new();
-        if let Some(extent) = self.open.take()
-            && self.leased.get(&extent).is_some_and(|l| l.live == 0)
-        {
-            let shared = self.leased.remove(&extent).is_some_and(|l| l.shared);
-            vacated.push(Vacated { extent: Extent(extent), shared });
+        self.open = None;
+        self.sparse.clear();
+        let mut empty = Vec::new();
+        for (&extent, leased) in &mut self.leased {
+            leased.listed = false;
+            if leased.live_blocks == 0 {
+                empty.push(extent);
+            }
         }
-        vacated
+        empty.into_iter().map(|extent| self.remove(extent)).collect()
     }
 
     pub(super) fn leased(&self, mut f: impl FnMut(Extent)) {
@@ -254,7 +470,37 @@ impl Extents {
         (self.leased.len(), self.leased.values().filter(|l| l.shared).count())
     }
 
+    /// Bytes of live objects, and bytes of the blocks they lie in.
+    pub(super) fn bytes(&self) -> (u64, u64) {
+        self.leased.values().fold((0, 0), |(live, blocks), l| {
+            (live + u64::from(l.live_bytes), blocks + u64::from(l.live_blocks) * PAGE_SIZE as u64)
+        })
+    }
+
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.leased.len() * (size_of::<Leased>() + size_of::<u32>()) + self.sparse.capacity() * size_of::<u32>()
+        self.leased.len() * (size_of::<Leased>() + EXTENT_PAGES + size_of::<u32>()) + self.sparse.capacity() * size_of::<u32>()
+    }
+
+    /// Recounts everything and compares with the places of all slots (tests; no write may be under way).
+    #[cfg(test)]
+    pub(super) fn check(&self, spans: impl Iterator<Item = Span>) {
+        let mut counts: BTreeMap<u32, (Vec<u8>, u32)> = BTreeMap::new();
+        let mut all: Vec<Span> = spans.collect();
+        all.sort_unstable();
+        for pair in all.windows(2) {
+            assert!(pair[0].start() + pair[0].len() as u64 <= pair[1].start(), "objects overlap");
+        }
+        for span in all {
+            let (counts, bytes) = counts.entry(span.extent().0).or_insert_with(|| (vec![0; EXTENT_PAGES], 0));
+            counts[span.blocks()].iter_mut().for_each(|count| *count += 1);
+            *bytes += span.len() as u32;
+        }
+        for (extent, leased) in &self.leased {
+            let (counts, bytes) = counts.remove(extent).unwrap_or_else(|| (vec![0; EXTENT_PAGES], 0));
+            assert_eq!((&leased.counts[..], leased.live_bytes), (&counts[..], bytes), "extent {extent}");
+            assert_eq!(usize::from(leased.live_blocks), counts.iter().filter(|&&count| count > 0).count());
+        }
+        assert!(counts.is_empty(), "a page in an extent that was let go");
+        assert_eq!(self.free, self.leased.values().filter(|l| l.writable()).map(Leased::free_blocks).sum::<usize>());
     }
 }

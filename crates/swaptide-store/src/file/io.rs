@@ -1,13 +1,12 @@
 //! Reading and writing the swap file.
 //!
 //! [`BlockIo`] is what the device needs of a file, one system call each, so that tests can put a failing disk in its place;
-//! what turns those into whole transfers is here too. [`SwapFile`] is the real one: plain `preadv` and `pwrite`, with
-//! `O_DIRECT` where the file system takes it, and an io_uring for batches of many scattered reads.
+//! what turns those into whole transfers is here too. [`SwapFile`] is the real one: plain `pread` and `pwrite`, with
+//! `O_DIRECT` where the file system takes it, and an io_uring for batches of scattered reads.
 //!
 //! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's),
 //! used by one thread at a time, and never touched in a forked child: there its descriptor number may be another file.
 
-use std::io::IoSliceMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,31 +15,25 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
-/// Scattered reads that make an io_uring worth its set-up.
-const RING_FROM: usize = 8;
+use crate::PAGE_SIZE;
+
+/// Scattered reads that make an io_uring worth entering.
+const RING_FROM: usize = 2;
 /// Reads in flight at most.
 const RING_DEPTH: u32 = 64;
-/// Buffers one read may have (the kernel's limit).
-const MAX_BUFS: usize = 1024;
-
-/// Neighbouring pages to read: one read, if the kernel does not cut it short.
-pub(super) struct Run<'a, 'b> {
+/// Neighbouring blocks to read: one read, if the kernel does not cut it short.
+pub(super) struct Run<'b> {
     pub(super) offset: u64,
-    /// The caller's number of the first page, for its errors.
+    /// The caller's number of the first block, for its errors.
     pub(super) first: usize,
-    pub(super) bufs: &'a mut [IoSliceMut<'b>],
-}
-
-impl Run<'_, '_> {
-    fn len(&self) -> usize {
-        self.bufs.iter().map(|buf| buf.len()).sum()
-    }
+    /// Whole blocks.
+    pub(super) buf: &'b mut [u8],
 }
 
 /// A file, one system call at a time. A transfer may be short.
 pub(super) trait BlockIo: Send + Sync {
     /// Reads some bytes; 0 at the end of the file.
-    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno>;
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno>;
 
     /// Writes some bytes.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno>;
@@ -48,13 +41,8 @@ pub(super) trait BlockIo: Send + Sync {
     /// Gives a range's space back; it reads as zeros afterwards.
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno>;
 
-    /// Whether buffers must be page-aligned.
-    fn wants_aligned(&self) -> bool {
-        false
-    }
-
-    /// Reads all runs in full, at once if it can. On failure, tells which page failed.
-    fn read_runs(&self, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+    /// Reads all runs in full, at once if it can. On failure, tells which block failed.
+    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 
@@ -65,64 +53,51 @@ pub(super) trait BlockIo: Send + Sync {
     fn replace_fd(&self, _fd: OwnedFd) {}
 }
 
-/// Writes all of `bytes`.
-pub(super) fn write_all(io: &dyn BlockIo, mut offset: u64, mut bytes: &[u8]) -> Result<(), Errno> {
+/// Writes all of `bytes`. On failure, tells from which place of the file on.
+pub(super) fn write_all(io: &dyn BlockIo, mut offset: u64, mut bytes: &[u8]) -> Result<(), (u64, Errno)> {
     while !bytes.is_empty() {
         match io.write_at(offset, bytes) {
             // A device that takes nothing has nothing left to take.
-            Ok(0) => return Err(Errno::NOSPC),
+            Ok(0) => return Err((offset, Errno::NOSPC)),
             Ok(n) => {
                 offset += n as u64;
                 bytes = &bytes[n..];
             }
             Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno),
+            Err(errno) => return Err((offset, errno)),
         }
     }
     Ok(())
 }
 
-/// Reads a run in full. On failure, tells which page failed.
-pub(super) fn read_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_, '_>) -> Result<(), (usize, Errno)> {
-    let mut offset = run.offset;
-    for (part, bufs) in run.bufs.chunks_mut(MAX_BUFS).enumerate() {
-        let first = run.first + part * MAX_BUFS;
-        let got = loop {
-            match io.read_at(offset, bufs) {
-                Err(Errno::INTR) => {}
-                // Which of the pages it is, the reads one by one will show.
-                Err(_) if bufs.len() > 1 => break 0,
-                Err(errno) => return Err((first, errno)),
-                Ok(n) => break n,
-            }
-        };
-        finish_run(io, offset, first, bufs, got)?;
-        offset += bufs.iter().map(|buf| buf.len() as u64).sum::<u64>();
-    }
-    Ok(())
+/// Reads a run in full. On failure, tells which block failed.
+pub(super) fn read_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>) -> Result<(), (usize, Errno)> {
+    let got = loop {
+        match io.read_at(run.offset, run.buf) {
+            Err(Errno::INTR) => {}
+            // Which of the blocks it is, the reads one by one will show.
+            Err(_) if run.buf.len() > PAGE_SIZE => break 0,
+            Err(errno) => return Err((run.first, errno)),
+            Ok(n) => break n,
+        }
+    };
+    finish_run(io, run, got)
 }
 
-/// Reads what is missing of a run of which `got` bytes were read, page by page.
-fn finish_run<I: BlockIo + ?Sized>(
-    io: &I,
-    mut offset: u64,
-    first: usize,
-    bufs: &mut [IoSliceMut<'_>],
-    mut got: usize,
-) -> Result<(), (usize, Errno)> {
-    for (i, buf) in bufs.iter_mut().enumerate() {
-        let mut done = got.min(buf.len());
+/// Reads what is missing of a run of which `got` bytes were read, block by block.
+fn finish_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>, mut got: usize) -> Result<(), (usize, Errno)> {
+    for (i, block) in run.buf.chunks_mut(PAGE_SIZE).enumerate() {
+        let mut done = got.min(block.len());
         got -= done;
-        while done < buf.len() {
-            match io.read_at(offset + done as u64, &mut [IoSliceMut::new(&mut buf[done..])]) {
-                // The file ends before a page that was written to it: someone has cut it.
-                Ok(0) => return Err((first + i, Errno::IO)),
+        while done < block.len() {
+            match io.read_at(run.offset + (i * PAGE_SIZE + done) as u64, &mut block[done..]) {
+                // The file ends before a block that was written to it: someone has cut it.
+                Ok(0) => return Err((run.first + i, Errno::IO)),
                 Ok(n) => done += n,
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err((first + i, errno)),
+                Err(errno) => return Err((run.first + i, errno)),
             }
         }
-        offset += buf.len() as u64;
     }
     Ok(())
 }
@@ -161,17 +136,16 @@ impl SwapFile {
     }
 
     /// Reads all runs through the ring; what it leaves short is finished one by one.
-    fn read_with_ring(&self, ring: &mut IoUring, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+    fn read_with_ring(&self, ring: &mut IoUring, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
         let fd = self.fd();
         for batch in runs.chunks_mut(RING_DEPTH as usize) {
             let mut got = [0usize; RING_DEPTH as usize];
             for (i, run) in batch.iter_mut().enumerate() {
-                let bufs = run.bufs.as_mut_ptr().cast();
-                let read = opcode::Readv::new(types::Fd(fd.as_raw_fd()), bufs, run.bufs.len().min(MAX_BUFS) as u32)
+                let read = opcode::Read::new(types::Fd(fd.as_raw_fd()), run.buf.as_mut_ptr(), run.buf.len() as u32)
                     .offset(run.offset)
                     .build()
                     .user_data(i as u64);
-                // SAFETY: the buffers and their vector outlive the request: this function does not return (and the loop does
+                // SAFETY: the buffers outlive the request: this function does not return (and the loop does
                 // not go on) before every request has completed.
                 unsafe { ring.submission().push(&read) }.expect("the ring has room for a batch, and is empty between batches");
             }
@@ -192,8 +166,8 @@ impl SwapFile {
                 }
             }
             for (run, got) in batch.iter_mut().zip(got) {
-                if got != run.len() {
-                    finish_run(self, run.offset, run.first, run.bufs, got)?;
+                if got != run.buf.len() {
+                    finish_run(self, run, got)?;
                 }
             }
         }
@@ -202,10 +176,10 @@ impl SwapFile {
 }
 
 impl BlockIo for SwapFile {
-    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
         let fd = self.fd();
-        match rustix::io::preadv(&fd, bufs, offset) {
-            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::preadv(&fd, bufs, offset),
+        match rustix::io::pread(&fd, &mut *buf, offset) {
+            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::pread(&fd, buf, offset),
             answer => answer,
         }
     }
@@ -222,11 +196,7 @@ impl BlockIo for SwapFile {
         fallocate(&*self.fd(), FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
     }
 
-    fn wants_aligned(&self) -> bool {
-        self.direct.load(Ordering::Relaxed)
-    }
-
-    fn read_runs(&self, runs: &mut [Run<'_, '_>]) -> Result<(), (usize, Errno)> {
+    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
         if runs.len() >= RING_FROM
             && let Some(mut ring) = self.ring.try_lock()
         {

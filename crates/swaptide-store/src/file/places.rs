@@ -1,20 +1,22 @@
-//! From a slot to where its page lies: 24 bytes per slot, in arrays that exist while one of their slots is in use.
+//! From a slot to where its packed page lies: 28 bytes per slot, in arrays that exist while one of their slots is in use.
 
 use super::cipher::Tag;
-use super::extents::Location;
+use super::extents::Span;
 use crate::{CLUSTER_SLOTS, Slot};
 
 /// Where a slot's page lies, and what it takes to open it.
-#[derive(Copy, Clone, Debug)]
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Place {
-    pub(super) location: Location,
+    pub(super) span: Span,
     /// The page's counter, from the base its extent keeps.
     pub(super) count: u32,
     pub(super) tag: Tag,
 }
 
+const _: () = assert!(size_of::<Place>() == 28);
+
 impl Place {
-    const NOWHERE: Place = Place { location: Location::NOWHERE, count: 0, tag: [0; 16] };
+    const NOWHERE: Place = Place { span: Span::NOWHERE, count: 0, tag: [0; 16] };
 }
 
 #[cfg_attr(test, derive(Clone))]
@@ -35,7 +37,7 @@ impl Places {
     pub(super) fn get(&self, slot: Slot) -> Option<Place> {
         let (cluster, index) = slot.split();
         let place = self.clusters.get(cluster)?.as_ref()?.places[index];
-        (place.location != Location::NOWHERE).then_some(place)
+        (place.span != Span::NOWHERE).then_some(place)
     }
 
     /// Records a place and returns the one before.
@@ -50,7 +52,7 @@ impl Places {
             Box::new(Cluster { places: [Place::NOWHERE; CLUSTER_SLOTS], used: 0 })
         });
         let before = core::mem::replace(&mut cluster.places[index], place);
-        if before.location == Location::NOWHERE {
+        if before.span == Span::NOWHERE {
             cluster.used += 1;
             self.used += 1;
             return None;
@@ -70,6 +72,17 @@ impl Places {
             self.allocated -= 1;
         }
         Some(before)
+    }
+
+    /// Calls `f` for every slot of a cluster that is in use; `false` when there are no further clusters.
+    pub(super) fn of_cluster(&self, cluster: usize, mut f: impl FnMut(Slot, &Place)) -> bool {
+        let Some(found) = self.clusters.get(cluster) else { return false };
+        if let Some(found) = found {
+            for (i, place) in found.places.iter().enumerate().filter(|(_, place)| place.span != Span::NOWHERE) {
+                f(Slot((cluster * CLUSTER_SLOTS + i) as u32), place);
+            }
+        }
+        true
     }
 
     /// Slots in use.

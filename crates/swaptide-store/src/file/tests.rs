@@ -1,11 +1,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::io::IoSliceMut;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::codec::{Compressor, PackedKind};
 
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
@@ -62,7 +62,7 @@ impl DiskState {
 }
 
 impl BlockIo for Disk {
-    fn read_at(&self, offset: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
         let mut disk = self.0.lock().unwrap();
         if let Some(errno) = disk.fails() {
             return Err(errno);
@@ -71,19 +71,19 @@ impl BlockIo for Disk {
         if flip {
             disk.fault = None;
         }
-        let most = disk.most();
+        let most = buf.len().min(disk.most());
         let mut n = 0;
-        for buf in bufs.iter_mut() {
-            // A buffer never crosses the end of a page.
-            let (at, len) = (offset as usize + n, buf.len().min(most - n));
+        while n < most {
+            let at = offset as usize + n;
+            let len = (most - n).min(PAGE_SIZE - at % PAGE_SIZE);
             match disk.pages.get(&((at / PAGE_SIZE) as u64)) {
-                Some(page) => buf[..len].copy_from_slice(&page[at % PAGE_SIZE..][..len]),
-                None => buf[..len].fill(0),
+                Some(page) => buf[n..n + len].copy_from_slice(&page[at % PAGE_SIZE..][..len]),
+                None => buf[n..n + len].fill(0),
             }
             n += len;
         }
         if flip {
-            bufs[0][0] ^= 0x10;
+            buf[0] ^= 0x10;
         }
         Ok(n)
     }
@@ -101,7 +101,8 @@ impl BlockIo for Disk {
             disk.fault = None;
         }
         if offset.is_multiple_of(PAGE_SIZE as u64) && n == bytes.len() {
-            for page in bytes.as_chunks::<PAGE_SIZE>().0 {
+            // But for blocks that end, in zeros, with fewer bytes.
+            for page in bytes.as_chunks::<PAGE_SIZE>().0.iter().filter(|page| page[8..16] != [0; 8]) {
                 assert!(disk.ciphertexts.insert(page[..16].try_into().unwrap()), "the same ciphertext twice");
             }
         }
@@ -183,11 +184,38 @@ impl ExtentSource for Source {
     }
 }
 
+/// Pages of every kind: incompressible, text-like of many lengths, zero, same-filled.
 fn page_of(seed: u32) -> Box<Page> {
-    let mut page = Box::new([seed as u8; PAGE_SIZE]);
-    page[..4].copy_from_slice(&seed.to_le_bytes());
-    page[4092..].copy_from_slice(&seed.to_be_bytes());
+    let mut page = Box::new([0; PAGE_SIZE]);
+    let random = match seed % 8 {
+        0 => return page,
+        1 => {
+            codec::fill(&mut page[..], u64::from(seed));
+            return page;
+        }
+        2 => 16,
+        3 | 4 => 300 + seed as usize % 1000,
+        5 | 6 => 1000 + seed as usize % 2500,
+        _ => PAGE_SIZE,
+    };
+    noise(&mut page[..random], seed);
+    page[PAGE_SIZE - 4..].copy_from_slice(&seed.to_be_bytes());
     page
+}
+
+/// A page that does not compress.
+fn raw_page(seed: u32) -> Box<Page> {
+    let mut page = Box::new([0; PAGE_SIZE]);
+    noise(&mut page[..], seed);
+    page
+}
+
+fn noise(bytes: &mut [u8], seed: u32) {
+    let mut state = u64::from(seed) << 20 | 1;
+    for byte in bytes {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        *byte = (state >> 56) as u8;
+    }
 }
 
 fn device(disk: &Disk, source: &Source) -> FileDevice {
@@ -201,14 +229,55 @@ fn forked(parent: &FileDevice, disk: &Disk, source: &Source) -> FileDevice {
         let parent = parent.state.lock();
         let mut state = child.state.lock();
         state.places = parent.places.clone();
+        state.digests = parent.digests.clone();
         state.extents = parent.extents.clone();
     }
     child
 }
 
+fn write_pages(device: &FileDevice, pages: &[(u32, Box<Page>)]) -> Result<(), WriteError> {
+    let mut codec = Compressor::new();
+    let mut bytes = Vec::new();
+    let kinds: Vec<_> = pages
+        .iter()
+        .map(|(slot, page)| {
+            let start = bytes.len();
+            let kind = match codec.compress(page) {
+                Packed::Zero => PackedKind::Zero,
+                Packed::Same(word) => PackedKind::Same(word),
+                Packed::Bytes(block) => {
+                    bytes.extend_from_slice(block);
+                    PackedKind::Bytes(block.len())
+                }
+                Packed::Raw(page) => {
+                    bytes.extend_from_slice(page);
+                    PackedKind::Raw
+                }
+            };
+            (Slot(*slot), kind, start..bytes.len())
+        })
+        .collect();
+    device.write(&kinds.iter().map(|(slot, kind, at)| (*slot, kind.with(&bytes[at.clone()]).unwrap())).collect::<Vec<_>>())
+}
+
 fn write(device: &FileDevice, pages: &[(u32, u32)]) -> Result<(), WriteError> {
-    let pages: Vec<_> = pages.iter().map(|&(slot, seed)| (Slot(slot), page_of(seed))).collect();
-    device.write(&pages.iter().map(|(slot, page)| (*slot, &**page)).collect::<Vec<_>>())
+    write_pages(device, &pages.iter().map(|&(slot, seed)| (slot, page_of(seed))).collect::<Vec<_>>())
+}
+
+/// Each page takes a block.
+fn write_raw(device: &FileDevice, pages: &[(u32, u32)]) -> Result<(), WriteError> {
+    let pages: Vec<_> = pages.iter().map(|&(slot, seed)| (Slot(slot), raw_page(seed))).collect();
+    device.write(&pages.iter().map(|(slot, page)| (*slot, Packed::Raw(page))).collect::<Vec<_>>())
+}
+
+fn check(device: &FileDevice) {
+    let state = device.state.lock();
+    let mut spans = Vec::new();
+    let mut cluster = 0;
+    while state.places.of_cluster(cluster, |_, place| spans.push(place.span)) {
+        cluster += 1;
+    }
+    state.extents.check(spans.into_iter());
 }
 
 fn read(device: &FileDevice, slots: &[u32]) -> Result<Vec<Box<Page>>, ReadError> {
@@ -254,25 +323,34 @@ proptest! {
 
     /// Whatever the disk does: a page comes back as it was written or not at all, and a failed write changes nothing.
     #[test]
-    fn never_a_wrong_page(ops in prop::collection::vec(ops(), 1..60)) {
+    fn never_a_wrong_page(ops in prop::collection::vec(ops(), 1..60), most in 1u32..7) {
         let disk = Disk::default();
-        let source = Source::new(6);
+        let source = Source::new(most);
         let device = device(&disk, &source);
         let mut model: HashMap<u32, u32> = HashMap::new();
+        let mut history: HashMap<u32, Vec<u32>> = HashMap::new();
         let mut children = Vec::new();
         let mut torn_possible = false;
         for op in ops {
             match op {
                 Op::Write(pages) => {
                     match write(&device, &pages) {
-                        Ok(()) => model.extend(pages),
+                        Ok(()) => {
+                            for (slot, seed) in pages {
+                                model.insert(slot, seed);
+                                history.entry(slot).or_default().push(seed);
+                            }
+                        }
                         Err(error) => prop_assert!(pages.iter().any(|&(slot, _)| Slot(slot) == error.slot)),
                     }
                 }
                 Op::Read(slots) => match read(&device, &slots) {
                     Ok(pages) => {
-                        for (slot, page) in slots.iter().zip(pages) {
+                        for (slot, mut page) in slots.iter().zip(pages) {
                             prop_assert!(*page == *page_of(model[slot]));
+                            prop_assert!(device.unchanged(Slot(*slot), &page));
+                            page[*slot as usize] ^= 1;
+                            prop_assert!(!device.unchanged(Slot(*slot), &page));
                         }
                     }
                     Err(error) => {
@@ -303,6 +381,15 @@ proptest! {
                 Op::Fork => {}
             }
             prop_assert_eq!(device.stats().pages, model.len());
+            // Whatever was written, freed or moved since it was read: never an old page, never a page of nothing.
+            for (slot, seeds) in &history {
+                let now = model.get(slot).map(|&seed| page_of(seed));
+                for &seed in seeds.iter().rev().take(3) {
+                    let page = page_of(seed);
+                    prop_assert!(now.as_ref() == Some(&page) || !device.unchanged(Slot(*slot), &page));
+                }
+            }
+            check(&device);
         }
         disk.set_fault(None);
         children.push((device, model));
@@ -330,43 +417,206 @@ fn an_empty_extent_is_punched_and_released() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     let pages: Vec<_> = (0..600).map(|slot| (slot, slot)).collect();
-    write(&device, &pages).unwrap();
+    write_raw(&device, &pages).unwrap();
     assert_eq!(source.held(), 2);
     (0..512).for_each(|slot| assert!(device.free(Slot(slot))));
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)]);
-    assert_eq!(disk.0.lock().unwrap().pages.len(), 88, "pages left on the disk");
-    assert_eq!(device.stats(), Stats { pages: 88, extents: 1, shared_extents: 0, metadata_bytes: device.stats().metadata_bytes });
+    assert_eq!(disk.0.lock().unwrap().pages.len(), 88, "blocks left on the disk");
+    let Stats { pages, extents, shared_extents, stored_bytes, block_bytes, .. } = device.stats();
+    assert_eq!((pages, extents, shared_extents, stored_bytes, block_bytes), (88, 1, 0, 88 * 4096, 88 * 4096));
+}
+
+#[test]
+fn packed_pages_lie_close_together() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    let pages: Vec<_> = (0..2000).map(|slot| (slot, slot)).collect();
+    for batch in pages.chunks(250) {
+        write(&device, batch).unwrap();
+    }
+    let stats = device.stats();
+    assert_eq!(disk.0.lock().unwrap().pages.len() as u64 * 4096, stats.block_bytes);
+    // At most a block is left over per batch, and one per extent.
+    assert!(stats.block_bytes - stats.stored_bytes <= (8 + stats.extents as u64) * 4096, "{stats:?}");
+    assert!(stats.stored_bytes < 2000 * 4096 / 2, "{stats:?}");
+    assert!(stats.metadata_bytes < 2000 * 32 + 20_000, "{stats:?}");
+    // Alone, in any order, and all at once.
+    for slot in [0, 1999, 250, 249, 1000] {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
+    }
+    let all: Vec<u32> = (0..2000).rev().chain([5, 5, 1777, 0]).collect();
+    for (page, slot) in read(&device, &all).unwrap().iter().zip(&all) {
+        assert!(**page == *page_of(*slot), "slot {slot}");
+    }
+    check(&device);
+}
+
+#[test]
+fn a_page_that_was_read_is_known_again() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write(&device, &[(1, 3), (2, 7), (3, 8)]).unwrap();
+    assert!(!device.unchanged(Slot(1), &page_of(3)), "not read yet");
+    let before = device.stats().metadata_bytes;
+    read(&device, &[1, 2, 3]).unwrap();
+    assert!(device.stats().metadata_bytes > before);
+    for (slot, seed) in [(1, 3), (2, 7), (3, 8)] {
+        assert!(device.unchanged(Slot(slot), &page_of(seed)));
+        assert!(!device.unchanged(Slot(slot), &page_of(seed + 8)) || seed == 8);
+    }
+    // A forked child knows it too, under whatever key it writes.
+    device.freeze_all();
+    source.share(&device);
+    let child = forked(&device, &disk, &source);
+    child.rekey_salt(9);
+    assert!(child.unchanged(Slot(1), &page_of(3)));
+    write(&child, &[(1, 3)]).unwrap();
+    assert!(!child.unchanged(Slot(1), &page_of(3)), "written, not read");
+    assert!(device.free(Slot(2)) && device.free(Slot(1)) && device.free(Slot(3)));
+    assert!(!device.unchanged(Slot(2), &page_of(7)), "freed");
+}
+
+#[test]
+fn many_short_pages_share_a_block() {
+    // More than a block's counter can count.
+    let (disk, source) = (Disk::default(), Source::new(2));
+    let device = device(&disk, &source);
+    let pages: Vec<_> = (0..2000).map(|slot| (slot, slot * 8 + 1)).collect();
+    write(&device, &pages).unwrap();
+    assert_eq!(disk.0.lock().unwrap().pages.len(), 2000usize.div_ceil(255));
+    for (page, (_, seed)) in read(&device, &(0..2000).collect::<Vec<_>>()).unwrap().iter().zip(&pages) {
+        assert!(**page == *page_of(*seed));
+    }
+    check(&device);
+}
+
+#[test]
+fn bytes_that_are_no_page_are_an_error() {
+    let (disk, source) = (Disk::default(), Source::new(2));
+    let device = device(&disk, &source);
+    device.write(&[(Slot(4), Packed::Bytes(&[0x1f; 60]))]).unwrap();
+    assert_eq!(read(&device, &[4]), Err(ReadError { slot: Slot(4), kind: ReadErrorKind::Unpacking }));
 }
 
 #[test]
 fn sparse_extents_are_filled_again() {
     let (disk, source) = (Disk::default(), Source::new(100));
     let device = device(&disk, &source);
-    write(&device, &(0..2048).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    write_raw(&device, &(0..2000).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(source.held(), 4);
     // One page in eight stays, in every extent.
-    (0..2048).filter(|slot| slot % 8 != 0).for_each(|slot| assert!(device.free(Slot(slot))));
-    write(&device, &(3000..4500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    (0..2000).filter(|slot| slot % 8 != 0).for_each(|slot| assert!(device.free(Slot(slot))));
+    write_raw(&device, &(3000..4500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(source.held(), 4, "no further extent was needed");
-    for slot in (0..2048).step_by(8).chain(3000..4500) {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
+    for slot in (0..2000).step_by(8).chain(3000..4500) {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
     }
+    check(&device);
 }
+
+/// What two extents hold.
+const TWO_FULL: u32 = 1024 - extents::RESERVE as u32;
 
 #[test]
 fn a_full_file_is_an_error_and_its_free_pages_are_used() {
     let (disk, source) = (Disk::default(), Source::new(2));
     let device = device(&disk, &source);
-    let all: Vec<_> = (0..1024).map(|slot| (slot, slot)).collect();
-    write(&device, &all).unwrap();
-    assert_eq!(write(&device, &[(2000, 1)]), Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC }));
+    let all: Vec<_> = (0..TWO_FULL).map(|slot| (slot, slot)).collect();
+    write_raw(&device, &all).unwrap();
+    assert_eq!(write_raw(&device, &[(2000, 1)]), Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC }));
     // Half an extent is not sparse, but the only room there is.
     (0..256).for_each(|slot| assert!(device.free(Slot(slot))));
     let more: Vec<_> = (2000..2256).map(|slot| (slot, slot)).collect();
-    write(&device, &more).unwrap();
-    assert!(write(&device, &[(3000, 1)]).is_err());
-    for slot in (256..1024).chain(2000..2256) {
-        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(slot));
+    write_raw(&device, &more).unwrap();
+    assert!(write_raw(&device, &[(3000, 1)]).is_err());
+    for slot in (256..TWO_FULL).chain(2000..2256) {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
+    }
+    check(&device);
+}
+
+/// A device whose file cannot grow and whose every block is in use, though of three pages only one is left; and the slots left.
+fn full_of_garbage(disk: &Disk, source: &Source) -> (FileDevice, Vec<(u32, u32)>) {
+    let device = device(disk, source);
+    // Pages of about a third of a block.
+    let mut pages: Vec<_> = (0..).map(|slot| (slot, slot * 8 + 3)).take(2500).collect();
+    let mut written = 0;
+    for batch in pages.chunks(100) {
+        if write(&device, batch).is_err() {
+            break;
+        }
+        written += batch.len();
+    }
+    pages.truncate(written);
+    let (left, gone): (Vec<_>, Vec<_>) = pages.into_iter().partition(|(slot, _)| slot % 5 == 0);
+    gone.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
+    (device, left)
+}
+
+struct Stops<'a>(&'a std::sync::atomic::AtomicBool);
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_file_full_of_garbage_is_cleaned() {
+    let (disk, source) = (Disk::default(), Source::new(1));
+    let (device, mut left) = full_of_garbage(&disk, &source);
+    // A reader meanwhile: what it wants moves under its hands.
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let fixed = left.clone();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                for (slot, seed) in &fixed {
+                    assert!(*read(&device, &[*slot]).unwrap()[0] == *page_of(*seed));
+                }
+            }
+        });
+        // Also when an assertion below fails.
+        let _stops = Stops(&stop);
+        let mut slot = 10_000;
+        for _ in 0..40 {
+            let new: Vec<_> = (slot..slot + 60).map(|slot| (slot, slot * 8 + 3)).collect();
+            slot += 60;
+            write(&device, &new).unwrap();
+            check(&device);
+            left.extend(&new);
+            // Of what is new, two in three go again, the oldest first.
+            let old: Vec<_> = left.extract_if(.., |(slot, _)| *slot >= 10_000 && *slot % 3 != 0).take(45).collect();
+            old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
+            if device.stats().stored_bytes > 300 * 4096 {
+                let old: Vec<_> = left.extract_if(.., |(slot, _)| *slot >= 10_000).take(200).collect();
+                old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
+            }
+        }
+    });
+    assert_eq!(source.held(), 1);
+    for (slot, seed) in left {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *page_of(seed));
+    }
+}
+
+#[test]
+fn cleaning_on_a_failing_disk_loses_nothing() {
+    for n in (0..40).step_by(3) {
+        for fault in [Fault::Fails(n, Errno::IO), Fault::Fails(n, Errno::NOSPC), Fault::Flipped(n), Fault::Short(1000)] {
+            let (disk, source) = (Disk::default(), Source::new(1));
+            let (device, left) = full_of_garbage(&disk, &source);
+            disk.set_fault(Some(fault));
+            let new: Vec<_> = (5000..5200).map(|slot| (slot, slot)).collect();
+            let written = write(&device, &new);
+            disk.set_fault(None);
+            check(&device);
+            let new = if written.is_ok() { &new[..] } else { &[] };
+            assert_eq!(device.stats().pages, left.len() + new.len());
+            for (slot, seed) in left.iter().chain(new) {
+                assert!(*read(&device, &[*slot]).unwrap()[0] == *page_of(*seed), "{fault:?}");
+            }
+        }
     }
 }
 
@@ -375,27 +625,35 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     let old: Vec<_> = (0..100).map(|slot| (slot, slot)).collect();
-    write(&device, &old).unwrap();
+    write_raw(&device, &old).unwrap();
     let new: Vec<_> = (0..100).map(|slot| (slot, slot + 1000)).collect();
     disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
     // Two writes of 64 and 36 pages; the second fails.
-    assert_eq!(write(&device, &new), Err(WriteError { slot: Slot(64), errno: Errno::IO }));
+    assert_eq!(write_raw(&device, &new), Err(WriteError { slot: Slot(64), errno: Errno::IO }));
     disk.set_fault(None);
+    check(&device);
     for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&old) {
-        assert!(**page == *page_of(*seed));
+        assert!(**page == *raw_page(*seed));
     }
-    write(&device, &new).unwrap();
+    write_raw(&device, &new).unwrap();
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)], "the extent that failed is let go");
     for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&new) {
-        assert!(**page == *page_of(*seed));
+        assert!(**page == *raw_page(*seed));
     }
+    // A packed page that crosses the end of a write belongs to both.
+    disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
+    let packed: Vec<_> = (0..400).map(|slot| (slot, slot * 8 + 3)).collect();
+    let failed = write(&device, &packed).unwrap_err();
+    let lengths = packed.iter().map(|&(_, seed)| packed_len(&Compressor::new().compress(&page_of(seed))));
+    let before: usize = lengths.take(failed.slot.0 as usize).sum();
+    assert!((63 * PAGE_SIZE..64 * PAGE_SIZE).contains(&before), "{before} bytes before slot {}", failed.slot);
 }
 
 #[test]
 fn after_a_fork_neither_side_disturbs_the_other() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let parent = device(&disk, &source);
-    write(&parent, &(0..700).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    write_raw(&parent, &(0..700).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     parent.freeze_all();
     source.share(&parent);
     disk.0.lock().unwrap().frozen.extend([0, 1]);
@@ -403,20 +661,40 @@ fn after_a_fork_neither_side_disturbs_the_other() {
     child.rekey_salt(2);
     child.forget_ring();
     // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk checks).
-    write(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
-    write(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
+    write_raw(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
+    write_raw(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false), (Extent(0), false)]);
     (512..700).for_each(|slot| assert!(parent.free(Slot(slot))));
-    assert!(*read(&child, &[600]).unwrap()[0] == *page_of(600));
-    assert!(*read(&child, &[3]).unwrap()[0] == *page_of(5000));
+    assert!(*read(&child, &[600]).unwrap()[0] == *raw_page(600));
+    assert!(*read(&child, &[3]).unwrap()[0] == *raw_page(5000));
     assert_eq!(child.stats().shared_extents, 1);
+    check(&parent);
+    check(&child);
+}
+
+#[test]
+fn shared_extents_are_not_cleaned() {
+    let (disk, source) = (Disk::default(), Source::new(1));
+    let (parent, left) = full_of_garbage(&disk, &source);
+    parent.freeze_all();
+    source.share(&parent);
+    disk.0.lock().unwrap().frozen.insert(0);
+    let child = forked(&parent, &disk, &source);
+    child.rekey_salt(2);
+    for device in [&parent, &child] {
+        assert_eq!(write(device, &[(9000, 3)]), Err(WriteError { slot: Slot(9000), errno: Errno::NOSPC }));
+        for (slot, seed) in &left {
+            assert!(*read(device, &[*slot]).unwrap()[0] == *page_of(*seed));
+        }
+        check(device);
+    }
 }
 
 #[test]
 fn a_read_error_names_the_slot() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
-    write(&device, &(0..20).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    write_raw(&device, &(0..20).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
     assert_eq!(read(&device, &[3, 40]), Err(ReadError { slot: Slot(40), kind: ReadErrorKind::NoSuchSlot }));
     // Page 5 on the disk changes places with page 6.
     {
@@ -449,11 +727,24 @@ fn on_real_file(directory: &std::path::Path) {
     let file = real_file(directory);
     let source = Source::new(64);
     let device = FileDevice::new(file.try_clone().unwrap().into(), [9; 32], 4, Box::new(source.clone()));
-    write(&device, &(0..1500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    // Scattered and many: through the ring where there is one. Straight into aligned pages, and not.
-    let slots: Vec<u32> = (0..300).map(|i| i * 37 % 1500).collect();
+    // Packed pages, larger writes, scattered reads.
+    write(&device, &(2000..4000).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    let slots: Vec<u32> = (0..300).map(|i| 2000 + i * 37 % 2000).collect();
     for (page, slot) in read(&device, &slots).unwrap().iter().zip(&slots) {
         assert!(**page == *page_of(*slot));
+    }
+    (2000..4000).for_each(|slot| assert!(device.free(Slot(slot))));
+    let at = source.state.lock().unwrap().next - 1;
+    assert!(at <= 3, "{at}");
+    drop(device);
+    // From the start again, a block for each page.
+    let source = Source::new(64);
+    let device = FileDevice::new(file.try_clone().unwrap().into(), [9; 32], 5, Box::new(source.clone()));
+    write_raw(&device, &(0..1500).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    // Scattered and many: through the ring where there is one. Into aligned pages, and not.
+    let slots: Vec<u32> = (0..300).map(|i| i * 37 % 1500).collect();
+    for (page, slot) in read(&device, &slots).unwrap().iter().zip(&slots) {
+        assert!(**page == *raw_page(*slot));
     }
     let mapping = aligned_pages(slots.len());
     // SAFETY: this function alone uses the mapping, as long as it lives.
@@ -461,12 +752,12 @@ fn on_real_file(directory: &std::path::Path) {
     let mut reqs: Vec<_> = slots.iter().map(|&slot| Slot(slot)).zip(bytes.as_chunks_mut().0).collect();
     device.read(&mut reqs).unwrap();
     for (slot, page) in reqs {
-        assert!(*page == *page_of(slot.0));
+        assert!(*page == *raw_page(slot.0));
     }
     // One run of neighbours.
     let all: Vec<u32> = (100..1400).collect();
     for (page, slot) in read(&device, &all).unwrap().iter().zip(&all) {
-        assert!(**page == *page_of(*slot));
+        assert!(**page == *raw_page(*slot));
     }
     // A bit flips on the disk.
     let page = aligned_pages(1);
@@ -491,7 +782,7 @@ fn on_real_file(directory: &std::path::Path) {
     assert_eq!(error, ReadError { slot: Slot(1100), kind: ReadErrorKind::Io(Errno::IO) });
     // A descriptor that takes nothing.
     device.replace_fd(std::fs::File::open("/dev/null").unwrap().into());
-    assert_eq!(write(&device, &[(5000, 1)]), Err(WriteError { slot: Slot(5000), errno: Errno::BADF }));
+    assert_eq!(write_raw(&device, &[(5000, 1)]), Err(WriteError { slot: Slot(5000), errno: Errno::BADF }));
 }
 
 #[test]

@@ -11,7 +11,8 @@
 //! Invariants:
 //! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given us for the mapping.
 //! 2. A block in use that is not full is on exactly one list: that of its class and fullness group. No other block is.
-//! 3. An object's block is of the smallest class that fits it or one of the next four; compaction moves objects only into
+//! 3. A class whose bit in `loose` is not set has no block that compaction could free, unless one was started since.
+//! 4. An object's block is of the smallest class that fits it or one of the next four; compaction moves objects only into
 //!    blocks that are there already, so it never needs memory.
 //!
 //! No lock in here: the device's lock guards it.
@@ -44,6 +45,7 @@ struct Class {
     objects: u16,
 }
 
+/// As many as [`Pool::loose`] has bits.
 const MAX_CLASSES: usize = 128;
 
 const CLASS_TABLE: ([Class; MAX_CLASSES], usize) = build_classes();
@@ -205,6 +207,8 @@ pub(super) struct Pool {
     head_bytes: usize,
     /// Most bytes `resident_pages` may come to.
     limit: usize,
+    /// Classes in which, or above which, objects were freed since compaction last found nothing there.
+    loose: u128,
 }
 
 impl Pool {
@@ -232,6 +236,7 @@ impl Pool {
             objects: 0,
             head_bytes: 0,
             limit: usize::MAX,
+            loose: 0,
         })
     }
 
@@ -279,8 +284,11 @@ impl Pool {
         let block = id.block() as u32;
         self.unlink(block);
         self.vacate(id);
+        // Room in a class is room for the one below, too.
+        let bit = 1 << self.blocks[id.block()].class;
+        self.loose |= bit | bit >> 1;
         if self.blocks[id.block()].used == 0 {
-            self.retire_block(block);
+            self.retire_block(block, true);
         } else {
             self.link(block);
         }
@@ -326,14 +334,26 @@ impl Pool {
     pub(super) fn compact_one(&mut self, cursor: &mut usize, mut moved: impl FnMut(Head, ObjectId)) -> Option<usize> {
         let mut copied = 0;
         for class in (0..CLASSES).map(|i| (*cursor + i) % CLASSES) {
-            let Some(source) = self.emptiest(class) else { continue };
+            if self.loose == 0 {
+                break;
+            }
+            if self.loose & 1 << class == 0 {
+                continue;
+            }
+            let Some(source) = self.emptiest(class) else {
+                self.loose &= !(1 << class);
+                continue;
+            };
             let used = usize::from(self.blocks[source as usize].used);
             let here = self.room(class) - (usize::from(CLASS[class].objects) - used);
             let above = if class + 1 < CLASSES { self.room(class + 1) } else { 0 };
             if here + above >= used && self.empty_into_others(source, &mut copied, &mut moved) {
                 *cursor = class;
+                // What was moved away made room below; blocks of the class above may have filled up, which frees nothing.
+                self.loose |= (1 << class) >> 1;
                 return Some(copied);
             }
+            self.loose &= !(1 << class);
         }
         None
     }
@@ -364,7 +384,7 @@ impl Pool {
             moved(head, to);
             *copied += len;
         }
-        self.retire_block(source);
+        self.retire_block(source, false);
         true
     }
 
@@ -496,13 +516,13 @@ impl Pool {
         Ok(block as u32)
     }
 
-    /// An empty block on no list becomes warm or cold.
-    fn retire_block(&mut self, block: u32) {
+    /// An empty block on no list becomes warm, if that is wanted and there are few, or cold.
+    fn retire_block(&mut self, block: u32, keep: bool) {
         let b = &mut self.blocks[block as usize];
         self.head_bytes -= size_of_val(&*b.heads);
         b.heads = Box::default();
         self.classes[usize::from(b.class)].blocks -= 1;
-        if self.warm.len() < WARM_BLOCKS {
+        if keep && self.warm.len() < WARM_BLOCKS {
             self.warm.push(block);
         } else {
             self.discard(block);
@@ -545,6 +565,12 @@ impl Pool {
         if next != NONE {
             self.blocks[next as usize].prev = prev;
         }
+    }
+
+    /// Classes that compaction would look at (tests).
+    #[cfg(test)]
+    pub(super) fn loose(&self) -> u128 {
+        self.loose
     }
 
     /// Recounts everything and compares (tests).
