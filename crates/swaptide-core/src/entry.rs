@@ -80,8 +80,9 @@ impl Entry {
         self.0 == FREE
     }
 
-    pub const fn is_bad(self) -> bool {
-        self.0 & KIND_MASK == BAD
+    /// Holds a page: neither free nor bad.
+    pub const fn is_used(self) -> bool {
+        matches!(self.0 & KIND_MASK, FOLIO | SHADOW)
     }
 
     pub const fn is_shadow(self) -> bool {

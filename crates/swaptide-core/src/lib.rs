@@ -38,11 +38,13 @@ mod error;
 mod exchange;
 mod ids;
 mod lists;
+mod moving;
+mod reclaim;
 mod space;
 mod sync;
 mod table;
 
-pub use device::{FreeNotify, Kind, SwapDevice, Usage};
+pub use device::{FreeNotify, Kind, SearchOrder, SwapDevice, Usage};
 pub use entry::{Slot, SlotInfo};
 pub use error::{AllocError, Expect, Expected, Mismatch};
 pub use exchange::ZeroMask;
@@ -50,6 +52,8 @@ pub use ids::{
     CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow,
     SwapEntry, SwapOffset, SwapType,
 };
+pub use moving::{Compacted, Move, Mover};
+pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
 pub use sync::{lock_waits, set_yield};
