@@ -1,4 +1,4 @@
-//! One swap device: its clusters, tables, lists and counters.
+//! One swap device: its clusters, tables, lists and counters. (kernel-facts A1, A6)
 //!
 //! What moves slots from state to state is in [`crate::exchange`], what finds free ones in [`crate::alloc`].
 //!
@@ -8,7 +8,7 @@
 //!    capacity is never exceeded, and a reservation of one slot always has a free slot to find.
 //! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
 //!    device to itself (both sequentially consistent).
-//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 64 at a time, tables 8 at a
+//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 32 at a time, tables 16 at a
 //!    time.
 //!
 //! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs under the

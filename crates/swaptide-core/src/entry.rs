@@ -1,4 +1,5 @@
-//! One word of the swap table: everything that is known about one slot, in 8 bytes.
+//! One word of the swap table: everything that is known about one slot, in 8 bytes. (kernel-facts B2, B3;
+//! seed: swap-table-phase1)
 //!
 //! | bits   | field   | meaning |
 //! |--------|---------|---------|

@@ -286,6 +286,8 @@ impl SwapDevice {
             return false;
         }
         let mut moved = 0;
+        // Nothing is freed in the other cluster meanwhile: what was searched for single slots need not be searched again.
+        let mut behind = 0;
         let mut i = 0;
         while i < SLOTS_PER_CLUSTER && done.moved + moved < max {
             if !source.get(i).is_used() || source.get(i).holds(MOVING) {
@@ -295,7 +297,8 @@ impl SwapDevice {
             let unit = source.unit(i, whole);
             // Between a folio's slots may lie others.
             let next = if source.get(i).is_shadow() { unit.start + unit.n } else { i + 1 };
-            if let Some(at) = free_run(self.table(dest.index), &dest.state, unit.n, 0) {
+            if let Some(at) = free_run(self.table(dest.index), &dest.state, unit.n, if unit.n == 1 { behind } else { 0 }) {
+                behind = if unit.n == 1 { at + 1 } else { behind };
                 source.gather(unit, i, infos);
                 let (from, to) = (self.entry(source.index, unit.start), self.entry(dest.index, at));
                 if dest.room_for_counts(infos) {

@@ -1,4 +1,4 @@
-//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types.
+//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types. (kernel-facts A3, A6)
 //!
 //! Invariants:
 //! 1. A device of higher priority is used before one of lower priority, as far as the mask permits it.

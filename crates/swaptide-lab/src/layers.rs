@@ -157,7 +157,13 @@ impl SwapTable {
     /// A device of `slots` slots. More `names` than slots may be had: see [`SwapDevice::with_limit`].
     pub fn new(slots: u32, names: u32, cpus: usize) -> Self {
         let device = SwapDevice::new(SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid);
-        SwapTable(device.with_limit(slots).with_table_discard(crate::memory::discard))
+        SwapTable(device.with_limit(slots))
+    }
+
+    /// The memory of empty tables goes back to the system at once. (The trees' nodes stay in their pools, so the comparisons of speed do
+    /// without.)
+    pub fn giving_back(self) -> Self {
+        SwapTable(self.0.with_table_discard(crate::memory::discard))
     }
 
     /// With the search order of the allocator seed: empty clusters first.

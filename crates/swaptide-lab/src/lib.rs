@@ -54,6 +54,12 @@ impl Random {
     }
 }
 
+/// Seconds of CPU that this thread has used: what other programs take meanwhile does not show.
+pub(crate) fn cpu_seconds() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
+}
+
 /// The median of `values`; 0 when there are none.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

@@ -19,7 +19,7 @@ mod tests {
 
     #[test]
     fn emptied_tables_cost_nothing() {
-        let layer = SwapTable::new(1 << 18, 1 << 18, 1);
+        let layer = SwapTable::new(1 << 18, 1 << 18, 1).giving_back();
         let empty = layer.bytes();
         let offs: Vec<u32> = (0..512).map(|i| layer.swap_out(0, 9, FolioId(i)).unwrap()).collect();
         let full = layer.bytes();
