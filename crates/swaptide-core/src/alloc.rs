@@ -129,6 +129,7 @@ impl<'a> Search<'a> {
             .or_else(|| self.empty())
             .or_else(|| self.reclaimed())
             .or_else(|| self.scan(ListId::Frag(own), FRAG_SCANS, None))
+            .or_else(|| self.emptied())
             .or_else(|| self.waiting_for_discard())
             .or_else(|| self.steal())
     }
@@ -150,9 +151,15 @@ impl<'a> Search<'a> {
     }
 
     /// Step 5, its first half.
-    fn reclaimed(&self) -> Option<SwapOffset> {
+    fn reclaimed(&mut self) -> Option<SwapOffset> {
         let won = self.device.crowded() && self.device.reclaim_cached(1) > 0;
-        if won { self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class))) } else { None }
+        let found = if won { self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class))) } else { None };
+        found.or_else(|| self.emptied())
+    }
+
+    /// A cluster that emptied because its cached slots were won back.
+    fn emptied(&mut self) -> Option<SwapOffset> {
+        if self.device.reclaim.is_some() { self.empty() } else { None }
     }
 
     /// The cursor of a rotational device.

@@ -311,6 +311,18 @@ fn a_scan_takes_a_run_that_only_the_cache_holds() {
 }
 
 #[test]
+fn a_cluster_that_empties_by_reclaim_serves_at_once() {
+    let (d, _) = reclaiming(1024, Kind::Solid);
+    // Two clusters: one full of cached pages that nobody maps, one three quarters full of others.
+    let cached: Vec<_> = (0..512).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
+    let others: Vec<_> = (0..384).map(|i| d.alloc_folio(CPU, order(0), FolioId(1000 + i), G).unwrap()).collect();
+    cached.iter().for_each(|off| _ = d.put(*off, 1).unwrap());
+    others[..64].iter().for_each(|off| _ = d.free(*off, 1, Expect::Any).unwrap());
+    let off = d.alloc_folio(CPU, order(7), FolioId(5000), G).unwrap();
+    assert_eq!((off.cluster(), d.used()), (cached[0].cluster(), 320 + 128), "the whole cluster was won");
+}
+
+#[test]
 fn a_full_device_asks_before_it_fails() {
     for kind in [Kind::Solid, Kind::Rotational] {
         let (d, asked) = reclaiming(1024, kind);

@@ -335,7 +335,13 @@ impl Batch {
         for (first, order) in folios(taken.moved) {
             // The planned pages before this one lie before it.
             let place = taken.place + (taken.planned & ((1u32 << first) - 1) as u16).count_ones() as usize;
-            self.give_folio(engine, mm, slab, Leaving { place, order, entry: crate::devices::NO_ENTRY, chunk: taken.chunk }, first);
+            self.give_folio(
+                engine,
+                mm,
+                slab,
+                Leaving { place, order, entry: crate::devices::NO_ENTRY, chunk: taken.chunk },
+                first,
+            );
         }
         if mm.table.chunk(taken.chunk).present != 0 {
             mm.queues.arrived(&mut mm.table, taken.chunk);

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{ExtentId, Segment, SlotIndex};
-use swaptide_store::{Page, Slot};
 use swaptide_store::file::{Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
+use swaptide_store::{Page, Slot};
 use swaptide_sys::lock::Lock;
 
 use crate::EngineError;

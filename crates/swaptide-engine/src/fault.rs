@@ -463,7 +463,8 @@ impl Handler {
         let engine = self.engine;
         let Some(file) = &engine.devices.file else { crate::fatal("an entry of the swap file without a swap file") };
         let began = now();
-        let mut requests: Vec<(Slot, &mut Page)> = out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
+        let mut requests: Vec<(Slot, &mut Page)> =
+            out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
         let Err(error) = file.device.read(&mut requests) else {
             let ns = now().since(began).as_nanos() as u64;
             engine.mm.lock().split.read(entries.len(), ns);
