@@ -53,7 +53,12 @@ impl Bytes<'_> {
             13 => Op::Zero { at: self.at()?, n: self.n()?, zero: kind < 128 },
             14 if kind < 128 => Op::Discard,
             14 => Op::Limit { limit: 1000 + self.word()? % 4000 },
-            _ => Op::Drain { keep: u32::from(self.byte()? % 4) },
+            _ if kind < 80 => Op::Drain { keep: u32::from(self.byte()? % 4) },
+            _ if kind < 160 => {
+                let (max, refuse) = (1 + self.word()? % 2000, u32::from(self.byte()? % 40));
+                Op::Compact { max, tear: max % 2 == 0, refuse: if refuse < 30 { 0 } else { refuse } }
+            }
+            _ => Op::Swapoff { room: 1 + self.word()? % 5000 },
         })
     }
 }

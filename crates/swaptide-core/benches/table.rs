@@ -100,5 +100,33 @@ fn cycle(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, lookup, alloc, cycle);
+struct Anyone;
+
+impl Mover for Anyone {
+    fn switch(&mut self, slots: &Move<'_>) -> bool {
+        black_box(slots.each().count()) > 0
+    }
+}
+
+/// Slots moved out of clusters of which every second slot was freed.
+fn compact(c: &mut Criterion) {
+    const USED: u32 = 64 * 512;
+    let torn = || {
+        let d = SwapDevice::new(SwapType::new(0).unwrap(), USED, 1, Kind::Solid);
+        for i in 0..USED {
+            let off = out(&d, Order::ZERO);
+            d.folio_to_shadow(off, 1, F, Shadow(i), ZeroMask::None).unwrap();
+        }
+        (0..USED).step_by(2).for_each(|off| _ = d.free(SwapOffset(off), 1, Expect::Shadow).unwrap());
+        d
+    };
+    let mut group = c.benchmark_group("compact");
+    group.throughput(Throughput::Elements(u64::from(USED / 4)));
+    group.bench_function("every second slot of 64 clusters free", |b| {
+        b.iter_batched(torn, |d| assert_eq!(d.compact(u32::MAX, false, &mut Anyone).moved, USED / 4), BatchSize::PerIteration);
+    });
+    group.finish();
+}
+
+criterion_group!(benches, lookup, alloc, cycle, compact);
 criterion_main!(benches);

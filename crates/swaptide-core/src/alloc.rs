@@ -2,12 +2,17 @@
 //!
 //! The search, for a run of order `o`:
 //! 1. the lane's current cluster of that order, from where the last allocation ended;
-//! 2. on a device with discard: an empty cluster;
+//! 2. on a device with discard, or told so ([`crate::SearchOrder`]): an empty cluster;
 //! 3. nonfull[o], each once: what does not serve moves to frag[o];
 //! 4. an empty cluster: one that was used before rather than a fresh one, so that the device's footprint stays small;
-//! 5. a few of frag[o];
+//! 5. when more than half of the device is used: a full cluster's slots that only the swap cache holds, then nonfull[o] again
+//!    ([`crate::reclaim`]); then a few of frag[o];
 //! 6. an empty cluster that still waits for its discard: the discard is a favour, the slot is needed;
 //! 7. order 0 only: any other cluster with a free slot, by frag[1], nonfull[1], frag[2], ..., frag[0].
+//!
+//! (kernel-facts A1 to A4; seed: mthp-swap-allocator.) On a rotational device step 1 is the cursor: from where the last allocation of any
+//! CPU and order ended, cluster by cluster in the order of their numbers, a bounded number of them; clusters are not devoted to
+//! orders there. (kernel-facts A8)
 //!
 //! Invariants:
 //! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing does not change its order).
@@ -24,9 +29,13 @@ use crate::error::AllocError;
 use crate::ids::{ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset};
 use crate::lists::ListId;
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
+use crate::table::Table;
 
 /// Clusters of frag[o] looked at in one search.
 const FRAG_SCANS: u32 = 4;
+
+/// Clusters that the cursor of a rotational device passes in one search.
+const SWEEP: u32 = 64;
 
 /// Searches by order 0 before it believes that the free slot it reserved is out of reach (in clusters being discarded).
 #[cfg(not(loom))]
@@ -40,6 +49,8 @@ const NOWHERE: u64 = u64::MAX;
 struct Search<'a> {
     device: &'a SwapDevice,
     order: Order,
+    /// The order of the clusters that serve it: its own, or 0 where clusters are not devoted to orders.
+    class: u8,
     entry: Entry,
     lane: &'a AtomicU64,
     no_memory: bool,
@@ -55,13 +66,21 @@ impl SwapDevice {
     /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last free slots are in clusters that
     /// are being discarded.
     pub fn alloc_folio(&self, cpu: CpuId, order: Order, folio: FolioId, group: GroupId) -> Result<SwapOffset, AllocError> {
-        self.reserve(order.pages())?;
+        self.reserve_or_reclaim(order.pages())?;
         let entry = Entry::new_folio(folio, group);
-        let mut search = Search { device: self, order, entry, lane: self.lane(cpu, order), no_memory: false };
+        let class = if self.cursor.is_some() { 0 } else { order.index() as u8 };
+        let mut search = Search { device: self, order, class, entry, lane: self.lane(cpu, order), no_memory: false };
         let rounds = if order == Order::ZERO { ORDER_0_ROUNDS } else { 1 };
         let mut spins = 0;
         for _ in 0..rounds {
-            if let Some(off) = search.current().or_else(|| search.lists()) {
+            if let Some(off) = search.current() {
+                return Ok(off);
+            }
+            if let Some(off) = search.lists() {
+                // What comes next follows it.
+                if let Some(cursor) = &self.cursor {
+                    *cursor.lock() = (off.cluster().0, off.in_cluster() + order.pages() as usize);
+                }
                 return Ok(off);
             }
             if search.no_memory {
@@ -77,14 +96,17 @@ impl SwapDevice {
 impl<'a> Search<'a> {
     /// Step 1.
     #[inline]
-    fn current(&self) -> Option<SwapOffset> {
+    fn current(&mut self) -> Option<SwapOffset> {
+        if self.device.cursor.is_some() {
+            return self.sweep();
+        }
         let current = self.lane.load(Ordering::Relaxed);
         if current == NOWHERE {
             return None;
         }
         let (index, next) = (ClusterIndex((current >> 32) as u32), current as u32 as usize);
         let mut state = self.device.cluster(index).lock();
-        let own = usize::from(state.order) == self.order.index();
+        let own = state.order == self.class;
         if state.used == 0 || !(own || self.order == Order::ZERO) {
             self.lane.store(NOWHERE, Ordering::Relaxed);
             return None;
@@ -100,12 +122,14 @@ impl<'a> Search<'a> {
 
     /// Steps 2 to 7.
     fn lists(&mut self) -> Option<SwapOffset> {
-        let own = self.order.index() as u8;
-        let early = if self.device.discard { self.empty() } else { None };
+        let own = self.class;
+        let early = if self.device.discard || self.device.free_first { self.empty() } else { None };
         early
             .or_else(|| self.scan(ListId::Nonfull(own), u32::MAX, Some(ListId::Frag(own))))
             .or_else(|| self.empty())
+            .or_else(|| self.reclaimed())
             .or_else(|| self.scan(ListId::Frag(own), FRAG_SCANS, None))
+            .or_else(|| self.emptied())
             .or_else(|| self.waiting_for_discard())
             .or_else(|| self.steal())
     }
@@ -126,6 +150,63 @@ impl<'a> Search<'a> {
         self.fill(taken?)
     }
 
+    /// Step 5, its first half.
+    fn reclaimed(&mut self) -> Option<SwapOffset> {
+        let won = self.device.crowded() && self.device.reclaim_cached(1) > 0;
+        let found = if won { self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class))) } else { None };
+        found.or_else(|| self.emptied())
+    }
+
+    /// A cluster that emptied because its cached slots were won back.
+    fn emptied(&mut self) -> Option<SwapOffset> {
+        if self.device.reclaim.is_some() { self.empty() } else { None }
+    }
+
+    /// The cursor of a rotational device.
+    #[cold]
+    fn sweep(&mut self) -> Option<SwapOffset> {
+        let device = self.device;
+        let mut cursor = device.cursor.as_ref()?.lock();
+        let clusters = device.slots().div_ceil(SLOTS_PER_CLUSTER as u32);
+        let (mut index, mut slot) = *cursor;
+        let found = (0..=SWEEP.min(clusters)).find_map(|_| {
+            if index >= clusters {
+                (index, slot) = (0, 0);
+            }
+            let found = self.sweep_cluster(ClusterIndex(index), slot);
+            (index, slot) = (index + 1, 0);
+            found
+        });
+        if let Some(off) = found {
+            *cursor = (off.cluster().0, off.in_cluster() + self.order.pages() as usize);
+        }
+        found
+    }
+
+    /// A run in that very cluster, at or after `slot`.
+    fn sweep_cluster(&mut self, index: ClusterIndex, slot: usize) -> Option<SwapOffset> {
+        let device = self.device;
+        let mut lists = device.lists.lock();
+        if (lists.fresh..lists.fresh_end).contains(&index.0) {
+            let fresh = (lists.fresh == index.0).then(|| lists.pop_fresh(&device.headers))?;
+            self.no_memory |= fresh.is_none();
+            drop(lists);
+            return self.fill(fresh?);
+        }
+        drop(lists);
+        let mut state = device.cluster(index).lock();
+        if state.list == ListId::Free {
+            device.move_to(index, &mut state, ListId::None);
+            return self.fill((index, state));
+        }
+        if state.used == 0 {
+            return None;
+        }
+        let found = self.take(index, &mut state, slot);
+        let home = if found.is_some() { ListId::Frag(0) } else { state.list };
+        self.settle(index, state, home, found)
+    }
+
     /// Step 6.
     fn waiting_for_discard(&mut self) -> Option<SwapOffset> {
         if !self.device.discard {
@@ -137,14 +218,14 @@ impl<'a> Search<'a> {
 
     /// Allocates from an empty cluster taken off its list.
     fn fill(&mut self, (index, mut state): Locked<'a>) -> Option<SwapOffset> {
-        if !self.device.open(self.device.cluster(index), &mut state, self.order) {
+        if !self.device.open(index, &mut state, self.class) {
             self.no_memory = true;
             self.device.move_to(index, &mut state, ListId::Free);
             return None;
         }
         let found = self.take(index, &mut state, 0);
         assert!(found.is_some(), "{index} of {} is empty and has no free run of {}", self.device.ty, self.order);
-        self.settle(index, state, ListId::Frag(self.order.index() as u8), found)
+        self.settle(index, state, ListId::Frag(self.class), found)
     }
 
     /// Scans up to `max` clusters of a list, each from its start. `to`: where a scanned cluster goes; `None` is back to its list.
@@ -152,20 +233,46 @@ impl<'a> Search<'a> {
         if self.order == Order::MAX && self.order != Order::ZERO {
             return None;
         }
+        // Of a rotational device's clusters, none of which is devoted to an order, many may have no run of it.
+        let max = if self.device.cursor.is_some() { max.min(SWEEP) } else { max };
         let rounds = max.min(self.device.lists.lock().len(list));
         for _ in 0..rounds {
             let taken = self.device.lists.lock().pop(&self.device.headers, list);
             let (index, mut state) = taken?;
-            if usize::from(state.order) == self.order.index() {
+            if state.order == self.class {
                 state.holes = false;
             }
             let found = self.take(index, &mut state, 0);
-            let off = self.settle(index, state, to.unwrap_or(list), found);
+            let cached = if found.is_none() && self.device.crowded() { self.cached_run(index) } else { None };
+            let off = self.settle(index, state, to.unwrap_or(list), found).or_else(|| self.win(index, cached?));
             if off.is_some() {
                 return off;
             }
         }
         None
+    }
+
+    /// A run of a locked cluster in which every slot is free or held by the swap cache alone.
+    fn cached_run(&self, index: ClusterIndex) -> Option<usize> {
+        let (n, table) = (self.order.pages() as usize, self.device.tables.get(index)?);
+        let good = |i| {
+            let word = table.get_locked(i);
+            word.is_free() || word.is_cache_only()
+        };
+        (0..SLOTS_PER_CLUSTER).step_by(n).find(|&at| (at..at + n).all(good))
+    }
+
+    /// Asks for the cached slots of a run of a cluster that was let go, and takes the run if that made it free.
+    fn win(&self, index: ClusterIndex, at: usize) -> Option<SwapOffset> {
+        self.device.reclaim_in(index, at..at + self.order.pages() as usize);
+        let mut state = self.device.cluster(index).lock();
+        // What emptied is on the free list: the search comes to that.
+        if state.used == 0 || !(state.order == self.class || self.order == Order::ZERO) {
+            return None;
+        }
+        let found = self.take(index, &mut state, at);
+        let home = state.list;
+        self.settle(index, state, home, found)
     }
 
     /// Step 7.
@@ -181,36 +288,17 @@ impl<'a> Search<'a> {
     #[inline]
     fn take(&self, index: ClusterIndex, state: &mut State, start: usize) -> Option<usize> {
         let n = self.order.pages() as usize;
-        if usize::from(state.used) + n > SLOTS_PER_CLUSTER {
-            return None;
+        let table = self.device.tables.get(index)?;
+        let at = free_run(table, state, n, start)?;
+        (at..at + n).for_each(|i| table.set(i, self.entry));
+        state.used += n as u16;
+        if n >= SLOTS_PER_LINE {
+            state.open &= !(lines_of(n) << (at / SLOTS_PER_LINE));
+        } else if n == 1 && start <= at / SLOTS_PER_LINE * SLOTS_PER_LINE {
+            // The search came by every line from its start on up to this one's.
+            state.open &= !(((1 << (at / SLOTS_PER_LINE)) - 1) & !((1 << start.div_ceil(SLOTS_PER_LINE)) - 1));
         }
-        let table = self.device.pool.get(self.device.cluster(index).table()?);
-        let lines = u64::MAX >> (u64::BITS as usize - n.div_ceil(SLOTS_PER_LINE));
-        let mut at = start.next_multiple_of(n);
-        while at + n <= SLOTS_PER_CLUSTER {
-            let line = at / SLOTS_PER_LINE;
-            let open = state.open >> line;
-            if open & lines != lines {
-                // The next line with a free slot; the run's own first line may be open and another one not.
-                let skip = (open & !1).trailing_zeros() as usize;
-                at = ((line + skip) * SLOTS_PER_LINE).next_multiple_of(n).max((at + 1).next_multiple_of(n));
-                continue;
-            }
-            // From the back: a used slot near the end of the run is as good a reason as one near its start.
-            if (at..at + n).rev().all(|i| table.get_locked(i).is_free()) {
-                (at..at + n).for_each(|i| table.set(i, self.entry));
-                state.used += n as u16;
-                if n >= SLOTS_PER_LINE {
-                    state.open &= !(lines << line);
-                }
-                return Some(at);
-            }
-            at += n;
-            if n == 1 && at.is_multiple_of(SLOTS_PER_LINE) && start <= line * SLOTS_PER_LINE {
-                state.open &= !(1 << line);
-            }
-        }
-        None
+        Some(at)
     }
 
     /// After an attempt: the cluster goes to its list, the lane remembers where it was.
@@ -223,4 +311,36 @@ impl<'a> Search<'a> {
         self.lane.store(next.map_or(NOWHERE, |next| u64::from(index.0) << 32 | next as u64), Ordering::Relaxed);
         found.map(|at| index.slot(at))
     }
+}
+
+/// The lines that `n` slots cover, from bit 0 on.
+#[inline]
+fn lines_of(n: usize) -> u64 {
+    u64::MAX >> (u64::BITS as usize - n.div_ceil(SLOTS_PER_LINE))
+}
+
+/// The first free, aligned run of `n` slots at or after slot `start` of a locked cluster with a table.
+#[inline]
+pub(crate) fn free_run(table: &Table, state: &State, n: usize, start: usize) -> Option<usize> {
+    if usize::from(state.used) + n > SLOTS_PER_CLUSTER {
+        return None;
+    }
+    let lines = lines_of(n);
+    let mut at = start.next_multiple_of(n);
+    while at + n <= SLOTS_PER_CLUSTER {
+        let line = at / SLOTS_PER_LINE;
+        let open = state.open >> line;
+        if open & lines != lines {
+            // The next line with a free slot; the run's own first line may be open and another one not.
+            let skip = (open & !1).trailing_zeros() as usize;
+            at = ((line + skip) * SLOTS_PER_LINE).next_multiple_of(n).max((at + 1).next_multiple_of(n));
+            continue;
+        }
+        // From the back: a used slot near the end of the run is as good a reason as one near its start.
+        if (at..at + n).rev().all(|i| table.get_locked(i).is_free()) {
+            return Some(at);
+        }
+        at += n;
+    }
+    None
 }

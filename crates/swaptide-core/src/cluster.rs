@@ -1,7 +1,7 @@
-//! The record of one cluster, and the counts too large for their words.
+//! The record of one cluster, and the counts too large for their words. (kernel-facts A1, B2)
 //!
 //! Invariants (cluster lock):
-//! 1. A table is published exactly while `used > 0`, or while the allocator holds the lock and is filling the cluster.
+//! 1. The table is in use exactly while `used > 0`, or while the allocator holds the lock and is filling the cluster.
 //! 2. `used` is the number of words that are not free; bad slots count as used.
 //! 3. `order` is set by the first allocation into an empty cluster and stands until the cluster is empty again.
 //! 4. `list` names the list the cluster is on; [`ListId::None`] with the lock free means: being discarded, or never used.
@@ -12,22 +12,14 @@
 
 use crate::entry::{COUNT_OVERFLOW, Entry};
 use crate::lists::ListId;
-use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Guard, Ordering, SpinLock, read_locked};
-use crate::table::{TableIndex, TablePool};
+use crate::sync::{AtomicU32, AtomicUsize, Guard, Ordering, SpinLock};
+use crate::table::TableState;
 
 /// End of an intrusive list, and "no cluster".
 pub(crate) const NO_CLUSTER: u32 = u32::MAX;
 
-/// A publication is `generation << TABLE_BITS | table`: 44 bits of generation never come round.
-const TABLE_BITS: u32 = 20;
-const TABLE_MASK: u64 = (1 << TABLE_BITS) - 1;
-#[cfg(not(loom))]
-const _: () = assert!((crate::ids::MAX_SLOTS >> crate::ids::CLUSTER_SHIFT) + 2 < 1 << TABLE_BITS);
-
 /// What a cluster is, without its words.
 pub(crate) struct Cluster {
-    /// Which table holds the words. Written under the cluster lock, read without.
-    publication: AtomicU64,
     /// Neighbours on the list named by `state.list`; lists lock.
     pub prev: AtomicU32,
     pub next: AtomicU32,
@@ -35,7 +27,7 @@ pub(crate) struct Cluster {
 }
 
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<Cluster>() <= 48);
+const _: () = assert!(size_of::<Cluster>() <= 40);
 
 /// Words in one cache line of a table.
 pub(crate) const SLOTS_PER_LINE: usize = 8;
@@ -44,6 +36,8 @@ const _: () = assert!(crate::ids::SLOTS_PER_CLUSTER / SLOTS_PER_LINE <= u64::BIT
 /// The part under the cluster lock.
 pub(crate) struct State {
     overflow: Option<Box<Overflow>>,
+    /// What became of the table.
+    pub table: TableState,
     pub used: u16,
     pub order: u8,
     pub list: ListId,
@@ -56,10 +50,17 @@ pub(crate) struct State {
 impl Default for Cluster {
     fn default() -> Self {
         Cluster {
-            publication: AtomicU64::new(0),
             prev: AtomicU32::new(NO_CLUSTER),
             next: AtomicU32::new(NO_CLUSTER),
-            state: SpinLock::new(State { overflow: None, used: 0, order: 0, list: ListId::None, open: u64::MAX, holes: false }),
+            state: SpinLock::new(State {
+                overflow: None,
+                table: TableState::Fresh,
+                used: 0,
+                order: 0,
+                list: ListId::None,
+                open: u64::MAX,
+                holes: false,
+            }),
         }
     }
 }
@@ -72,47 +73,6 @@ impl Cluster {
     pub fn try_lock(&self) -> Option<Guard<'_, State>> {
         self.state.try_lock()
     }
-
-    /// Has the cluster a table at this moment? Takes no lock.
-    pub fn has_table(&self) -> bool {
-        table_of(self.publication.load(Ordering::Acquire)).is_some()
-    }
-
-    /// The table; the caller holds the cluster lock.
-    pub fn table(&self) -> Option<TableIndex> {
-        table_of(read_locked(&self.publication))
-    }
-
-    /// Publishes `table`, or takes the table away. Cluster lock.
-    pub fn publish(&self, table: Option<TableIndex>) {
-        let generation = (read_locked(&self.publication) >> TABLE_BITS) + 1;
-        // Release pairs with the acquire in `word`: the words of a table published here are readable.
-        self.publication.store(generation << TABLE_BITS | table.map_or(0, |t| u64::from(t.0)), Ordering::Release);
-    }
-
-    /// The word of slot `i`, without any lock. The word was in this cluster's table at a moment during the call.
-    ///
-    /// Between reading the publication and reading the word the table may be given back and lent to another cluster. A word
-    /// written by the other owner was released after this cluster's publication changed, so the second look at the publication
-    /// sees the change; the generation keeps a table that came back from looking the same.
-    #[inline]
-    pub fn word(&self, pool: &TablePool, i: usize) -> Entry {
-        let mut before = self.publication.load(Ordering::Acquire);
-        loop {
-            let Some(table) = table_of(before) else { return Entry::FREE };
-            let word = pool.get(table).get(i);
-            let after = self.publication.load(Ordering::Acquire);
-            if before == after {
-                return word;
-            }
-            before = after;
-        }
-    }
-}
-
-fn table_of(publication: u64) -> Option<TableIndex> {
-    let table = publication & TABLE_MASK;
-    (table != 0).then_some(TableIndex(table as u32))
 }
 
 /// The rest of the counts that do not fit their words: (slot in cluster, count - 255).
@@ -173,6 +133,37 @@ impl State {
             *rest -= 1;
             return entry;
         }
+        self.drop_rest(i, bytes);
+        entry.with_count(COUNT_OVERFLOW - 1)
+    }
+
+    /// Makes room for `n` more counts that do not fit their words.
+    pub fn reserve_overflow(&mut self, n: usize, bytes: &AtomicUsize) -> bool {
+        if n == 0 {
+            return true;
+        }
+        let before = self.overflow_bytes();
+        let room = self.overflow.get_or_insert_default().counts.try_reserve(n).is_ok();
+        bytes.fetch_add(self.overflow_bytes() - before, Ordering::Relaxed);
+        room
+    }
+
+    /// The word of slot `i` leaves the cluster: its overflow entry goes.
+    pub fn drop_count(&mut self, i: usize, entry: Entry, bytes: &AtomicUsize) {
+        if entry.count() == COUNT_OVERFLOW {
+            self.drop_rest(i, bytes);
+        }
+    }
+
+    /// A word that comes to slot `i` with that count; room was made by [`State::reserve_overflow`].
+    pub fn give_count(&mut self, i: usize, entry: Entry, count: u32) -> Entry {
+        if entry.count() == COUNT_OVERFLOW {
+            self.overflow.get_or_insert_default().counts.push((i as u16, count - COUNT_OVERFLOW));
+        }
+        entry
+    }
+
+    fn drop_rest(&mut self, i: usize, bytes: &AtomicUsize) {
         let before = self.overflow_bytes();
         if let Some(overflow) = &mut self.overflow {
             overflow.counts.retain(|(slot, _)| usize::from(*slot) != i);
@@ -181,7 +172,6 @@ impl State {
             }
         }
         bytes.fetch_sub(before - self.overflow_bytes(), Ordering::Relaxed);
-        entry.with_count(COUNT_OVERFLOW - 1)
     }
 
     fn rest_mut(&mut self, i: usize) -> &mut u32 {

@@ -1,4 +1,4 @@
-//! One swap device: its clusters, tables, lists and counters.
+//! One swap device: its clusters, tables, lists and counters. (kernel-facts A1, A6)
 //!
 //! What moves slots from state to state is in [`crate::exchange`], what finds free ones in [`crate::alloc`].
 //!
@@ -8,10 +8,10 @@
 //!    capacity is never exceeded, and a reservation of one slot always has a free slot to find.
 //! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
 //!    device to itself (both sequentially consistent).
-//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 64 at a time, tables 8 at a
+//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 32 at a time, tables 16 at a
 //!    time.
 //!
-//! Locks, in order: cluster, then lists or table pool. The hook given to [`SwapDevice::with_free_notify`] runs under the
+//! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs under the
 //! cluster lock.
 
 use crate::cluster::{Cluster, NO_CLUSTER, State};
@@ -19,15 +19,25 @@ use crate::entry::{Entry, Slot, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
 use crate::lists::{Headers, ListId, Lists};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, OwnLine, SpinLock};
-use crate::table::{TableDiscard, TablePool};
+use crate::table::{Table, TableDiscard, Tables};
 
 /// What a device's access times are like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Any place costs the same: a current cluster per CPU and order.
     Solid,
-    /// Seeks cost: one current cluster per order for all CPUs, so that writes follow each other.
+    /// Seeks cost: one cursor for all CPUs and orders moves over the device, so that writes follow each other. (kernel-facts A4, A8)
     Rotational,
+}
+
+/// What a search tries first when its current cluster has no room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SearchOrder {
+    /// Clusters in use that have room, then empty ones: fewer tables, and runs survive longer. (kernel-facts A4, since 6.18)
+    #[default]
+    NonfullFirst,
+    /// Empty clusters first. (kernel-facts A7, 6.12; seed: mthp-swap-allocator) Devices with discard always do that.
+    FreeFirst,
 }
 
 /// Called with the first slot and the number of slots that just became free, under their cluster's lock: nobody can be given
@@ -59,7 +69,7 @@ pub struct SwapDevice {
     slots: u32,
     pub(crate) discard: bool,
     pub(crate) headers: Headers,
-    pub(crate) pool: TablePool,
+    pub(crate) tables: Tables,
     pub(crate) lists: OwnLine<SpinLock<Lists>>,
     /// Written by every allocation and every free; on a line of its own, as the rest is read by every look-up.
     used: OwnLine<AtomicU32>,
@@ -69,7 +79,11 @@ pub struct SwapDevice {
     pub(crate) overflow_bytes: AtomicUsize,
     /// Per CPU and order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
     current: Box<[OwnLine<[AtomicU64; ORDERS]>]>,
+    /// Of a rotational device: cluster and slot behind the last allocation.
+    pub(crate) cursor: Option<SpinLock<(u32, usize)>>,
+    pub(crate) free_first: bool,
     pub(crate) notify: Option<FreeNotify>,
+    pub(crate) reclaim: Option<crate::CacheReclaim>,
 }
 
 impl SwapDevice {
@@ -87,7 +101,7 @@ impl SwapDevice {
             slots,
             discard: false,
             headers: Headers::new(clusters),
-            pool: TablePool::new(clusters),
+            tables: Tables::new(clusters),
             lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
             used: OwnLine(AtomicU32::new(0)),
             bad: AtomicU32::new(0),
@@ -95,7 +109,10 @@ impl SwapDevice {
             enabled: AtomicBool::new(true),
             overflow_bytes: AtomicUsize::new(0),
             current: (0..lanes).map(|_| OwnLine(core::array::from_fn(|_| AtomicU64::new(u64::MAX)))).collect(),
+            cursor: (kind == Kind::Rotational).then(|| SpinLock::new((0, 0))),
+            free_first: false,
             notify: None,
+            reclaim: None,
         };
         device.close_last_cluster(clusters as u32);
         device
@@ -104,6 +121,12 @@ impl SwapDevice {
     /// Emptied clusters wait on a list until [`SwapDevice::next_discard`] and [`SwapDevice::discard_done`] took them off.
     pub fn with_discard(mut self, discard: bool) -> Self {
         self.discard = discard;
+        self
+    }
+
+    /// What a search tries first.
+    pub fn with_search_order(mut self, order: SearchOrder) -> Self {
+        self.free_first = order == SearchOrder::FreeFirst;
         self
     }
 
@@ -120,9 +143,14 @@ impl SwapDevice {
         self
     }
 
-    /// Gives the memory of unused tables back through `discard`; without it the memory is kept for later tables.
+    /// Gives the memory of unused tables back through `discard`; without it the memory is kept for later use by the same clusters.
+    ///
+    /// # Panics
+    /// When the device has been used, or slots were marked bad.
     pub fn with_table_discard(mut self, discard: TableDiscard) -> Self {
-        self.pool.set_discard(discard);
+        assert!(self.used() == 0 && self.bad.load(Ordering::Relaxed) == 0, "{} is in use already", self.ty);
+        let tail = !(self.slots as usize).is_multiple_of(SLOTS_PER_CLUSTER);
+        self.tables.set_discard(discard, tail.then(|| SwapOffset(self.slots - 1).cluster()));
         self
     }
 
@@ -175,7 +203,7 @@ impl SwapDevice {
             bad: self.bad.load(Ordering::Relaxed),
             clusters_free,
             clusters_discard,
-            tables: self.pool.in_use(),
+            tables: self.tables.in_use(),
         }
     }
 
@@ -183,7 +211,7 @@ impl SwapDevice {
     pub fn metadata_bytes(&self) -> usize {
         size_of::<Self>()
             + self.headers.bytes()
-            + self.pool.bytes()
+            + self.tables.bytes()
             + size_of_val(&*self.current)
             + self.overflow_bytes.load(Ordering::Relaxed)
     }
@@ -203,25 +231,19 @@ impl SwapDevice {
 
     #[inline]
     pub(crate) fn word(&self, off: SwapOffset) -> Entry {
-        if off.0 >= self.slots {
-            return Entry::BAD;
-        }
-        match self.headers.get(off.cluster().0 as usize) {
-            Some(cluster) => cluster.word(&self.pool, off.in_cluster()),
-            None => Entry::FREE,
+        match self.tables.word(off) {
+            Some(word) if !word.is_free() => word,
+            _ if off.0 < self.slots => Entry::FREE,
+            _ => Entry::BAD,
         }
     }
 
     /// Calls `f` for every used slot of a cluster (bad ones are not used). Takes no lock: what is allocated or freed meanwhile may
     /// be seen or not.
     pub fn for_each_used(&self, index: ClusterIndex, mut f: impl FnMut(SwapOffset, SlotInfo)) {
-        let Some(cluster) = self.headers.get(index.0 as usize) else { return };
-        if !cluster.has_table() {
-            return;
-        }
         for i in 0..SLOTS_PER_CLUSTER {
-            let word = cluster.word(&self.pool, i);
-            if !word.is_free() && !word.is_bad() {
+            let Some(word) = self.tables.word(index.slot(i)) else { return };
+            if word.is_used() {
                 f(index.slot(i), word.info());
             }
         }
@@ -232,12 +254,8 @@ impl SwapDevice {
         let mut off = from;
         while off.0 < self.slots {
             let index = off.cluster();
-            let used = self.headers.get(index.0 as usize).filter(|cluster| cluster.has_table()).and_then(|cluster| {
-                (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| {
-                    let word = cluster.word(&self.pool, i);
-                    !word.is_free() && !word.is_bad()
-                })
-            });
+            let used =
+                self.tables.get(index).and_then(|table| (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| table.get(i).is_used()));
             match used {
                 Some(i) => return Some(index.slot(i)),
                 None => off = ClusterIndex(index.0 + 1).first(),
@@ -268,6 +286,24 @@ impl SwapDevice {
         core::iter::from_fn(|| self.next_discard()).take(max).collect()
     }
 
+    /// Emptied clusters that wait for their discard.
+    pub fn discards_waiting(&self) -> u32 {
+        self.lists.lock().len(ListId::Discard)
+    }
+
+    /// Discards up to `max` emptied clusters in the background: `discard` is called with first slot and number of slots of each stretch
+    /// of neighbours, so that one call covers as much as it can; then they are free. Returns how many clusters it were. (kernel-facts A2)
+    pub fn discard_batch(&self, max: usize, mut discard: impl FnMut(SwapOffset, u32)) -> usize {
+        let mut batch = self.take_emptied(max);
+        batch.sort_unstable();
+        for stretch in batch.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let end = ClusterIndex(stretch[0].0 + stretch.len() as u32).first().0.min(self.slots);
+            discard(stretch[0].first(), end - stretch[0].first().0);
+            stretch.iter().for_each(|&index| self.discard_done(index));
+        }
+        batch.len()
+    }
+
     /// The cluster was discarded, or need not be: it is free.
     ///
     /// # Panics
@@ -293,9 +329,7 @@ impl SwapDevice {
 
     /// The full cluster looked at least recently: its slots that only the swap cache holds can be won back without any I/O.
     pub fn full_candidate(&self) -> Option<ClusterIndex> {
-        let (index, mut state) = self.lists.lock().pop(&self.headers, ListId::Full)?;
-        self.move_to(index, &mut state, ListId::Full);
-        Some(index)
+        self.turn(ListId::Full)
     }
 
     fn candidate(&self, from: [ListId; 2]) -> Option<ClusterIndex> {
@@ -326,6 +360,14 @@ impl SwapDevice {
         Ok(())
     }
 
+    /// The same; when the device is full, slots that only the swap cache holds are asked for first.
+    pub(crate) fn reserve_or_reclaim(&self, n: u32) -> Result<(), crate::AllocError> {
+        match self.reserve(n) {
+            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => self.reserve(n),
+            done => done,
+        }
+    }
+
     pub(crate) fn unreserve(&self, n: u32) {
         let before = self.used.fetch_sub(n, Ordering::SeqCst);
         debug_assert!(before >= n);
@@ -342,6 +384,11 @@ impl SwapDevice {
         self.headers.get(index.0 as usize).expect("a cluster in use has a record")
     }
 
+    /// The table of a locked cluster with used slots.
+    pub(crate) fn table(&self, index: ClusterIndex) -> &Table {
+        self.tables.get(index).expect("a cluster in use has a table")
+    }
+
     /// Puts a locked cluster on `list`, from whichever it is on.
     pub(crate) fn move_to(&self, index: ClusterIndex, state: &mut State, list: ListId) {
         if state.list != list {
@@ -352,21 +399,20 @@ impl SwapDevice {
     }
 
     /// Gives a table to an empty, locked cluster. `false`: no memory.
-    pub(crate) fn open(&self, cluster: &Cluster, state: &mut State, order: Order) -> bool {
-        debug_assert!(state.used == 0 && cluster.table().is_none());
-        let Some(table) = self.pool.take() else { return false };
-        cluster.publish(Some(table));
-        state.order = order.index() as u8;
+    pub(crate) fn open(&self, index: ClusterIndex, state: &mut State, order: u8) -> bool {
+        debug_assert_eq!(state.used, 0);
+        if !self.tables.open(index, &mut state.table) {
+            return false;
+        }
+        state.order = order;
         true
     }
 
     /// Takes the table from a locked cluster in which no slot is used any more, and puts the cluster where empty ones go.
-    pub(crate) fn close(&self, index: ClusterIndex, cluster: &Cluster, state: &mut State) {
+    pub(crate) fn close(&self, index: ClusterIndex, state: &mut State) {
         debug_assert_eq!(state.used, 0);
-        let table = cluster.table().expect("a cluster that was used has a table");
-        debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.pool.get(table).get_locked(i).is_free()));
-        cluster.publish(None);
-        self.pool.put(table);
+        debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.table(index).get_locked(i).is_free()));
+        self.tables.close(index, &mut state.table);
         state.reset(&self.overflow_bytes);
         self.move_to(index, state, if self.discard { ListId::Discard } else { ListId::Free });
     }
@@ -382,12 +428,11 @@ impl SwapDevice {
         self.check_range(off, n)?;
         self.make_up_to(off.cluster());
         let (index, start) = (off.cluster(), off.in_cluster());
-        let cluster = self.cluster(index);
-        let mut state = cluster.lock();
-        if cluster.table().is_none() {
-            assert!(self.open(cluster, &mut state, Order::ZERO), "no memory for the swap table of {index}");
+        let mut state = self.cluster(index).lock();
+        if state.used == 0 {
+            assert!(self.open(index, &mut state, 0), "no memory for the swap table of {index}");
         }
-        let table = self.pool.get(cluster.table().expect("just opened"));
+        let table = self.table(index);
         let range = start..start + n as usize;
         if let Some(i) = range.clone().find(|&i| !table.get_locked(i).is_free()) {
             return Err(self.mismatch(index.slot(i), crate::Expected::Free, table.get_locked(i).info()));
@@ -423,8 +468,8 @@ impl SwapDevice {
         self.lists.lock().fresh_end = index.0;
         let cluster = self.headers.make(index.0 as usize).expect("no memory for the record of the last cluster");
         let mut state = cluster.lock();
-        assert!(self.open(cluster, &mut state, Order::ZERO), "no memory for the swap table of the last cluster");
-        let table = self.pool.get(cluster.table().expect("just opened"));
+        assert!(self.open(index, &mut state, 0), "no memory for the swap table of the last cluster");
+        let table = self.table(index);
         (SLOTS_PER_CLUSTER - tail..SLOTS_PER_CLUSTER).for_each(|i| table.set(i, Entry::BAD));
         state.used = tail as u16;
         self.move_to(index, &mut state, ListId::Nonfull(0));

@@ -1,4 +1,5 @@
-//! One word of the swap table: everything that is known about one slot, in 8 bytes.
+//! One word of the swap table: everything that is known about one slot, in 8 bytes. (kernel-facts B2, B3;
+//! seed: swap-table-phase1)
 //!
 //! | bits   | field   | meaning |
 //! |--------|---------|---------|
@@ -80,8 +81,9 @@ impl Entry {
         self.0 == FREE
     }
 
-    pub const fn is_bad(self) -> bool {
-        self.0 & KIND_MASK == BAD
+    /// Holds a page: neither free nor bad.
+    pub const fn is_used(self) -> bool {
+        matches!(self.0 & KIND_MASK, FOLIO | SHADOW)
     }
 
     pub const fn is_shadow(self) -> bool {

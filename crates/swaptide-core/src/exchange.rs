@@ -1,4 +1,4 @@
-//! The exchanges: every way a slot in use changes its state.
+//! The exchanges: every way a slot in use changes its state. (kernel-facts B2, B3, C3)
 //!
 //! ```text
 //! free --alloc_folio--> folio, count 1 --folio_to_shadow--> shadow, count >= 1 --shadow_to_folio--> folio, count >= 1
@@ -13,7 +13,7 @@
 //! 2. No exchange allocates memory, except [`SwapDevice::dup`] past a count of 254.
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
-use crate::cluster::{Cluster, SLOTS_PER_LINE, State};
+use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
 use crate::error::{Expect, Expected, Mismatch};
@@ -51,7 +51,6 @@ impl ZeroMask<'_> {
 struct Run<'a> {
     device: &'a SwapDevice,
     index: ClusterIndex,
-    cluster: &'a Cluster,
     state: Guard<'a, State>,
     table: &'a Table,
     slots: Range<usize>,
@@ -120,7 +119,7 @@ impl SwapDevice {
     /// Nothing is changed unless every slot is used, and every count can grow.
     pub fn dup(&self, off: SwapOffset, n: u32) -> Result<(), Mismatch> {
         let mut run = self.run(off, n, Expected::Used)?;
-        run.check(Expected::Used, |_, _, entry| is_used(entry))?;
+        run.check(Expected::Used, |_, _, entry| entry.is_used())?;
         for i in run.slots.clone() {
             let entry = run.table.get_locked(i);
             if !run.state.reserve_count(i, entry, n as usize, &self.overflow_bytes) {
@@ -138,7 +137,7 @@ impl SwapDevice {
     /// Nothing is changed unless every slot is used and has a count of at least 1.
     pub fn put(&self, off: SwapOffset, n: u32) -> Result<u32, Mismatch> {
         let run = self.run(off, n, Expected::Mapped)?;
-        run.check(Expected::Mapped, |_, _, entry| is_used(entry) && entry.count() > 0)?;
+        run.check(Expected::Mapped, |_, _, entry| entry.is_used() && entry.count() > 0)?;
         Ok(run.exchange(|state, _, i, entry| {
             let entry = state.count_down(i, entry, &self.overflow_bytes);
             if entry.is_shadow() && entry.count() == 0 { Entry::FREE } else { entry }
@@ -160,7 +159,7 @@ impl SwapDevice {
         run.check(expected, |_, _, entry| match expect {
             Expect::Folio(folio) => entry.holds(folio),
             Expect::Shadow => entry.is_shadow(),
-            Expect::Any => is_used(entry),
+            Expect::Any => entry.is_used(),
         })?;
         run.check(Expected::LastUser, |_, _, entry| entry.count() <= 1)?;
         Ok(run.exchange(|_, _, _, _| Entry::FREE))
@@ -182,7 +181,7 @@ impl SwapDevice {
     /// Nothing is changed unless every slot is used.
     pub fn set_zero(&self, off: SwapOffset, n: u32, zero: ZeroMask<'_>) -> Result<(), Mismatch> {
         let run = self.run(off, n, Expected::Used)?;
-        run.check(Expected::Used, |_, _, entry| is_used(entry))?;
+        run.check(Expected::Used, |_, _, entry| entry.is_used())?;
         run.exchange(|_, at, i, entry| zero.apply(i - at, entry));
         Ok(())
     }
@@ -222,14 +221,10 @@ impl SwapDevice {
         let free = || self.mismatch(off, expected, Entry::FREE.info());
         let cluster = self.headers.get(off.cluster().0 as usize).ok_or_else(free)?;
         let state = cluster.lock();
-        let table = self.pool.get(cluster.table().ok_or_else(free)?);
+        let table = self.tables.get(off.cluster()).ok_or_else(free)?;
         let start = off.in_cluster();
-        Ok(Run { device: self, index: off.cluster(), cluster, state, table, slots: start..start + n as usize })
+        Ok(Run { device: self, index: off.cluster(), state, table, slots: start..start + n as usize })
     }
-}
-
-fn is_used(entry: Entry) -> bool {
-    !entry.is_free() && !entry.is_bad()
 }
 
 impl Run<'_> {
@@ -272,7 +267,7 @@ impl Run<'_> {
         }
         self.state.used -= freed as u16;
         if self.state.used == 0 {
-            self.device.close(self.index, self.cluster, &mut self.state);
+            self.device.close(self.index, &mut self.state);
         } else {
             self.state.holes = true;
             let order = self.state.order;

@@ -2,6 +2,7 @@
 //! never meet in one bare integer.
 //!
 //! Units: a slot is one 4 KiB page of swap; an order `k` run is `2^k` slots; a cluster is [`SLOTS_PER_CLUSTER`] slots.
+//! (kernel-facts A1)
 
 use core::fmt;
 
@@ -187,7 +188,7 @@ impl Order {
     }
 }
 
-/// Number of a folio. The core never looks behind it.
+/// Number of a folio. The core never looks behind it; `u32::MAX` is its own, for slots that wait for a move.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FolioId(pub u32);
 show!(FolioId, "folio ");

@@ -9,21 +9,28 @@
 //! The crate does no I/O, no system call, starts no thread and knows no clock: the engine above it does, and the crate can be
 //! model-checked, fuzzed and measured alone. All unsafe code is in one module, `sync`.
 //!
-//! Indirection, and why there is no compaction: a run of slots is hard to find only where slots are places. Here a slot is a name:
-//! every store of swaptide maps slots to places itself. So a device gets more names than places
-//! ([`SwapDevice::with_limit`]): aligned runs stay easy to find however the small folios lie, and no page has to be moved for
-//! it. What it costs is tables that are not quite full; [`SwapDevice::fragmented_candidate`] names those worth emptying.
+//! No fallback, and full tables. A run of slots is hard to find only where slots are places. Here a slot is a name: every store of
+//! swaptide maps slots to places itself. So a device gets more names than places ([`SwapDevice::with_limit`]), and aligned runs stay easy
+//! to find however the small folios lie. What that costs is tables that are not full, 12 bytes a used slot where single pages tear
+//! 64K folios; [`SwapDevice::compact`] wins it back in the background by giving pages of sparse clusters other names, about 8.3 bytes. It was
+//! chosen over moving slots to make room for a run because no allocation ever waits for it, over a table of places beside the names because
+//! the stores have that table anyway (it is where a slot's data lies), and because renaming copies nothing.
+//!
+//! The rules are those of Linux as kernel-facts (A to C) and the seeds mthp-swap-allocator, swap-cache-search-space and swap-table-phase1
+//! describe them; each module names the sections it follows.
 //!
 //! | module   | what it owns |
 //! |----------|--------------|
 //! | ids      | the identifiers |
 //! | entry    | the word: its layout and its states |
-//! | table    | tables and their pool |
+//! | table    | tables: their places and their memory |
 //! | cluster  | a cluster's record, overflowing counts |
 //! | lists    | free, nonfull, frag, full and discard lists |
 //! | alloc    | the search for free slots |
 //! | exchange | every change of a slot in use |
-//! | device   | one device: counters, look-up, discard, swapoff |
+//! | reclaim  | winning back slots that only the swap cache holds |
+//! | moving   | compaction, swapoff |
+//! | device   | one device: counters, look-up, discard |
 //! | space    | several devices: priority, rotation, masks |
 //! | sync     | spin lock, lazily published memory |
 
@@ -38,11 +45,13 @@ mod error;
 mod exchange;
 mod ids;
 mod lists;
+mod moving;
+mod reclaim;
 mod space;
 mod sync;
 mod table;
 
-pub use device::{FreeNotify, Kind, SwapDevice, Usage};
+pub use device::{FreeNotify, Kind, SearchOrder, SwapDevice, Usage};
 pub use entry::{Slot, SlotInfo};
 pub use error::{AllocError, Expect, Expected, Mismatch};
 pub use exchange::ZeroMask;
@@ -50,6 +59,8 @@ pub use ids::{
     CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow,
     SwapEntry, SwapOffset, SwapType,
 };
+pub use moving::{Compacted, Move, Mover};
+pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
 pub use sync::{lock_waits, set_yield};

@@ -1,5 +1,5 @@
 //! The lists a device's clusters are on. All are first in, first out, doubly linked through the clusters' own records, so every
-//! move is O(1) and takes no memory.
+//! move is O(1) and takes no memory. (kernel-facts A1, A2; seed: mthp-swap-allocator)
 //!
 //! | list       | what is on it |
 //! |------------|---------------|
@@ -18,7 +18,7 @@ use crate::sync::{Directory, Guard, Ordering};
 
 /// Headers made together.
 #[cfg(not(loom))]
-pub(crate) const HEADERS_PER_CHUNK: usize = 64;
+pub(crate) const HEADERS_PER_CHUNK: usize = 32;
 #[cfg(loom)]
 pub(crate) const HEADERS_PER_CHUNK: usize = 1;
 
@@ -125,6 +125,22 @@ impl Lists {
             at_index = cluster.next.load(Ordering::Relaxed);
         }
         None
+    }
+
+    /// Shows up to `max` clusters of `id` from its head on; those that somebody has locked are skipped.
+    pub fn look(&self, headers: &Headers, id: ListId, max: u32, mut see: impl FnMut(ClusterIndex, &State)) {
+        let Some(i) = id.index() else { return };
+        let mut at_index = self.lists[i].head;
+        for _ in 0..max {
+            if at_index == NO_CLUSTER {
+                return;
+            }
+            let cluster = at(headers, at_index);
+            if let Some(state) = cluster.try_lock() {
+                see(ClusterIndex(at_index), &state);
+            }
+            at_index = cluster.next.load(Ordering::Relaxed);
+        }
     }
 
     /// Takes the next never-used cluster, making its record. `None` when there is none, or no memory for the record.

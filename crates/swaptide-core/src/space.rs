@@ -1,4 +1,4 @@
-//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types.
+//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types. (kernel-facts A3, A6)
 //!
 //! Invariants:
 //! 1. A device of higher priority is used before one of lower priority, as far as the mask permits it.
@@ -62,6 +62,10 @@ pub enum SpaceError {
     NoDevice(SwapType),
     /// So many slots of the device are still in use: swap them in, or move them to another device, then try again.
     InUse(SwapType, u32),
+    /// So many slots of the device find no room on the others: free some, or add a device.
+    NoRoom(SwapType, u32),
+    /// So many slots of the device could not be moved, because their owner could not change their users: try again.
+    Refused(SwapType, u32),
 }
 
 impl fmt::Display for SpaceError {
@@ -70,6 +74,10 @@ impl fmt::Display for SpaceError {
             SpaceError::Exists(ty) => write!(f, "swap {ty} is taken: choose another number"),
             SpaceError::NoDevice(ty) => write!(f, "there is no swap device of {ty}"),
             SpaceError::InUse(ty, used) => write!(f, "{used} slots of swap {ty} are in use: bring them back first"),
+            SpaceError::NoRoom(ty, left) => {
+                write!(f, "{left} slots of swap {ty} find no room on the other devices: free some, or add a device")
+            }
+            SpaceError::Refused(ty, left) => write!(f, "{left} slots of swap {ty} could not be moved just now: try again"),
         }
     }
 }
@@ -111,7 +119,7 @@ impl SwapSpace {
         Ok(ty)
     }
 
-    /// Takes an unused device away, so that its type is free for another one; close it with [`SwapDevice::set_allocation_enabled`] and empty it before.
+    /// Takes an unused device away, so that its type is free for another one; close it with [`SwapDevice::set_allocation_enabled`] and empty it before ([`SwapSpace::swapoff`] does both).
     ///
     /// # Errors
     /// [`SpaceError::InUse`] with the number of used slots, [`SpaceError::NoDevice`].

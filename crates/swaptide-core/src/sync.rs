@@ -4,6 +4,7 @@
 //! Invariants:
 //! 1. A chunk of a [`Directory`] is published once, complete, and stays where it is until the directory is dropped. What is
 //!    in it (cluster headers, swap tables) is type-stable: a late reader reads an old word, never foreign memory.
+//!    That stands for RCU's grace period (kernel-facts B2): nothing is freed under a reader.
 //! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter that has spun for long calls
 //!    the hook given to [`set_yield`], because a holder may have lost its CPU.
 //!
@@ -98,23 +99,68 @@ mod spin {
 
 #[cfg(loom)]
 mod model {
-    /// loom's mutex behind the spin lock's interface.
-    #[derive(Default)]
-    pub(crate) struct SpinLock<T>(loom::sync::Mutex<T>);
+    use core::ops::{Deref, DerefMut};
+    use loom::sync::{Condvar, Mutex};
 
-    pub(crate) type Guard<'a, T> = loom::sync::MutexGuard<'a, T>;
+    /// A lock whose waiters sleep: a model cannot follow spinning. (loom's own mutex alone will not do: it lets a thread that only tries
+    /// wait for the holder, and so sees deadlocks where there are none.) The value is in a mutex that nobody ever waits for, so that
+    /// exclusion is checked, too.
+    #[derive(Default)]
+    pub(crate) struct SpinLock<T> {
+        locked: Mutex<bool>,
+        unlocked: Condvar,
+        value: std::sync::Mutex<T>,
+    }
+
+    pub(crate) struct Guard<'a, T> {
+        lock: &'a SpinLock<T>,
+        value: Option<std::sync::MutexGuard<'a, T>>,
+    }
 
     impl<T> SpinLock<T> {
         pub fn new(value: T) -> Self {
-            SpinLock(loom::sync::Mutex::new(value))
+            SpinLock { locked: Mutex::new(false), unlocked: Condvar::new(), value: std::sync::Mutex::new(value) }
+        }
+
+        fn acquired(&self) -> Guard<'_, T> {
+            Guard { lock: self, value: Some(self.value.try_lock().expect("one holder at a time")) }
         }
 
         pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-            self.0.try_lock().ok()
+            let free = !core::mem::replace(&mut *self.locked.lock().expect("no holder panics"), true);
+            free.then(|| self.acquired())
         }
 
         pub fn lock(&self) -> Guard<'_, T> {
-            self.0.lock().expect("no holder panics")
+            let mut locked = self.locked.lock().expect("no holder panics");
+            while *locked {
+                locked = self.unlocked.wait(locked).expect("no holder panics");
+            }
+            *locked = true;
+            drop(locked);
+            self.acquired()
+        }
+    }
+
+    impl<T> Deref for Guard<'_, T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            self.value.as_ref().expect("there until the guard is dropped")
+        }
+    }
+
+    impl<T> DerefMut for Guard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            self.value.as_mut().expect("there until the guard is dropped")
+        }
+    }
+
+    impl<T> Drop for Guard<'_, T> {
+        fn drop(&mut self) {
+            self.value = None;
+            *self.lock.locked.lock().expect("no holder panics") = false;
+            self.lock.unlocked.notify_one();
         }
     }
 }
@@ -213,20 +259,29 @@ impl<T: Default, const N: usize> Directory<T, N> {
 
     /// Element `i`, making its chunk when need be. `None` when there is no memory, or no such element.
     pub fn make(&self, i: usize) -> Option<&T> {
+        self.make_with(i, |_| ()).map(|(element, _)| element)
+    }
+
+    /// The same; a chunk that has to be made is shown to `prepare` before anybody else can see it. `true`: it was made here, and is in
+    /// place.
+    pub fn make_with(&self, i: usize, prepare: impl FnOnce(&[T])) -> Option<(&T, bool)> {
         let place = self.chunks.get(i / N)?;
+        let mut made = false;
         if place.load(Ordering::Acquire).is_null() {
             let mut chunk = Vec::new();
             chunk.try_reserve_exact(N).ok()?;
             chunk.extend((0..N).map(|_| T::default()));
+            prepare(&chunk);
             let chunk = Box::into_raw(chunk.into_boxed_slice()).cast::<T>();
             if place.compare_exchange(ptr::null_mut(), chunk, Ordering::Release, Ordering::Relaxed).is_ok() {
                 self.made.fetch_add(1, Ordering::Relaxed);
+                made = true;
             } else {
                 // SAFETY: `chunk` came from `into_raw` just above and was not published.
                 unsafe { free_chunk::<T, N>(chunk) };
             }
         }
-        self.get(i)
+        Some((self.get(i)?, made))
     }
 
     /// Number of elements made.

@@ -1,28 +1,29 @@
-//! The swap tables and where they come from.
+//! The swap tables: 512 atomic words for each cluster in use. (kernel-facts B2, B4; seed: swap-table-phase1)
 //!
-//! A table is 512 atomic words, one page exactly. It belongs to a cluster from the cluster's first slot to its last, and then
-//! goes back to the pool of its device. The pool's memory is type-stable ([`crate::sync`], invariant 1): a reader that still
-//! looks at a table given back sees free slots, or another cluster's words, and finds out by reading the publication again
-//! ([`crate::cluster::Cluster::word`]).
+//! A table is one page exactly. It has a fixed place, found by shifting the slot's number: [`Directory`] keeps the tables of sixteen
+//! neighbouring clusters together, so that a look-up is one shift, one index into the directory (a word for 32 MiB of swap, which
+//! stays in the nearest cache) and one load. Tables come into being with the first slot of one of the sixteen. When a cluster's last slot
+//! goes, the table's memory goes back to the system page by page, if the device has a hook for that ([`TableDiscard`]), and reads as
+//! zeros from then on; otherwise it is kept for the cluster's next life, and emptied clusters are used before fresh ones.
 //!
 //! Invariants:
-//! 1. Every word of a table in the pool is 0.
-//! 2. A table belongs to at most one cluster.
-//!
-//! Lock: `free`, innermost; taken with a cluster lock held.
+//! 1. A table is memory of its cluster alone, as long as the device lives. A look-up that comes late reads words that were this
+//!    cluster's, or 0, which is a free slot: nobody has to wait for readers, and no reader has to look twice.
+//! 2. Every word of the table of an empty cluster is 0.
 
 use crate::entry::Entry;
-use crate::ids::SLOTS_PER_CLUSTER;
-use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, SpinLock, read_locked};
+use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
+use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, read_locked};
 
-/// Tables made together. Small, so that a small device stays small.
+/// Tables made together. Few, so that a small device stays small; many, so that the directory of a large one does: 256 KiB for 1 TiB.
 #[cfg(not(loom))]
-const TABLES_PER_CHUNK: usize = 8;
+const TABLES_PER_CHUNK: usize = 16;
 #[cfg(loom)]
 const TABLES_PER_CHUNK: usize = 1;
 
-/// Tables in the pool that keep their memory, for clusters that empty and fill again and again.
-const WARM: usize = 16;
+/// With a hook to give memory back, one table of an empty cluster keeps its memory for so many in use (and at most 16 do), for clusters
+/// that empty and fill again and again.
+const IN_USE_FOR_ONE_WARM: u32 = 64;
 
 /// The words of one cluster.
 #[repr(C, align(4096))]
@@ -38,8 +39,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: a reader that sees another owner's word also sees
-    /// that the table changed hands.
+    /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: who sees a word sees what was stored before it.
     #[inline]
     pub fn get(&self, i: usize) -> Entry {
         Entry(self.0[i].load(Ordering::Acquire))
@@ -58,83 +58,112 @@ impl Table {
     }
 }
 
-/// Number of a table in its pool, from 1 (0 in a publication means: no table).
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct TableIndex(pub u32);
-
-/// Gives the memory of an unused table back to the system, leaving it readable as zeros (`MADV_DONTNEED` on its one page).
+/// Gives the memory of an empty table back to the system, leaving it readable as zeros (`MADV_DONTNEED` on its
+/// page, or the pages of several). Called under the cluster's lock, or before anybody can use the table.
 pub type TableDiscard = fn(page: *const u8, len: usize);
 
-#[derive(Default)]
-struct Free {
-    /// Given back, memory kept.
-    warm: Vec<u32>,
-    /// Given back, memory discarded.
-    cold: Vec<u32>,
-    /// Tables ever made or handed out: the next fresh one.
-    next: u32,
+/// What became of a cluster's table; part of the cluster's record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TableState {
+    /// Not used before.
+    Fresh,
+    /// The cluster is empty; the table has its memory.
+    Warm,
+    /// The cluster is empty; the table's memory was given back.
+    Gone,
+    /// The cluster is in use.
+    InUse,
 }
 
 /// All tables of one device.
-pub(crate) struct TablePool {
+pub(crate) struct Tables {
     tables: Directory<Table, TABLES_PER_CHUNK>,
-    free: SpinLock<Free>,
     in_use: AtomicU32,
+    warm: AtomicU32,
+    discarded: AtomicU32,
     discard: Option<TableDiscard>,
 }
 
-impl TablePool {
+impl Tables {
     pub fn new(clusters: usize) -> Self {
-        TablePool {
+        Tables {
             tables: Directory::new(clusters),
-            free: SpinLock::new(Free::default()),
             in_use: AtomicU32::new(0),
+            warm: AtomicU32::new(0),
+            discarded: AtomicU32::new(0),
             discard: None,
         }
     }
 
-    pub fn set_discard(&mut self, discard: TableDiscard) {
+    /// Sets the hook. `used`: the only cluster whose table is in use, if there is one.
+    pub fn set_discard(&mut self, discard: TableDiscard, used: Option<ClusterIndex>) {
         self.discard = Some(discard);
+        let made = used.map(|index| index.0 as usize / TABLES_PER_CHUNK * TABLES_PER_CHUNK);
+        let others = made.into_iter().flat_map(|first| first..first + TABLES_PER_CHUNK).filter_map(|i| self.tables.get(i));
+        let own = used.and_then(|index| self.get(index)).map(core::ptr::from_ref);
+        for table in others.filter(|table| own != Some(core::ptr::from_ref(*table))) {
+            discard(core::ptr::from_ref(table).cast(), size_of::<Table>());
+            self.discarded.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
+    fn warm_ones(&self) -> u32 {
+        (self.in_use() / IN_USE_FOR_ONE_WARM).min(16)
+    }
+
+    /// The table of a cluster, if it was made.
     #[inline]
-    pub fn get(&self, index: TableIndex) -> &Table {
-        self.tables.get(index.0 as usize - 1).expect("a published table was made")
+    pub fn get(&self, cluster: ClusterIndex) -> Option<&Table> {
+        self.tables.get(cluster.0 as usize)
     }
 
-    /// A table of free slots; `None` when there is no memory.
-    pub fn take(&self) -> Option<TableIndex> {
-        let mut free = self.free.lock();
-        let index = match free.warm.pop().or_else(|| free.cold.pop()) {
-            Some(index) => index,
-            None => {
-                let index = free.next;
-                self.tables.make(index as usize)?;
-                // Room to give all of them back: `put` must not need memory.
-                let all = index as usize + 1;
-                let (warm, cold) = (free.warm.len(), free.cold.len());
-                free.warm.try_reserve(all - warm).ok()?;
-                if self.discard.is_some() {
-                    free.cold.try_reserve(all - cold).ok()?;
-                }
-                free.next += 1;
-                index
+    /// The word of a slot, without any lock: it was there at a moment during the call. `None`: no cluster near it was used yet.
+    #[inline]
+    pub fn word(&self, off: SwapOffset) -> Option<Entry> {
+        Some(self.get(off.cluster())?.get(off.in_cluster()))
+    }
+
+    /// The table of a locked cluster is about to be used. `false`: there is no memory for it.
+    pub fn open(&self, cluster: ClusterIndex, state: &mut TableState) -> bool {
+        debug_assert_ne!(*state, TableState::InUse);
+        // The neighbours made with it hold no memory until they are used, if there is a way to do without.
+        let give_back = |tables: &[Table]| {
+            if let Some(discard) = self.discard {
+                discard(tables.as_ptr().cast(), size_of_val(tables));
             }
         };
+        match self.tables.make_with(cluster.0 as usize, give_back) {
+            None => return false,
+            Some((_, true)) if self.discard.is_some() => {
+                self.discarded.fetch_add(TABLES_PER_CHUNK as u32, Ordering::Relaxed);
+            }
+            Some(_) => {}
+        }
+        match *state {
+            TableState::Warm => _ = self.warm.fetch_sub(1, Ordering::Relaxed),
+            TableState::Fresh if self.discard.is_none() => {}
+            TableState::Fresh | TableState::Gone => _ = self.discarded.fetch_sub(1, Ordering::Relaxed),
+            TableState::InUse => {}
+        }
+        *state = TableState::InUse;
         self.in_use.fetch_add(1, Ordering::Relaxed);
-        Some(TableIndex(index + 1))
+        true
     }
 
-    /// Takes back a table; every word in it is 0 and no cluster publishes it.
-    pub fn put(&self, index: TableIndex) {
+    /// The last slot of a locked cluster is gone: every word is 0.
+    pub fn close(&self, cluster: ClusterIndex, state: &mut TableState) {
+        debug_assert_eq!(*state, TableState::InUse);
         self.in_use.fetch_sub(1, Ordering::Relaxed);
-        let cold = self.discard.filter(|_| self.free.lock().warm.len() >= WARM);
-        if let Some(discard) = cold {
-            let table: *const Table = self.get(index);
-            discard(table.cast(), size_of::<Table>());
-            self.free.lock().cold.push(index.0 - 1);
-        } else {
-            self.free.lock().warm.push(index.0 - 1);
+        match (self.discard, self.get(cluster)) {
+            (Some(discard), Some(table)) if self.warm.load(Ordering::Relaxed) >= self.warm_ones() => {
+                discard(core::ptr::from_ref(table).cast(), size_of::<Table>());
+                self.discarded.fetch_add(1, Ordering::Relaxed);
+                *state = TableState::Gone;
+            }
+            _ => {
+                self.warm.fetch_add(1, Ordering::Relaxed);
+                *state = TableState::Warm;
+            }
         }
     }
 
@@ -142,10 +171,8 @@ impl TablePool {
         self.in_use.load(Ordering::Relaxed)
     }
 
-    /// Bytes held, without the tables whose memory was discarded.
+    /// Bytes held, without the tables whose memory was given back.
     pub fn bytes(&self) -> usize {
-        let free = self.free.lock();
-        let lists = (free.warm.capacity() + free.cold.capacity()) * size_of::<u32>();
-        self.tables.bytes() + lists - free.cold.len() * size_of::<Table>()
+        self.tables.bytes() - self.discarded.load(Ordering::Relaxed) as usize * size_of::<Table>()
     }
 }

@@ -2,7 +2,7 @@
 //! Clusters have 4 slots here, orders go from 0 to 2.
 #![cfg(loom)]
 
-use loom::sync::Arc;
+use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 use swaptide_core::*;
 
@@ -35,13 +35,13 @@ fn alloc(d: &SwapDevice, cpu: u16, order: u8, folio: u32) -> Result<SwapOffset, 
 /// A look-up while the cluster's last slot goes, its table is given back, and lent to another cluster.
 #[test]
 fn lookup_against_table_free() {
-    model(1000, || {
+    model(100, || {
         let d = Arc::new(device(8));
         let off = alloc(&d, 0, 2, 1).unwrap();
         let writer = {
             let d = d.clone();
             thread::spawn(move || {
-                // The other cluster gets the table back from the pool: take this one first so that it cannot be reused.
+                // The cluster empties and is filled again, and so is the other one.
                 d.free(off, 4, Expect::Folio(FolioId(1))).unwrap();
                 let first = alloc(&d, 0, 2, 2).unwrap();
                 let second = alloc(&d, 1, 2, 3).unwrap();
@@ -63,29 +63,6 @@ fn lookup_against_table_free() {
 
 fn known(folio: u32) -> Slot {
     Slot::Folio(FolioId(folio))
-}
-
-/// The table goes to another cluster while a reader looks through the old publication.
-#[test]
-fn lookup_against_table_lent_elsewhere() {
-    model(1000, || {
-        let d = Arc::new(device(8));
-        let a = alloc(&d, 0, 2, 1).unwrap();
-        let b = alloc(&d, 1, 2, 2).unwrap();
-        d.free(b, 4, Expect::Any).unwrap();
-        // The free list holds b's cluster, the pool b's table. Freeing a and filling b gives b the table that was a's.
-        let writer = {
-            let d = d.clone();
-            thread::spawn(move || {
-                d.free(a, 4, Expect::Any).unwrap();
-                let off = alloc(&d, 0, 2, 3).unwrap();
-                assert_eq!(off, b, "first in, first out");
-            })
-        };
-        let seen = d.lookup(a);
-        assert!(seen == Slot::Free || seen == known(1), "{seen:?} is another cluster's word");
-        writer.join().unwrap();
-    });
 }
 
 /// Two folios are swapped in over ranges that overlap: one wins whole, the other finds out.
@@ -193,5 +170,107 @@ fn free_against_discard_and_alloc() {
                 assert!(alloc(&d, 0, 2, 3).is_ok());
             }
         }
+    });
+}
+
+/// A page whose user may be changed by whoever locks it.
+struct Page {
+    locked: Mutex<bool>,
+    unlocked: Condvar,
+    at: std::sync::Mutex<SwapEntry>,
+}
+
+impl Page {
+    fn new(at: SwapEntry) -> Arc<Page> {
+        Arc::new(Page { locked: Mutex::new(false), unlocked: Condvar::new(), at: std::sync::Mutex::new(at) })
+    }
+
+    fn locked<R>(&self, f: impl FnOnce(&mut SwapEntry) -> R) -> R {
+        let result = f(&mut self.at.try_lock().unwrap());
+        *self.locked.lock().unwrap() = false;
+        self.unlocked.notify_one();
+        result
+    }
+
+    /// Does `f` with the page locked; `None`: somebody else has it.
+    fn try_with<R>(&self, f: impl FnOnce(&mut SwapEntry) -> R) -> Option<R> {
+        if std::mem::replace(&mut *self.locked.lock().unwrap(), true) {
+            return None;
+        }
+        Some(self.locked(f))
+    }
+
+    fn with<R>(&self, f: impl FnOnce(&mut SwapEntry) -> R) -> R {
+        let mut locked = self.locked.lock().unwrap();
+        while *locked {
+            locked = self.unlocked.wait(locked).unwrap();
+        }
+        *locked = true;
+        drop(locked);
+        self.locked(f)
+    }
+}
+
+/// Moves the page's slot if the page is not in somebody's hands: its owner takes the page first and the cluster then.
+struct Pages(Arc<Page>);
+
+impl Mover for Pages {
+    fn switch(&mut self, slots: &Move<'_>) -> bool {
+        let moves = |at: &mut SwapEntry| {
+            let new = slots.each().find(|(from, ..)| from == at).map(|(_, to, _)| to);
+            *at = new.unwrap_or(*at);
+        };
+        self.0.try_with(moves).is_some()
+    }
+}
+
+/// Compaction moves a slot while its user swaps it in and frees it, and a look-up goes by.
+#[test]
+fn compaction_against_swap_in() {
+    model(30, || {
+        let d = Arc::new(device(8));
+        let one = alloc(&d, 0, 0, 1).unwrap();
+        let other = alloc(&d, 1, 0, 2).unwrap();
+        assert_ne!(one.cluster(), other.cluster());
+        for (off, folio) in [(one, 1), (other, 2)] {
+            d.folio_to_shadow(off, 1, FolioId(folio), Shadow(folio), ZeroMask::None).unwrap();
+        }
+        let user = Page::new(SwapEntry::new(d.ty(), one));
+        let mover = {
+            let (d, user) = (d.clone(), user.clone());
+            thread::spawn(move || d.compact(u32::MAX, false, &mut Pages(user)))
+        };
+        user.with(|at| {
+            let off = at.offset();
+            assert_eq!(d.lookup(off), Slot::Shadow { shadow: Shadow(1), zero: false });
+            d.shadow_to_folio(off, 1, FolioId(3), None).unwrap();
+            assert_eq!(d.free(off, 1, Expect::Folio(FolioId(3))), Ok(1));
+        });
+        let moved = mover.join().unwrap();
+        assert!(moved.moved <= 1 && (d.used(), d.usage().tables) == (1, 1), "{moved:?} {:?}", d.usage());
+    });
+}
+
+/// A device is taken away while a slot of it loses its last user: the slot is freed once, wherever it is.
+#[test]
+fn swapoff_against_the_last_put() {
+    model(30, || {
+        let space = SwapSpace::new();
+        for n in 0..2 {
+            space.add(SwapDevice::new(SwapType::new(n).unwrap(), 4, 1, Kind::Solid), 1 - i32::from(n)).unwrap();
+        }
+        let space = Arc::new(space);
+        let at = space.alloc_folio(TypeMask::ALL, CpuId(0), Order::ZERO, FolioId(1), G).unwrap();
+        let first = space.device(at.ty()).unwrap();
+        first.folio_to_shadow(at.offset(), 1, FolioId(1), Shadow(1), ZeroMask::None).unwrap();
+        let user = Page::new(at);
+        let mover = {
+            let (space, user) = (space.clone(), user.clone());
+            thread::spawn(move || space.swapoff(SwapType::new(0).unwrap(), TypeMask::ALL, &mut Pages(user)))
+        };
+        user.with(|at| assert_eq!(space.device(at.ty()).unwrap().put(at.offset(), 1), Ok(1)));
+        let moved = mover.join().unwrap();
+        assert!(moved == Ok(0) || moved == Ok(1), "{moved:?}");
+        assert_eq!(space.used_of_capacity(TypeMask::ALL).0, 0);
     });
 }

@@ -24,6 +24,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Discard),
         1 => (1000..5000u32).prop_map(|limit| Op::Limit { limit }),
         1 => (0..4u32).prop_map(|keep| Op::Drain { keep }),
+        2 => (prop_oneof![Just(u32::MAX), 1..300u32], any::<bool>(), prop_oneof![3 => Just(0u32), 1 => 2..40u32])
+            .prop_map(|(max, tear, refuse)| Op::Compact { max, tear, refuse }),
+        1 => prop_oneof![Just(4096u32), 1..4096u32].prop_map(|room| Op::Swapoff { room }),
     ]
 }
 

@@ -13,7 +13,9 @@ use crate::clusters::ClusterAllocator;
 use crate::forest::{Cached, Forest, Shape};
 use crate::map::{HAS_CACHE, SlotMap};
 use crate::scanning::ScanAllocator;
-use swaptide_core::{CpuId, Expect, FolioId, GroupId, Kind, Order, Shadow, Slot, SwapDevice, SwapOffset, SwapType, ZeroMask};
+use swaptide_core::{
+    CpuId, Expect, FolioId, GroupId, Kind, Order, SearchOrder, Shadow, Slot, SwapDevice, SwapOffset, SwapType, ZeroMask,
+};
 
 /// One page's way out and back, in the steps that every layer has.
 pub trait Layer: Sync {
@@ -154,8 +156,19 @@ pub struct SwapTable(SwapDevice);
 impl SwapTable {
     /// A device of `slots` slots. More `names` than slots may be had: see [`SwapDevice::with_limit`].
     pub fn new(slots: u32, names: u32, cpus: usize) -> Self {
-        let device = SwapDevice::new(SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid).with_limit(slots);
-        SwapTable(device)
+        let device = SwapDevice::new(SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid);
+        SwapTable(device.with_limit(slots))
+    }
+
+    /// The memory of empty tables goes back to the system at once. (The trees' nodes stay in their pools, so the comparisons of speed do
+    /// without.)
+    pub fn giving_back(self) -> Self {
+        SwapTable(self.0.with_table_discard(crate::memory::discard))
+    }
+
+    /// With the search order of the allocator seed: empty clusters first.
+    pub fn free_first(slots: u32, names: u32, cpus: usize) -> Self {
+        SwapTable(Self::new(slots, names, cpus).0.with_search_order(SearchOrder::FreeFirst))
     }
 
     /// The device.

@@ -12,6 +12,7 @@
 //! | map       | the static arrays: a byte of swap map and two of group for each slot |
 //! | scanning  | the allocator that scans the map under the device's lock, free clusters only |
 //! | clusters  | the allocator with cluster lists over the same static map |
+//! | memory    | giving the memory of empty swap tables back to the system |
 //! | layers    | a whole swap layer of each kind behind one interface |
 //! | allocator, search_space, swap_table | the experiments |
 //! | report    | rows, plots and the printed table |
@@ -24,6 +25,7 @@ pub mod forest;
 pub mod layers;
 mod lock;
 pub mod map;
+mod memory;
 pub mod radix;
 pub mod report;
 pub mod scanning;
@@ -50,6 +52,12 @@ impl Random {
         let high = (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as u32;
         ((u64::from(high) * u64::from(below)) >> 32) as u32
     }
+}
+
+/// Seconds of CPU that this thread has used: what other programs take meanwhile does not show.
+pub(crate) fn cpu_seconds() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
 }
 
 /// The median of `values`; 0 when there are none.

@@ -72,10 +72,53 @@ pub enum Op {
     Drain {
         keep: u32,
     },
+    /// Moves slots together; every slot whose number divides by `refuse` is held by its user.
+    Compact {
+        max: u32,
+        tear: bool,
+        refuse: u32,
+    },
+    /// Moves everything to a second device of that size (swapoff), and back.
+    Swapoff {
+        room: u32,
+    },
+}
+
+/// The users of the slots: the model, as far as its slots move.
+struct Users<'a> {
+    /// What the slots of the device that moves hold, and of the other one.
+    from: &'a mut BTreeMap<u32, Model>,
+    to: &'a mut BTreeMap<u32, Model>,
+    refuse: u32,
+}
+
+/// The state of a slot as the device should show it, with its exact count.
+fn shown(m: &Model) -> SlotInfo {
+    let slot = match m.holds {
+        Ok(folio) => Slot::Folio(FolioId(folio)),
+        Err(shadow) => Slot::Shadow { shadow: Shadow(shadow), zero: m.zero },
+    };
+    SlotInfo { slot, count: m.count, zero: m.zero, group: GroupId(m.group) }
+}
+
+impl Mover for Users<'_> {
+    fn switch(&mut self, slots: &Move<'_>) -> bool {
+        if slots.each().any(|(from, ..)| self.refuse > 0 && from.offset().0 % self.refuse == 0) {
+            return false;
+        }
+        let same_device = slots.from.ty() == slots.to.ty();
+        for (from, to, info) in slots.each() {
+            let m = self.from.remove(&from.offset().0).expect("a slot that moves is in use");
+            assert_eq!(shown(&m), info, "{from}");
+            let to_map = if same_device { &mut *self.from } else { &mut *self.to };
+            assert_eq!(to_map.insert(to.offset().0, m), None, "{to} was in use");
+        }
+        true
+    }
 }
 
 pub struct Pair {
-    device: SwapDevice,
+    space: SwapSpace,
     model: BTreeMap<u32, Model>,
     bad: BTreeSet<u32>,
     freed: Arc<Mutex<Vec<u32>>>,
@@ -83,16 +126,77 @@ pub struct Pair {
     limit: u32,
 }
 
+const DEVICE: SwapType = SwapType::new(1).unwrap();
+const OTHER: SwapType = SwapType::new(2).unwrap();
+
 impl Pair {
     pub fn new(slots: u32, discard: bool, kind: Kind) -> Pair {
         let freed = Arc::new(Mutex::new(Vec::new()));
         let to = freed.clone();
-        let device = SwapDevice::new(SwapType::new(1).unwrap(), slots, 2, kind)
+        let device = SwapDevice::new(DEVICE, slots, 2, kind)
             .with_discard(discard)
             .with_free_notify(Box::new(move |off, n| to.lock().unwrap().extend(off.0..off.0 + n)));
         let bad = BTreeSet::from([0, 1, 777]);
         bad.iter().for_each(|&off| device.mark_bad(SwapOffset(off), 1).unwrap());
-        Pair { device, model: BTreeMap::new(), bad, freed, slots, limit: u32::MAX }
+        let space = SwapSpace::new();
+        space.add(device, 0).unwrap();
+        Pair { space, model: BTreeMap::new(), bad, freed, slots, limit: u32::MAX }
+    }
+
+    fn device(&self) -> &SwapDevice {
+        self.space.device(DEVICE).unwrap()
+    }
+
+    fn compact(&mut self, max: u32, tear: bool, refuse: u32) {
+        let device = self.space.device(DEVICE).unwrap();
+        let tables = device.usage().tables;
+        let (mut model, mut nowhere) = (std::mem::take(&mut self.model), BTreeMap::new());
+        let done = device.compact(max, tear, &mut Users { from: &mut model, to: &mut nowhere, refuse });
+        self.model = model;
+        assert_eq!(device.usage().tables, tables - done.emptied);
+        assert!(done.moved <= max.saturating_add(511) && nowhere.is_empty());
+        assert_eq!(self.freed.lock().unwrap().as_slice(), [], "a slot that moves is not freed");
+    }
+
+    fn swapoff(&mut self, room: u32) {
+        self.space.add(SwapDevice::new(OTHER, room, 1, Kind::Solid), -1).unwrap();
+        let (used, other) = (self.model.len() as u32, &mut BTreeMap::new());
+        // All the units are single slots, or the runs that they are find one: then only room decides.
+        let outcome = self.space.swapoff(DEVICE, TypeMask::ALL, &mut Users { from: &mut self.model, to: other, refuse: 0 });
+        let (here, there) = (self.device(), self.space.device(OTHER).unwrap());
+        assert_eq!((here.used(), there.used()), (self.model.len() as u32, other.len() as u32));
+        assert_eq!(here.used() + there.used(), used);
+        match outcome {
+            Ok(_) => assert!(here.used() == 0 && !here.allocation_enabled() && here.usage().tables == self.open_for_ever()),
+            Err(SpaceError::NoRoom(_, left)) => {
+                assert!(left == here.used() && left > 0 && here.allocation_enabled());
+                assert!(room < used || self.model.values().any(|m| m.holds.is_ok()), "only folios need runs");
+            }
+            Err(other) => panic!("{other}"),
+        }
+        for (off, m) in other.iter() {
+            assert_eq!(SlotInfo { count: there.count(SwapOffset(*off)), ..there.info(SwapOffset(*off)) }, shown(m));
+        }
+        // Back again. Folios may find no run here any more: they are given up, like everything that is left there.
+        here.set_allocation_enabled(true);
+        here.set_limit(u32::MAX);
+        let back = self.space.swapoff(OTHER, TypeMask::ALL, &mut Users { from: other, to: &mut self.model, refuse: 0 });
+        assert_eq!(back.is_err(), !other.is_empty(), "{back:?}");
+        self.space.device(OTHER).unwrap().set_allocation_enabled(false);
+        for (off, m) in other.iter() {
+            let there = self.space.device(OTHER).unwrap();
+            (1..m.count).for_each(|_| _ = there.put(SwapOffset(*off), 1).unwrap());
+            there.free(SwapOffset(*off), 1, Expect::Any).unwrap();
+        }
+        self.space.take(OTHER).unwrap();
+        self.device().set_limit(self.limit);
+        assert_eq!(self.freed.lock().unwrap().drain(..).count(), 0, "a slot that moves is not freed");
+    }
+
+    /// Clusters that keep a table because of bad slots.
+    fn open_for_ever(&self) -> u32 {
+        let tail = (!self.slots.is_multiple_of(512)).then_some(self.slots / 512);
+        self.bad.iter().map(|slot| slot / 512).chain(tail).collect::<BTreeSet<_>>().len() as u32
     }
 
     /// A range near the `at`-th used slot: its start, and where it starts in the model.
@@ -145,7 +249,7 @@ impl Pair {
     fn alloc(&mut self, cpu: u16, order: u8, folio: u32, group: u16) {
         let pages = 1u32 << order;
         let used = self.model.len() as u32;
-        let result = self.device.alloc_folio(CpuId(cpu), Order::new(order).unwrap(), FolioId(folio), GroupId(group));
+        let result = self.device().alloc_folio(CpuId(cpu), Order::new(order).unwrap(), FolioId(folio), GroupId(group));
         let capacity = (self.slots - self.bad.len() as u32).min(self.limit);
         match result {
             Ok(off) => {
@@ -178,7 +282,7 @@ impl Pair {
                 let range = self.range(at, n);
                 let folio = self.folio_at(range.0);
                 let mask = [zero, !zero];
-                let result = self.device.folio_to_shadow(range.0, n, FolioId(folio), Shadow(shadow), ZeroMask::Bits(&mask));
+                let result = self.device().folio_to_shadow(range.0, n, FolioId(folio), Shadow(shadow), ZeroMask::Bits(&mask));
                 self.expect(
                     range,
                     result,
@@ -197,9 +301,9 @@ impl Pair {
                     (range.0.0..range.0.0 + n).all(|slot| self.model.get(&slot).is_some_and(same))
                 };
                 let fits = range.0.0 % 512 + n <= 512;
-                assert_eq!(self.device.swap_in_range(range.0, n).is_some(), alike && fits);
+                assert_eq!(self.device().swap_in_range(range.0, n).is_some(), alike && fits);
                 let mut shadows = vec![Shadow(0); n as usize];
-                let result = self.device.shadow_to_folio(range.0, n, FolioId(folio), Some(&mut shadows));
+                let result = self.device().shadow_to_folio(range.0, n, FolioId(folio), Some(&mut shadows));
                 self.expect(
                     range,
                     result,
@@ -214,7 +318,7 @@ impl Pair {
             Op::Replace { at, n, to } => {
                 let range = self.range(at, n);
                 let from = self.folio_at(range.0);
-                let result = self.device.replace_folio(range.0, n, FolioId(from), FolioId(to));
+                let result = self.device().replace_folio(range.0, n, FolioId(from), FolioId(to));
                 self.expect(
                     range,
                     result,
@@ -228,7 +332,7 @@ impl Pair {
             Op::Dup { at, n, times } => {
                 for _ in 0..times {
                     let range = self.range(at, n);
-                    let result = self.device.dup(range.0, n);
+                    let result = self.device().dup(range.0, n);
                     self.expect(
                         range,
                         result,
@@ -243,7 +347,7 @@ impl Pair {
             Op::Put { at, n, times } => {
                 for _ in 0..times {
                     let range = self.range(at, n);
-                    let result = self.device.put(range.0, n);
+                    let result = self.device().put(range.0, n);
                     self.expect(
                         range,
                         result,
@@ -259,7 +363,7 @@ impl Pair {
                 let range = self.range(at, n);
                 let folio = self.folio_at(range.0);
                 let expect = [Expect::Any, Expect::Shadow, Expect::Folio(FolioId(folio))][usize::from(expect)];
-                let result = self.device.free(range.0, n, expect);
+                let result = self.device().free(range.0, n, expect);
                 let right = move |m: &Model| {
                     let holds = match expect {
                         Expect::Any => true,
@@ -273,12 +377,12 @@ impl Pair {
             Op::Release { at, n } => {
                 let range = self.range(at, n);
                 let folio = self.folio_at(range.0);
-                let result = self.device.folio_release(range.0, n, FolioId(folio));
+                let result = self.device().folio_release(range.0, n, FolioId(folio));
                 self.expect(range, result, |m| m.holds == Ok(folio) && m.count == 0, |_, _| false);
             }
             Op::Zero { at, n, zero } => {
                 let range = self.range(at, n);
-                let result = self.device.set_zero(range.0, n, if zero { ZeroMask::All } else { ZeroMask::None });
+                let result = self.device().set_zero(range.0, n, if zero { ZeroMask::All } else { ZeroMask::None });
                 self.expect(
                     range,
                     result,
@@ -290,28 +394,30 @@ impl Pair {
                 );
             }
             Op::Discard => {
-                for index in self.device.take_emptied(usize::MAX) {
+                for index in self.device().take_emptied(usize::MAX) {
                     let range = index.first().0..index.first().0 + 512;
                     assert_eq!(self.model.range(range).next(), None, "{index} is in use");
-                    self.device.discard_done(index);
+                    self.device().discard_done(index);
                 }
             }
             Op::Limit { limit } => {
                 self.limit = limit;
-                self.device.set_limit(limit);
+                self.device().set_limit(limit);
             }
+            Op::Compact { max, tear, refuse } => self.compact(max, tear, refuse),
+            Op::Swapoff { room } => self.swapoff(room),
             Op::Drain { keep } => {
-                self.device.set_allocation_enabled(false);
-                let refused = self.device.alloc_folio(CpuId(0), Order::ZERO, FolioId(0), GroupId(0));
+                self.device().set_allocation_enabled(false);
+                let refused = self.device().alloc_folio(CpuId(0), Order::ZERO, FolioId(0), GroupId(0));
                 assert!(matches!(refused, Err(AllocError::Disabled | AllocError::Full)));
-                let met: Vec<u32> = self.device.drain().map(|(off, _)| off.0).collect();
+                let met: Vec<u32> = self.device().drain().map(|(off, _)| off.0).collect();
                 assert!(met.iter().eq(self.model.keys()));
                 for slot in met {
                     if keep > 0 && slot % (keep + 1) != 0 {
                         continue;
                     }
                     while self.model.get(&slot).is_some_and(|m| m.count > 1) {
-                        let result = self.device.put(SwapOffset(slot), 1);
+                        let result = self.device().put(SwapOffset(slot), 1);
                         self.expect(
                             (SwapOffset(slot), 1),
                             result,
@@ -322,10 +428,10 @@ impl Pair {
                             },
                         );
                     }
-                    let result = self.device.free(SwapOffset(slot), 1, Expect::Any);
+                    let result = self.device().free(SwapOffset(slot), 1, Expect::Any);
                     self.expect((SwapOffset(slot), 1), result, |_| true, |_, _| false);
                 }
-                self.device.set_allocation_enabled(true);
+                self.device().set_allocation_enabled(true);
             }
         }
     }
@@ -337,7 +443,7 @@ impl Pair {
     /// The whole device against the whole model.
     pub fn check(&self) {
         for slot in 0..self.slots {
-            let info = self.device.info(SwapOffset(slot));
+            let info = self.device().info(SwapOffset(slot));
             match self.model.get(&slot) {
                 None if self.bad.contains(&slot) => assert_eq!(info.slot, Slot::Bad),
                 None => assert_eq!(info, SlotInfo { slot: Slot::Free, count: 0, zero: false, group: GroupId(0) }),
@@ -348,12 +454,12 @@ impl Pair {
                     };
                     assert_eq!(info, SlotInfo { slot: holds, count: m.count.min(255), zero: m.zero, group: GroupId(m.group) });
                     if m.count >= 255 {
-                        assert_eq!(self.device.count(SwapOffset(slot)), m.count);
+                        assert_eq!(self.device().count(SwapOffset(slot)), m.count);
                     }
                 }
             }
         }
-        let usage = self.device.usage();
+        let usage = self.device().usage();
         assert_eq!((usage.used, usage.bad), (self.model.len() as u32, self.bad.len() as u32));
         let tail = (!self.slots.is_multiple_of(512)).then_some(self.slots / 512);
         let open: BTreeSet<u32> = self.model.keys().chain(&self.bad).map(|slot| slot / 512).chain(tail).collect();
