@@ -40,6 +40,8 @@ CASES = [
     Case("signals", program("signals"), 32, allowance=2),
     Case("sysio", program("sysio"), 32, allowance=4),
     *[Case(f"forks-{mode}", program("forks", mode, megabytes=96), 32, allowance=8, forks=True) for mode in FORK_MODES],
+    Case("execs", program("execs", megabytes=96), 32, allowance=8, forks=True),
+    Case("remap", program("remap", megabytes=96), 32, allowance=4),
     Case("forks-daemon", daemon, 32, allowance=8, forks=True),
     # The same for a minute each, and more of it.
     Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),

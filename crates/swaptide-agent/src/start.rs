@@ -9,7 +9,7 @@
 //! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it from its prepare handler to its parent or
 //! child handler.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, OwnedFd};
 
-use crate::{hooks, log, pins};
+use crate::{exec, log, pins, real};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -99,11 +99,33 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
         log::set_path(path);
     }
-    hooks::find_real();
+    real::find();
+    if let Some(path) = own_path() {
+        exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));
+    }
     let _ = now();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
     let _ = spawn(sleeper);
+}
+
+/// The path of this library, as the loader found it.
+fn own_path() -> Option<&'static [u8]> {
+    #[repr(C)]
+    struct Found {
+        path: *const c_char,
+        base: usize,
+        symbol: *const c_char,
+        address: usize,
+    }
+    unsafe extern "C" {
+        fn dladdr(address: *const c_void, found: *mut Found) -> c_int;
+    }
+    let mut found = Found { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
+    // SAFETY: the struct is the one that dladdr fills.
+    let known = unsafe { dladdr(own_path as *const c_void, &mut found) };
+    // SAFETY: the loader's name of a library that is never unloaded.
+    (known != 0 && !found.path.is_null()).then(|| unsafe { CStr::from_ptr(found.path) }.to_bytes())
 }
 
 /// A variable of the environment the program started with.

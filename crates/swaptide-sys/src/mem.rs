@@ -199,6 +199,14 @@ pub unsafe fn map_fixed_anon(range: VirtRange) -> Result<(), Errno> {
     unsafe { mmap(range.start.0, range.len(), k::PROT_READ | k::PROT_WRITE, flags, -1) }.map(drop)
 }
 
+/// Maps `len` bytes (whole pages) for the time of one call: not entered in the registry; the caller unmaps it.
+pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
+    let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE;
+    // SAFETY: the kernel chooses free addresses.
+    let at = unsafe { mmap(0, len, k::PROT_READ | k::PROT_WRITE, flags, -1) }?;
+    NonNull::new(at.as_ptr::<u8>()).ok_or(Errno::NOMEM)
+}
+
 /// Unmaps `range`.
 ///
 /// # Safety
