@@ -17,6 +17,7 @@
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 mod arena;
+mod ends;
 mod exec;
 mod hooks;
 mod log;
