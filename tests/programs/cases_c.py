@@ -33,7 +33,6 @@ def crowd(context):
     context.c("processes", "crowd", megabytes=24, env={**os.environ, "SWAPTIDE_TEST_SLOTS": "4"})
 
 
-PROCESS_MODES = ("dropped", "interrupted")
 FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds")
 
 CASES = [
@@ -51,12 +50,15 @@ CASES = [
     Case("advice", program("advice"), 32, allowance=4, forks=True),
     Case("signals", program("signals"), 32, allowance=2),
     Case("sysio", program("sysio"), 32, allowance=4),
-    *[Case(f"forks-{mode}", program("forks", mode, megabytes=96), 32, allowance=8, forks=True) for mode in FORK_MODES],
+    # Three processes, and six, that all want everything at once.
+    *[Case(f"forks-{mode}", program("forks", mode, megabytes=48 if mode in ("tree", "nested") else 96), 32, allowance=8, forks=True)
+      for mode in FORK_MODES],
     Case("execs", program("execs", megabytes=96), 32, allowance=8, forks=True),
     Case("remap", program("remap", megabytes=96), 32, allowance=4),
-    *[Case(f"processes-{mode}", program("processes", mode, megabytes=96), 32, allowance=8, forks=True) for mode in PROCESS_MODES],
+    Case("processes-dropped", program("processes", "dropped", megabytes=48), 32, allowance=8, forks=True),
+    Case("processes-interrupted", program("processes", "interrupted", megabytes=96), 32, allowance=8, forks=True),
     # Children that cannot be managed take what they have out of everybody else's budget.
-    Case("processes-namespaces", program("processes", "namespaces", megabytes=64), 64, allowance=128, forks=True),
+    Case("processes-namespaces", program("processes", "namespaces", megabytes=24), 24, allowance=96, forks=True),
     Case("processes-clones", program("processes", "clones", megabytes=64), 48, allowance=128, forks=True),
     # Nothing of what two processes share is swapped while one of them may outlive the other.
     Case("processes-shared", program("processes", "shared", megabytes=96), 32, allowance=256, forks=True),

@@ -358,9 +358,9 @@ fn start_workers(engine: &'static Engine) {
         running += u32::from(spawn_with(STACK, worker, index as usize));
     }
     // Without it the process is only slow to end, in a case that hardly any program has.
-    let _ = spawn_with(64 << 10, watch, 0);
+    let watching = spawn_with(64 << 10, watch, 0);
     engine.workers.store(running, Release);
-    engine.slot().engine_threads.store(running + 1, Relaxed);
+    engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
 }
 
 extern "C" fn watch(_: usize) {

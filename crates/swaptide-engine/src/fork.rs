@@ -34,7 +34,7 @@ use swaptide_ipc::{Counter, ExtentId, SlotIndex};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::lock::futex;
-use swaptide_sys::mem::Mapping;
+use swaptide_sys::mem::{Mapping, is_mapped_in};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::process::{blocked_in, pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
@@ -767,11 +767,18 @@ impl Handler {
         engine.set_index(index);
         let uffd = left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
         // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
+        // That one may have something at the same address: zeros for a page that it has never touched are no harm there, and not to be
+        // seen here.
         let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
         uffd.register_missing(probe.range())
             .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
+        let _ = uffd.zero_pages(probe.range(), true);
+        let ours = is_mapped_in(probe.range().start).unwrap_or(false);
         let _ = uffd.unregister(probe.range());
         drop(probe);
+        if !ours {
+            return Err(EngineError::Devices("the userfaultfd that was handed over is another process's"));
+        }
         engine.set_uffd(uffd);
         let handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use swaptide_ipc::Request;
 use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
@@ -115,7 +116,21 @@ fn of_process(pid: u32, request: Request) -> Option<OwnedFd> {
         Request::Maps => "maps",
         _ => "statm",
     };
-    File::open(format!("/proc/{pid}/{name}")).ok().map(OwnedFd::from)
+    without_physical_numbers(|| File::open(format!("/proc/{pid}/{name}")).ok().map(OwnedFd::from))
+}
+
+/// Who opens a page map decides whether it shows physical page numbers, which are not for everybody.
+fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
+    let before = capabilities(None);
+    if let Ok(sets) = before {
+        // Refused, it has not the capability in the first place.
+        let _ = set_capabilities(None, CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets });
+    }
+    let opened = open();
+    if let Ok(sets) = before {
+        let _ = set_capabilities(None, sets);
+    }
+    opened
 }
 
 /// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to it itself. Nothing else is asked for, and
@@ -155,6 +170,40 @@ mod tests {
         assert!(joined.is_empty() && fd.is_some());
         assert!(ask(&counter, b"F", &segment, None).1.is_none(), "there is no file");
         assert!(ask(&counter, b"?", &segment, Some(&swap)).1.is_none(), "no request");
+    }
+
+    #[test]
+    fn what_concerns_a_process_is_given_for_the_one_that_asks() {
+        let counter = Counter::open().expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        client.send(b"I", &[]).expect("send");
+        counter.serve(&segment, None);
+        let mut reply = [0u8; 8];
+        assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
+        assert_eq!(reply[1..5], std::process::id().to_le_bytes());
+        for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
+            let fd = ask(&counter, byte, &segment, None).1.expect("a file of this process");
+            let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
+            assert_eq!(path, std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id())));
+        }
+        // The rights of this thread are what they were.
+        let sets = capabilities(None).expect("capabilities");
+        assert!(!sets.permitted.contains(CapabilitySet::SYS_ADMIN) || sets.effective.contains(CapabilitySet::SYS_ADMIN));
+    }
+
+    #[test]
+    fn the_supervisor_vouches_for_userfaultfds_and_for_what_is_needed_only() {
+        let file = OwnedFd::from(tempfile());
+        assert!(vouch(file, 0).is_none(), "a file");
+        // SAFETY: the call only makes a descriptor.
+        let fresh = || unsafe {
+            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            assert!(fd >= 0, "userfaultfd is needed for this test");
+            std::os::fd::FromRawFd::from_raw_fd(fd as i32)
+        };
+        assert!(vouch(fresh(), Features::SIGBUS.0).is_none(), "a feature that no engine needs");
+        assert!(vouch(fresh(), REQUIRED.0).is_some());
     }
 
     #[test]

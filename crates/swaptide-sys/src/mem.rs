@@ -189,6 +189,14 @@ pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_madvise, range.start.0, range.len(), advice.number()) }.map(drop)
 }
 
+/// Whether the kernel has something in the place of one page of this process.
+pub fn is_mapped_in(page: VirtAddr) -> Result<bool, Errno> {
+    let mut there = 0u8;
+    // SAFETY: for one page the kernel writes one byte.
+    unsafe { syscall!(k::__NR_mincore, page.0, PAGE_SIZE, (&raw mut there) as usize) }?;
+    Ok(there & 1 == 1)
+}
+
 /// Puts fresh, empty private memory (readable, writable) over `range`.
 ///
 /// # Safety
