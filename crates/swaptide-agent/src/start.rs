@@ -52,6 +52,8 @@ static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
 const STACK: usize = 512 << 10;
+/// The engine's threads have descriptors of their own, but the limit is the process's: with less, a fork could not be told of.
+const FEWEST_FILES: u64 = 32;
 
 #[cfg(not(test))]
 #[used]
@@ -304,6 +306,10 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
 
 fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
     let began = now();
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    if files.is_some_and(|files| files < FEWEST_FILES) {
+        return Err(format!("the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit -n)"));
+    }
     {
         let mut path = MAIN_OBJECT.lock();
         let (bytes, len) = &mut *path;
@@ -326,7 +332,13 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         pinned: pins::is_pinned,
     };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
-    let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
+    let handler = match Handler::new(engine) {
+        Ok(handler) => Box::leak(Box::new(handler)),
+        Err(error) => {
+            never_began(engine);
+            return Err(error.to_string());
+        }
+    };
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     start_workers(engine);
@@ -335,6 +347,12 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);
     Ok(handler)
+}
+
+/// Closes what would make a fork wait for ever for somebody to read of it.
+fn never_began(engine: &Engine) {
+    // SAFETY: called for an engine that was told to nobody, and is not used again.
+    unsafe { engine.close_uffd() };
 }
 
 /// A number that no other process of this run has: the cipher's nonces must never repeat.

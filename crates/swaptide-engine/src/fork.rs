@@ -27,7 +27,7 @@ use std::sync::atomic::{
     AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
-use swaptide_sys::{AsFd, FromRawFd, IntoRawFd, OwnedFd};
+use swaptide_sys::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use swaptide_core::Slot as TableSlot;
 use swaptide_ipc::{Counter, ExtentId, SlotIndex};
@@ -683,6 +683,15 @@ impl Engine {
         self.work.store(0, Relaxed);
         self.bells.reset();
         self.shared_pages.store(true, Relaxed);
+    }
+
+    /// Closes the userfaultfd of an engine that never began.
+    ///
+    /// # Safety
+    /// Nothing is managed, and nobody uses the engine any more.
+    pub unsafe fn close_uffd(&self) {
+        // SAFETY: the caller's promise; the box that owns the number is never dropped.
+        drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });
     }
 
     /// Says hello to the parent's handler, through the child's end if there is one.
