@@ -1,5 +1,6 @@
 """The purpose-made C programs: each verifies its own data, so their expected output is one line."""
 
+import os
 import time
 
 from harness import Case, Failure
@@ -22,6 +23,16 @@ def daemon(context):
     context.expect(result.read_text() == "OK daemon\n", f"the daemon wrote {result.read_text()!r}")
 
 
+def ends_by_itself(context):
+    """The first thread ends and the process does not; then the last one ends, and so must the process, with that status."""
+    context.c("processes", "leader", megabytes=96, seconds=4, status=7)
+
+
+def crowd(context):
+    """More processes than swaptide has places for."""
+    context.c("processes", "crowd", megabytes=24, env={**os.environ, "SWAPTIDE_TEST_SLOTS": "4"})
+
+
 FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds")
 
 CASES = [
@@ -39,7 +50,21 @@ CASES = [
     Case("advice", program("advice"), 32, allowance=4, forks=True),
     Case("signals", program("signals"), 32, allowance=2),
     Case("sysio", program("sysio"), 32, allowance=4),
-    *[Case(f"forks-{mode}", program("forks", mode, megabytes=96), 32, allowance=8, forks=True) for mode in FORK_MODES],
+    # Three processes, and six, that all want everything at once.
+    *[Case(f"forks-{mode}", program("forks", mode, megabytes=48 if mode in ("tree", "nested") else 96), 32, allowance=8, forks=True)
+      for mode in FORK_MODES],
+    Case("execs", program("execs", megabytes=96), 32, allowance=8, forks=True),
+    Case("remap", program("remap", megabytes=96), 32, allowance=4),
+    Case("processes-dropped", program("processes", "dropped", megabytes=48), 32, allowance=8, forks=True),
+    Case("processes-interrupted", program("processes", "interrupted", megabytes=96), 32, allowance=8, forks=True),
+    # Children that cannot be managed take what they have out of everybody else's budget.
+    Case("processes-namespaces", program("processes", "namespaces", megabytes=24), 24, allowance=96, forks=True),
+    Case("processes-clones", program("processes", "clones", megabytes=64), 48, allowance=128, forks=True),
+    # Nothing of what two processes share is swapped while one of them may outlive the other.
+    Case("processes-shared", program("processes", "shared", megabytes=96), 32, allowance=256, forks=True),
+    Case("processes-leader", ends_by_itself, 32, allowance=8, forks=True),
+    # Every one without a place has all its memory, and budgets are for those that can be managed.
+    Case("processes-crowd", crowd, 16, allowance=1200, forks=True),
     Case("forks-daemon", daemon, 32, allowance=8, forks=True),
     # The same for a minute each, and more of it.
     Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),

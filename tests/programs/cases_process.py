@@ -81,6 +81,14 @@ def cleared_environment(context):
     context.expect(done.text() == "OK closefds\n", f"it printed {done.text()!r}")
 
 
+def few_files(context):
+    """With hardly any descriptors a program is not managed, but it runs, and forks, as without swaptide."""
+    for files in (5, 8, 12):
+        script = f"ulimit -n {files}; exec {context.binary('processes')} 48 1 {context.seed} clones"
+        done = context.run(["sh", "-c", script])
+        context.expect(done.text() == "OK processes clones\n", f"with {files} files it printed {done.text()!r}")
+
+
 def pressure(megabytes, mode):
     def run(context):
         done = context.run([context.python, PRESSURE, megabytes, mode])
@@ -226,6 +234,7 @@ CASES = [
     Case("chains", chains, 48, swaps=False, forks=True),
     Case("chain-pressure", chain_pressure, 32, allowance=8, forks=True),
     Case("cleared-environment", cleared_environment, 32, allowance=4),
+    Case("few-files", few_files, 32, swaps=False, allowance=128, forks=True),
     Case("signals-passed", signals, 32, allowance=4),
     Case("killed", killed, 32, allowance=4),
     Case("run-killed", run_killed, 32, allowance=4),

@@ -2,25 +2,17 @@
 //!
 //! They must work at any moment of a program's life, in a signal handler or a vforked child too: they allocate nothing and take no lock.
 
-use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use swaptide_engine::bell::Hint;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::pins;
-use crate::start;
+use crate::exec::with_environment;
+use crate::{moves, pins, real, start};
 
 const SYS_MADVISE: u32 = 28;
-
-unsafe extern "C" {
-    fn __errno_location() -> *mut c_int;
-    fn dlsym(handle: *mut c_void, name: *const std::ffi::c_char) -> *mut c_void;
-}
-
-/// `RTLD_NEXT`.
-const NEXT: *mut c_void = -1isize as *mut c_void;
 
 fn hint_of(advice: c_int) -> Option<Hint> {
     Some(match advice {
@@ -38,7 +30,7 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 const APART: [c_int; 2] = [10, 18];
 
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
-fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
     if APART.contains(&advice)
         && let Some(end) = addr.checked_add(len)
     {
@@ -69,8 +61,7 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
     match advise(addr as usize, len, advice) {
         0 => 0,
         errno => {
-            // SAFETY: libc's own location for this thread.
-            unsafe { *__errno_location() = errno };
+            real::set_errno(errno);
             -1
         }
     }
@@ -99,8 +90,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     match unsafe { syscall6(SYS_MLOCKALL, [flags as usize | ONFAULT, 0, 0, 0, 0, 0]) } {
         0 => 0,
         error => {
-            // SAFETY: libc's own location for this thread.
-            unsafe { *__errno_location() = -error as c_int };
+            real::set_errno(-error as c_int);
             -1
         }
     }
@@ -108,8 +98,6 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Routine, *mut c_void) -> c_int;
-
-static REAL_CREATE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// What a new thread shall run, on its way from its creator to itself.
 struct Waiting {
@@ -120,13 +108,6 @@ struct Waiting {
 
 static WAITING: [Waiting; 256] =
     [const { Waiting { taken: AtomicU32::new(0), routine: AtomicUsize::new(0), argument: AtomicUsize::new(0) } }; 256];
-
-/// Finds the functions we stand in front of. Called by the constructor.
-pub fn find_real() {
-    // SAFETY: the name is NUL-terminated; dlsym may be called from a constructor.
-    let real = unsafe { dlsym(NEXT, c"pthread_create".as_ptr()) };
-    REAL_CREATE.store(real, Release);
-}
 
 extern "C" fn run_thread(place: *mut c_void) -> *mut c_void {
     let waiting = &WAITING[place as usize];
@@ -159,14 +140,10 @@ pub unsafe extern "C" fn pthread_create(
     routine: Routine,
     argument: *mut c_void,
 ) -> c_int {
-    let mut real = REAL_CREATE.load(Acquire);
+    let real = real::CREATE.address();
     if real.is_null() {
-        find_real();
-        real = REAL_CREATE.load(Acquire);
-        if real.is_null() {
-            const EAGAIN: c_int = 11;
-            return EAGAIN;
-        }
+        const EAGAIN: c_int = 11;
+        return EAGAIN;
     }
     // SAFETY: the pointer is that of libc's function of this type.
     let real: Create = unsafe { std::mem::transmute(real) };
@@ -184,4 +161,227 @@ pub unsafe extern "C" fn pthread_create(
         WAITING[place].taken.store(0, Release);
     }
     result
+}
+
+/// Stands in front of libc's `mremap`.
+///
+/// # Safety
+/// As for mremap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mremap(old: *mut c_void, old_len: usize, new_len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
+    real::libc_result(moves::remap(old as usize, old_len, new_len, flags, to as usize)) as *mut c_void
+}
+
+type Text = *const c_char;
+type Texts = *const *const c_char;
+
+unsafe extern "C" {
+    static environ: Texts;
+}
+
+/// Stands in front of libc's `execve`: see [`crate::exec`].
+///
+/// # Safety
+/// As for execve(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
+    const SYS_EXECVE: u32 = 59;
+    // SAFETY: the program's own arguments; the address, if there is one, is that of libc's function of this type.
+    unsafe {
+        with_environment(envp, |envp| match real::EXECVE.address() {
+            none if none.is_null() => {
+                real::libc_result(syscall6(SYS_EXECVE, [path as usize, argv as usize, envp as usize, 0, 0, 0])) as c_int
+            }
+            real => std::mem::transmute::<*mut c_void, unsafe extern "C" fn(Text, Texts, Texts) -> c_int>(real)(path, argv, envp),
+        })
+    }
+}
+
+/// Stands in front of libc's `execv`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execv(path: Text, argv: Texts) -> c_int {
+    // SAFETY: the program's own arguments and environment.
+    unsafe { execve(path, argv, environ) }
+}
+
+/// Stands in front of libc's `execvpe`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execvpe(file: Text, argv: Texts, envp: Texts) -> c_int {
+    let real = real::EXECVPE.address();
+    if real.is_null() {
+        real::set_errno(ENOSYS);
+        return -1;
+    }
+    // SAFETY: the address is that of libc's function of this type.
+    let real: unsafe extern "C" fn(Text, Texts, Texts) -> c_int = unsafe { std::mem::transmute(real) };
+    // SAFETY: the program's own arguments.
+    unsafe { with_environment(envp, |envp| real(file, argv, envp)) }
+}
+
+/// Stands in front of libc's `execvp`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execvp(file: Text, argv: Texts) -> c_int {
+    // SAFETY: the program's own arguments and environment.
+    unsafe { execvpe(file, argv, environ) }
+}
+
+/// Stands in front of libc's `fexecve`.
+///
+/// # Safety
+/// As for fexecve(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn fexecve(fd: c_int, argv: Texts, envp: Texts) -> c_int {
+    let real = real::FEXECVE.address();
+    if real.is_null() {
+        real::set_errno(ENOSYS);
+        return -1;
+    }
+    // SAFETY: the address is that of libc's function of this type.
+    let real: unsafe extern "C" fn(c_int, Texts, Texts) -> c_int = unsafe { std::mem::transmute(real) };
+    // SAFETY: the program's own arguments.
+    unsafe { with_environment(envp, |envp| real(fd, argv, envp)) }
+}
+
+/// Stands in front of libc's `execveat`.
+///
+/// # Safety
+/// As for execveat(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execveat(directory: c_int, path: Text, argv: Texts, envp: Texts, flags: c_int) -> c_int {
+    const SYS_EXECVEAT: u32 = 322;
+    // SAFETY: the program's own arguments.
+    unsafe {
+        with_environment(envp, |envp| {
+            let words = [directory as usize, path as usize, argv as usize, envp as usize, flags as usize, 0];
+            real::libc_result(syscall6(SYS_EXECVEAT, words)) as c_int
+        })
+    }
+}
+
+type Spawn = unsafe extern "C" fn(*mut c_int, Text, *const c_void, *const c_void, Texts, Texts) -> c_int;
+
+/// Stands in front of libc's `posix_spawn`.
+///
+/// # Safety
+/// As for posix_spawn(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn posix_spawn(
+    pid: *mut c_int,
+    path: Text,
+    actions: *const c_void,
+    attributes: *const c_void,
+    argv: Texts,
+    envp: Texts,
+) -> c_int {
+    let real = real::SPAWN.address();
+    if real.is_null() {
+        return ENOSYS;
+    }
+    // SAFETY: the address is that of libc's function of this type.
+    let real: Spawn = unsafe { std::mem::transmute(real) };
+    // SAFETY: the program's own arguments.
+    unsafe { with_environment(envp, |envp| real(pid, path, actions, attributes, argv, envp)) }
+}
+
+/// Stands in front of libc's `posix_spawnp`.
+///
+/// # Safety
+/// As for posix_spawn(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn posix_spawnp(
+    pid: *mut c_int,
+    file: Text,
+    actions: *const c_void,
+    attributes: *const c_void,
+    argv: Texts,
+    envp: Texts,
+) -> c_int {
+    let real = real::SPAWNP.address();
+    if real.is_null() {
+        return ENOSYS;
+    }
+    // SAFETY: the address is that of libc's function of this type.
+    let real: Spawn = unsafe { std::mem::transmute(real) };
+    // SAFETY: the program's own arguments.
+    unsafe { with_environment(envp, |envp| real(pid, file, actions, attributes, argv, envp)) }
+}
+
+const ENOSYS: c_int = 38;
+
+/// The end of `execle`'s arguments: behind their null stands the environment.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+unsafe extern "C" fn execle_list(path: Text, argv: Texts) -> c_int {
+    let mut end = 0;
+    // SAFETY: the arguments end with a null.
+    while !unsafe { *argv.add(end) }.is_null() {
+        end += 1;
+    }
+    // SAFETY: and behind it stands the environment.
+    unsafe { execve(path, argv, *argv.add(end + 1).cast::<Texts>()) }
+}
+
+/// The body of a function `(path, arg0, arg1, ..., NULL)`: the arguments that came in registers are pushed in front of those that are on the
+/// stack already, where the return address was; so they are an array, and `$list` is called with the path and that.
+#[cfg(target_arch = "x86_64")]
+macro_rules! list {
+    ($list:path) => {
+        core::arch::naked_asm!(
+            "pop rax",
+            "push r9",
+            "push r8",
+            "push rcx",
+            "push rdx",
+            "push rsi",
+            "mov rsi, rsp",
+            "push rax",
+            "call {list}",
+            "pop rcx",
+            "add rsp, 40",
+            "push rcx",
+            "ret",
+            list = sym $list,
+        )
+    };
+}
+
+/// Stands in front of libc's `execl`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execl() {
+    list!(execv)
+}
+
+/// Stands in front of libc's `execlp`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execlp() {
+    list!(execvp)
+}
+
+/// Stands in front of libc's `execle`.
+///
+/// # Safety
+/// As for exec(3).
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn execle() {
+    list!(execle_list)
 }

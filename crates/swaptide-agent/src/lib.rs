@@ -1,8 +1,8 @@
 //! The preloaded library: it waits until the supervisor asks, then puts the program's memory under management.
 //!
 //! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that waits and becomes the fault handler
-//! ([`start`]), and the few functions of libc it stands in front of ([`hooks`]): `madvise`, `posix_madvise`, `pthread_create`. Forks are seen through
-//! libc's own fork handlers.
+//! ([`start`]), and the functions of libc it stands in front of: hints and new threads ([`hooks`]), everything that starts another program
+//! ([`exec`]), `mremap` ([`moves`]), `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
 //!
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered, read or counted.
@@ -17,7 +17,12 @@
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 mod arena;
+mod ends;
+mod exec;
 mod hooks;
 mod log;
+mod moves;
 mod pins;
+mod real;
 mod start;
+mod trap;

@@ -9,12 +9,12 @@
 //! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it from its prepare handler to its parent or
 //! child handler.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
 use swaptide_engine::bell::Ring;
-use swaptide_engine::fork::{NONE, PREPARED};
+use swaptide_engine::fork::{Decline, NONE, PREPARED};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
@@ -22,14 +22,15 @@ use swaptide_ipc::{Counter, ENV_AGENT_LOG, ENV_SOCKET, ProcState, Request, Segme
 use swaptide_sys::affinity::cpus_online;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
+use swaptide_sys::patron::{self, Patron};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{
-    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, spawn_engine_thread,
-    unshare_files_and_close_all,
+    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, sleep, spawn_engine_thread,
+    unshare_files_and_close_all, unshare_fs,
 };
-use swaptide_sys::{AsFd, OwnedFd};
+use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{hooks, log, pins};
+use crate::{ends, exec, log, pins, real};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -43,12 +44,16 @@ static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
 /// Process id of the forking parent, for its child.
 static PARENT: AtomicU32 = AtomicU32::new(0);
+/// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that nobody will free.
+static FORKER_PID: AtomicU32 = AtomicU32::new(0);
 /// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the engine.
 static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
 const STACK: usize = 512 << 10;
+/// The engine's threads have descriptors of their own, but the limit is the process's: with less, a fork could not be told of.
+const FEWEST_FILES: u64 = 32;
 
 #[cfg(not(test))]
 #[used]
@@ -67,8 +72,9 @@ pub fn engine() -> Option<&'static Engine> {
 }
 
 /// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to the swap file.
-fn empty_table() -> Result<(), swaptide_sys::Errno> {
-    unshare_files_and_close_all(&[])?;
+fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
+    unshare_fs()?;
+    unshare_files_and_close_all(keep.as_slice())?;
     for _ in 0..3 {
         std::mem::forget(rustix::fs::open(
             c"/dev/null",
@@ -81,9 +87,16 @@ fn empty_table() -> Result<(), swaptide_sys::Errno> {
 
 /// True in the process-id namespace of the supervisor: in another one, process ids mean other processes.
 fn same_pid_namespace(segment: &Segment) -> bool {
-    let ours = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     let theirs = segment.header.pid_namespace.load(Relaxed);
-    theirs == 0 || ours == theirs
+    match rustix::fs::stat(c"/proc/self/ns/pid") {
+        Ok(ours) => theirs == 0 || ours.st_ino == theirs,
+        // Under another root there may be no /proc: what counts is whether both mean the same process.
+        Err(_) => {
+            let mut reply = [0u8; 8];
+            exchange(&[Request::Identity as u8], &[], &mut reply).is_some_and(|(length, _)| length == 5)
+                && reply[1..5] == getpid().0.to_le_bytes()
+        }
+    }
 }
 
 /// Runs before the program's own constructors.
@@ -99,11 +112,34 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
         log::set_path(path);
     }
-    hooks::find_real();
+    real::find();
+    patron::name(&PATRON);
+    if let Some(path) = own_path() {
+        exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));
+    }
     let _ = now();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
     let _ = spawn(sleeper);
+}
+
+/// The path of this library, as the loader found it.
+fn own_path() -> Option<&'static [u8]> {
+    #[repr(C)]
+    struct Found {
+        path: *const c_char,
+        base: usize,
+        symbol: *const c_char,
+        address: usize,
+    }
+    unsafe extern "C" {
+        fn dladdr(address: *const c_void, found: *mut Found) -> c_int;
+    }
+    let mut found = Found { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
+    // SAFETY: the struct is the one that dladdr fills.
+    let known = unsafe { dladdr(own_path as *const c_void, &mut found) };
+    // SAFETY: the loader's name of a library that is never unloaded.
+    (known != 0 && !found.path.is_null()).then(|| unsafe { CStr::from_ptr(found.path) }.to_bytes())
 }
 
 /// A variable of the environment the program started with.
@@ -128,20 +164,52 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
 }
 
 fn spawn(entry: extern "C" fn(usize)) -> bool {
+    spawn_with(STACK, entry, 0)
+}
+
+fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
     // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own allocator.
-    unsafe { spawn_engine_thread(STACK, entry, 0) }.is_ok()
+    match unsafe { spawn_engine_thread(stack, entry, argument) } {
+        Ok(tid) => {
+            ends::note(tid);
+            true
+        }
+        Err(_) => false,
+    }
 }
 
 fn ask(request: Request) -> Option<OwnedFd> {
+    exchange(&[request as u8], &[], &mut [0u8; 8])?.1
+}
+
+/// Asks the supervisor; the length of its answer, and the descriptor that came with it.
+fn exchange(request: &[u8], fds: &[BorrowedFd<'_>], reply: &mut [u8]) -> Option<(usize, Option<OwnedFd>)> {
     let (name, len) = *SOCKET.lock();
     let conn = Conn::connect_abstract(&name[..len]).ok()?;
-    conn.send(&[request as u8], &[]).ok()?;
+    conn.send(request, fds).ok()?;
     let mut fds = [None];
-    let mut reply = [0u8; 8];
-    conn.recv(&mut reply, &mut fds).ok()?;
+    let (length, _) = conn.recv(reply, &mut fds).ok()?;
     let [fd] = fds;
-    fd
+    Some((length, fd))
 }
+
+/// The supervisor may what this process may not, or not any more.
+static PATRON: Patron = Patron {
+    device: || ask(Request::Device),
+    handshake: |fd, features| {
+        let mut request = [Request::Handshake as u8; 9];
+        request[1..].copy_from_slice(&features.to_le_bytes());
+        exchange(&request, &[fd], &mut [0u8; 8]).is_some_and(|(length, _)| length == 1)
+    },
+    proc_file: |name| {
+        ask(match name.to_bytes() {
+            b"pagemap" => Request::Pagemap,
+            b"maps" => Request::Maps,
+            b"statm" => Request::Statm,
+            _ => return None,
+        })
+    },
+};
 
 fn segment() -> Option<&'static Segment> {
     // SAFETY: null, or a segment that stays mapped.
@@ -170,20 +238,36 @@ fn go_first() {
 
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
-    if empty_table().is_err() {
+    if empty_table(None).is_err() {
         return;
     }
     set_name(c"swaptide");
     go_first();
-    let Some(segment) = segment() else { return };
+    let Some(segment) = segment() else {
+        log::line("the supervisor does not answer (another network namespace?): this process is not managed");
+        return;
+    };
     if !same_pid_namespace(segment) {
         log::line("a process-id namespace of its own: this process is not managed");
         return;
     }
+    wait_for_supervisor(segment)
+}
+
+/// Claims a slot and waits on its bell.
+fn wait_for_supervisor(segment: &'static Segment) {
     let forked_from = PARENT.load(Relaxed);
-    let Some(index) = segment.claim(getpid().0, forked_from) else {
-        log::line("the supervisor's table of processes is full: this process is not managed");
-        return;
+    let index = match segment.claim(getpid().0, forked_from) {
+        Some(index) => index,
+        None => {
+            log::line("the supervisor's table of processes is full: this process is not managed before another one ends");
+            loop {
+                sleep(Duration::from_secs(1));
+                if let Some(index) = segment.claim(getpid().0, forked_from) {
+                    break index;
+                }
+            }
+        }
     };
     let slot = segment.slot(index);
     loop {
@@ -192,6 +276,7 @@ extern "C" fn sleeper(_: usize) {
             engage(segment, index);
         }
         futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
+        ends::end_if_alone();
     }
 }
 
@@ -231,6 +316,10 @@ fn tell_panics() {
 fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
     let began = now();
     tell_panics();
+    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    if files.is_some_and(|files| files < FEWEST_FILES) {
+        return Err(format!("the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit -n)"));
+    }
     {
         let mut path = MAIN_OBJECT.lock();
         let (bytes, len) = &mut *path;
@@ -253,7 +342,13 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         pinned: pins::is_pinned,
     };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
-    let handler = Box::leak(Box::new(Handler::new(engine).map_err(|e| e.to_string())?));
+    let handler = match Handler::new(engine) {
+        Ok(handler) => Box::leak(Box::new(handler)),
+        Err(error) => {
+            never_began(engine);
+            return Err(error.to_string());
+        }
+    };
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     start_workers(engine);
@@ -262,6 +357,12 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);
     Ok(handler)
+}
+
+/// Closes what would make a fork wait for ever for somebody to read of it.
+fn never_began(engine: &Engine) {
+    // SAFETY: called for an engine that was told to nobody, and is not used again.
+    unsafe { engine.close_uffd() };
 }
 
 /// A number that no other process of this run has: the cipher's nonces must never repeat.
@@ -282,13 +383,18 @@ fn start_workers(engine: &'static Engine) {
     let wanted = (cpus_online() / 2).clamp(1, 4);
     let mut running = 0;
     for index in 0..wanted {
-        // SAFETY: the entry runs on engine rules.
-        if unsafe { spawn_engine_thread(STACK, worker, index as usize) }.is_ok() {
-            running += 1;
-        }
+        running += u32::from(spawn_with(STACK, worker, index as usize));
     }
+    // Without it the process is only slow to end, in a case that hardly any program has.
+    let watching = spawn_with(64 << 10, watch, 0);
     engine.workers.store(running, Release);
-    engine.slot().engine_threads.store(running + 1, Relaxed);
+    engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
+}
+
+extern "C" fn watch(_: usize) {
+    if let Some(engine) = engine() {
+        ends::watch(engine.slot());
+    }
 }
 
 extern "C" fn worker(index: usize) {
@@ -302,11 +408,18 @@ extern "C" fn worker(index: usize) {
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
 extern "C" fn prepare() {
     let mask = block_all_signals().unwrap_or(0);
+    let this = getpid().0;
+    let before = FORKER_PID.swap(this, Relaxed);
+    if before != 0 && before != this && FORK_LOCK.is_locked() {
+        // SAFETY: this is the child of a raw clone, and the holder a thread of its parent.
+        unsafe { FORK_LOCK.force_unlock() };
+    }
     std::mem::forget(FORK_LOCK.lock());
     FORK_MASK.store(mask, Relaxed);
-    PARENT.store(getpid().0, Relaxed);
+    PARENT.store(this, Relaxed);
     if let Some(engine) = engine() {
         engine.fork.forker.store(gettid().0, Release);
+        engine.fork.open_ends();
         engine.bells.ring(Ring::ForkPrepare);
         engine.fork.wait(PREPARED);
     }
@@ -315,6 +428,8 @@ extern "C" fn prepare() {
 /// After a fork, in the parent.
 extern "C" fn parent() {
     if let Some(engine) = engine() {
+        engine.fork.close_end(false);
+        engine.fork.close_end(true);
         engine.bells.ring(Ring::ForkDone);
         engine.fork.wait(NONE);
     }
@@ -327,6 +442,7 @@ extern "C" fn parent() {
 /// After a fork, in the child, whose only thread this is.
 extern "C" fn child() {
     after_fork_in_child();
+    ends::forked();
     let mask = FORK_MASK.load(Relaxed);
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
     unsafe { FORK_LOCK.force_unlock() };
@@ -340,61 +456,132 @@ extern "C" fn child() {
             engine.forked();
             ENGINE_PID.store(getpid().0, Release);
             TAKEN_OVER.store(0, Relaxed);
-            if !spawn(heir) {
-                abort_with(&[b"swaptide: a forked child got no thread (see the limits on processes); it is stopped rather than given wrong data"]);
-            }
-            while TAKEN_OVER.load(Acquire) == 0 {
-                futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
+            engine.fork.close_end(false);
+            if spawn(heir) {
+                while TAKEN_OVER.load(Acquire) == 0 {
+                    futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
+                }
+                engine.fork.close_end(true);
+            } else {
+                // This thread asks for everything itself; the parent's handler serves its faults until then.
+                let declined = engine.decline(engine.fork.take_child_end(), Decline::NoThread);
+                ENGINE.store(std::ptr::null_mut(), Release);
+                if let Err(errno) = declined {
+                    stop(errno);
+                }
             }
         }
     }
     restore_signals(mask);
 }
 
-/// The handler of a forked child.
-extern "C" fn heir(_: usize) {
-    let stop = |why: &str| -> ! {
-        abort_with(&[
-            b"swaptide: a forked child could not take its memory over: ",
-            why.as_bytes(),
-            b"; it is stopped rather than given wrong data",
-        ])
+/// Ends a forked child whose swapped memory is lost.
+fn stop(errno: swaptide_sys::Errno) -> ! {
+    let mut why = [0u8; 64];
+    let len = {
+        use std::io::Write;
+        let mut rest = &mut why[..];
+        let _ = write!(rest, "{}", swaptide_sys::Why(errno));
+        64 - rest.len()
     };
-    let serve = |taken_over: u32| {
-        TAKEN_OVER.store(taken_over, Release);
-        futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
-    };
-    if let Err(errno) = empty_table() {
-        stop(&swaptide_sys::Why(errno).to_string());
+    abort_with(&[
+        b"swaptide: a forked child could not take its memory over, and its parent does not answer (",
+        &why[..len],
+        b"); it is stopped rather than given wrong data",
+    ])
+}
+
+/// Lets the forking thread of a child go on.
+fn child_is_served() {
+    TAKEN_OVER.store(1, Release);
+    futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
+}
+
+/// All memory of this child is there, and its copy of the engine is never used again.
+fn disown() {
+    ENGINE.store(std::ptr::null_mut(), Release);
+    child_is_served();
+}
+
+/// A slot, if there is one within a moment: the supervisor may not have cleared those of the dead yet.
+fn claim_soon(segment: &Segment) -> Option<SlotIndex> {
+    for _ in 0..10 {
+        if let Some(index) = segment.claim(getpid().0, PARENT.load(Relaxed)) {
+            return Some(index);
+        }
+        sleep(Duration::from_millis(5));
     }
+    None
+}
+
+/// The handler of a forked child. Nothing is allocated before the parent has answered.
+extern "C" fn heir(_: usize) {
+    // SAFETY: null, or the engine this process has a copy of.
+    let Some(engine) = (unsafe { ENGINE.load(Acquire).as_ref() }) else { return disown() };
+    // Without a table of its own it would answer through the program's, which it must not close: it says so and ends.
+    let end = match empty_table(engine.fork.child_end()) {
+        // SAFETY: the table is this thread's own.
+        Ok(()) => unsafe { engine.fork.own_child_end() },
+        Err(_) => {
+            if let Err(errno) = engine.decline(engine.fork.take_child_end(), Decline::NoThread) {
+                stop(errno);
+            }
+            return disown();
+        }
+    };
     set_name(c"swaptide");
     go_first();
-    let (Some(engine), Some(segment)) = (engine(), segment()) else { stop("its engine is gone") };
+    let decline = |end, why| match engine.decline(end, why) {
+        Ok(whole) => {
+            disown();
+            whole
+        }
+        Err(errno) => stop(errno),
+    };
+    // The parent has it mapped, and so has this process.
+    let Some(segment) = segment() else {
+        decline(end, Decline::TableFull);
+        return;
+    };
     if !same_pid_namespace(segment) {
-        stop("it is in a process-id namespace of its own");
+        decline(end, Decline::Namespace);
+        return;
     }
-    let Some(index) = segment.claim(getpid().0, PARENT.load(Relaxed)) else { stop("the table of processes is full") };
+    let Some(index) = claim_soon(segment) else {
+        if decline(end, Decline::TableFull) {
+            // As any process that is not managed yet.
+            wait_for_supervisor(segment);
+        }
+        return;
+    };
     let slot = segment.slot(index);
     slot.limit_bytes.store(engine.charge.limit(), Relaxed);
     slot.wanted.store(1, Relaxed);
-    let left = match engine.inherit(index) {
+    let refused = || {
+        slot.wanted.store(0, Relaxed);
+        slot.set_state(ProcState::Refused);
+        disown();
+    };
+    let mut left = match engine.inherit(end, index) {
         Ok(Some(left)) => left,
-        Ok(None) => {
-            // All its memory is there, and its copy of the engine is never used again.
-            ENGINE.store(std::ptr::null_mut(), Release);
-            slot.wanted.store(0, Relaxed);
-            slot.set_state(ProcState::Refused);
-            serve(1);
-            exit_thread();
-        }
-        Err(errno) => stop(&format!("its parent does not answer: {}", swaptide_sys::Why(errno))),
+        Ok(None) => return refused(),
+        Err(errno) => stop(errno),
     };
-    let handler = match Handler::inherited(engine, index, salt(), left) {
+    let handler = match Handler::inherited(engine, index, salt(), &mut left) {
         Ok(handler) => Box::leak(Box::new(handler)),
-        Err(error) => stop(&error.to_string()),
+        Err(error) => {
+            log::line(&format!("a forked child gets all its memory and is not managed: {error}"));
+            if let Err(errno) = left.declined() {
+                stop(errno);
+            }
+            return refused();
+        }
     };
+    // A parent that is gone by now has left everything that there was to leave.
+    let _ = left.taken();
+    drop(left);
     start_workers(engine);
     slot.set_state(ProcState::Engaged);
-    serve(1);
+    child_is_served();
     handler.run()
 }

@@ -163,7 +163,7 @@ fn eligible(vma: &Vma<'_>) -> bool {
 }
 
 /// The parts of a mapping that are not the engine's own: the kernel joins neighbouring anonymous mappings.
-fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
+pub fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
     let mut own = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; 64];
     let mut n = 0;
     let mut overflow = false;

@@ -6,14 +6,22 @@
 //!
 //! Owns: the area, the mailbox of the one request that carries data, and the reply words.
 //!
+//! Rules
+//! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
+//! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something itself, or never come back.
+//! 3. A request has a number, and is done when that number was answered: what a dead thread has left there cannot be taken for it.
+//!
 //! Locks: none. A ringing thread waits on futex words of the engine's memory only.
 
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::time::Duration;
 
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::{Tid, block_all_signals, gettid, lives, restore_signals, yield_now};
 
 use crate::EngineError;
 
@@ -63,10 +71,15 @@ impl Hint {
 pub struct Bells {
     area: Mapping,
     busy: AtomicU32,
-    hint: AtomicU32,
+    /// The request: its number above 8 bits of [`Hint`]; 0: none.
+    hint: AtomicU64,
+    /// Number of the last request.
+    asked: AtomicU32,
+    /// Number of the request that the handler has taken.
+    taken: AtomicU32,
     hint_start: AtomicUsize,
     hint_end: AtomicUsize,
-    /// Raised each time the handler has done what a ring asked for.
+    /// Number of the last request that the handler has done.
     pub answered: AtomicU32,
 }
 
@@ -80,7 +93,9 @@ impl Bells {
         Ok(Bells {
             area,
             busy: AtomicU32::new(0),
-            hint: AtomicU32::new(0),
+            hint: AtomicU64::new(0),
+            asked: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
             hint_start: AtomicUsize::new(0),
             hint_end: AtomicUsize::new(0),
             answered: AtomicU32::new(0),
@@ -119,41 +134,56 @@ impl Bells {
 
     /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another one is dropped: it is only a hint.
     pub fn hint(&self, hint: Hint, range: VirtRange) {
-        while self.busy.swap(1, AcqRel) != 0 {
-            if hint != Hint::Release {
-                return;
-            }
-            swaptide_sys::thread::yield_now();
+        let Ok(mask) = block_all_signals() else { return };
+        if self.own(hint == Hint::Release) {
+            self.ask(hint, range);
+            self.busy.store(0, Release);
         }
+        restore_signals(mask);
+    }
+
+    /// Makes the mailbox the calling thread's. False when it is another's, and not to be waited for.
+    fn own(&self, wait: bool) -> bool {
+        let this = gettid();
+        loop {
+            let Err(owner) = self.busy.compare_exchange(0, this.0, AcqRel, Acquire) else { return true };
+            if !lives(Tid(owner)) && self.busy.compare_exchange(owner, this.0, AcqRel, Acquire).is_ok() {
+                return true;
+            }
+            if !wait {
+                return false;
+            }
+            yield_now();
+        }
+    }
+
+    fn ask(&self, hint: Hint, range: VirtRange) {
+        let number = self.asked.fetch_add(1, Relaxed).wrapping_add(1);
         self.hint_start.store(range.start.0, Relaxed);
         self.hint_end.store(range.end.0, Relaxed);
-        let before = self.answered.load(Acquire);
-        self.hint.store(hint as u32, Release);
+        self.hint.store(u64::from(number) << 8 | hint as u64, Release);
         self.ring(Ring::Hint);
-        while self.hint.load(Acquire) != 0 {
-            self.wait_answer(before);
+        loop {
+            let answered = self.answered.load(Acquire);
+            if answered == number {
+                return;
+            }
+            futex::wait(&self.answered, answered, Some(Duration::from_millis(100)), futex::Scope::Private);
         }
-        self.wait_answer(before);
-        self.busy.store(0, Release);
     }
 
     /// The hint in the mailbox.
     pub fn take_hint(&self) -> Option<(Hint, VirtRange)> {
-        let hint = Hint::of(self.hint.swap(0, AcqRel))?;
+        let word = self.hint.swap(0, AcqRel);
+        let hint = Hint::of((word & 0xff) as u32)?;
+        self.taken.store((word >> 8) as u32, Relaxed);
         Some((hint, VirtRange { start: VirtAddr(self.hint_start.load(Relaxed)), end: VirtAddr(self.hint_end.load(Relaxed)) }))
     }
 
-    /// Says that what was asked for is done.
+    /// Says that what was taken is done.
     pub fn answer(&self) {
-        self.answered.fetch_add(1, Release);
+        self.answered.store(self.taken.load(Relaxed), Release);
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
-    }
-
-    /// Waits until the count of answers is no longer `before`.
-    pub fn wait_answer(&self, before: u32) {
-        while self.answered.load(Acquire) == before {
-            futex::wait(&self.answered, before, Some(Duration::from_millis(100)), futex::Scope::Private);
-        }
     }
 
     /// In a forked child: nobody has asked for anything.

@@ -5,32 +5,38 @@
 //!
 //! | forking thread (parent) | parent's handler | child |
 //! |---|---|---|
-//! | rings `ForkPrepare`, waits | parks the workers, gives free frames back, listens on a socket: **prepared** | |
+//! | makes a pair of sockets, rings `ForkPrepare`, waits | takes one of them, parks the workers, gives free frames back: **prepared** | |
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
-//! | rings `ForkDone`, waits | waits | starts its handler, which connects and says its process slot |
-//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, goes on |
+//! | rings `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
+//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, goes on |
 //! | goes on | applies the events, answers the faults: **none** | |
+//!
+//! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is another, ...) says that instead, before or after
+//! it was sent what it needs. Then the parent's handler copies every swapped page to it, and it goes on without an engine.
 //!
 //! Invariants
 //! 1. From *prepared* to the hand-over nothing in the engine's memory changes but by the forking thread's own faults, while it waits for them and so
 //!    cannot be inside fork(2): the child's copy is of one moment, and equals the parent's until the hand-over.
 //! 2. No staging frame is full and no folio is in the swap cache at that moment: frames need not be shared.
 //! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte of them until one holder is left.
-//! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in and its userfaultfd closed.
+//! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in and its userfaultfd closed, and so does
+//!    what it forks before that is done.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::time::Duration;
-use swaptide_sys::{AsFd, OwnedFd};
+use swaptide_sys::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 
 use swaptide_core::Slot as TableSlot;
 use swaptide_ipc::{Counter, ExtentId, SlotIndex};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::lock::futex;
-use swaptide_sys::mem::Mapping;
+use swaptide_sys::mem::{Mapping, is_mapped_in};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::process::blocked_in;
+use swaptide_sys::process::{blocked_in, pidfd_getfd, pidfd_open, pidfd_open_thread};
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::getpid;
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
@@ -51,6 +57,41 @@ pub const PREPARED: u32 = 1;
 pub(crate) const NOTED: usize = 16 << 10;
 /// Instead of a length: the child shall go on without an engine; all its memory is there.
 const OFF: u64 = u64::MAX;
+/// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from it any more.
+const OFF_TORN: u64 = u64::MAX - 1;
+/// The child's word at the end: it serves itself, or it cannot.
+const TAKEN: u8 = b'T';
+const DECLINED: u8 = b'D';
+/// In a child's hello instead of its slot: a [`Decline`] less than this.
+const NO_SLOT: u32 = u32::MAX;
+/// No descriptor.
+const NONE_FD: i32 = -1;
+
+/// Why a forked child goes on without an engine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Decline {
+    /// The supervisor's table of processes is full.
+    TableFull = 0,
+    /// It has a process-id namespace of its own.
+    Namespace = 1,
+    /// It got no thread.
+    NoThread = 2,
+}
+
+impl Decline {
+    fn why(self) -> &'static str {
+        match self {
+            Decline::TableFull => "the supervisor's table of processes is full",
+            Decline::Namespace => "it has a process-id namespace of its own",
+            Decline::NoThread => "it got no thread (see the limits on processes)",
+        }
+    }
+
+    fn of(word: u32) -> Option<Decline> {
+        [Decline::TableFull, Decline::Namespace, Decline::NoThread].into_iter().find(|d| NO_SLOT - *d as u32 == word)
+    }
+}
 /// Bytes of one message of the hand-over.
 const MESSAGE_BYTES: usize = 32 << 10;
 
@@ -62,6 +103,9 @@ pub struct ForkControl {
     pub forker: AtomicU32,
     token: AtomicU64,
     parent: AtomicU32,
+    /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and the child's. A socket with a name
+    /// could not be reached from another network namespace. Without them (the table is full) there is one with a name.
+    ends: [AtomicI32; 2],
 }
 
 impl Default for ForkControl {
@@ -78,7 +122,52 @@ impl ForkControl {
             forker: AtomicU32::new(0),
             token: AtomicU64::new(0),
             parent: AtomicU32::new(0),
+            ends: [const { AtomicI32::new(NONE_FD) }; 2],
         }
+    }
+
+    /// In the forking thread, before it rings: makes the sockets.
+    pub fn open_ends(&self) {
+        let numbers = Conn::pair().map_or([NONE_FD; 2], |(a, b)| [a.into_fd().into_raw_fd(), b.into_fd().into_raw_fd()]);
+        self.ends.iter().zip(numbers).for_each(|(end, number)| end.store(number, Release));
+    }
+
+    /// In the forking thread or the child: closes the handler's end, or the child's.
+    pub fn close_end(&self, child_end: bool) {
+        let number = self.ends[usize::from(child_end)].swap(NONE_FD, AcqRel);
+        if number != NONE_FD {
+            // SAFETY: opened by `open_ends` in this thread's table, or its parent's, and owned by nobody else.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+    }
+
+    /// The number of the child's end, to be kept open.
+    pub fn child_end(&self) -> Option<i32> {
+        Some(self.ends[1].load(Acquire)).filter(|number| *number != NONE_FD)
+    }
+
+    /// In the child's handler, which has a copy of the child's end in a table of its own.
+    ///
+    /// # Safety
+    /// The calling thread has a table of its own, in which the number is the child's end, and calls this once.
+    pub unsafe fn own_child_end(&self) -> Option<Conn> {
+        // SAFETY: the caller's promise.
+        self.child_end().map(|number| Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
+    }
+
+    /// In the forking thread of the child: takes the child's end out of the program's table.
+    pub fn take_child_end(&self) -> Option<Conn> {
+        let number = Some(self.ends[1].swap(NONE_FD, AcqRel)).filter(|number| *number != NONE_FD)?;
+        // SAFETY: opened by `open_ends`, and owned by nobody else.
+        Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
+    }
+
+    /// In the handler, which has a table of its own: the handler's end.
+    fn take_end(&self) -> Option<Conn> {
+        let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
+        // The thread's own table where the kernel can name a thread; else the first thread's, which is the same one but in odd programs.
+        let task = pidfd_open_thread(self.forker.load(Acquire)).or_else(|_| pidfd_open(getpid().0)).ok()?;
+        pidfd_getfd(task.as_fd(), number).ok().map(Conn::from_fd)
     }
 
     /// Waits until the phase is `phase`.
@@ -106,6 +195,13 @@ impl ForkControl {
         let len = 64 - rest.len();
         (name, len)
     }
+}
+
+/// Where the child will answer.
+enum Door {
+    Pair(Conn),
+    Named(Listener),
+    Shut,
 }
 
 /// An event as it goes over the socket.
@@ -137,10 +233,15 @@ impl Handler {
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         engine.fork.parent.store(getpid().0, Relaxed);
-        let (name, len) = engine.fork.socket_name();
-        let listener = match Listener::bind_abstract(&name[..len]) {
-            Ok(listener) => listener,
-            Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {}", swaptide_sys::Why(errno))),
+        let door = match engine.fork.take_end() {
+            Some(conn) => Door::Pair(conn),
+            None => {
+                let (name, len) = engine.fork.socket_name();
+                match Listener::bind_abstract(&name[..len]) {
+                    Ok(listener) => Door::Named(listener),
+                    Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {}", swaptide_sys::Why(errno))),
+                }
+            }
         };
         self.deferring = true;
         engine.fork.set(PREPARED);
@@ -163,7 +264,7 @@ impl Handler {
                     "a fork found the engine at work for another thread: the child gets all its memory at once and is not managed",
                 );
             }
-            self.hand_over(child, &listener);
+            self.hand_over(child, door);
             engine.shared_pages.store(true, Relaxed);
             engine.count(Counter::Forks, 1);
         }
@@ -245,30 +346,106 @@ impl Handler {
     }
 
     /// Serves the child until it serves itself, and gives it what it needs for that.
-    fn hand_over(&mut self, child: Uffd, listener: &Listener) {
+    ///
+    /// Another thread may fork past the hook at the same time. Then nobody can tell whose child is whose: all are served, and when the one
+    /// that came through the hook says hello, all get everything.
+    fn hand_over(&mut self, child: Uffd, mut door: Door) {
+        let mut children = vec![child];
         let mut served: Vec<u64> = Vec::new();
         loop {
-            let ready =
-                poll_readable(&[listener.as_fd(), child.as_fd(), self.uffd.as_fd()], Some(Duration::from_millis(2))).unwrap_or(0);
-            if ready & 4 != 0 {
-                self.drain_events();
+            self.wait_for_child(&children, &door);
+            self.drain_events();
+            self.serve_forker(&children, &mut served);
+            if let Some(another) = self.child.take() {
+                children.push(another);
+                self.torn = true;
             }
-            if ready & 2 != 0 {
-                self.read_child(&child, &mut served);
+            for child in &children {
+                self.read_child(child, &mut served);
             }
-            if ready & 1 != 0 {
-                let Ok((conn, _)) = listener.accept() else { continue };
-                match self.send(&conn, &child, &served) {
+            let knocks = |fd| matches!(poll_readable(&[fd], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+            let conn = match std::mem::replace(&mut door, Door::Shut) {
+                Door::Pair(conn) if knocks(conn.as_fd()) => Some(conn),
+                Door::Named(listener) if knocks(listener.as_fd()) => {
+                    let conn = listener.accept().map(|(conn, _)| conn).ok();
+                    door = Door::Named(listener);
+                    conn
+                }
+                closed => {
+                    door = closed;
+                    None
+                }
+            };
+            if let Some(conn) = conn {
+                match self.send(&conn, &children, &served) {
                     Ok(()) => return,
                     Err(errno) => {
                         (self.engine.start.log)(&format!("handing over to a child failed: {}", swaptide_sys::Why(errno)))
                     }
                 }
             }
-            if child.coverage(self.engine.bells.range()) == Coverage::Gone {
-                return;
+            children.retain(|child| child.coverage(self.engine.bells.range()) != Coverage::Gone);
+            if children.is_empty() {
+                if self.fork_done {
+                    return;
+                }
+                // It was another thread's; this one's fork is yet to come, and the engine's memory has changed meanwhile.
+                self.torn = true;
             }
         }
+    }
+
+    /// Waits a moment for whoever may have something to say.
+    fn wait_for_child(&self, children: &[Uffd], door: &Door) {
+        let mut fds = vec![self.uffd.as_fd()];
+        match door {
+            Door::Pair(conn) => fds.push(conn.as_fd()),
+            Door::Named(listener) => fds.push(listener.as_fd()),
+            Door::Shut => {}
+        }
+        fds.extend(children.iter().take(4).map(|child| child.as_fd()));
+        // What cannot be waited for is looked at again.
+        let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
+    }
+
+    /// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread forked past the hook and this is that one's
+    /// child, not yet in it, and then it must go on. The children get the page first.
+    fn serve_forker(&mut self, children: &[Uffd], served: &mut Vec<u64>) {
+        let forker = self.engine.fork.forker.load(Acquire);
+        let Some(at) = self.pending.iter().position(|fault| fault.tid == forker) else { return };
+        let page = PageNo::of(self.pending[at].addr);
+        let inside = |start: VirtAddr, len: usize| VirtRange { start, end: start.offset(len) }.contains(page.addr());
+        let changed = |event: &Event| match event {
+            Event::Remove(range) | Event::Unmap(range) => range.contains(page.addr()),
+            Event::Remap { from, to, len } => inside(*from, *len) || inside(*to, *len),
+            _ => false,
+        };
+        if self.noted.iter().any(changed) || self.engine.mm.lock().regions.find(page.addr()).is_none() {
+            return;
+        }
+        let Some(fault) = self.pending.remove(at) else { return };
+        for child in children {
+            if self.copy_to(child, page) {
+                served.push(page.0 as u64);
+            }
+        }
+        self.answer(fault);
+    }
+
+    /// The process behind a userfaultfd has ended or executed another program.
+    fn is_gone(&self, child: &Uffd) -> bool {
+        child.coverage(self.engine.bells.range()) == Coverage::Gone
+    }
+
+    /// The child's next message, if it lives to send one.
+    fn hear(&self, conn: &Conn, children: &[Uffd], message: &mut [u8]) -> Result<(), Errno> {
+        while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
+            if children.iter().all(|child| self.is_gone(child)) {
+                return Err(Errno::SRCH);
+            }
+        }
+        let (n, _) = conn.recv(message, &mut [])?;
+        if n == message.len() { Ok(()) } else { Err(Errno::PROTO) }
     }
 
     fn read_child(&mut self, child: &Uffd, served: &mut Vec<u64>) {
@@ -332,12 +509,7 @@ impl Handler {
                 Some(Errno::AGAIN | Errno::NOMEM) => {
                     // The child changes its mappings: its events must be read before anything can be copied.
                     drop(mm);
-                    let mut messages = Message::buffer::<8>();
-                    let n = child.read(&mut messages).unwrap_or(0);
-                    for message in &mut messages[..n] {
-                        // A fault comes again after the descriptor is closed or handed over; a change is the child's own affair.
-                        let _ = message.decode();
-                    }
+                    self.read_stranger(child);
                     swaptide_sys::thread::yield_now();
                 }
                 // There already, its mapping gone, or the child gone.
@@ -347,20 +519,28 @@ impl Handler {
     }
 
     /// Answers a child's hello: `[process slot, process id, token]`.
-    fn send(&mut self, conn: &Conn, child: &Uffd, served: &[u64]) -> Result<(), Errno> {
+    fn send(&mut self, conn: &Conn, children: &[Uffd], served: &[u64]) -> Result<(), Errno> {
         let engine = self.engine;
         let mut hello = [0u8; 16];
-        let (n, _) = conn.recv(&mut hello, &mut [])?;
+        self.hear(conn, children, &mut hello)?;
         let word = |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
         let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
-        if n != hello.len() || token != engine.fork.token.load(Relaxed) {
+        if token != engine.fork.token.load(Relaxed) {
             return Err(Errno::PROTO);
         }
-        let index = SlotIndex(word(0));
-        if self.torn {
-            self.fill_stranger(child);
-            return conn.send(&OFF.to_le_bytes(), &[]);
+        let declined = Decline::of(word(0));
+        if let Some(decline) = declined {
+            (engine.start.log)(&format!("forked child {} gets all its memory and is not managed: {}", word(4), decline.why()));
         }
+        let [child] = children else {
+            children.iter().for_each(|child| self.fill_stranger(child));
+            return conn.send(&OFF_TORN.to_le_bytes(), &[]);
+        };
+        if declined.is_some() || self.torn {
+            self.fill_stranger(child);
+            return conn.send(&if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
+        }
+        let index = SlotIndex(word(0));
         if let Some(file) = &engine.devices.file {
             file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
         }
@@ -374,10 +554,22 @@ impl Handler {
             Some(fd) => conn.send(&total, &[child.as_fd(), fd.as_fd()])?,
             None => conn.send(&total, &[child.as_fd()])?,
         }
+        drop(file);
         for part in bytes.chunks(MESSAGE_BYTES) {
             conn.send(part, &[])?;
         }
-        Ok(())
+        let mut answer = [0u8];
+        self.hear(conn, children, &mut answer)?;
+        if answer == [TAKEN] {
+            return Ok(());
+        }
+        self.fill_stranger(child);
+        if let Some(file) = &engine.devices.file {
+            file.device.leased(|extent| {
+                engine.start.segment.release_extent(index, ExtentId(extent.0));
+            });
+        }
+        conn.send(&OFF.to_le_bytes(), &[])
     }
 
     /// A fork that came through no hook.
@@ -388,6 +580,7 @@ impl Handler {
         self.fill_stranger(&child);
     }
 
+    /// Gives a process everything that is swapped, and those that it forks meanwhile: they have what it had at that moment.
     fn fill_stranger(&mut self, child: &Uffd) {
         let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
         for region in regions {
@@ -404,15 +597,71 @@ impl Handler {
                 at = page.plus(1);
             }
         }
+        // A fork that began before the last page was there is told of only after it. While one is under way the kernel says so.
+        loop {
+            self.read_stranger(child);
+            if child.coverage(self.engine.bells.range()) != Coverage::Changing {
+                break;
+            }
+            swaptide_sys::thread::yield_now();
+        }
+    }
+
+    /// Reads what a process tells that will not be managed. A fault comes again after its descriptor is closed, a change of mappings is its own
+    /// affair; what it has forked gets what it gets itself.
+    fn read_stranger(&mut self, child: &Uffd) {
+        let mut messages = Message::buffer::<8>();
+        loop {
+            let n = child.read(&mut messages).unwrap_or(0);
+            for message in &mut messages[..n] {
+                if let Event::Fork { uffd } = message.decode() {
+                    self.fill_stranger(&uffd);
+                }
+            }
+            if n == 0 {
+                return;
+            }
+        }
     }
 }
 
 /// What a child's handler got from its parent's.
 pub struct Inheritance {
-    uffd: Uffd,
+    conn: Conn,
+    uffd: Option<Uffd>,
     file: Option<OwnedFd>,
     served: Vec<PageNo>,
     events: Vec<Event>,
+}
+
+impl Inheritance {
+    /// Tells the parent's handler that this process serves itself.
+    ///
+    /// # Errors
+    /// When the parent is gone, which is no harm any more.
+    pub fn taken(&self) -> Result<(), Errno> {
+        self.conn.send(&[TAKEN], &[])
+    }
+
+    /// Tells the parent's handler that this process cannot serve itself; returns when all its memory is there.
+    ///
+    /// # Errors
+    /// When the parent is gone: what is swapped is lost, and the process must be stopped.
+    pub fn declined(&self) -> Result<(), Errno> {
+        self.conn.send(&[DECLINED], &[])?;
+        hear_off(&self.conn).map(drop)
+    }
+}
+
+/// Waits until the parent's handler says that all memory is there. True when this process may allocate from its copy of the engine's memory.
+fn hear_off(conn: &Conn) -> Result<bool, Errno> {
+    let mut word = [0u8; 8];
+    let (n, _) = conn.recv(&mut word, &mut [])?;
+    match u64::from_le_bytes(word) {
+        OFF if n == 8 => Ok(true),
+        OFF_TORN if n == 8 => Ok(false),
+        _ => Err(Errno::PROTO),
+    }
 }
 
 impl Engine {
@@ -436,24 +685,53 @@ impl Engine {
         self.shared_pages.store(true, Relaxed);
     }
 
+    /// Closes the userfaultfd of an engine that never began.
+    ///
+    /// # Safety
+    /// Nothing is managed, and nobody uses the engine any more.
+    pub unsafe fn close_uffd(&self) {
+        // SAFETY: the caller's promise; the box that owns the number is never dropped.
+        drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });
+    }
+
+    /// Says hello to the parent's handler, through the child's end if there is one.
+    fn greet(&self, end: Option<Conn>, first: u32) -> Result<Conn, Errno> {
+        let conn = match end {
+            Some(conn) => conn,
+            None => {
+                let (name, len) = self.fork.socket_name();
+                Conn::connect_abstract(&name[..len])?
+            }
+        };
+        let mut hello = [0u8; 16];
+        hello[..4].copy_from_slice(&first.to_le_bytes());
+        hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
+        hello[8..].copy_from_slice(&self.fork.token.load(Relaxed).to_le_bytes());
+        conn.send(&hello, &[])?;
+        Ok(conn)
+    }
+
+    /// In a child that cannot take over: returns when all its memory is there and its copy of the engine is of no use any more. Allocates
+    /// nothing. True when others may allocate.
+    ///
+    /// # Errors
+    /// When the parent is gone: what is swapped is lost, and the process must be stopped.
+    pub fn decline(&self, end: Option<Conn>, why: Decline) -> Result<bool, Errno> {
+        hear_off(&self.greet(end, NO_SLOT - why as u32)?)
+    }
+
     /// In the child's handler thread: asks the parent's handler for what the child needs.
     ///
     /// # Errors
     /// When the parent is gone.
     ///
     /// Nothing is allocated before the answer is known: this process's copy of the allocator may be torn.
-    pub fn inherit(&self, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
-        let (name, len) = self.fork.socket_name();
-        let conn = Conn::connect_abstract(&name[..len])?;
-        let mut hello = [0u8; 16];
-        hello[..4].copy_from_slice(&index.0.to_le_bytes());
-        hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
-        hello[8..].copy_from_slice(&self.fork.token.load(Relaxed).to_le_bytes());
-        conn.send(&hello, &[])?;
+    pub fn inherit(&self, end: Option<Conn>, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
+        let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
         let mut fds = [None, None];
         let (n, _) = conn.recv(&mut total, &mut fds)?;
-        if n == 8 && u64::from_le_bytes(total) == OFF {
+        if n == 8 && [OFF, OFF_TORN].contains(&u64::from_le_bytes(total)) {
             return Ok(None);
         }
         let [uffd, file] = fds;
@@ -480,7 +758,7 @@ impl Engine {
                 _ => None,
             })
             .collect();
-        Ok(Some(Inheritance { uffd: Uffd::from_fd(uffd), file, served, events }))
+        Ok(Some(Inheritance { conn, uffd: Some(Uffd::from_fd(uffd)), file, served, events }))
     }
 }
 
@@ -488,28 +766,40 @@ impl Handler {
     /// A handler for a forked child, over its parent's bequest.
     ///
     /// # Errors
-    /// When a userfaultfd or memory is refused: the child must be stopped then.
-    pub fn inherited(engine: &'static Engine, index: SlotIndex, salt: u64, left: Inheritance) -> Result<Handler, EngineError> {
+    /// When a userfaultfd or memory is refused: the child must decline then.
+    pub fn inherited(
+        engine: &'static Engine,
+        index: SlotIndex,
+        salt: u64,
+        left: &mut Inheritance,
+    ) -> Result<Handler, EngineError> {
         engine.set_index(index);
+        let uffd = left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
         // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
+        // That one may have something at the same address: zeros for a page that it has never touched are no harm there, and not to be
+        // seen here.
         let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
-        left.uffd
-            .register_missing(probe.range())
+        uffd.register_missing(probe.range())
             .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
-        let _ = left.uffd.unregister(probe.range());
+        let _ = uffd.zero_pages(probe.range(), true);
+        let ours = is_mapped_in(probe.range().start).unwrap_or(false);
+        let _ = uffd.unregister(probe.range());
         drop(probe);
-        engine.set_uffd(left.uffd);
+        if !ours {
+            return Err(EngineError::Devices("the userfaultfd that was handed over is another process's"));
+        }
+        engine.set_uffd(uffd);
         let handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;
         if let Some(file) = &engine.devices.file {
-            match left.file {
+            match left.file.take() {
                 Some(fd) => {
                     file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?
                 }
                 None => return Err(EngineError::Devices("the swap file was not handed over")),
             }
         }
-        for page in left.served {
+        for page in std::mem::take(&mut left.served) {
             let mut mm = engine.mm.lock();
             match mm.table.get(page) {
                 PageState::Swapped(entry) => engine.release(&mm, entry),
@@ -520,7 +810,7 @@ impl Handler {
                 mm.mark_present(page);
             }
         }
-        for event in left.events {
+        for event in std::mem::take(&mut left.events) {
             // The parent's other threads changed mappings at the moment of the fork: the child has the change or has it not.
             let happened = match &event {
                 Event::Unmap(range) => handler.uffd.coverage(*range) != Coverage::Whole,

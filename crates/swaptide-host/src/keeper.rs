@@ -105,6 +105,12 @@ impl Keeper {
             self.tree.admit(*pid);
         }
         self.tree.sample();
+        for pid in self.tree.leaderless() {
+            // If nobody else is left but who hears this, it ends the process.
+            if let Some(slot) = slots.get(&pid) {
+                self.segment.slot(*slot).tell_leaderless();
+            }
+        }
         let members: Vec<(u32, Option<SlotIndex>)> = self.tree.pids().map(|pid| (pid, slots.get(&pid).copied())).collect();
         let processes: Vec<Process> = members.iter().map(|(pid, slot)| self.judge(*pid, *slot, elapsed)).collect();
         for (pid, slot) in &slots {

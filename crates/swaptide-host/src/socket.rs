@@ -1,18 +1,21 @@
 //! The socket on which the processes of a run ask for what they share.
 //!
 //! Owns the listener and the answers to [`Request`]s: a byte in, the same byte and a descriptor out, both hang up. Whoever is
-//! neither of the supervisor's user nor of its tree gets nothing.
+//! neither of the supervisor's user nor of its tree gets nothing. What concerns one process is given for the asking process alone.
 //!
 //! Locks: none.
 
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use swaptide_ipc::Request;
 use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
+use swaptide_sys::uffd::{Features, Uffd};
 
+use crate::doctor::REQUIRED;
 use crate::tree::descends;
 
 /// A client sends its byte right after it connects; one that does not is not waited for. Long enough for one that lost its turn on
@@ -51,7 +54,7 @@ impl Counter {
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(&client, segment, swap) {
+            if ours && let Some(Request::Segment) = answer(&client, peer.pid, segment, swap) {
                 joined.push(peer.pid);
             }
         }
@@ -65,25 +68,82 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: &Conn, segment: &OwnedFd, swap: Option<&File>) -> Option<Request> {
+fn answer(client: &Conn, pid: u32, segment: &OwnedFd, swap: Option<&File>) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
-    let mut byte = [0u8; 1];
-    let (length, _) = client.recv(&mut byte, &mut []).ok()?;
-    let request = Request::from_byte(byte[0]).filter(|_| length == 1)?;
+    let mut message = [0u8; 9];
+    let mut fds = [None];
+    let (length, _) = client.recv(&mut message, &mut fds).ok()?;
+    let request = Request::from_byte(message[0])?;
+    let [fd] = fds;
+    let more = if request == Request::Handshake { 8 } else { 0 };
+    if length != 1 + more || fd.is_some() != (request == Request::Handshake) {
+        return None;
+    }
+    let opened;
     let descriptor = match request {
         Request::Segment => segment.as_fd(),
         Request::SwapFile => swap?.as_fd(),
+        Request::Device => {
+            opened = OwnedFd::from(File::options().read(true).write(true).open("/dev/userfaultfd").ok()?);
+            opened.as_fd()
+        }
+        Request::Pagemap | Request::Maps | Request::Statm => {
+            opened = of_process(pid, request)?;
+            opened.as_fd()
+        }
+        Request::Identity => {
+            let mut reply = [message[0], 0, 0, 0, 0];
+            reply[1..].copy_from_slice(&pid.to_le_bytes());
+            client.send(&reply, &[]).ok()?;
+            return Some(request);
+        }
+        Request::Handshake => {
+            vouch(fd?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
+            client.send(&message[..1], &[]).ok()?;
+            return Some(request);
+        }
     };
-    client.send(&byte, &[descriptor]).ok()?;
+    client.send(&message[..1], &[descriptor]).ok()?;
     Some(request)
+}
+
+/// A file of a client's directory in /proc, for the client.
+fn of_process(pid: u32, request: Request) -> Option<OwnedFd> {
+    let name = match request {
+        Request::Pagemap => "pagemap",
+        Request::Maps => "maps",
+        _ => "statm",
+    };
+    without_physical_numbers(|| File::open(format!("/proc/{pid}/{name}")).ok().map(OwnedFd::from))
+}
+
+/// Who opens a page map decides whether it shows physical page numbers, which are not for everybody.
+fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
+    let before = capabilities(None);
+    if let Ok(sets) = before {
+        // Refused, it has not the capability in the first place.
+        let _ = set_capabilities(None, CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets });
+    }
+    let opened = open();
+    if let Ok(sets) = before {
+        let _ = set_capabilities(None, sets);
+    }
+    opened
+}
+
+/// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to it itself. Nothing else is asked for, and
+/// of nothing else.
+fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
+    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
+    let known = what.as_os_str() == "anon_inode:[userfaultfd]" && REQUIRED.contains(Features(features));
+    known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsRawFd;
 
     fn ask(counter: &Counter, byte: &[u8], segment: &OwnedFd, swap: Option<&File>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
@@ -110,6 +170,40 @@ mod tests {
         assert!(joined.is_empty() && fd.is_some());
         assert!(ask(&counter, b"F", &segment, None).1.is_none(), "there is no file");
         assert!(ask(&counter, b"?", &segment, Some(&swap)).1.is_none(), "no request");
+    }
+
+    #[test]
+    fn what_concerns_a_process_is_given_for_the_one_that_asks() {
+        let counter = Counter::open().expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        client.send(b"I", &[]).expect("send");
+        counter.serve(&segment, None);
+        let mut reply = [0u8; 8];
+        assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
+        assert_eq!(reply[1..5], std::process::id().to_le_bytes());
+        for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
+            let fd = ask(&counter, byte, &segment, None).1.expect("a file of this process");
+            let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
+            assert_eq!(path, std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id())));
+        }
+        // The rights of this thread are what they were.
+        let sets = capabilities(None).expect("capabilities");
+        assert!(!sets.permitted.contains(CapabilitySet::SYS_ADMIN) || sets.effective.contains(CapabilitySet::SYS_ADMIN));
+    }
+
+    #[test]
+    fn the_supervisor_vouches_for_userfaultfds_and_for_what_is_needed_only() {
+        let file = OwnedFd::from(tempfile());
+        assert!(vouch(file, 0).is_none(), "a file");
+        // SAFETY: the call only makes a descriptor.
+        let fresh = || unsafe {
+            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            assert!(fd >= 0, "userfaultfd is needed for this test");
+            std::os::fd::FromRawFd::from_raw_fd(fd as i32)
+        };
+        assert!(vouch(fresh(), Features::SIGBUS.0).is_none(), "a feature that no engine needs");
+        assert!(vouch(fresh(), REQUIRED.0).is_some());
     }
 
     #[test]

@@ -54,6 +54,8 @@ use crate::target::{self, Target, TargetError};
 
 /// Names the agent's library, for an installation that is spread out.
 pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
+/// How many processes are managed at a time: for tests of what the others do.
+pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// The agent's file name.
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
@@ -285,6 +287,9 @@ fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segmen
     header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
+    if let Some(slots) = std::env::var(ENV_SLOTS).ok().and_then(|text| text.parse().ok()) {
+        header.slots_max.store(slots, Relaxed);
+    }
     header.pool_percent.store(if space.file.is_some() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;

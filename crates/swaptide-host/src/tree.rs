@@ -36,6 +36,8 @@ struct Member {
     resident: u64,
     used: u64,
     pss: Option<Pss>,
+    /// Its first thread has ended, others live.
+    leaderless: bool,
 }
 
 struct Pss {
@@ -93,7 +95,7 @@ impl Tree {
         let mut dead = Vec::new();
         let mut families: HashMap<u64, u32> = HashMap::new();
         for (pid, member) in &mut self.members {
-            member.resident = member.read_resident(*pid);
+            (member.resident, member.leaderless) = member.read_resident(*pid);
             member.used = member.resident;
             if member.resident == 0 && member.is_dead() {
                 dead.push(*pid);
@@ -119,6 +121,11 @@ impl Tree {
         self.members.get(&pid).map_or(0, |member| member.used)
     }
 
+    /// Members whose first thread has ended and that live on, or seem to.
+    pub fn leaderless(&self) -> impl Iterator<Item = u32> {
+        self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)
+    }
+
     /// Whether the process is a member.
     pub fn contains(&self, pid: u32) -> bool {
         self.members.contains_key(&pid)
@@ -142,7 +149,7 @@ impl Member {
     fn open(pid: u32) -> Option<Member> {
         let pidfd = pidfd_open(pid).ok()?;
         let statm = StatmFd::open(pid).ok()?;
-        let member = Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None };
+        let member = Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, leaderless: false };
         // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
         if member.is_dead() { None } else { Some(member) }
     }
@@ -151,11 +158,14 @@ impl Member {
         poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
     }
 
-    fn read_resident(&self, pid: u32) -> u64 {
+    fn read_resident(&self, pid: u32) -> (u64, bool) {
         match self.statm.anon_rss() {
-            Some(0) => resident_by_threads(pid),
-            Some(bytes) => bytes,
-            None => 0,
+            Some(0) => {
+                let bytes = resident_by_threads(pid);
+                (bytes, bytes > 0)
+            }
+            Some(bytes) => (bytes, false),
+            None => (0, false),
         }
     }
 

@@ -12,7 +12,7 @@ use crate::counters::{Counter, FaultHistogram};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of the swap file: a cluster of 512 slots.
@@ -73,6 +73,8 @@ pub struct Header {
     pub pid_namespace: AtomicU64,
     /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
     pub slots_end: AtomicU32,
+    /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
+    pub slots_max: AtomicU32,
 }
 
 /// One process.
@@ -88,6 +90,8 @@ pub struct ProcSlot {
     pub forked_from: AtomicU32,
     /// Not 0: the process shall put its memory under management.
     pub wanted: AtomicU32,
+    /// Futex word: the supervisor raises it and wakes while the first thread of the process has ended and others live.
+    pub leaderless: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
     /// Bytes of anonymous memory that the process may keep resident, everything included.
@@ -146,6 +150,15 @@ impl ProcSlot {
             &self.swapped_file_bytes,
         ] {
             word.store(0, Relaxed);
+        }
+    }
+
+    /// Says that the first thread has ended.
+    pub fn tell_leaderless(&self) {
+        self.leaderless.fetch_add(1, Release);
+        futex::wake(&self.leaderless, i32::MAX as u32, futex::Scope::Shared);
+        if self.state() == ProcState::Watching {
+            self.ring();
         }
     }
 
@@ -246,7 +259,11 @@ impl Segment {
             slot.set_state(ProcState::Watching);
             return Some(index);
         }
-        for (index, slot) in self.procs.iter().enumerate() {
+        let max = match self.header.slots_max.load(Relaxed) {
+            0 => MAX_PROCS,
+            max => max as usize,
+        };
+        for (index, slot) in self.procs.iter().take(max).enumerate() {
             if slot.pid.load(Relaxed) == 0 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok() {
                 slot.forked_from.store(forked_from, Relaxed);
                 self.header.slots_end.fetch_max(index as u32 + 1, Relaxed);

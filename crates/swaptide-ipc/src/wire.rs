@@ -1,7 +1,8 @@
 //! What a process of the tree asks the supervisor for, and where it finds it.
 //!
 //! The supervisor listens on an abstract sequenced-packet socket whose name is in the environment variable [`ENV_SOCKET`].
-//! A client sends one [`Request`] byte and receives one byte (the same) with the descriptor that was asked for; then both hang up.
+//! A client sends one [`Request`] byte and receives one byte (the same) with the descriptor that was asked for; then both hang up. Some
+//! requests have more behind the byte, as their descriptions say, and some answers.
 
 /// Name of the environment variable that holds the supervisor's abstract socket name (without the leading NUL byte).
 pub const ENV_SOCKET: &str = "SWAPTIDE_SOCKET";
@@ -16,15 +17,24 @@ pub enum Request {
     Segment = b'S',
     /// The swap file, opened for reading and writing.
     SwapFile = b'F',
+    /// `/dev/userfaultfd`, for who may not open it any more.
+    Device = b'U',
+    /// Features for the userfaultfd that comes with the request, for who may not ask for them any more: the features' word follows.
+    Handshake = b'H',
+    /// The client's page map.
+    Pagemap = b'P',
+    /// The client's list of mappings.
+    Maps = b'M',
+    /// The client's sizes.
+    Statm = b'T',
+    /// The client's process id as the supervisor sees it: four bytes in the answer, little end first.
+    Identity = b'I',
 }
 
 impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
-        match byte {
-            b'S' => Some(Request::Segment),
-            b'F' => Some(Request::SwapFile),
-            _ => None,
-        }
+        use Request::{Device, Handshake, Identity, Maps, Pagemap, Segment, Statm, SwapFile};
+        [Segment, SwapFile, Device, Handshake, Pagemap, Maps, Statm, Identity].into_iter().find(|request| *request as u8 == byte)
     }
 }

@@ -22,6 +22,7 @@ pub mod maps;
 pub mod mem;
 pub mod page;
 pub mod pagemap;
+pub mod patron;
 pub mod process;
 pub mod procfs;
 pub mod raw;

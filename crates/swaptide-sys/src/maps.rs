@@ -44,7 +44,7 @@ impl Vma<'_> {
 /// Calls `f` with every VMA of this process, in order of address, until it returns `false`.
 /// `buf` is working space: the larger, the fewer reads; at least [`MIN_BUFFER`].
 pub fn for_each_vma(buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
-    each_line(procfs::open_read(c"/proc/self/maps")?, buf, f)
+    each_line(procfs::open_own(c"/proc/thread-self/maps", c"maps")?, buf, f)
 }
 
 /// The same for another process.
@@ -174,7 +174,7 @@ const QUERY_COVERING_OR_NEXT: u64 = 0x10;
 impl MapsFile {
     /// Opens this process's own.
     pub fn open_self() -> Result<MapsFile, Errno> {
-        procfs::open_read(c"/proc/self/maps").map(MapsFile)
+        procfs::open_own(c"/proc/thread-self/maps", c"maps").map(MapsFile)
     }
 
     /// The VMA that holds `addr`; `None` if there is none.

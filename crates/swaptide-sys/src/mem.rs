@@ -189,6 +189,14 @@ pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_madvise, range.start.0, range.len(), advice.number()) }.map(drop)
 }
 
+/// Whether the kernel has something in the place of one page of this process.
+pub fn is_mapped_in(page: VirtAddr) -> Result<bool, Errno> {
+    let mut there = 0u8;
+    // SAFETY: for one page the kernel writes one byte.
+    unsafe { syscall!(k::__NR_mincore, page.0, PAGE_SIZE, (&raw mut there) as usize) }?;
+    Ok(there & 1 == 1)
+}
+
 /// Puts fresh, empty private memory (readable, writable) over `range`.
 ///
 /// # Safety
@@ -197,6 +205,14 @@ pub unsafe fn map_fixed_anon(range: VirtRange) -> Result<(), Errno> {
     let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | k::MAP_FIXED;
     // SAFETY: the caller gives up what was mapped here.
     unsafe { mmap(range.start.0, range.len(), k::PROT_READ | k::PROT_WRITE, flags, -1) }.map(drop)
+}
+
+/// Maps `len` bytes (whole pages) for the time of one call: not entered in the registry; the caller unmaps it.
+pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
+    let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE;
+    // SAFETY: the kernel chooses free addresses.
+    let at = unsafe { mmap(0, len, k::PROT_READ | k::PROT_WRITE, flags, -1) }?;
+    NonNull::new(at.as_ptr::<u8>()).ok_or(Errno::NOMEM)
 }
 
 /// Unmaps `range`.

@@ -75,7 +75,7 @@ const WORD_FILE: u64 = 1 << 61;
 impl Pagemap {
     /// Opens this process's own.
     pub fn open_self() -> Result<Pagemap, Errno> {
-        procfs::open_read(c"/proc/self/pagemap").map(Pagemap)
+        procfs::open_own(c"/proc/thread-self/pagemap", c"pagemap").map(Pagemap)
     }
 
     /// Calls `out` with every run of private anonymous pages in `range` that exist, in order.

@@ -43,7 +43,7 @@ pub struct StatmFd(OwnedFd);
 impl StatmFd {
     /// This process's.
     pub fn open_self() -> Result<StatmFd, Errno> {
-        procfs::open_read(c"/proc/self/statm").map(StatmFd)
+        procfs::open_own(c"/proc/thread-self/statm", c"statm").map(StatmFd)
     }
 
     /// Another process's.
@@ -108,6 +108,18 @@ fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     Some(ProcInfo { pid, ppid, start_time, zombie })
 }
 
+/// What the first thread of this process ended with, as `wait` would give it; `None` while it lives.
+pub fn leader_end() -> Option<u32> {
+    let mut buf = [0; 1024];
+    let stat = procfs::read_file(c"/proc/self/stat", &mut buf).ok()?;
+    let mut words = procfs::words(after_name(stat)?);
+    // Fields counted from 1: 3 is the state, 52 the exit code.
+    if words.next()? != b"Z" {
+        return None;
+    }
+    Some(parse_u64(words.nth(52 - 4)?)? as u32)
+}
+
 /// When a process started, in clock ticks since boot.
 pub fn start_time(pid: u32) -> Option<u64> {
     proc_info(pid).map(|info| info.start_time)
@@ -149,6 +161,22 @@ fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
 pub fn pidfd_open(pid: u32) -> Result<OwnedFd, Errno> {
     // SAFETY: the call only makes a descriptor.
     let fd = unsafe { syscall!(k::__NR_pidfd_open, pid, 0usize) }?;
+    // SAFETY: the kernel has just given us this descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// A descriptor that stands for one thread and polls readable when it ends; `EINVAL` before Linux 6.9.
+pub fn pidfd_open_thread(tid: u32) -> Result<OwnedFd, Errno> {
+    // SAFETY: the call only makes a descriptor.
+    let fd = unsafe { syscall!(k::__NR_pidfd_open, tid, k::O_EXCL) }?;
+    // SAFETY: the kernel has just given us this descriptor.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// A copy of descriptor number `fd` of the task behind a descriptor, for this thread's table. Needs no privilege within one process.
+pub fn pidfd_getfd(pidfd: BorrowedFd<'_>, fd: i32) -> Result<OwnedFd, Errno> {
+    // SAFETY: the call only makes a descriptor.
+    let fd = unsafe { syscall!(k::__NR_pidfd_getfd, pidfd.as_raw_fd(), fd, 0usize) }?;
     // SAFETY: the kernel has just given us this descriptor.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }

@@ -70,6 +70,15 @@ pub fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
     retry(|| rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()))
 }
 
+/// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has it opened ([`crate::patron`]). It is the
+/// calling thread's own, which has the same content: that of the first thread is empty once that one has ended.
+pub fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
+    open_read(path).or_else(|errno| match crate::patron::patron() {
+        Some(patron) => (patron.proc_file)(name).ok_or(errno),
+        None => Err(errno),
+    })
+}
+
 /// Reads from `fd`, again when a signal came between.
 pub fn read_fd(fd: impl AsFd, buf: &mut [u8]) -> Result<usize, Errno> {
     retry(|| rustix::io::read(&fd, &mut *buf))

@@ -119,6 +119,11 @@ impl Conn {
         Conn(fd)
     }
 
+    /// The descriptor itself.
+    pub fn into_fd(self) -> OwnedFd {
+        self.0
+    }
+
     /// Who is at the other end.
     pub fn peer(&self) -> Result<PeerCred, Errno> {
         let cred = net::sockopt::socket_peercred(&self.0)?;

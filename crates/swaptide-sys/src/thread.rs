@@ -240,6 +240,13 @@ pub fn getpid() -> Pid {
     Pid(unsafe { syscall!(k::__NR_getpid) }.map_or(0, |pid| pid as u32))
 }
 
+/// Whether this process has a thread of that id.
+pub fn lives(tid: Tid) -> bool {
+    // SAFETY: signal 0 is none; no memory is passed.
+    let asked = unsafe { syscall!(k::__NR_tgkill, getpid().0, tid.0, 0usize) };
+    asked != Err(Errno::SRCH)
+}
+
 /// Gives the calling thread a name (15 bytes count) for `ps`, `top` and debuggers.
 pub fn set_name(name: &CStr) {
     const PR_SET_NAME: usize = 15;
@@ -271,6 +278,12 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
         first = fd + 1;
     }
     Ok(())
+}
+
+/// Gives the calling thread a root and working directory of its own, as they are: the program may go elsewhere.
+pub fn unshare_fs() -> Result<(), Errno> {
+    // SAFETY: no memory is passed.
+    unsafe { syscall!(k::__NR_unshare, k::CLONE_FS) }.map(drop)
 }
 
 /// Ends the calling thread only.

@@ -1,0 +1,86 @@
+//! The end of a program that ends thread by thread.
+//!
+//! A process ends with its last thread, and the engine's threads are threads. A program whose threads all end by themselves (`SYS_exit`, which
+//! libc does not see) would leave a process behind in which only swaptide lives. So somebody looks whether the program's threads are gone: as
+//! long as nothing is managed the thread that waits, and from then on a thread of its own, when the supervisor sees that the first thread has
+//! ended.
+//!
+//! The status is the one that the last thread ended with, as far as it is known: by the hook of `syscall`, or, if that was never used, from the
+//! first thread.
+//!
+//! Owns: the ids of the engine's threads, and the last status. Locks: none; nothing is allocated.
+
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags, RawDir};
+use swaptide_ipc::ProcSlot;
+use swaptide_sys::lock::futex;
+use swaptide_sys::process::leader_end;
+use swaptide_sys::procfs::parse_u64;
+use swaptide_sys::thread::{Tid, exit_group, getpid, set_name, sleep};
+
+/// The engine's threads of this process.
+static OURS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
+/// What a thread of the program ended with last: its status, and a bit that says there was one.
+static LAST: AtomicU64 = AtomicU64::new(0);
+const KNOWN: u64 = 1 << 32;
+
+/// Notes a thread of the engine.
+pub fn note(tid: Tid) {
+    // More than there are places for would keep the process alive after its end, as if nobody looked.
+    let _ = OURS.iter().any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
+}
+
+/// In a forked child: the threads are its parent's.
+pub fn forked() {
+    OURS.iter().for_each(|place| place.store(0, Relaxed));
+    LAST.store(0, Relaxed);
+}
+
+/// A thread of the program is about to end by itself.
+pub fn ending(status: usize) {
+    LAST.store(KNOWN | (status as u64 & 0xff), Release);
+}
+
+/// True when only the engine's threads are left, besides the first one, which has ended.
+fn alone() -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(dir) = rustix::fs::open(c"/proc/self/task", flags, Mode::empty()) else { return false };
+    let mut buf = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(dir, &mut buf);
+    while let Some(entry) = entries.next() {
+        let Ok(entry) = entry else { return false };
+        let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
+        if tid as u32 != getpid().0 && !OURS.iter().any(|place| place.load(Acquire) == tid as u32) {
+            return false;
+        }
+    }
+    true
+}
+
+/// Ends the process if nobody but the engine is left in it.
+pub fn end_if_alone() {
+    if let Some(status) = leader_end()
+        && alone()
+    {
+        let last = LAST.load(Acquire);
+        exit_group(if last & KNOWN != 0 { (last & 0xff) as i32 } else { (status >> 8 & 0xff) as i32 });
+    }
+}
+
+/// The thread that waits for the end of the first one. `PIDFD_THREAD` does not tell of it: newer kernels keep that to themselves until all threads
+/// have ended. So the supervisor tells; if it is gone, this thread looks for itself, now and then.
+pub fn watch(slot: &ProcSlot) -> ! {
+    set_name(c"swaptide-end");
+    loop {
+        let told = slot.leaderless.load(Acquire);
+        if leader_end().is_some() {
+            sleep(Duration::from_millis(10));
+        } else {
+            futex::wait(&slot.leaderless, told, Some(Duration::from_secs(5)), futex::Scope::Shared);
+        }
+        end_if_alone();
+    }
+}

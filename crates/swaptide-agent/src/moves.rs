@@ -1,0 +1,122 @@
+//! mremap over what swaptide has split.
+//!
+//! The kernel joins neighbouring anonymous mappings of a program, and `mremap` takes only one mapping. Management keeps a mapping apart from a
+//! newer neighbour that is not managed yet, and once both have pages of their own the kernel never joins them again. So a call that would
+//! succeed without swaptide is refused with `EFAULT`. It is then carried out piece by piece: the last piece grows in place, or all
+//! pieces move to a place that was reserved for them.
+//!
+//! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own table.
+
+use std::ffi::c_int;
+
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+
+const SYS_MMAP: u32 = 9;
+const SYS_MUNMAP: u32 = 11;
+pub const SYS_MREMAP: u32 = 25;
+const EFAULT: isize = -14;
+const MAYMOVE: usize = 1;
+const FIXED: usize = 2;
+const PROT_NONE: usize = 0;
+const MAP_RESERVE: usize = 0x2 | 0x20 | 0x4000;
+const MAP_FIXED: usize = 0x10;
+/// Most pieces of one call.
+const PIECES: usize = 64;
+
+/// mremap(2) as the program meant it. Answers with the kernel's word.
+pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
+    let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
+    let flags = flags as usize;
+    let word = call([old, old_len, new_len, flags, to]);
+    if word != EFAULT || crate::start::engine().is_none() || flags & !(MAYMOVE | FIXED) != 0 || old_len == 0 {
+        return word;
+    }
+    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
+    let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
+    let Some(count) = pieces_of(range, &mut pieces) else { return word };
+    in_pieces(&pieces[..count], VirtAddr(new_len).page_up().0, flags, to, call)
+}
+
+/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where they are not, or are one.
+fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {
+    let maps = MapsFile::open_self().ok()?;
+    let mut count = 0;
+    let mut at = range.start;
+    let mut kind = None;
+    while at < range.end {
+        let info = maps.vma_at(at).ok()??;
+        let vma = info.vma();
+        let this = (vma.read, vma.write, vma.exec);
+        if !vma.is_private_anon() || *kind.get_or_insert(this) != this {
+            return None;
+        }
+        *pieces.get_mut(count)? = VirtRange { start: at, end: vma.range.end.min(range.end) };
+        count += 1;
+        at = vma.range.end;
+    }
+    (count > 1).then_some(count)
+}
+
+fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call: impl Fn([usize; 5]) -> isize) -> isize {
+    let (first, last) = (pieces[0], pieces[pieces.len() - 1]);
+    let old = first.start.0;
+    let old_len = last.end.0 - old;
+    if flags & FIXED == 0 {
+        if new_len <= old_len {
+            return shrink(old, new_len, old_len);
+        }
+        let word = call([last.start.0, last.len(), last.len() + new_len - old_len, 0, 0]);
+        if word >= 0 {
+            return old as isize;
+        }
+        if flags & MAYMOVE == 0 {
+            return word;
+        }
+    }
+    // Reserved, so that nobody else's mapping comes in between the pieces.
+    let place = if flags & FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
+    // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named them to be mapped over.
+    let target = unsafe { syscall6(SYS_MMAP, [place[0], new_len, PROT_NONE, MAP_RESERVE | place[1], usize::MAX, 0]) };
+    if target < 0 {
+        return target;
+    }
+    let target = target as usize;
+    for (at, piece) in pieces.iter().enumerate() {
+        let offset = piece.start.0 - old;
+        if offset >= new_len {
+            break;
+        }
+        let is_last = at + 1 == pieces.len() || piece.end.0 - old >= new_len;
+        let len = if is_last { new_len - offset } else { piece.len() };
+        let word = call([piece.start.0, piece.len(), len, MAYMOVE | FIXED, target + offset]);
+        if word < 0 {
+            for moved in &pieces[..at] {
+                // What cannot go back stays where it is: the program is told of an error and its data is nowhere else.
+                let _ = call([target + moved.start.0 - old, moved.len(), moved.len(), MAYMOVE | FIXED, moved.start.0]);
+            }
+            return word;
+        }
+    }
+    if new_len < old_len {
+        let word = shrink(old, new_len, old_len);
+        if word < 0 {
+            return word;
+        }
+    }
+    target as isize
+}
+
+/// Gives up what lies behind the first `new_len` bytes.
+fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
+    if new_len == old_len {
+        return old as isize;
+    }
+    // SAFETY: the program gives this part up.
+    match unsafe { syscall6(SYS_MUNMAP, [old + new_len, old_len - new_len, 0, 0, 0, 0]) } {
+        word if word < 0 => word,
+        _ => old as isize,
+    }
+}

@@ -1,0 +1,80 @@
+//! The functions of libc behind ours.
+//!
+//! Owns: their addresses, found once by the constructor. Locks: none. A call that comes earlier (another library's constructor) looks its
+//! function up itself.
+
+use std::ffi::{CStr, c_char, c_int, c_long, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Release};
+
+unsafe extern "C" {
+    fn __errno_location() -> *mut c_int;
+    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// `RTLD_NEXT`.
+const NEXT: *mut c_void = -1isize as *mut c_void;
+
+/// Where the address lies in a [`Real`], for assembly.
+pub const FOUND: usize = std::mem::offset_of!(Real, found);
+
+/// A function we stand in front of.
+pub struct Real {
+    name: &'static CStr,
+    found: AtomicPtr<c_void>,
+}
+
+impl Real {
+    const fn new(name: &'static CStr) -> Real {
+        Real { name, found: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// Its address; null where this libc has none.
+    pub fn address(&self) -> *mut c_void {
+        let found = self.found.load(Acquire);
+        if !found.is_null() {
+            return found;
+        }
+        // SAFETY: the name is NUL-terminated; dlsym may be called from a constructor.
+        let found = unsafe { dlsym(NEXT, self.name.as_ptr()) };
+        self.found.store(found, Release);
+        found
+    }
+}
+
+pub static CREATE: Real = Real::new(c"pthread_create");
+pub static EXECVE: Real = Real::new(c"execve");
+pub static EXECVPE: Real = Real::new(c"execvpe");
+pub static FEXECVE: Real = Real::new(c"fexecve");
+pub static EXECVEAT: Real = Real::new(c"execveat");
+pub static SPAWN: Real = Real::new(c"posix_spawn");
+pub static SPAWNP: Real = Real::new(c"posix_spawnp");
+pub static CLONE: Real = Real::new(c"clone");
+pub static SYSCALL: Real = Real::new(c"syscall");
+
+/// Finds them all: later, in a signal handler or a vforked child, there is no looking up.
+pub fn find() {
+    for real in [&CREATE, &EXECVE, &EXECVPE, &FEXECVE, &EXECVEAT, &SPAWN, &SPAWNP, &CLONE, &SYSCALL] {
+        real.address();
+    }
+}
+
+/// Sets the calling thread's `errno`.
+pub fn set_errno(errno: c_int) {
+    // SAFETY: libc's own location for this thread.
+    unsafe { *__errno_location() = errno };
+}
+
+/// The calling thread's `errno`.
+pub fn errno() -> c_int {
+    // SAFETY: libc's own location for this thread.
+    unsafe { *__errno_location() }
+}
+
+/// What a libc function makes of the kernel's word: the value, or -1 and `errno`.
+pub fn libc_result(word: isize) -> c_long {
+    if (-4095..0).contains(&word) {
+        set_errno(-word as c_int);
+        return -1;
+    }
+    word as c_long
+}

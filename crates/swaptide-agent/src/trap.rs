@@ -1,0 +1,178 @@
+//! libc's two ways to make any system call, `syscall` and `clone`: they pass through untouched but for the few calls that concern swaptide.
+//!
+//! Both go on by a jump with every register and the stack as they were, because what they start may return twice, or on another stack.
+//!
+//! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live longer. The engine ends with its
+//! process, and what is swapped then would read as zeros in the other: so everything is brought back first, and stays unmanaged.
+
+use std::ffi::{c_char, c_int, c_long, c_void};
+
+use swaptide_engine::adopt::program_parts;
+use swaptide_engine::bell::Hint;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+
+use crate::{ends, exec, hooks, moves, pins, real, start};
+
+const SYS_EXECVE: usize = 59;
+const SYS_EXECVEAT: usize = 322;
+const SYS_CLONE: usize = 56;
+const SYS_CLONE3: usize = 435;
+const SYS_EXIT: usize = 60;
+
+const CLONE_VM: u64 = 0x100;
+const CLONE_VFORK: u64 = 0x4000;
+const CLONE_THREAD: u64 = 0x1_0000;
+
+/// Before a new task: if it will share the memory and not end with this process, nothing may be swapped any more.
+fn before_clone(flags: u64) {
+    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
+        return;
+    }
+    let Some(engine) = start::engine() else { return };
+    pins::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+    let Ok(maps) = MapsFile::open_self() else {
+        swaptide_sys::thread::abort_with(&[
+            b"swaptide: a process that shares this one's memory needs all of it in RAM, and /proc/self/maps cannot be read; stopped \
+              rather than given wrong data",
+        ])
+    };
+    let mut at = VirtAddr(0);
+    while let Ok(Some(info)) = maps.vma_at_or_next(at) {
+        let vma = info.vma();
+        if vma.is_private_anon() {
+            program_parts(vma.range, |part| engine.bells.hint(Hint::Release, part));
+        }
+        if vma.range.end <= at {
+            break;
+        }
+        at = vma.range.end;
+    }
+}
+
+/// Called by [`clone`]; answers with what it goes on to.
+extern "C" fn clone_next(flags: u64) -> *mut c_void {
+    before_clone(flags & 0xffff_ffff);
+    real::CLONE.address()
+}
+
+/// Called by [`syscall`] for the calls that make a task or end one; answers with what it goes on to.
+extern "C" fn syscall_next(number: usize, first: usize) -> *mut c_void {
+    match number {
+        SYS_CLONE => before_clone(first as u64 & 0xffff_ffff),
+        // SAFETY: the first word of the program's argument, which the kernel is about to read as well.
+        SYS_CLONE3 if first != 0 => before_clone(unsafe { *(first as *const u64) }),
+        SYS_EXIT => ends::ending(first),
+        _ => {}
+    }
+    real::SYSCALL.address()
+}
+
+/// Called by [`syscall`] for the calls that have a hook of their own.
+unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize) -> c_long {
+    const SYS_MADVISE: usize = 28;
+    const SYS_MREMAP: usize = moves::SYS_MREMAP as usize;
+    real::libc_result(match number {
+        SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
+        SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
+        // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
+        SYS_EXECVE => unsafe {
+            exec::with_environment(c as *const *const c_char, |envp| syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int)
+                as isize
+        },
+        // SAFETY: as above.
+        _ => unsafe {
+            exec::with_environment(d as *const *const c_char, |envp| syscall6(322, [a, b, c, envp as usize, e, 0]) as c_int)
+                as isize
+        },
+    })
+}
+
+/// Stands in front of libc's `syscall`.
+///
+/// # Safety
+/// As for the system call.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn syscall() {
+    core::arch::naked_asm!(
+        "cmp rdi, 28",
+        "je 2f",
+        "cmp rdi, 25",
+        "je 2f",
+        "cmp rdi, {execve}",
+        "je 2f",
+        "cmp rdi, {execveat}",
+        "je 2f",
+        "cmp rdi, {clone}",
+        "je 3f",
+        "cmp rdi, {clone3}",
+        "je 3f",
+        "cmp rdi, {exit}",
+        "je 3f",
+        "mov rax, qword ptr [rip + {real} + {found}]",
+        "test rax, rax",
+        "jz 3f",
+        "jmp rax",
+        "2:",
+        "jmp {hooked}",
+        "3:",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8",
+        "call {next}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        execve = const SYS_EXECVE,
+        execveat = const SYS_EXECVEAT,
+        clone = const SYS_CLONE,
+        clone3 = const SYS_CLONE3,
+        exit = const SYS_EXIT,
+        real = sym real::SYSCALL,
+        found = const real::FOUND,
+        hooked = sym hooked,
+        next = sym syscall_next,
+    )
+}
+
+/// Stands in front of libc's `clone`.
+///
+/// # Safety
+/// As for clone(2).
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn clone() {
+    core::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8",
+        "mov rdi, rdx",
+        "call {next}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        next = sym clone_next,
+    )
+}
