@@ -18,6 +18,8 @@ use swaptide_store::file::{Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::lock::Lock;
+use swaptide_sys::mem::{Advice, advise};
+use swaptide_sys::page::{VirtAddr, VirtRange};
 
 use crate::EngineError;
 
@@ -55,6 +57,14 @@ impl ExtentSource for Leases {
     fn release(&self, extent: Extent, _punched: bool) {
         self.segment.release_extent(self.index(), ExtentId(extent.0));
     }
+}
+
+/// Gives the memory of an empty swap table back.
+fn give_back(page: *const u8, len: usize) {
+    let start = VirtAddr(page.addr());
+    // SAFETY: the swap layer passes whole pages of a table of its own that nobody uses; they read as zeros afterwards, as it expects. The
+    // engine's memory is not registered with a userfaultfd: this is no event. On failure the memory is merely kept.
+    let _ = unsafe { advise(VirtRange { start, end: start.offset(len) }, Advice::DontNeed) };
 }
 
 /// See the module's description.
@@ -108,14 +118,16 @@ impl Devices {
                 for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
                     bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
                 }
-                let slots = SwapDevice::new(FILE, extents.saturating_mul(512).min(1 << 28), 1, Kind::Solid);
+                let slots = SwapDevice::new(FILE, extents.saturating_mul(512).min(1 << 28), 1, Kind::Solid)
+                    .with_table_discard(give_back);
                 let leases = Box::new(Leases { segment, index });
                 let same = fd.try_clone().map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?;
                 Some(FileTier { slots, device: FileDevice::new(same, key, salt, leases), fd: Lock::new(fd) })
             }
             _ => None,
         };
-        Ok(Devices { pool_slots: SwapDevice::new(POOL, POOL_SLOTS, 1, Kind::Solid), pool, file })
+        let pool_slots = SwapDevice::new(POOL, POOL_SLOTS, 1, Kind::Solid).with_table_discard(give_back);
+        Ok(Devices { pool_slots, pool, file })
     }
 
     /// The slots of a swap type.
@@ -150,9 +162,18 @@ impl Devices {
         self.free_slot(entry, swaptide_core::Expect::Shadow);
     }
 
+    /// True while the file has room for what its pages' program has again.
+    pub fn file_is_roomy(&self) -> bool {
+        self.file.as_ref().is_some_and(|file| file.slots.used() < file.slots.slots() / 4 * 3)
+    }
+
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
     pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page) -> bool {
-        entry.ty() == POOL && self.pool.load(Slot(entry.offset().0), buffer).is_ok() && buffer == page
+        let slot = Slot(entry.offset().0);
+        match &self.file {
+            Some(file) if entry.ty() == FILE => file.device.unchanged(slot, page),
+            _ => self.pool.load(slot, buffer).is_ok() && buffer == page,
+        }
     }
 
     /// Gives a slot that holds a shadow a newer one: its page came in, was not changed, and went out again.

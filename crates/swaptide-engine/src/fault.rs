@@ -344,7 +344,11 @@ impl Handler {
             engine.count(Counter::WorkingsetActivate, 1);
         }
         let kept = mm.table.kept();
-        if entry.ty() == POOL && engine.charge.keeps_copies(kept, mm.table.swapped() + kept) {
+        let keeps = match entry.ty() {
+            POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
+            _ => engine.devices.file_is_roomy(),
+        };
+        if keeps {
             mm.mark_kept(page, entry);
         } else {
             mm.mark_present(page);

@@ -146,6 +146,7 @@ impl Locality {
         if reading == Reading::Random {
             return SwapIn::Page;
         }
+        let observed = self.count(page.chunk());
         if let Some(stream) = self.reads.find(page.0, true) {
             stream.window = (stream.window * 2).clamp(2, bound);
             // A window ends with a chunk, where one does in its second half: chunks were taken out whole, and come in whole.
@@ -159,7 +160,7 @@ impl Locality {
             return SwapIn::Onward(PAGES_PER_CHUNK);
         }
         self.reads.start(page.0 + 1, 1);
-        if self.observe(page.chunk()) || self.mean_16 < WORTH_16 {
+        if observed || self.observe(page.chunk()) || self.mean_16 < WORTH_16 {
             return SwapIn::Page;
         }
         // Who touches the page after the chunk goes on from there.
@@ -167,14 +168,20 @@ impl Locality {
         SwapIn::Chunk
     }
 
-    /// Counts a fault in a chunk under observation, and puts chunks under observation. True when this one is.
-    fn observe(&mut self, chunk: ChunkNo) -> bool {
-        if let Some(observed) = self.observed.iter_mut().find(|o| o.chunk == chunk.0) {
-            if self.faults.wrapping_sub(observed.since) <= HORIZON {
+    /// Counts a fault in a chunk, if that is under observation: then it is true.
+    fn count(&mut self, chunk: ChunkNo) -> bool {
+        let faults = self.faults;
+        match self.observed.iter_mut().find(|o| o.chunk == chunk.0 && faults.wrapping_sub(o.since) <= HORIZON) {
+            Some(observed) => {
                 observed.faults += 1;
-                return true;
+                true
             }
+            None => false,
         }
+    }
+
+    /// Puts a chunk under observation, if its turn has come. True when it is.
+    fn observe(&mut self, chunk: ChunkNo) -> bool {
         let place = &mut self.observed[self.next_observed];
         if place.chunk != usize::MAX {
             if self.faults.wrapping_sub(place.since) <= HORIZON {

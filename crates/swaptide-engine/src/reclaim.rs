@@ -38,6 +38,9 @@ const TICK: Duration = Duration::from_millis(20);
 const TICK_NEAR: Duration = Duration::from_millis(1);
 /// How often the division between resident and compressed memory may change.
 const DIVIDE_EVERY: Duration = Duration::from_millis(10);
+/// Compressed memory is made compact when it holds this much more than a quarter for nothing; so many bytes are moved at a time.
+const COMPACT_FROM: usize = 1 << 20;
+const COMPACT_BYTES: usize = 512 << 10;
 /// Batches that may wait for a worker.
 const MOST_JOBS: usize = 2;
 
@@ -241,6 +244,11 @@ impl Keeper {
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
             engine.balance_pool();
+            // Pages that left it leave holes; a quarter of it for nothing is too much.
+            let pool = &engine.devices.pool;
+            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_FROM {
+                pool.compact(COMPACT_BYTES);
+            }
         }
         let rest = engine.charge.rest();
         let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;

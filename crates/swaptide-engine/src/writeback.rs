@@ -2,15 +2,19 @@
 //!
 //! Owns: the buffers of one batch.
 //!
-//! A batch takes chunks from the log's old end under the memory lock, loads their pages and writes them without it, and takes the lock again
-//! to exchange the entries.
+//! A batch takes chunks from the log's old end under the memory lock; without it, it copies their pages out of compressed memory as they are,
+//! packed, gives them slots in the file and writes them; and takes the lock again to exchange the entries. Pages of one repeated word stay: they
+//! cost nothing where they are.
 //!
 //! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was chosen; otherwise the page was brought in or
-//! given up meanwhile, what was loaded may be another page's, and the copy in the file is dropped.
+//! given up meanwhile, what was copied may be another page's, and the copy in the file is dropped.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
-use swaptide_store::codec::Packed;
+use swaptide_store::codec::{Packed, PackedKind};
 use swaptide_store::{Page, Slot};
 
 use crate::devices::POOL;
@@ -26,18 +30,16 @@ const WRITING: FolioId = FolioId(u32::MAX >> 8);
 struct Moving {
     page: PageNo,
     old: SwapEntry,
-    new: SwapEntry,
     shadow: Shadow,
     chunk: ChunkNo,
     epoch: u32,
-    /// Place in `data`; `None` when it could not be loaded.
-    data: Option<usize>,
-    valid: bool,
+    /// Where it goes, and where in `data` it is; `None` when it stays.
+    copy: Option<(SwapEntry, Range<usize>, PackedKind)>,
 }
 
 /// See the module's description.
 pub struct Writeback {
-    data: Vec<Page>,
+    data: Vec<u8>,
     moving: Vec<Moving>,
 }
 
@@ -80,75 +82,52 @@ impl Writeback {
         if drop_copies(engine) {
             return true;
         }
-        self.data.resize(BATCH, [0; 4096]);
-        self.moving.clear();
+        let Some(file) = &engine.devices.file else { return false };
+        let mut chosen = 0;
         {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            while self.moving.len() + PAGES_PER_CHUNK <= BATCH {
-                let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
-                if !self.load_chunk(engine, mm, chunk) {
-                    break;
-                }
+            self.moving.clear();
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH
+                && let Some(chunk) = mm.queues.next_pooled(&mut mm.table)
+            {
+                self.choose(engine, mm, chunk);
+                chosen += 1;
             }
         }
-        if self.moving.is_empty() {
-            let mm = engine.mm.lock();
-            engine.settle(&mm);
-            return false;
-        }
-        let Some(file) = &engine.devices.file else { return false };
-        let mut loaded = 0;
-        for moving in &mut self.moving {
-            // The fault path tells of damage when the page is needed; and this may be no damage, but a page that is gone.
-            if engine.devices.pool.load(Slot(moving.old.offset().0), &mut self.data[loaded]).is_ok() {
-                moving.data = Some(loaded);
-                loaded += 1;
-            }
-        }
+        let room = self.copy_out(engine);
         let pages: Vec<(Slot, Packed<'_>)> =
-            self.moving.iter().filter_map(|m| Some((Slot(m.new.offset().0), Packed::Raw(&self.data[m.data?])))).collect();
+            self.moving.iter().filter_map(|m| m.copy.as_ref()).map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy))).collect();
+        let going = pages.len();
         let written = file.device.write(&pages);
+        drop(pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
         if let Err(error) = written {
             (engine.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
             engine.count(Counter::WriteErrors, 1);
             for moving in &self.moving {
-                engine.devices.free_slot(moving.new, Expect::Folio(WRITING));
+                if let Some((new, ..)) = &moving.copy {
+                    engine.devices.free_slot(*new, Expect::Folio(WRITING));
+                }
                 mm.queues.pooled(&mut mm.table, moving.chunk);
             }
             return false;
         }
-        let mut moved = 0;
-        // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
-        for moving in &mut self.moving {
-            moving.valid = moving.data.is_some()
-                && mm.table.get(moving.page) == PageState::Swapped(moving.old)
-                && mm.table.chunk(moving.chunk).epoch == moving.epoch;
-        }
-        for moving in &self.moving {
-            if moving.data.is_none() {
-                engine.devices.free_slot(moving.new, Expect::Folio(WRITING));
-                continue;
-            }
-            engine.devices.to_shadow(moving.new, 1, WRITING, moving.shadow);
-            if moving.valid {
-                mm.moved_to_file(moving.page, moving.new);
-                engine.devices.drop_swapped(moving.old);
-                moved += 1;
-            } else {
-                engine.devices.drop_swapped(moving.new);
+        let moved = self.exchange(engine, mm);
+        if !room {
+            for moving in &self.moving {
+                mm.queues.pooled(&mut mm.table, moving.chunk);
             }
         }
         engine.count(Counter::Zswpwb, moved);
         engine.count(Counter::Pswpout, moved);
         engine.settle(mm);
-        true
+        room && (going > 0 || chosen > 0)
     }
 
-    /// Loads the pages of a chunk that are in compressed memory. False when the file is full.
-    fn load_chunk(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) -> bool {
+    /// Notes the pages of a chunk that are in compressed memory.
+    fn choose(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) {
         let info = mm.table.chunk(chunk);
         for (first, len) in runs(info.swapped) {
             for page in (first..first + len).map(|k| chunk.first().plus(k)) {
@@ -157,20 +136,64 @@ impl Writeback {
                     continue;
                 }
                 let TableSlot::Shadow { shadow, .. } = engine.devices.pool_slots.lookup(old.offset()) else { continue };
-                let Some(new) = engine.devices.alloc_file(WRITING) else {
-                    if engine.devices.file.is_none() {
-                        break;
-                    }
-                    if !engine.swap_full.swap(true, std::sync::atomic::Ordering::Relaxed) {
-                        (engine.start.log)("the swap file is full: compressed memory stays past its share");
-                    }
-                    engine.count(Counter::SwapFull, 1);
-                    mm.queues.pooled(&mut mm.table, chunk);
-                    return false;
-                };
-                self.moving.push(Moving { page, old, new, shadow, chunk, epoch: info.epoch, data: None, valid: false });
+                self.moving.push(Moving { page, old, shadow, chunk, epoch: info.epoch, copy: None });
             }
         }
+    }
+
+    /// Copies the pages out and gives them slots. False when the file has none left.
+    fn copy_out(&mut self, engine: &Engine) -> bool {
+        self.data.clear();
+        for moving in &mut self.moving {
+            let start = self.data.len();
+            // The fault path tells of damage when the page is needed; and this may be no damage, but a page that is gone.
+            let Ok(kind) = engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data) else { continue };
+            if matches!(kind, PackedKind::Zero | PackedKind::Same(_)) {
+                continue;
+            }
+            let Some(new) = engine.devices.alloc_file(WRITING) else {
+                if !engine.swap_full.swap(true, Relaxed) {
+                    (engine.start.log)("the swap file is full: compressed memory stays past its share");
+                }
+                engine.count(Counter::SwapFull, 1);
+                return false;
+            };
+            moving.copy = Some((new, start..self.data.len(), kind));
+        }
         true
+    }
+
+    /// Gives the pages their new entries. Gives how many.
+    fn exchange(&mut self, engine: &Engine, mm: &mut Mm) -> usize {
+        // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
+        let valid: Vec<bool> = self
+            .moving
+            .iter()
+            .map(|m| mm.table.get(m.page) == PageState::Swapped(m.old) && mm.table.chunk(m.chunk).epoch == m.epoch)
+            .collect();
+        let mut moved = 0;
+        for (moving, valid) in self.moving.iter().zip(valid) {
+            let Some((new, ..)) = &moving.copy else { continue };
+            engine.devices.to_shadow(*new, 1, WRITING, moving.shadow);
+            if valid {
+                mm.moved_to_file(moving.page, *new);
+                engine.devices.drop_swapped(moving.old);
+                moved += 1;
+            } else {
+                engine.devices.drop_swapped(*new);
+            }
+        }
+        moved
+    }
+}
+
+fn packed<'d>(data: &'d [u8], (_, range, kind): &(SwapEntry, Range<usize>, PackedKind)) -> Packed<'d> {
+    let bytes = &data[range.clone()];
+    match kind {
+        PackedKind::Raw => {
+            let page: &Page = bytes.try_into().expect("a raw page is a page long");
+            Packed::Raw(page)
+        }
+        _ => Packed::Bytes(bytes),
     }
 }
