@@ -17,7 +17,7 @@ use swaptide_sys::process::StatmFd;
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
-const KEPT_PART: u64 = 8;
+const KEPT_PART: u64 = 16;
 
 /// See the module's description.
 pub struct Charge {

@@ -100,6 +100,8 @@ pub struct Engine {
     pub workers: AtomicU32,
     /// A fork left pages shared with another process: taking such a page out needs its sharing broken first.
     pub shared_pages: AtomicBool,
+    /// The CPU that workers keep away from (see [`crate::place`]).
+    pub handler_cpu: AtomicU32,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up. Changed under the memory lock; who
     /// stores a batch may look without it, to spare work.
     pub cancelled: Box<[AtomicU64]>,
@@ -158,6 +160,7 @@ impl Engine {
             workers: AtomicU32::new(0),
             // A fork before the memory was managed leaves pages shared too.
             shared_pages: AtomicBool::new(true),
+            handler_cpu: AtomicU32::new(crate::place::NO_CPU),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             start,

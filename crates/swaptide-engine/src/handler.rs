@@ -8,6 +8,7 @@
 //! 3. While an event is unread the kernel refuses fills with EAGAIN; the handler then reads events and tries again.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
@@ -229,6 +230,7 @@ impl Handler {
         let started = now();
         let page = PageNo::of(fault.addr);
         self.place.follow(fault.tid, started);
+        self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
         match self.serve(page) {
             Served::Filled => {
                 let answered = now();

@@ -36,6 +36,43 @@ const DELAY_NS: u64 = 150_000;
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 3_000_000_000;
 
+/// No CPU.
+pub const NO_CPU: u32 = u32::MAX;
+
+/// Keeps a worker away from the handler's CPU.
+pub struct Aside {
+    allowed: Option<CpuSet>,
+    from: u32,
+}
+
+impl Default for Aside {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Aside {
+    /// Anywhere.
+    pub fn new() -> Aside {
+        Aside { allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1), from: NO_CPU }
+    }
+
+    /// Keeps the calling thread away from `cpu` ([`NO_CPU`]: from none).
+    pub fn keep_from(&mut self, cpu: u32) {
+        if cpu == self.from {
+            return;
+        }
+        self.from = cpu;
+        if let Some(allowed) = &self.allowed {
+            let mut cpus = allowed.clone();
+            if cpu != NO_CPU {
+                cpus.remove(cpu);
+            }
+            let _ = clear_own_affinity(&cpus);
+        }
+    }
+}
+
 /// See the module's description.
 pub struct Place {
     allowed: Option<CpuSet>,
@@ -92,6 +129,11 @@ impl Place {
             retry_at: Nanos(0),
             stay_out_ns: STAY_OUT_NS,
         }
+    }
+
+    /// The CPU that workers must keep away from: beside a handler in the idle class it seems to be free; `NO_CPU` if there is none.
+    pub fn own_cpu(&self) -> u32 {
+        if self.idle { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
     }
 
     /// True while the handler is in the idle class.

@@ -16,7 +16,7 @@
 //! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division between resident and compressed memory
 //! ([`crate::split`]) and writes back.
 
-use std::sync::atomic::{Ordering::Acquire, Ordering::Release};
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
@@ -30,6 +30,7 @@ use crate::batch::Batch;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, range_of};
+use crate::place::Aside;
 use crate::writeback::Writeback;
 
 /// How often an idle worker looks at the accounts.
@@ -167,8 +168,10 @@ impl Worker {
     /// The life of a background worker. Worker 0 looks after the accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) -> ! {
         let mut keeper = (index == 0).then(Keeper::new);
+        let mut aside = Aside::new();
         loop {
             engine.stand_still();
+            aside.keep_from(engine.handler_cpu.load(Relaxed));
             if let Some(keeper) = &mut keeper {
                 keeper.look(engine);
             }
