@@ -18,7 +18,7 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_ipc::ProcSlot;
 use swaptide_sys::lock::futex;
 use swaptide_sys::process::leader_end;
-use swaptide_sys::procfs::parse_u64;
+use swaptide_sys::procfs::{PathBuf, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, exit_group, getpid, set_name, sleep};
 
 /// The engine's threads of this process.
@@ -44,6 +44,12 @@ pub fn ending(status: usize) {
     LAST.store(KNOWN | (status as u64 & 0xff), Release);
 }
 
+/// True for a worker of io_uring, which the kernel lists among the threads of who uses it.
+fn is_kernels(tid: u32) -> bool {
+    let mut name = [0u8; 16];
+    read_file(PathBuf::task(tid, "comm").as_c_str(), &mut name).is_ok_and(|name| name.starts_with(b"iou-"))
+}
+
 /// True when only the engine's threads are left, besides the first one, which has ended.
 fn alone() -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -53,7 +59,7 @@ fn alone() -> bool {
     while let Some(entry) = entries.next() {
         let Ok(entry) = entry else { return false };
         let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
-        if tid as u32 != getpid().0 && !OURS.iter().any(|place| place.load(Acquire) == tid as u32) {
+        if tid as u32 != getpid().0 && !OURS.iter().any(|place| place.load(Acquire) == tid as u32) && !is_kernels(tid as u32) {
             return false;
         }
     }
