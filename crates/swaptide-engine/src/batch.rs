@@ -115,6 +115,10 @@ impl Default for Batch {
 
 /// Batches that were taken and wait to be stored, and batches out of use.
 #[derive(Default)]
+#[allow(
+    clippy::vec_box,
+    reason = "a batch goes from hand to hand under the memory lock: a pointer is moved, not its three hundred bytes"
+)]
 pub struct Jobs {
     waiting: VecDeque<Box<Batch>>,
     spare: Vec<Box<Batch>>,

@@ -118,8 +118,8 @@ impl Devices {
                 for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
                     bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
                 }
-                let slots = SwapDevice::new(FILE, extents.saturating_mul(512).min(1 << 28), 1, Kind::Solid)
-                    .with_table_discard(give_back);
+                let slots =
+                    SwapDevice::new(FILE, extents.saturating_mul(512).min(1 << 28), 1, Kind::Solid).with_table_discard(give_back);
                 let leases = Box::new(Leases { segment, index });
                 let same = fd.try_clone().map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?;
                 Some(FileTier { slots, device: FileDevice::new(same, key, salt, leases), fd: Lock::new(fd) })

@@ -256,7 +256,8 @@ impl Handler {
     /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in compressed memory.
     fn bring_page(&mut self, page: PageNo) -> Result<(), Stop> {
         let engine = self.engine;
-        let entry = match engine.mm.lock().table.get(page) {
+        let state = engine.mm.lock().table.get(page);
+        let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
             _ => return self.bring(page, 1),
         };

@@ -96,8 +96,12 @@ impl Writeback {
             }
         }
         let room = self.copy_out(engine);
-        let pages: Vec<(Slot, Packed<'_>)> =
-            self.moving.iter().filter_map(|m| m.copy.as_ref()).map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy))).collect();
+        let pages: Vec<(Slot, Packed<'_>)> = self
+            .moving
+            .iter()
+            .filter_map(|m| m.copy.as_ref())
+            .map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy)))
+            .collect();
         let going = pages.len();
         let written = file.device.write(&pages);
         drop(pages);
