@@ -259,6 +259,12 @@ impl Handler {
         let state = engine.mm.lock().table.get(page);
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
+            PageState::Swapped(_) if self.reading(page.addr()) != Reading::Random && self.locality.reads_around() => {
+                let (start, n) = self.around_in_file(page);
+                self.make_room(n);
+                engine.count(Counter::SwapRa, n - 1);
+                return self.bring(start, n);
+            }
             _ => return self.bring(page, 1),
         };
         let loaded = matches!(engine.devices.pool_slots.lookup(entry.offset()), TableSlot::Shadow { .. }) && {
@@ -285,6 +291,16 @@ impl Handler {
         engine.count(Counter::Pswpin, 1);
         engine.count(Counter::Zswpin, 1);
         Ok(())
+    }
+
+    /// The neighbours of a page in its chunk that lie in the file as it does: the first, and how many.
+    fn around_in_file(&self, page: PageNo) -> (PageNo, usize) {
+        let mm = self.engine.mm.lock();
+        let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
+        let first = page.chunk().first().0;
+        let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);
+        let end = (page.0 + 1..first + PAGES_PER_CHUNK).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
+        (PageNo(start), end - start)
     }
 
     /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. Gives

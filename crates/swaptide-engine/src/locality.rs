@@ -22,6 +22,9 @@ const OBSERVE_EVERY: u32 = 16;
 /// loading, another page's going out, and that one's coming back: about as much as a fault. So at least half of a chunk must be wanted.
 const WORTH_16: u32 = 7 * 16;
 
+/// The same for pages in the file: one reading brings them all, and a page that was not written goes out again for next to nothing.
+const WORTH_READING_16: u32 = 16 + 8;
+
 #[derive(Clone, Copy)]
 struct Stream {
     /// The page expected next.
@@ -166,6 +169,11 @@ impl Locality {
         // Who touches the page after the chunk goes on from there.
         self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
         SwapIn::Chunk
+    }
+
+    /// True when a page that is read from the file shall bring its neighbours in the chunk from there with it.
+    pub fn reads_around(&self) -> bool {
+        self.mean_16 >= WORTH_READING_16
     }
 
     /// Counts a fault in a chunk, if that is under observation: then it is true.
