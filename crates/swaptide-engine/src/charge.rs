@@ -22,7 +22,7 @@ const KEPT_PART: u64 = 16;
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
-    /// Share of compressed memory in 1/1024 of the limit.
+    /// Share of compressed memory in 1/1024 of what is divided.
     pool_share: AtomicU32,
     pool_cap: AtomicU64,
     pages: AtomicU64,
@@ -128,14 +128,20 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = self.limit() / 1024 * u64::from(self.pool_share());
+        let share = self.divisible() / 1024 * u64::from(self.pool_share());
         match self.pool_cap.load(Relaxed) {
             0 => share,
             cap => share.min(cap),
         }
     }
 
-    /// The share of the compressed pool, in 1/1024 of the limit.
+    /// Bytes to be divided between managed pages and compressed memory: the limit less what is not under management, but not less than half.
+    pub fn divisible(&self) -> u64 {
+        let limit = self.limit();
+        limit.saturating_sub(self.rest().max(0) as u64).max(limit / 2)
+    }
+
+    /// The share of the compressed pool, in 1/1024 of [`Charge::divisible`].
     pub fn pool_share(&self) -> u32 {
         self.pool_share.load(Relaxed)
     }

@@ -228,7 +228,13 @@ impl Engine {
         let mm = &mut *guard;
         let oldest = mm.oldest_pooled(&self.devices);
         let charge = &self.charge;
-        let at = Standing { share: charge.pool_share(), limit: charge.limit(), pool: charge.pool(), oldest };
+        let at = Standing {
+            share: charge.pool_share(),
+            limit: charge.divisible(),
+            resident: mm.table.present() as u64,
+            pool: charge.pool(),
+            oldest,
+        };
         let share = mm.split.decide(at);
         if self.devices.file.is_some() {
             charge.set_pool_share(share);

@@ -2,8 +2,9 @@
 //!
 //! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program. Which is better shows in when pages
 //! come back: the shadow of a page tells how many others were taken out since it went (its *distance*).
-//! - A refault of small distance would not have happened had the resident part been a step larger. The smallest distances say nothing: a
-//!   page in constant use goes out when its turn comes, whatever the size, and comes back at once. So the second step is counted for the first.
+//! - A refault of small distance would not have happened had the resident part been a step larger. Of the smallest distances that is half the
+//!   truth: a page in constant use goes out when its turn comes, whatever the size, and comes back at once; only its turn comes later in a larger
+//!   part. So those count in the ratio of the step to the whole, or, if that is more, what came back at the distance of the second step counts.
 //! - A refault from compressed memory of a distance near the age of its oldest page would come from the file had the pool been a step smaller.
 //! - A refault from the file of a distance a little beyond that age would have come from compressed memory had it been a step larger.
 //!
@@ -13,10 +14,10 @@
 //! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside the memory lock; the share it decides on is
 //! kept in [`crate::charge::Charge`].
 
-/// Smallest share of compressed memory, in 1/1024 of the limit.
+/// Smallest share of compressed memory, in 1/1024 of what there is to divide.
 pub const LEAST: u32 = 48;
 /// Largest share.
-pub const MOST: u32 = 820;
+pub const MOST: u32 = 700;
 /// One step.
 const STEP: u32 = 16;
 /// Refaults that say something.
@@ -31,6 +32,7 @@ const WRITE_NS: u64 = 8_000;
 /// See the module's description. Distances and ages are in pages taken out.
 pub struct Split {
     near: u64,
+    next: u64,
     tail: u64,
     missed: u64,
     seen: u64,
@@ -54,8 +56,10 @@ impl Default for Split {
 pub struct Standing {
     /// The share of compressed memory, in 1/1024 of the limit.
     pub share: u32,
-    /// The limit in bytes.
+    /// What there is to divide: the limit less what is not under management, in bytes.
     pub limit: u64,
+    /// Pages that the program has under management.
+    pub resident: u64,
     /// Bytes of compressed memory.
     pub pool: u64,
     /// The distance of the page that went to compressed memory longest ago.
@@ -67,6 +71,7 @@ impl Split {
     pub fn new() -> Split {
         Split {
             near: 0,
+            next: 0,
             tail: 0,
             missed: 0,
             seen: 0,
@@ -81,8 +86,10 @@ impl Split {
     /// A page came back after `distance` pages were taken out, from the file or from compressed memory.
     pub fn refault(&mut self, distance: u64, from_file: bool) {
         self.seen += 1;
-        if (self.near_below..2 * self.near_below).contains(&distance) {
+        if distance < self.near_below {
             self.near += 1;
+        } else if distance < 2 * self.near_below {
+            self.next += 1;
         }
         match from_file {
             true if distance < self.missed_below => self.missed += 1,
@@ -106,7 +113,7 @@ impl Split {
         let step_bytes = at.limit / 1024 * u64::from(STEP);
         let share = if self.seen < ENOUGH { at.share } else { self.choose(&at) };
         if self.seen >= ENOUGH {
-            for count in [&mut self.near, &mut self.tail, &mut self.missed, &mut self.seen] {
+            for count in [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen] {
                 *count /= 2;
             }
         }
@@ -122,13 +129,14 @@ impl Split {
         let delivery = FAULT_NS * 16 / self.pages_16.max(16);
         let from_pool = delivery + POOL_NS;
         let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(POOL_NS / 2).max(1000);
-        let resident = self.near * from_pool;
+        let near = self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
+        let resident = near * from_pool;
         let shrinking_costs = self.tail * more_from_file;
         let growing_gains = self.missed * more_from_file;
         // A quarter more is worth a move; less is chance.
         // What was decided last is not done yet: write-back takes its time.
         let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * STEP);
-        if !behind && resident > shrinking_costs + shrinking_costs / 4 && self.near * 64 > self.seen && resident > growing_gains {
+        if !behind && resident > shrinking_costs + shrinking_costs / 4 && near * 64 > self.seen && resident > growing_gains {
             // The share may lie above what the pool holds: what counts is to be below that.
             let holds = (u128::from(at.pool) * 1024 / u128::from(at.limit.max(1))) as u32;
             return at.share.min(holds.max(LEAST)).saturating_sub(STEP).max(LEAST);
@@ -144,7 +152,7 @@ impl Split {
 mod tests {
     use super::*;
 
-    const AT: Standing = Standing { share: 512, limit: 64 << 20, pool: 32 << 20, oldest: 20_000 };
+    const AT: Standing = Standing { share: 512, limit: 64 << 20, resident: 8192, pool: 32 << 20, oldest: 20_000 };
 
     fn ready() -> Split {
         let mut split = Split::new();
