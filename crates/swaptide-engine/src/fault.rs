@@ -396,7 +396,7 @@ impl Handler {
         let kept = mm.table.kept();
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
-            _ => engine.devices.file_is_roomy(),
+            _ => mm.split.belongs_to_file(distance) && engine.devices.file_is_roomy(),
         };
         if keeps {
             mm.mark_kept(page, entry);

@@ -43,6 +43,8 @@ pub struct Split {
     near_below: u64,
     tail_from: u64,
     missed_below: u64,
+    /// The distance of the oldest page of compressed memory.
+    age: u64,
 }
 
 impl Default for Split {
@@ -80,6 +82,7 @@ impl Split {
             near_below: 0,
             tail_from: u64::MAX,
             missed_below: 0,
+            age: 0,
         }
     }
 
@@ -92,10 +95,16 @@ impl Split {
             self.next += 1;
         }
         match from_file {
-            true if distance < self.missed_below => self.missed += 1,
+            true if (self.age..self.missed_below).contains(&distance) => self.missed += 1,
             false if distance >= self.tail_from => self.tail += 1,
             _ => {}
         }
+    }
+
+    /// True for a page that comes back from the file later than compressed memory would have kept it: should it go out again unchanged, it goes
+    /// where it came from. One that comes back sooner is wanted often, and belongs into compressed memory.
+    pub fn belongs_to_file(&self, distance: u64) -> bool {
+        distance >= self.age
     }
 
     /// A fault brought in `pages`.
@@ -122,6 +131,7 @@ impl Split {
         let part = (at.oldest as u128 * u128::from(step_bytes) / u128::from(at.pool.max(step_bytes))) as u64;
         self.tail_from = at.oldest - part.min(at.oldest);
         self.missed_below = at.oldest + part;
+        self.age = at.oldest;
         share
     }
 
