@@ -36,7 +36,7 @@ def crowd(context):
 FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds")
 
 CASES = [
-    Case("heap-single", program("heap", "single"), 32, allowance=24),
+    Case("heap-single", program("heap", "single"), 32, allowance=8),
     Case("heap-threads", program("heap", "threads"), 32, allowance=4),
     Case("stack", program("stack"), 32, allowance=2),
     Case("bss", program("bss", megabytes=300), 64, allowance=2),

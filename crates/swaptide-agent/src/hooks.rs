@@ -26,12 +26,12 @@ fn hint_of(advice: c_int) -> Option<Hint> {
     })
 }
 
-/// `MADV_DONTFORK` and `MADV_WIPEONFORK`: a forked child has another idea of the range than its parent. Such memory is not managed.
-const APART: [c_int; 2] = [10, 18];
+/// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such memory is not managed.
+const APART: c_int = 18;
 
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
-    if APART.contains(&advice)
+    if advice == APART
         && let Some(end) = addr.checked_add(len)
     {
         let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
@@ -161,6 +161,51 @@ pub unsafe extern "C" fn pthread_create(
         WAITING[place].taken.store(0, Release);
     }
     result
+}
+
+/// Mappings from this size on are managed at once; smaller ones when they are found.
+const LARGE: usize = 1 << 20;
+
+/// Maps memory as asked; what is large, private and anonymous is under management before the program has it. Filling it at once would make all of
+/// it memory before anybody could manage it, so that is left out: it is only a wish.
+fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
+    const SYS_MMAP: u32 = 9;
+    const PRIVATE: c_int = 0x02;
+    const KIND: c_int = 0x0f;
+    const ANONYMOUS: c_int = 0x20;
+    const POPULATE: c_int = 0x8000;
+    const HUGETLB: c_int = 0x4_0000;
+    const GROWSDOWN: c_int = 0x100;
+    let plain = flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
+    let engine = start::engine().filter(|_| plain && len >= LARGE);
+    let flags = if engine.is_some() { flags & !POPULATE } else { flags };
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
+    let at = unsafe { syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset]) } as isize;
+    if let Some(engine) = engine
+        && !(-4095..0).contains(&at)
+    {
+        let start = VirtAddr(at as usize);
+        engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+    }
+    at
+}
+
+/// Stands in front of libc's `mmap`.
+///
+/// # Safety
+/// As for mmap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
+    real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
+}
+
+/// Stands in front of libc's `mmap64`, which is the same here.
+///
+/// # Safety
+/// As for mmap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap64(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
+    real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
 }
 
 /// Stands in front of libc's `mremap`.

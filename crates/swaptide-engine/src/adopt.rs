@@ -10,6 +10,8 @@
 //!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
 //! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts the mapping then.
 //!
+//! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a program fills faster than anybody looks.
+//!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
 use swaptide_ipc::Counter;
@@ -65,6 +67,25 @@ impl Handler {
         self.found = found;
         let mm = engine.mm.lock();
         engine.settle(&mm);
+    }
+
+    /// Adopts the mapping that holds an address, if it is one to adopt.
+    pub fn adopt_mapping(&mut self, addr: VirtAddr) {
+        let Ok(Some(info)) = self.maps.vma_at(addr) else { return };
+        let vma = info.vma();
+        // What follows a file's pages may be the zero-initialised data of a library: the look at all mappings tells.
+        let follows_file = vma.range.start.0 > 0
+            && matches!(self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
+        if follows_file || !eligible(&vma) || (self.engine.start.excluded)(vma.range) {
+            return;
+        }
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.clear();
+        program_parts(vma.range, |part| self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap)));
+        for gap in &gaps {
+            self.adopt_range(*gap);
+        }
+        self.gaps = gaps;
     }
 
     fn adopt_range(&mut self, range: VirtRange) {

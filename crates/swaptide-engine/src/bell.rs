@@ -57,11 +57,13 @@ pub enum Hint {
     Normal = 6,
     /// Bring the range in and manage it no more. Never dropped.
     Release = 7,
+    /// The range was mapped a moment ago: manage it before it fills.
+    Mapped = 8,
 }
 
 impl Hint {
     fn of(word: u32) -> Option<Hint> {
-        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release]
+        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release, Hint::Mapped]
             .into_iter()
             .find(|h| *h as u32 == word)
     }

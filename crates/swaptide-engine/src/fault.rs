@@ -592,6 +592,7 @@ impl Handler {
                 }
             }
             Hint::Release => self.release(range),
+            Hint::Mapped => self.adopt_mapping(range.start),
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
                 for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {

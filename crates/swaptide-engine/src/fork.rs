@@ -763,6 +763,44 @@ impl Engine {
 }
 
 impl Handler {
+    /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here, and what stands in their place is the engine's
+    /// own, made since. Their pages are given up.
+    fn forget_what_did_not_come(&mut self) -> Result<(), EngineError> {
+        let engine = self.engine;
+        let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
+        let mut missing = Vec::new();
+        for region in regions {
+            let mut at = region.start;
+            while at < region.end {
+                let next = self.maps.vma_at_or_next(at).map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
+                let Some(vma) = next.map(|info| info.vma().range).filter(|vma| vma.start < region.end) else {
+                    missing.push(VirtRange { start: at, end: region.end });
+                    break;
+                };
+                if at < vma.start {
+                    missing.push(VirtRange { start: at, end: vma.start });
+                }
+                at = at.max(vma.start);
+                let end = vma.end.min(region.end);
+                crate::adopt::program_parts(VirtRange { start: at, end }, |part| {
+                    if at < part.start {
+                        missing.push(VirtRange { start: at, end: part.start });
+                    }
+                    at = part.end;
+                });
+                if at < end {
+                    missing.push(VirtRange { start: at, end });
+                    at = end;
+                }
+            }
+        }
+        let mut mm = engine.mm.lock();
+        for range in missing {
+            engine.apply(&mut mm, Event::Unmap(range));
+        }
+        Ok(())
+    }
+
     /// A handler for a forked child, over its parent's bequest.
     ///
     /// # Errors
@@ -789,7 +827,7 @@ impl Handler {
             return Err(EngineError::Devices("the userfaultfd that was handed over is another process's"));
         }
         engine.set_uffd(uffd);
-        let handler = Handler::new(engine)?;
+        let mut handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;
         if let Some(file) = &engine.devices.file {
             match left.file.take() {
@@ -810,6 +848,7 @@ impl Handler {
                 mm.mark_present(page);
             }
         }
+        handler.forget_what_did_not_come()?;
         for event in std::mem::take(&mut left.events) {
             // The parent's other threads changed mappings at the moment of the fork: the child has the change or has it not.
             let happened = match &event {
