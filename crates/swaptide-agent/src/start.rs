@@ -307,7 +307,9 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
 /// A failed check in the engine ends the process with a message on the program's standard error: the engine's own leads nowhere.
 fn tell_panics() {
     std::panic::set_hook(Box::new(|info| {
-        let what = info.payload_as_str().unwrap_or("a check failed");
+        let payload = info.payload();
+        let what = payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+        let what = what.unwrap_or("a check failed");
         let place = info.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
         abort_with(&[b"swaptide: ", what.as_bytes(), place.as_bytes(), b"; the process is stopped rather than given wrong data"])
     }));

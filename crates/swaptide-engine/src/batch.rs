@@ -130,7 +130,7 @@ pub struct Jobs {
 
 impl Jobs {
     /// The batch that waits longest.
-    pub fn next(&mut self) -> Option<Box<Batch>> {
+    pub fn longest_waiting(&mut self) -> Option<Box<Batch>> {
         self.waiting.pop_front()
     }
 

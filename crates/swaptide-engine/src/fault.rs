@@ -217,7 +217,7 @@ impl Handler {
     fn swap_in(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
         let bound = engine.charge.window_pages();
-        let mut brought = 1;
+        let mut brought;
         match self.locality.swap_in(page, self.reading(page.addr()), bound) {
             SwapIn::Page => {
                 self.make_room(1);

@@ -5,8 +5,9 @@
 //!
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
 //! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
-//! the handler would starve beside other work. It cannot see how long a fault waited for it; it sees the time between its last answer and the next
-//! fault, and how much of that the thread ran. Where the rest is long it goes back to the normal class.
+//! the handler would starve beside other work. So it goes there only while no more threads of the machine want a CPU than there are CPUs, looks again
+//! every so often and whenever an answer took long. It cannot see how long a fault waited for it; it sees the time between its last answer
+//! and the next fault, and how much of that the thread ran. Where the rest is long it goes back to the normal class, too.
 //!
 //! Owns: the CPU the handler is bound to, and its class.
 //!
@@ -14,7 +15,8 @@
 //! starts over.
 
 use swaptide_sys::affinity::{
-    CpuSet, RunTime, ThreadStat, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, set_own_affinity,
+    CpuSet, RunTime, Runnable, ThreadStat, clear_own_affinity, cpus_online, current_cpu, own_affinity, own_nice, sched_idle,
+    set_own_affinity,
 };
 use swaptide_sys::thread::Nanos;
 
@@ -30,6 +32,9 @@ const GAP_NS: u64 = 200_000;
 /// After such a one, so many are measured; and then none for so many.
 const MEASURED: u32 = 4;
 const UNMEASURED: u32 = 256;
+/// Faults between two looks at who else wants a CPU, and an answer that takes so long is a reason to look at once.
+const LOOK_AROUND: u32 = 32;
+const SLOW_NS: u64 = 300_000;
 /// A fault that waited so long waited too long.
 const DELAY_NS: u64 = 150_000;
 /// How long the handler then stays out of the idle class: at first, and at most.
@@ -64,7 +69,7 @@ impl Aside {
         }
         self.from = cpu;
         if let Some(allowed) = &self.allowed {
-            let mut cpus = allowed.clone();
+            let mut cpus = *allowed;
             if cpu != NO_CPU {
                 cpus.remove(cpu);
             }
@@ -88,6 +93,11 @@ pub struct Place {
     /// The handler is in the idle class.
     idle: bool,
     run: Option<RunTime>,
+    runnable: Option<Runnable>,
+    cpus: u32,
+    /// Faults until the next look at who else wants a CPU; and when the fault was read that is being answered.
+    look_around: u32,
+    began: Nanos,
     /// Faults to be measured now; faults until the next measurement may begin.
     measure: u32,
     rest: u32,
@@ -121,6 +131,10 @@ impl Place {
             row: 0,
             idle: false,
             run: None,
+            runnable: Runnable::open(),
+            cpus: cpus_online(),
+            look_around: 0,
+            began: Nanos(0),
             measure: 0,
             rest: 0,
             last: Nanos(0),
@@ -149,6 +163,7 @@ impl Place {
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
         self.follow_cpu(tid);
         let gap = now.since(self.last).as_nanos() as u64;
+        self.began = now;
         if !self.idle {
             if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
                 self.enter(tid, now);
@@ -171,14 +186,34 @@ impl Place {
     /// The thread is about to be woken; it is `now`.
     pub fn answered(&mut self, now: Nanos) {
         self.last = now;
-        if self.idle && self.measure > 0 {
+        if !self.idle {
+            return;
+        }
+        self.look_around = self.look_around.saturating_sub(1);
+        if self.look_around == 0 || now.since(self.began).as_nanos() as u64 > SLOW_NS {
+            self.look_around = LOOK_AROUND;
+            if self.is_crowded() {
+                self.leave(now);
+                return;
+            }
+        }
+        if self.measure > 0 {
             self.measure -= 1;
             self.ran = self.run.as_ref().and_then(RunTime::nanos);
         }
     }
 
+    /// True when more threads want a CPU than there are CPUs, or nobody knows.
+    fn is_crowded(&self) -> bool {
+        self.runnable.as_ref().and_then(Runnable::threads).is_none_or(|threads| threads > self.cpus)
+    }
+
     /// To the idle class, if it can be left again.
     fn enter(&mut self, tid: u32, now: Nanos) {
+        if self.is_crowded() {
+            self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
+            return;
+        }
         self.run = RunTime::open(tid);
         // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
         if own_nice() >= 0 || self.run.as_ref().and_then(RunTime::nanos).is_none() || sched_idle(true).is_err() {

@@ -80,7 +80,7 @@ impl Worker {
     pub fn step(&mut self, engine: &Engine) -> Step {
         let batch = {
             let mut mm = engine.mm.lock();
-            match mm.jobs.next() {
+            match mm.jobs.longest_waiting() {
                 Some(batch) => batch,
                 None => match self.take(engine, &mut mm) {
                     Ok(batch) => batch,
@@ -93,7 +93,7 @@ impl Worker {
 
     /// Stores one batch that waits. False when there is none.
     pub fn store_waiting(&mut self, engine: &Engine) -> bool {
-        let batch = engine.mm.lock().jobs.next();
+        let batch = engine.mm.lock().jobs.longest_waiting();
         match batch {
             Some(batch) => {
                 self.store(engine, batch);

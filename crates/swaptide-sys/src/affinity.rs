@@ -125,6 +125,25 @@ impl RunTime {
     }
 }
 
+/// How many threads of the whole machine want a CPU, to be asked again and again.
+pub struct Runnable(crate::OwnedFd);
+
+impl Runnable {
+    /// `None` without /proc/loadavg.
+    pub fn open() -> Option<Runnable> {
+        procfs::open_read(c"/proc/loadavg").ok().map(Runnable)
+    }
+
+    /// Threads that run or wait for a CPU, the caller among them.
+    pub fn threads(&self) -> Option<u32> {
+        let mut buf = [0; 128];
+        let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
+        // 0.20 0.18 0.12 RUNNABLE/ALL LAST
+        let field = procfs::words(&buf[..n]).nth(3)?;
+        Some(parse_u64(field.split(|b| *b == b'/').next()?)? as u32)
+    }
+}
+
 /// The CPU on which a thread of this process last ran; `None` when there is no such thread.
 pub fn thread_cpu(tid: u32) -> Option<u32> {
     ThreadStat::open(tid)?.cpu()
