@@ -519,7 +519,7 @@ impl Handler {
         let began = now();
         let mut requests: Vec<(Slot, &mut Page)> =
             out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
-        let Err(error) = file.device.read(&mut requests) else {
+        let Err(error) = self.place.normally(|| file.device.read(&mut requests)) else {
             let ns = now().since(began).as_nanos() as u64;
             engine.mm.lock().split.read(entries.len(), ns);
             return entries.len();

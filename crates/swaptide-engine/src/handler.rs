@@ -236,7 +236,6 @@ impl Handler {
                 let answered = now();
                 self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
-                self.place.answered(answered);
                 // Last: the thread may have this CPU at once.
                 let _ = self.uffd.wake(range_of(page, 1));
             }

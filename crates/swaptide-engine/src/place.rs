@@ -5,8 +5,8 @@
 //!
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
 //! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
-//! the handler would starve beside other work. It cannot see how long a fault waited for it; it sees the time between its last answer and the next
-//! fault, and how much of that the thread ran. Where the rest is long it goes back to the normal class.
+//! the handler starves beside other work, for a second at a time. The kernel counts how long a thread waited for a CPU: the handler asks for
+//! its own waiting before it enters the class, and there after each fault that came late. Where it waited it goes back to the normal class.
 //!
 //! Owns: the CPU the handler is bound to, and its class.
 //!
@@ -14,27 +14,25 @@
 //! starts over.
 
 use swaptide_sys::affinity::{
-    CpuSet, RunTime, ThreadStat, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, set_own_affinity,
+    CpuSet, SchedStat, ThreadStat, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, set_own_affinity,
 };
-use swaptide_sys::thread::Nanos;
+use swaptide_sys::thread::{Nanos, gettid};
 
 /// Faults between two looks at where the faulting thread runs: at first, and at most.
 const LOOK_FIRST: u32 = 8;
 const LOOK_LAST: u32 = 128;
 /// Where several threads fault, only every so manyth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
-/// Faults of one thread in a row, after which the handler goes to the idle class.
+/// Faults of one thread in a row, after which the handler goes to the idle class, if it did not wait since the first of these.
 const IN_A_ROW: u32 = 64;
+const WAITS_FROM: u32 = 32;
 /// Faults further apart than this may have waited for the handler.
 const GAP_NS: u64 = 200_000;
-/// After such a one, so many are measured; and then none for so many.
-const MEASURED: u32 = 4;
-const UNMEASURED: u32 = 256;
-/// A fault that waited so long waited too long.
+/// Having waited so long for a CPU is too long.
 const DELAY_NS: u64 = 150_000;
-/// How long the handler then stays out of the idle class: at first, and at most.
+/// How long the handler then stays out of the idle class: at first, and at most. One wait may take a second.
 const STAY_OUT_NS: u64 = 50_000_000;
-const STAY_OUT_LAST_NS: u64 = 3_000_000_000;
+const STAY_OUT_LAST_NS: u64 = 60_000_000_000;
 
 /// No CPU.
 pub const NO_CPU: u32 = u32::MAX;
@@ -87,13 +85,11 @@ pub struct Place {
     row: u32,
     /// The handler is in the idle class.
     idle: bool,
-    run: Option<RunTime>,
-    /// Faults to be measured now; faults until the next measurement may begin.
-    measure: u32,
-    rest: u32,
-    /// The last answer: when, and how long its thread had run by then (if that is measured).
+    /// The handler's own waiting, and how much of it there was when it was looked at last.
+    own: Option<SchedStat>,
+    waited: u64,
+    /// When the last fault was read.
     last: Nanos,
-    ran: Option<u64>,
     entered: Nanos,
     /// Not before then does the handler go to the idle class again.
     retry_at: Nanos,
@@ -120,11 +116,9 @@ impl Place {
             every: LOOK_FIRST,
             row: 0,
             idle: false,
-            run: None,
-            measure: 0,
-            rest: 0,
+            own: None,
+            waited: 0,
             last: Nanos(0),
-            ran: None,
             entered: Nanos(0),
             retry_at: Nanos(0),
             stay_out_ns: STAY_OUT_NS,
@@ -148,47 +142,51 @@ impl Place {
         }
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
         self.follow_cpu(tid);
-        let gap = now.since(self.last).as_nanos() as u64;
-        if !self.idle {
-            if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
-                self.enter(tid, now);
-            }
-        } else if self.row == 0 {
-            self.leave(now);
-        } else if let Some(before) = self.ran.take() {
-            let ran = self.run.as_ref().and_then(RunTime::nanos).unwrap_or(before);
-            if gap.saturating_sub(ran.saturating_sub(before)) > DELAY_NS {
+        let gap = now.since(std::mem::replace(&mut self.last, now)).as_nanos() as u64;
+        if self.idle {
+            if self.row == 0 || gap > GAP_NS && self.has_waited() {
                 self.leave(now);
             }
-        } else if self.rest > 0 {
-            self.rest -= 1;
-        } else if gap > GAP_NS {
-            self.measure = MEASURED;
-            self.rest = UNMEASURED;
+        } else if self.row == WAITS_FROM {
+            let _ = self.has_waited();
+        } else if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
+            self.enter(now);
         }
     }
 
-    /// The thread is about to be woken; it is `now`.
-    pub fn answered(&mut self, now: Nanos) {
-        self.last = now;
-        if self.idle && self.measure > 0 {
-            self.measure -= 1;
-            self.ran = self.run.as_ref().and_then(RunTime::nanos);
+    /// True when the handler has waited for a CPU since this was asked last, for too long; or when the kernel does not say.
+    fn has_waited(&mut self) -> bool {
+        if self.own.is_none() {
+            self.own = SchedStat::open(gettid().0);
         }
+        let Some(waited) = self.own.as_ref().and_then(SchedStat::waited) else { return true };
+        waited.saturating_sub(std::mem::replace(&mut self.waited, waited)) > DELAY_NS
     }
 
-    /// To the idle class, if it can be left again.
-    fn enter(&mut self, tid: u32, now: Nanos) {
-        self.run = RunTime::open(tid);
+    /// To the idle class, if it can be left again and nobody else wants the CPU.
+    fn enter(&mut self, now: Nanos) {
         // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
-        if own_nice() >= 0 || self.run.as_ref().and_then(RunTime::nanos).is_none() || sched_idle(true).is_err() {
+        if own_nice() >= 0 {
             self.retry_at = Nanos(u64::MAX);
+            return;
+        }
+        if self.has_waited() || sched_idle(true).is_err() {
+            self.stay_out(now);
             return;
         }
         self.entered = now;
         self.idle = true;
-        self.measure = MEASURED;
-        self.ran = None;
+    }
+
+    /// What `f` does is done in the normal class: the kernel may make threads for it, which would starve in this one.
+    pub fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
+        if !self.idle {
+            return f();
+        }
+        let _ = sched_idle(false);
+        let answer = f();
+        let _ = sched_idle(true);
+        answer
     }
 
     /// Back to the normal class.
@@ -200,9 +198,16 @@ impl Place {
         self.idle = false;
         self.row = 0;
         // A stay that was worth it starts over with a short absence.
-        let stayed = now.since(self.entered).as_nanos() as u64;
-        self.stay_out_ns =
-            if stayed > 10 * self.stay_out_ns { STAY_OUT_NS } else { (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS) };
+        if now.since(self.entered).as_nanos() as u64 > 10 * self.stay_out_ns {
+            self.stay_out_ns = STAY_OUT_NS / 2;
+        }
+        self.stay_out(now);
+    }
+
+    /// Not again for twice as long as the last time.
+    fn stay_out(&mut self, now: Nanos) {
+        self.row = 0;
+        self.stay_out_ns = (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS);
         self.retry_at = Nanos(now.0.saturating_add(self.stay_out_ns));
     }
 

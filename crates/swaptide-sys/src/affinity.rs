@@ -108,20 +108,20 @@ impl ThreadStat {
     }
 }
 
-/// How long a thread of this process has run, to be asked again and again.
-pub struct RunTime(crate::OwnedFd);
+/// How a thread of this process got on, to be asked again and again.
+pub struct SchedStat(crate::OwnedFd);
 
-impl RunTime {
-    /// A thread by its id; `None` when there is no such thread, or where the kernel does not count it.
-    pub fn open(tid: u32) -> Option<RunTime> {
-        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(RunTime)
+impl SchedStat {
+    /// A thread by its id; `None` when there is no such thread, or where the kernel does not count this.
+    pub fn open(tid: u32) -> Option<SchedStat> {
+        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(SchedStat)
     }
 
-    /// Nanoseconds on a CPU since the thread began; `None` when it is gone.
-    pub fn nanos(&self) -> Option<u64> {
+    /// Nanoseconds for which the thread was ready and waited for a CPU, since it began; `None` when it is gone.
+    pub fn waited(&self) -> Option<u64> {
         let mut buf = [0; 128];
         let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
-        parse_u64(procfs::words(&buf[..n]).next()?)
+        parse_u64(procfs::words(&buf[..n]).nth(1)?)
     }
 }
 
