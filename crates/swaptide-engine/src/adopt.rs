@@ -103,12 +103,30 @@ impl Handler {
                 Coverage::Changing => self.drain_events(),
                 // It changed between the listing and the registration. What is armed of it is adopted when it faults or at the next look.
                 Coverage::NotWhole | Coverage::Gone => {
-                    // Nothing of it is managed, so that nothing of it is swapped.
-                    let _ = self.uffd.unregister(gap);
+                    self.disarm_others(gap);
                     return;
                 }
             }
         }
+    }
+
+    /// Disarms what of a range is not the program's private memory. That stays armed: it may be a managed mapping that was moved there
+    /// meanwhile, which without its registration would read as zeros where it is swapped.
+    fn disarm_others(&mut self, range: VirtRange) {
+        let uffd = self.uffd;
+        let disarm = |other: VirtRange| {
+            let part = VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
+            if part.start < part.end {
+                let _ = uffd.unregister(part);
+            }
+        };
+        own_ranges(disarm);
+        let _ = for_each_vma(&mut self.maps_buf, |vma| {
+            if !vma.is_private_anon() {
+                disarm(vma.range);
+            }
+            vma.range.end < range.end
+        });
     }
 
     /// The mapping may have grown since it was listed: then the registration has split it, and the tail is registered at once, which joins

@@ -8,7 +8,7 @@ use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::uffd::{Features, Uffd};
+use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
 use crate::batch::Jobs;
@@ -70,6 +70,8 @@ pub struct Mm {
     pub kept: Vec<Option<SwapEntry>>,
     /// A range that is being let go: nothing of it is taken out.
     pub held: VirtRange,
+    /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
+    pub late: Vec<Event>,
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
@@ -146,6 +148,7 @@ impl Engine {
                 base: vec![crate::devices::NO_ENTRY; frames],
                 kept: vec![None; frames],
                 held: NO_RANGE,
+                late: Vec::with_capacity(64),
                 jobs: Jobs::default(),
                 split: Split::new(),
                 evicted: 0,

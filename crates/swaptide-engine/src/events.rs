@@ -6,7 +6,12 @@
 //!    one of another mapping that has taken the address meanwhile.
 //! 2. After `Remove` (`MADV_DONTNEED`) the words of the range are empty although the kernel may not yet have dropped the pages: a page
 //!    whose word is not `Present` is never taken out, so that old contents cannot survive in a slot.
-//! 3. `Unmap` and `Remap` tell of what is done; the addresses may already be something else's, which is not managed before its adoption.
+//! 3. `Unmap` and `Remap` tell of what is done; the addresses may already be something else's, which is not managed before its adoption or
+//!    another `Remap` to that place.
+//! 4. Of two threads' changes the second may be told of first: one gives an address up and is interrupted before it says so, the other moves a
+//!    mapping there. So a `Remap` to where the table still knows something is *late*: it waits until the event that takes that away was read.
+//!    The kernel refuses moves and copies meanwhile, for that event is on its way; the handler reads on before it does anything else
+//!    ([`crate::handler::Handler::read_late`]).
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
@@ -34,9 +39,79 @@ pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
     }
 }
 
+fn remap_target(event: &Event) -> Option<VirtRange> {
+    match event {
+        Event::Remap { to, len, .. } => Some(VirtRange { start: *to, end: to.offset(*len) }),
+        _ => None,
+    }
+}
+
+fn overlap(a: VirtRange, b: VirtRange) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// True when something of a range is managed or has a word.
+fn in_use(mm: &Mm, range: VirtRange) -> bool {
+    if mm.regions.overlaps(range) {
+        return true;
+    }
+    let pages = pages_of(range);
+    let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
+    while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
+        if mm.table.get(page) != PageState::Empty {
+            return true;
+        }
+        at = page.plus(1);
+    }
+    false
+}
+
+/// True when an event must wait for another that is late, or for one that was not read yet. `late`: what waits already.
+fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
+    if remap_target(event).is_some_and(|target| in_use(mm, target)) {
+        return true;
+    }
+    let from = match event {
+        Event::Remove(range) | Event::Unmap(range) => *range,
+        Event::Remap { from, len, .. } => VirtRange { start: *from, end: from.offset(*len) },
+        _ => return false,
+    };
+    late.iter().filter_map(remap_target).any(|target| match event {
+        Event::Remove(_) => overlap(from, target),
+        // What is given up there is what was there before, unless that lies elsewhere.
+        _ => from.start == target.start && mm.regions.find(target.start).is_none(),
+    })
+}
+
 impl Engine {
-    /// Applies a change of mappings.
+    /// Applies a change of mappings, or keeps it until what happened before it was read (rule 4).
     pub fn apply(&self, mm: &mut Mm, event: Event) {
+        if must_wait(mm, &event, &mm.late) {
+            mm.late.push(event);
+            return;
+        }
+        self.apply_now(mm, event);
+        let mut at = 0;
+        while at < mm.late.len() {
+            if must_wait(mm, &mm.late[at], &mm.late[..at]) {
+                at += 1;
+            } else {
+                let event = mm.late.remove(at);
+                self.apply_now(mm, event);
+                at = 0;
+            }
+        }
+    }
+
+    /// Applies what is late: the kernel has said that no event is on its way.
+    pub fn apply_late(&self, mm: &mut Mm) {
+        while !mm.late.is_empty() {
+            let event = mm.late.remove(0);
+            self.apply_now(mm, event);
+        }
+    }
+
+    fn apply_now(&self, mm: &mut Mm, event: Event) {
         match event {
             Event::Remove(range) => drop_pages(mm, self, range),
             Event::Unmap(range) => {

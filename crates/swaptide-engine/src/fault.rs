@@ -131,7 +131,8 @@ impl Handler {
     /// Answers a first touch.
     fn grow(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
-        let window = self.locality.growth_window(page, engine.charge.window_pages());
+        // While events are noted and not applied, what surrounds the page may be something else by now.
+        let window = if self.deferring { 1 } else { self.locality.growth_window(page, engine.charge.window_pages()) };
         let end = PageNo(pages_of(region).end);
         self.make_room(window);
         let mut guard = engine.mm.lock();
@@ -218,7 +219,8 @@ impl Handler {
         let engine = self.engine;
         let bound = engine.charge.window_pages();
         let mut brought;
-        match self.locality.swap_in(page, self.reading(page.addr()), bound) {
+        let wanted = if self.deferring { SwapIn::Page } else { self.locality.swap_in(page, self.reading(page.addr()), bound) };
+        match wanted {
             SwapIn::Page => {
                 self.make_room(1);
                 return self.bring_page(page);
@@ -259,11 +261,14 @@ impl Handler {
         let state = engine.mm.lock().table.get(page);
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
-            PageState::Swapped(_) if self.reading(page.addr()) != Reading::Random && self.locality.reads_around() => {
+            PageState::Swapped(_)
+                if !self.deferring && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() =>
+            {
                 let (start, n) = self.around_in_file(page);
                 self.make_room(n);
                 engine.count(Counter::SwapRa, n - 1);
-                return self.bring(start, n);
+                // What keeps a neighbour away is no reason for the page not to come.
+                return self.bring(start, n).or_else(|stop| if start == page { Err(stop) } else { self.bring(page, 1) });
             }
             _ => return self.bring(page, 1),
         };
@@ -519,7 +524,7 @@ impl Handler {
         let began = now();
         let mut requests: Vec<(Slot, &mut Page)> =
             out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
-        let Err(error) = file.device.read(&mut requests) else {
+        let Err(error) = self.place.normally(|| file.device.read(&mut requests)) else {
             let ns = now().since(began).as_nanos() as u64;
             engine.mm.lock().split.read(entries.len(), ns);
             return entries.len();

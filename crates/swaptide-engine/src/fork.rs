@@ -334,6 +334,13 @@ impl Handler {
             engine.apply(&mut mm, event);
         }
         engine.settle(&mm);
+        let is_late = !mm.late.is_empty();
+        drop(mm);
+        if is_late {
+            let deferring = std::mem::replace(&mut self.deferring, false);
+            self.read_late();
+            self.deferring = deferring;
+        }
     }
 
     /// Notes an event for after the fork.
@@ -862,6 +869,7 @@ impl Handler {
                 engine.apply(&mut engine.mm.lock(), event);
             }
         }
+        engine.apply_late(&mut engine.mm.lock());
         engine.fork.set(NONE);
         Ok(handler)
     }

@@ -19,7 +19,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
-use swaptide_sys::uffd::{Event, Message, Uffd};
+use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
@@ -42,6 +42,8 @@ pub struct Fault {
     pub tries: u32,
 }
 
+/// How long an event is waited for that another one shows to be on its way: its thread only has to come to its turn.
+const LATEST: Duration = Duration::from_secs(1);
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -176,8 +178,37 @@ impl Handler {
             Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
         }
         engine.settle(&mm);
+        let is_late = !mm.late.is_empty();
         drop(mm);
+        if is_late {
+            self.read_late();
+        }
         self.serve_bells();
+    }
+
+    /// Reads on until no change of mappings is late: what happened before it is on its way, and the kernel refuses everything until it
+    /// was read (see [`crate::events`]).
+    pub(crate) fn read_late(&mut self) {
+        let engine = self.engine;
+        let began = now();
+        loop {
+            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_millis(1)));
+            let mut messages = Message::buffer::<1>();
+            let mut mm = engine.mm.lock();
+            if let Ok(n) = self.uffd.read(&mut messages) {
+                for message in &mut messages[..n] {
+                    let event = message.decode();
+                    self.take(&mut mm, event);
+                }
+            } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing || now().since(began) > LATEST {
+                // None is on its way. Where threads change mappings without pause that is not to be seen, but after so long it had been read.
+                engine.apply_late(&mut mm);
+            }
+            if mm.late.is_empty() {
+                engine.settle(&mm);
+                return;
+            }
+        }
     }
 
     /// Applies the events that are there now, and waits a moment for one to come.

@@ -50,6 +50,12 @@ impl Regions {
         self.ranges.splice(first..last, rest);
     }
 
+    /// True when a part of `range` is managed.
+    pub fn overlaps(&self, range: VirtRange) -> bool {
+        let at = self.ranges.partition_point(|r| r.end <= range.start);
+        self.ranges.get(at).is_some_and(|r| r.start < range.end)
+    }
+
     /// Calls `f` with each part of `range` that is not managed.
     pub fn gaps(&self, range: VirtRange, mut f: impl FnMut(VirtRange)) {
         let mut at = range.start;
