@@ -506,7 +506,11 @@ impl Batch {
             });
             if plain {
                 devices.to_shadow(leaving.entry, n as u32, folio, shadow);
-                mm.queues.pooled(&mut mm.table, leaving.chunk);
+                // The program may have moved them since they were taken.
+                for place in [leaving.place, leaving.place + n - 1] {
+                    let page = mm.owner[slab.frame(place).0 as usize];
+                    mm.queues.pooled(&mut mm.table, page.chunk());
+                }
                 continue;
             }
             for k in 0..n {
@@ -525,7 +529,8 @@ impl Batch {
                     engine.free_cancelled(frame, entry, folio);
                 } else if devices.pool.contains(Slot(entry.offset().0)) {
                     devices.to_shadow(entry, 1, folio, shadow);
-                    mm.queues.pooled(&mut mm.table, leaving.chunk);
+                    let page = mm.owner[frame.0 as usize];
+                    mm.queues.pooled(&mut mm.table, page.chunk());
                 } else {
                     // It went to the file, and `finish_raw` gave its page the new entry.
                     devices.free_slot(entry, Expect::Folio(folio));

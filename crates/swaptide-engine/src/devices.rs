@@ -150,6 +150,7 @@ impl Devices {
     }
 
     /// Drops the data of a slot that holds a shadow, and the slot.
+    #[track_caller]
     pub fn drop_swapped(&self, entry: SwapEntry) {
         let (ty, offset) = (entry.ty(), entry.offset());
         let held = match &self.file {
@@ -157,7 +158,8 @@ impl Devices {
             _ => self.pool.free(Slot(offset.0)),
         };
         if !held {
-            crate::fatal(&format!("swap entry {entry:?} is in use and its device holds nothing for it"));
+            let caller = std::panic::Location::caller();
+            crate::fatal(&format!("swap entry {entry:?} is in use and its device holds nothing for it (found at {caller})"));
         }
         self.free_slot(entry, swaptide_core::Expect::Shadow);
     }

@@ -291,6 +291,7 @@ impl Engine {
     }
 
     /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is storing it.
+    #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
             TableSlot::Folio(folio) => self.cancel(mm.frame_of(entry, folio)),

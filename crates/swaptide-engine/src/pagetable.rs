@@ -237,7 +237,12 @@ impl PageTable {
         self.cell(chunk).map_or(Chunk::default(), |cell| cell.chunk)
     }
 
-    /// Changes a chunk's heat and flags.
+    /// True when something is known of a chunk: then it has flags.
+    pub fn is_used(&self, chunk: ChunkNo) -> bool {
+        self.cell(chunk).is_some()
+    }
+
+    /// Changes a chunk's heat and flags. Without effect on one of which nothing is known.
     pub fn update(&mut self, chunk: ChunkNo, change: impl FnOnce(&mut Chunk)) {
         if self.cell(chunk).is_some() {
             let cell = self.cell_mut(chunk);

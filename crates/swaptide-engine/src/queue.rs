@@ -2,7 +2,7 @@
 //!
 //! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory and of
 //! chunks that came from it while the copy there was kept.
-//! A chunk stands in each at most once, which its flags say; an entry whose chunk has nothing left in that place is dropped when met.
+//! A chunk stands in each at most once, which its flags say (so one of which nothing is known is not put there: it has none); an entry whose chunk has nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
 
@@ -22,7 +22,7 @@ pub struct Queues {
 impl Queues {
     /// A page of the chunk became present.
     pub fn arrived(&mut self, table: &mut PageTable, chunk: ChunkNo) {
-        if table.chunk(chunk).flags & QUEUED == 0 {
+        if table.is_used(chunk) && table.chunk(chunk).flags & QUEUED == 0 {
             table.update(chunk, |c| c.flags |= QUEUED);
             self.resident.push_back(chunk);
         }
@@ -30,7 +30,7 @@ impl Queues {
 
     /// Pages of the chunk went to compressed memory.
     pub fn pooled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
-        if table.chunk(chunk).flags & POOL_LOGGED == 0 {
+        if table.is_used(chunk) && table.chunk(chunk).flags & POOL_LOGGED == 0 {
             table.update(chunk, |c| c.flags |= POOL_LOGGED);
             self.pool.push_back(chunk);
         }
@@ -38,7 +38,7 @@ impl Queues {
 
     /// Copies of pages of the chunk are kept.
     pub fn copied(&mut self, table: &mut PageTable, chunk: ChunkNo) {
-        if table.chunk(chunk).flags & KEPT_LOGGED == 0 {
+        if table.is_used(chunk) && table.chunk(chunk).flags & KEPT_LOGGED == 0 {
             table.update(chunk, |c| c.flags |= KEPT_LOGGED);
             self.kept.push_back(chunk);
         }
@@ -91,5 +91,24 @@ impl Queues {
         let chunk = self.pool.pop_front()?;
         table.update(chunk, |c| c.flags &= !POOL_LOGGED);
         Some(chunk)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::PageNo;
+    use crate::pagetable::PageState;
+
+    #[test]
+    fn a_chunk_of_which_nothing_is_known_is_not_logged_and_no_chunk_is_logged_twice() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let page = PageNo(1600);
+        queues.pooled(&mut table, page.chunk());
+        table.set(page, PageState::Present);
+        queues.pooled(&mut table, page.chunk());
+        queues.pooled(&mut table, page.chunk());
+        assert_eq!(queues.next_pooled(&mut table), Some(page.chunk()));
+        assert_eq!(queues.next_pooled(&mut table), None);
     }
 }

@@ -179,7 +179,8 @@ impl Writeback {
         for (moving, valid) in self.moving.iter().zip(valid) {
             let Some((new, ..)) = &moving.copy else { continue };
             engine.devices.to_shadow(*new, 1, WRITING, moving.shadow);
-            if valid {
+            // Looked at again: should a page stand here twice, it moves once.
+            if valid && mm.table.get(moving.page) == PageState::Swapped(moving.old) {
                 mm.moved_to_file(moving.page, *new);
                 engine.devices.drop_swapped(moving.old);
                 moved += 1;
