@@ -9,10 +9,12 @@
 
 mod cgroup;
 mod peers;
+mod points;
 mod report;
 mod restore;
 mod run;
 mod svg;
+mod sweep;
 pub mod workload;
 
 use std::io::Write;
@@ -23,10 +25,10 @@ use serde_json::json;
 use swaptide_host::size::{SizeError, parse_bytes};
 
 use peers::{Folios, Peer};
-use report::{Better, Pairing, Point, Report, SWAPTIDE, Side, Stats, human};
+use report::{Better, Pairing, Report, SWAPTIDE, Side, Stats, human};
 use restore::{Machine, Restorer};
 use run::{Job, Outcome, Runner};
-use workload::Phase;
+use workload::{Content, Phase};
 
 /// Arguments of `swaptide bench`.
 #[derive(Debug, Clone, Args)]
@@ -37,21 +39,27 @@ pub struct BenchArgs {
     /// What to compare with; may be given several times [default: kernel-zram for root in fill, seq and random, else none]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub peer: Vec<PeerArg>,
-    /// Runs of each side
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub runs: u32,
-    /// Memory allowed
-    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "256M")]
-    pub ram: u64,
+    /// Runs of each side [default: 3; 1 for sweep]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: Option<u32>,
+    /// Memory allowed [default: 256M]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub ram: Option<u64>,
+    /// The budgets of a sweep, separated by commas [default: 64M,96M,128M,192M,256M,384M,512M,768M,1G]
+    #[arg(long, value_name = "SIZES", value_parser = size, value_delimiter = ',')]
+    pub budgets: Vec<u64>,
+    /// How far lz4 shrinks the data: 4 to 1, 2 to 1 as a heap, hardly; several for a sweep [default: 4; all for sweep]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub ratio: Vec<Content>,
     /// Data of the workload [default: 1G; 2G for sweep, half of --ram for within]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub data: Option<u64>,
-    /// Touches in a random phase
-    #[arg(long, default_value_t = 60_000)]
-    pub touches: usize,
-    /// End a phase after this many seconds
-    #[arg(long, default_value_t = 300)]
-    pub seconds_cap: u64,
+    /// Touches in a random phase [default: 60000; 20000 for sweep]
+    #[arg(long)]
+    pub touches: Option<usize>,
+    /// End a phase after this many seconds [default: 300; 60 for sweep]
+    #[arg(long)]
+    pub seconds_cap: Option<u64>,
     /// Measure swaptide also with the bare budget: its pool inside what the kernel has for resident pages alone
     #[arg(long)]
     pub strict_budget: bool,
@@ -129,11 +137,23 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
     if !args.swap_dir.is_dir() {
         return Err(Failure(2, format!("--swap-dir {}: not a directory", args.swap_dir.display())));
     }
+    let sweeps = args.name == Name::Sweep;
+    let flags = [
+        (sweeps && args.ram.is_some(), "--ram: a sweep takes its budgets from --budgets"),
+        (sweeps && args.strict_budget, "--strict-budget: a sweep measures the bare budget anyway"),
+        (!sweeps && !args.budgets.is_empty(), "--budgets: only for sweep; give --ram SIZE"),
+        (!sweeps && args.ratio.len() > 1, "--ratio: several only for sweep"),
+    ];
+    if let Some((_, message)) = flags.iter().find(|(wrong, _)| *wrong) {
+        return Err(Failure(2, (*message).into()));
+    }
     let machine = Machine::real();
     let peers = chosen_peers(args, &machine)?;
     let restorer = Restorer::new(machine);
     restorer.watch_signals()?;
-    let bench = Bench { args, peers, runner: Runner::new(restorer, &args.swap_dir)? };
+    let runs = args.runs.unwrap_or(if sweeps { 1 } else { 3 });
+    let ram = args.ram.unwrap_or(256 << 20);
+    let bench = Bench { args, runs, ram, peers, runner: Runner::new(restorer, &args.swap_dir)? };
     let report = match args.name {
         Name::Fill => bench.memory(Phase::Fill, &[Phase::Fill]),
         Name::Seq => bench.memory(Phase::Seq, &[Phase::Fill, Phase::Seq]),
@@ -154,6 +174,9 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
     }
     if let Some(file) = &args.svg {
         write(file, svg::draw(&report)?)?;
+    }
+    if !report.failed.is_empty() {
+        return Err(Failure(1, report.failed.join("; ")));
     }
     Ok(())
 }
@@ -199,6 +222,8 @@ fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failur
 
 struct Bench<'a> {
     args: &'a BenchArgs,
+    runs: u32,
+    ram: u64,
     peers: Vec<Peer>,
     runner: Runner,
 }
@@ -207,12 +232,12 @@ struct Bench<'a> {
 #[derive(Default)]
 struct Runs {
     values: Vec<f64>,
+    outcomes: Vec<Outcome>,
     limits: Vec<f64>,
     pools: Vec<f64>,
     resident: Option<u64>,
     codec: Option<String>,
     pool_inside: bool,
-    capped: bool,
 }
 
 impl Runs {
@@ -221,9 +246,9 @@ impl Runs {
         self.limits.push(limit as f64);
         self.pools.push(outcome.pool_bytes as f64);
         self.resident = self.resident.max(outcome.peak_resident);
-        self.capped |= outcome.capped();
         self.codec.clone_from(&outcome.codec);
         self.pool_inside = outcome.pool_inside;
+        self.outcomes.push(outcome.clone());
     }
 
     fn side(&self, folios: Option<Folios>) -> Result<Side, String> {
@@ -238,8 +263,9 @@ impl Runs {
 
 impl Bench<'_> {
     fn job(&self, data: u64, phases: &[Phase]) -> Job {
-        let (touches, seconds_cap) = (self.args.touches, self.args.seconds_cap);
-        Job { data, phases: phases.to_vec(), repeat: 1, touches, seconds_cap }
+        let (touches, seconds_cap) = (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
+        let content = self.args.ratio.first().copied().unwrap_or(Content::Four);
+        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap }
     }
 
     /// One phase's throughput, with as much data as asked for.
@@ -247,21 +273,21 @@ impl Bench<'_> {
         let (args, name) = (self.args, phase.name());
         let data = args.data.unwrap_or(1 << 30);
         let job = self.job(data, phases);
-        let value = |o: &Outcome| o.phase_mb_per_s(phase).ok_or(format!("the workload did no {name} phase"));
-        let title = format!("{} of data in {}, {} runs", human(data), human(args.ram), args.runs);
+        let value = |o: &Outcome| o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not come to its end"));
+        let title = format!("{} of data {} in {}, {} runs", human(data), job.content.describe(), human(self.ram), self.runs);
         let mut report = self.report(name, &title, "MB/s", Better::Higher, data);
         for &peer in &self.peers {
-            let (pair, capped) = self.beside(peer, &job, args.ram, &value)?;
+            let (pair, capped) = self.beside(peer, &job, self.ram, &value)?;
             report.pairs.push(pair);
             if capped {
-                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), args.seconds_cap));
+                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap));
             }
         }
         if self.peers.is_empty() {
-            report.alone = Some(self.ours(&job, args.ram, &value)?.side(None)?);
+            report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
         }
         if args.strict_budget {
-            report.strict = Some(self.ours(&job, args.ram, &value)?.side(None)?);
+            report.strict = Some(self.ours(&job, self.ram, &value)?.side(None)?);
         }
         self.note_peers(&mut report);
         Ok(report)
@@ -280,7 +306,7 @@ impl Bench<'_> {
         let choices = Folios::choices(machine);
         let mut theirs: Vec<Runs> = choices.iter().map(|_| Runs::default()).collect();
         let mut ours = Runs::default();
-        for run in 1..=self.args.runs {
+        for run in 1..=self.runs {
             let mut pool = u64::MAX;
             for (folios, runs) in choices.iter().zip(&mut theirs) {
                 self.say(&format!("{} {}", peer.name(), folios.name()), limit, run);
@@ -300,14 +326,14 @@ impl Bench<'_> {
         sides.sort_by(|a, b| b.stats.median.total_cmp(&a.stats.median));
         let mut sides = sides.into_iter();
         let peer_side = sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
-        let capped = theirs.iter().any(|r| r.capped) || ours.capped;
+        let capped = theirs.iter().chain([&ours]).flat_map(|r| &r.outcomes).any(Outcome::capped);
         let pair = Pairing { name: peer.name().into(), peer: peer_side, other: sides.next(), swaptide: ours.side(None)? };
         Ok((pair, capped))
     }
 
     fn ours(&self, job: &Job, ram: u64, value: &dyn Fn(&Outcome) -> Result<f64, String>) -> Result<Runs, Failure> {
         let mut runs = Runs::default();
-        for run in 1..=self.args.runs {
+        for run in 1..=self.runs {
             self.say(SWAPTIDE, ram, run);
             let outcome = self.runner.swaptide(job, ram)?;
             runs.add(value(&outcome)?, ram, &outcome);
@@ -318,23 +344,23 @@ impl Bench<'_> {
     /// The same work with and without swaptide, in a budget it never fills.
     fn within(&self) -> Result<Report, Failure> {
         let args = self.args;
-        let data = args.data.unwrap_or(args.ram / 2);
-        if data > args.ram / 4 * 3 {
-            return Err(Failure(2, format!("--data {}: does not fit in --ram {}", human(data), human(args.ram))));
+        let data = args.data.unwrap_or(self.ram / 2);
+        if data > self.ram / 4 * 3 {
+            return Err(Failure(2, format!("--data {}: does not fit in --ram {}", human(data), human(self.ram))));
         }
         // About three seconds of writing, checking every word, and jumping about.
         let repeat = (8 * (1u64 << 30) / data).clamp(1, 10_000) as u32;
         let job = Job { repeat, ..self.job(data, &[Phase::Fill, Phase::Verify, Phase::Random]) };
         let (mut without, mut with) = (Runs::default(), Runs::default());
-        for run in 1..=args.runs {
-            self.say("without swaptide", args.ram, run);
+        for run in 1..=self.runs {
+            self.say("without swaptide", self.ram, run);
             let outcome = self.runner.plain(&job)?;
             without.add(outcome.wall_s, 0, &outcome);
-            self.say(SWAPTIDE, args.ram, run);
-            let outcome = self.runner.swaptide(&job, args.ram)?;
-            with.add(outcome.wall_s, args.ram, &outcome);
+            self.say(SWAPTIDE, self.ram, run);
+            let outcome = self.runner.swaptide(&job, self.ram)?;
+            with.add(outcome.wall_s, self.ram, &outcome);
         }
-        let title = format!("{} of data in a budget of {}, {} runs", human(data), human(args.ram), args.runs);
+        let title = format!("{} of data in a budget of {}, {} runs", human(data), human(self.ram), self.runs);
         let mut report = self.report("within", &title, "s", Better::Lower, data);
         let (least, ours) = (without.side(None)?.stats.min, with.side(None)?.stats.min);
         report.notes.push(format!("ratio of the fastest runs, which a busy machine disturbs least: {:.3}", least / ours));
@@ -345,71 +371,22 @@ impl Bench<'_> {
     /// What starting a program costs.
     fn startup(&self) -> Result<Report, Failure> {
         const STARTS: u32 = 20;
-        let args = self.args;
         let program = ["/usr/bin/true", "/bin/true"].map(Path::new).into_iter().find(|p| p.is_file());
         let program = program.ok_or_else(|| Failure(1, "there is no /usr/bin/true here".into()))?;
         let (mut without, mut with) = (Runs::default(), Runs::default());
-        for run in 1..=args.runs * STARTS {
-            self.say("starting", args.ram, run.div_ceil(STARTS));
+        for run in 1..=self.runs * STARTS {
+            self.say("starting", self.ram, run.div_ceil(STARTS));
             without.add(self.runner.time_program(program, None)? * 1e3, 0, &Outcome::default());
-            with.add(self.runner.time_program(program, Some(args.ram))? * 1e3, args.ram, &Outcome::default());
+            with.add(self.runner.time_program(program, Some(self.ram))? * 1e3, self.ram, &Outcome::default());
         }
-        let title = format!("{} starts of true", args.runs * STARTS);
+        let title = format!("{} starts of true", self.runs * STARTS);
         let mut report = self.report("startup", &title, "ms", Better::Lower, 0);
         report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
         Ok(report)
     }
 
-    /// One job in smaller and smaller budgets.
-    fn sweep(&self) -> Result<Report, Failure> {
-        let args = self.args;
-        let data = args.data.unwrap_or(2 << 30);
-        let job = self.job(data, &[Phase::Fill, Phase::Seq, Phase::Random]);
-        let value = |o: &Outcome| Ok(o.total_mb_per_s());
-        let smallest = 64 << 20;
-        if data < smallest {
-            return Err(Failure(2, format!("--data {}: a sweep needs at least 64M", human(data))));
-        }
-        let title = format!("{} of data in budgets from {}, {} runs each", human(data), human(smallest), args.runs);
-        let mut report = self.report("sweep", &title, "MB/s", Better::Higher, data);
-        report.budget = smallest;
-        let budgets = || std::iter::successors(Some(smallest), |b| Some(b * 2)).take_while(|b| *b <= data);
-        let mut point = |name: &str, runs: &Runs, folios| -> Result<(), String> {
-            report.points.push(Point { name: name.into(), side: runs.side(folios)?, capped: runs.capped });
-            Ok(())
-        };
-        for budget in budgets() {
-            point(SWAPTIDE, &self.ours(&job, budget, &value)?, None)?;
-        }
-        let machine = self.runner.restorer.machine();
-        for &peer in &self.peers {
-            let cgroups = peer.check(machine)?;
-            for budget in budgets() {
-                let mut best: Option<(Runs, Folios)> = None;
-                for folios in Folios::choices(machine) {
-                    let mut runs = Runs::default();
-                    for run in 1..=args.runs {
-                        self.say(&format!("{} {}", peer.name(), folios.name()), budget, run);
-                        let outcome = self.runner.kernel(&job, &cgroups, peer, folios, budget)?;
-                        runs.add(value(&outcome)?, budget, &outcome);
-                    }
-                    let median = |r: &Runs| Stats::of(&r.values).map_or(0.0, |s| s.median);
-                    if best.as_ref().is_none_or(|(b, _)| median(&runs) > median(b)) {
-                        best = Some((runs, folios));
-                    }
-                }
-                if let Some((runs, folios)) = &best {
-                    point(peer.name(), runs, Some(*folios))?;
-                }
-            }
-        }
-        report.alone = report.points.first().map(|p| p.side.clone());
-        self.note_peers(&mut report);
-        Ok(report)
-    }
-
     fn say(&self, who: &str, ram: u64, run: u32) {
-        self.runner.say(&format!("{who}, {}: run {run} of {}", human(ram), self.args.runs));
+        self.runner.say(&format!("{who}, {}: run {run} of {}", human(ram), self.runs));
     }
 
     fn report(&self, name: &str, title: &str, unit: &str, better: Better, data: u64) -> Report {
@@ -427,9 +404,9 @@ impl Bench<'_> {
             title: format!("{title}; Linux {kernel}, {cpus} CPUs"),
             unit: unit.into(),
             better,
-            budget: self.args.ram,
+            budget: self.ram,
             data,
-            runs: self.args.runs,
+            runs: self.runs,
             alone: None,
             strict: None,
             pairs: vec![],
@@ -439,6 +416,7 @@ impl Bench<'_> {
                 "cgroup_version": cgroup, "load_before": load,
             }),
             notes: vec![],
+            failed: vec![],
         }
     }
 

@@ -8,6 +8,8 @@ use std::fmt::Write;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
+use super::points::{self, Point};
+
 /// Median, least and most of some runs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Stats {
@@ -60,7 +62,7 @@ impl Side {
         if is_swaptide { self.resident } else { kernels }
     }
 
-    fn json(&self, is_swaptide: bool) -> Map<String, Value> {
+    pub(super) fn json(&self, is_swaptide: bool) -> Map<String, Value> {
         let mut map = Map::new();
         for (key, value) in [
             ("median", json!(round(self.stats.median))),
@@ -81,7 +83,7 @@ impl Side {
 }
 
 /// Four digits after the point are more than any run repeats.
-fn round(x: f64) -> f64 {
+pub(super) fn round(x: f64) -> f64 {
     (x * 1e4).round() / 1e4
 }
 
@@ -120,17 +122,6 @@ impl Better {
     }
 }
 
-/// One budget of a sweep.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Point {
-    /// Who.
-    pub name: String,
-    /// What.
-    pub side: Side,
-    /// Whether a phase ended at the limit of time.
-    pub capped: bool,
-}
-
 /// Everything one call found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
@@ -160,6 +151,8 @@ pub struct Report {
     pub machine: Value,
     /// What a reader must know.
     pub notes: Vec<String>,
+    /// What went wrong on our own side, where the rest could still be measured.
+    pub failed: Vec<String>,
 }
 
 impl Report {
@@ -199,44 +192,40 @@ impl Report {
             "best_peer": self.best().map(|p| p.name.clone()),
             "machine": self.machine,
             "notes": self.notes,
+            "failed": self.failed,
         });
         if let Some(strict) = &self.strict {
             all["swaptide_strict"] = strict.json(true).into();
         }
         if !self.points.is_empty() {
-            let point = |p: &Point| {
-                let mut map = p.side.json(p.name == SWAPTIDE);
-                map.insert("side".into(), json!(p.name));
-                map.insert("capped".into(), json!(p.capped));
-                Value::from(map)
-            };
-            all["points"] = self.points.iter().map(point).collect();
+            all["points"] = self.points.iter().map(Point::json).collect();
         }
         all
     }
 
     /// The table a person reads.
     pub fn text(&self) -> String {
+        let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
+        if self.points.is_empty() {
+            self.rows(&mut out);
+        } else {
+            points::table(&self.points, &mut out);
+        }
+        for note in &self.notes {
+            let _ = writeln!(out, "note: {note}");
+        }
+        out
+    }
+
+    fn rows(&self, out: &mut String) {
         let mut rows: Vec<(String, &Side, bool)> = Vec::new();
         for pair in &self.pairs {
             rows.push((peer_label(&pair.name, &pair.peer, pair.other.is_some()), &pair.peer, false));
             rows.extend(pair.other.as_ref().map(|side| (peer_label(&pair.name, side, false), side, false)));
             rows.push((swaptide_label(&pair.swaptide), &pair.swaptide, true));
         }
-        if self.points.is_empty() {
-            rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
-        }
+        rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
         rows.extend(self.strict.as_ref().map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)));
-        for point in &self.points {
-            let mut label = if point.name == SWAPTIDE {
-                swaptide_label(&point.side)
-            } else {
-                format!("{} {}", peer_label(&point.name, &point.side, false), human(point.side.limit))
-            };
-            label.push_str(if point.capped { " (cut short)" } else { "" });
-            rows.push((label, &point.side, point.name == SWAPTIDE));
-        }
-        let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
         let width = rows.iter().map(|r| r.0.chars().count()).max().unwrap_or(0);
         let per_page = if self.unit == "MB/s" { "us/4K" } else { "" };
         let _ = writeln!(
@@ -264,27 +253,23 @@ impl Report {
         for pair in &self.pairs {
             let _ = writeln!(out, "ratio to {}: {:.3} (above 1: swaptide is better)", pair.name, self.ratio(pair));
         }
-        for note in &self.notes {
-            let _ = writeln!(out, "note: {note}");
-        }
-        out
     }
 }
 
 /// The name of our own side.
 pub const SWAPTIDE: &str = "swaptide";
 
-fn peer_label(name: &str, side: &Side, counts: bool) -> String {
+pub(super) fn peer_label(name: &str, side: &Side, counts: bool) -> String {
     let gap = if side.detail.is_empty() { "" } else { " " };
     format!("{name}{gap}{}{}", side.detail, if counts { " (the better)" } else { "" })
 }
 
-fn swaptide_label(side: &Side) -> String {
+pub(super) fn swaptide_label(side: &Side) -> String {
     if side.limit == 0 { SWAPTIDE.into() } else { format!("{SWAPTIDE} --ram {}", human(side.limit)) }
 }
 
 /// A value with as many digits as say something.
-fn digits(x: f64) -> String {
+pub(super) fn digits(x: f64) -> String {
     match x {
         x if x >= 100.0 => format!("{x:.0}"),
         x if x >= 10.0 => format!("{x:.1}"),

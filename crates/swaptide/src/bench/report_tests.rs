@@ -1,5 +1,6 @@
 //! Medians, ratios, and the JSON's shape.
 
+use super::super::workload::{Content, Phase};
 use super::*;
 
 fn side(median: f64, limit: u64, pool: u64) -> Side {
@@ -22,6 +23,7 @@ fn report(better: Better, pairs: Vec<Pairing>) -> Report {
         points: vec![],
         machine: json!({"kernel": "6.18"}),
         notes: vec!["a note".into()],
+        failed: vec![],
     }
 }
 
@@ -103,7 +105,17 @@ fn bytes_are_short_and_right() {
 #[test]
 fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
     let mut report = report(Better::Higher, vec![]);
-    let point = |name: &str, speed, limit, capped| Point { name: name.into(), side: side(speed, limit, 50 << 20), capped };
+    let point = |name: &str, speed, limit: u64, capped| Point {
+        name: name.into(),
+        content: Content::Two,
+        budget: limit,
+        side: Side { pool_inside: name == SWAPTIDE, ..side(speed, limit, 50 << 20) },
+        phases: vec![(Phase::Fill, 500.0), (Phase::Seq, 250.0)],
+        wall_s: 12.5,
+        verified: 3 << 20,
+        capped,
+        beside: (name == SWAPTIDE).then(|| ("kernel-file".to_owned(), 1.5)),
+    };
     report.points = vec![point(SWAPTIDE, 300.0, 64 << 20, true), point("kernel-zram", 200.0, 64 << 20, false)];
     let json = report.json();
     let points = json["points"].as_array().unwrap();
@@ -113,9 +125,16 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
     );
     assert!(points[0]["total_bytes"].is_null(), "swaptide's total is measured or unknown");
     assert_eq!(points[1]["total_bytes"], 114 << 20);
+    assert_eq!((&points[0]["phases"]["seq"], &points[0]["data_ratio"]), (&json!(250.0), &json!("2")));
+    assert_eq!((&points[0]["ratio_to_peer"], &points[0]["peak_over_budget"]), (&json!(1.5), &Value::Null));
+    report.points[0].side.resident = Some(65 << 20);
+    assert_eq!(report.json()["points"][0]["peak_over_budget"], 1.0156);
     let text = report.text();
     // zswap in cgroup version 2 pays for its pool.
     let inside = Side { pool_inside: true, ..side(1.0, 64 << 20, 50 << 20) };
     assert_eq!(inside.total(false), Some(64 << 20));
-    assert!(text.contains("swaptide --ram 64M (cut short)") && text.contains("kernel-zram 64M"), "{text}");
+    for part in ["like a heap", "swaptide 64M", "kernel-zram 64M + pool 50M", "1.016  1.50 x kernel-file  cut short (3M checked)"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
 }

@@ -327,6 +327,18 @@ pub struct Running {
     restorer: Restorer,
 }
 
+impl Running {
+    /// Ends the process: asks it, so that one under swaptide takes its program with it, and kills it when it does not listen.
+    pub fn end(mut self) {
+        if let Some((_, fd)) = lock(&self.restorer.shared.children).iter().find(|(id, _)| *id == self.id) {
+            let _ = pidfd_send_signal(fd.as_fd(), Signal::TERM);
+            let _ = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&Timespec { tv_sec: 5, tv_nsec: 0 }));
+        }
+        // What is left is killed and waited for when it is dropped.
+        let _ = self.child.try_wait();
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();

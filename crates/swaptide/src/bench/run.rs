@@ -3,21 +3,26 @@
 //! Owns starting the workload's process, collecting what it prints, and looking at the pools at the moment all phases
 //! are over and all memory is still held.
 
-use std::io::{BufRead, BufReader, IsTerminal};
+use std::io::{IsTerminal, Read};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::cgroup::{Cgroup, Hierarchy};
 use super::peers::{Folios, Peer, Setup};
 use super::restore::{Restorer, Undo};
-use super::workload::{DONE, Phase, PhaseResult};
+use super::workload::{Content, DONE, Phase, PhaseResult};
 
 /// The work of one run.
 #[derive(Debug, Clone)]
 pub struct Job {
     /// Bytes of data.
     pub data: u64,
+    /// What the data is.
+    pub content: Content,
     /// Phases, in order.
     pub phases: Vec<Phase>,
     /// How many times.
@@ -26,6 +31,15 @@ pub struct Job {
     pub touches: usize,
     /// Limit of time of one phase.
     pub seconds_cap: u64,
+}
+
+impl Job {
+    /// When a run is ended from outside: no phase looks at the clock while it waits for one page.
+    fn patience(&self) -> Duration {
+        const STARTING_AND_ENDING: u64 = 30;
+        let phases = self.phases.len() as u64 * u64::from(self.repeat);
+        Duration::from_secs(phases.saturating_mul(self.seconds_cap).saturating_add(STARTING_AND_ENDING))
+    }
 }
 
 /// What one run gave.
@@ -43,6 +57,8 @@ pub struct Outcome {
     pub codec: Option<String>,
     /// Whether the pool counted against the limit.
     pub pool_inside: bool,
+    /// The run had to be ended from outside, with the phases above done.
+    pub ended: bool,
 }
 
 impl Outcome {
@@ -58,9 +74,15 @@ impl Outcome {
         pages as f64 * super::workload::PAGE as f64 / 1e6 / seconds.max(1e-9)
     }
 
-    /// Whether a phase ended at its limit of time.
+    /// Whether a limit of time cut something short.
     pub fn capped(&self) -> bool {
-        self.phases.iter().any(|p| p.capped)
+        self.ended || self.phases.iter().any(|p| p.capped)
+    }
+
+    /// Bytes of which every word was found right at the end.
+    pub fn verified_bytes(&self) -> u64 {
+        let pages = self.phases.iter().rev().find(|p| p.phase == Phase::Verify).map_or(0, |p| p.pages);
+        pages * super::workload::PAGE as u64
     }
 }
 
@@ -122,6 +144,9 @@ impl Runner {
         let _scope = self.restorer.scope();
         let report = self.report_file()?;
         let mut outcome = self.work(self.command(Some((ram, &report))), job, None, || 0)?;
+        if outcome.ended && !report.exists() {
+            return Ok(outcome);
+        }
         let text = std::fs::read_to_string(&report).map_err(|e| format!("reading {}: {e}", report.display()))?;
         let json: serde_json::Value =
             serde_json::from_str(&text).map_err(|e| format!("{} is not the report of a run: {e}", report.display()))?;
@@ -160,7 +185,7 @@ impl Runner {
         let phases: Vec<&str> = job.phases.iter().map(|p| p.name()).collect();
         command.args(["bench-work", "--hold", "--data", &job.data.to_string(), "--phase", &phases.join(",")]);
         command.args(["--repeat", &job.repeat.to_string(), "--touches", &job.touches.to_string()]);
-        command.args(["--seconds-cap", &job.seconds_cap.to_string()]);
+        command.args(["--seconds-cap", &job.seconds_cap.to_string(), "--ratio", job.content.name()]);
         if let Some(procs) = join {
             command.arg("--join").arg(procs);
         }
@@ -171,20 +196,31 @@ impl Runner {
         };
         let mut outcome = Outcome::default();
         let mut finished = false;
-        for line in BufReader::new(output).lines() {
-            match line.as_deref() {
-                Ok(DONE) => {
+        let mut lines = Lines { pipe: output, unread: Vec::new(), end: begin + job.patience() };
+        loop {
+            match lines.next().map_err(|e| format!("reading the workload's results: {e}"))? {
+                Next::Line(line) if line == DONE => {
                     finished = true;
                     break;
                 }
-                Ok(line) => outcome
+                Next::Line(line) => outcome
                     .phases
-                    .push(serde_json::from_str(line).map_err(|e| format!("the workload printed {line:?}, not a result: {e}"))?),
-                Err(e) => return Err(format!("reading the workload's results: {e}")),
+                    .push(serde_json::from_str(&line).map_err(|e| format!("the workload printed {line:?}, not a result: {e}"))?),
+                Next::End => break,
+                Next::Late => {
+                    outcome.ended = true;
+                    break;
+                }
             }
         }
-        if finished {
+        if finished || outcome.ended {
             outcome.pool_bytes = pool_bytes();
+        }
+        if outcome.ended {
+            running.end();
+            outcome.wall_s = begin.elapsed().as_secs_f64();
+            self.restorer.stop_if_interrupted();
+            return Ok(outcome);
         }
         drop(hold);
         let status = running.child.wait().map_err(|e| format!("waiting for the workload: {e}"))?;
@@ -194,5 +230,65 @@ impl Runner {
             return Err(format!("the workload ended with {status}{}", if finished { "" } else { " before its last phase" }));
         }
         Ok(outcome)
+    }
+}
+
+/// What a workload's output had next.
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    Line(String),
+    End,
+    Late,
+}
+
+/// Lines from a process that may never write one.
+struct Lines {
+    pipe: ChildStdout,
+    unread: Vec<u8>,
+    end: Instant,
+}
+
+impl Lines {
+    fn next(&mut self) -> std::io::Result<Next> {
+        loop {
+            if let Some(at) = self.unread.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=at).collect();
+                return Ok(Next::Line(String::from_utf8_lossy(&line[..at]).into_owned()));
+            }
+            let left = self.end.saturating_duration_since(Instant::now());
+            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            match poll(&mut [PollFd::from_borrowed_fd(self.pipe.as_fd(), PollFlags::IN)], Some(&timeout)) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(e) => return Err(e.into()),
+                Ok(0) => return Ok(Next::Late),
+                Ok(_) => {}
+            }
+            let mut bytes = [0; 4096];
+            match self.pipe.read(&mut bytes)? {
+                0 => return Ok(Next::End),
+                n => self.unread.extend_from_slice(&bytes[..n]),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_says_nothing_more_is_late_not_waited_for() {
+        let script = "echo one; printf 'two\\nthr'; exec sleep 600";
+        let mut child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
+        let end = Instant::now() + Duration::from_secs(60);
+        let mut lines = Lines { pipe: child.stdout.take().unwrap(), unread: Vec::new(), end };
+        assert_eq!(lines.next().unwrap(), Next::Line("one".into()));
+        assert_eq!(lines.next().unwrap(), Next::Line("two".into()));
+        lines.end = Instant::now() + Duration::from_millis(50);
+        assert_eq!(lines.next().unwrap(), Next::Late);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        lines.end = end;
+        assert_eq!(lines.next().unwrap(), Next::End);
     }
 }

@@ -5,7 +5,8 @@
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::report::{Point, Report, SWAPTIDE, Side, human};
+use super::points::{self, Point};
+use super::report::{Report, SWAPTIDE, Side, human};
 
 const INK: RGBColor = RGBColor(40, 44, 52);
 const OURS: RGBColor = RGBColor(18, 110, 170);
@@ -18,7 +19,9 @@ type Drawn = Result<(), Box<dyn std::error::Error>>;
 pub fn draw(report: &Report) -> Result<String, String> {
     let mut text = String::new();
     {
-        let area = SVGBackend::with_string(&mut text, (820, 430)).into_drawing_area();
+        let panels = points::contents(&report.points).len() as u32;
+        let width = if panels == 0 { 820 } else { 410 * panels.max(2) };
+        let area = SVGBackend::with_string(&mut text, (width, 430)).into_drawing_area();
         let drawn = area
             .fill(&WHITE)
             .map_err(Into::into)
@@ -103,52 +106,66 @@ fn memory_of(point: &Point) -> f64 {
     point.side.allowed() as f64 / f64::from(1 << 20)
 }
 
+/// A panel for each kind of data, all on the same axes.
 fn curves(area: &Area<'_>, report: &Report) -> Drawn {
+    let size = human(report.data);
+    let title = format!("One job over {size} of data: throughput against the memory it may use, the kernel's pool counted");
+    let area = area.titled(&title, ("sans-serif", 20))?;
     let xs = || report.points.iter().map(memory_of);
-    let (low, high) = (xs().fold(f64::MAX, f64::min), xs().fold(1.0, f64::max));
-    let most = report.points.iter().map(|p| p.side.stats.max).fold(f64::MIN_POSITIVE, f64::max) * 1.1;
-    let mut chart = ChartBuilder::on(area)
-        .caption(caption(report), ("sans-serif", 20, &INK))
-        .margin(14)
-        .x_label_area_size(46)
-        .y_label_area_size(64)
-        .build_cartesian_2d((low * 0.9..high * 1.1).log_scale().base(2.0), 0f64..most)?;
-    chart
-        .configure_mesh()
-        .x_desc(format!("memory allowed, of {} of data (what the kernel's pool takes is counted)", human(report.data)))
-        .y_desc(&report.unit)
-        .y_label_formatter(&tick)
-        .x_label_formatter(&|mib| human((mib.round() as u64) << 20))
-        .label_style(("sans-serif", 14, &INK))
-        .light_line_style(WHITE)
-        .draw()?;
-    let mut names: Vec<&str> = report.points.iter().map(|p| p.name.as_str()).collect();
+    let ys = || report.points.iter().flat_map(|p| [p.side.stats.min, p.side.stats.max]);
+    let x = xs().fold(f64::MAX, f64::min) * 0.85..xs().fold(1.0, f64::max) * 1.15;
+    // From one line of the logarithmic axis to the next.
+    let y = 10f64.powf(ys().fold(f64::MAX, f64::min).max(0.01).log10().floor())..ys().fold(1.0, f64::max) * 1.5;
+    let contents = points::contents(&report.points);
+    let mut names: Vec<&str> = report.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
     names.sort_unstable();
     names.dedup();
-    let mut theirs = THEIRS.iter().cycle();
-    for name in names {
-        let colour = if name == SWAPTIDE { OURS } else { *theirs.next().unwrap_or(&INK) };
-        let line: Vec<_> = report.points.iter().filter(|p| p.name == name).map(|p| (memory_of(p), p.side.stats)).collect();
+    for (panel, content) in area.split_evenly((1, contents.len())).iter().zip(contents) {
+        let mut chart = ChartBuilder::on(panel)
+            .caption(format!("data {}", content.describe()), ("sans-serif", 16, &INK))
+            .margin(12)
+            .x_label_area_size(42)
+            .y_label_area_size(58)
+            .build_cartesian_2d(x.clone().log_scale().base(2.0), y.clone().log_scale())?;
         chart
-            .draw_series(LineSeries::new(line.iter().map(|(x, s)| (*x, s.median)), colour.stroke_width(3)))?
-            .label(name)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3)));
-        chart.draw_series(line.iter().map(|(x, s)| Circle::new((*x, s.median), 4, colour.filled())))?;
-        chart.draw_series(line.iter().map(|(x, s)| PathElement::new([(*x, s.min), (*x, s.max)], colour.stroke_width(1))))?;
+            .configure_mesh()
+            .x_desc("memory allowed")
+            .y_desc("MB/s, whole job")
+            .x_labels(6)
+            .y_label_formatter(&tick)
+            .x_label_formatter(&|mib| human((mib.round() as u64) << 20))
+            .label_style(("sans-serif", 14, &INK))
+            .light_line_style(WHITE)
+            .draw()?;
+        for (at, name) in [SWAPTIDE].iter().chain(&names).enumerate() {
+            let colour = if at == 0 { OURS } else { THEIRS[(at - 1) % THEIRS.len()] };
+            let line: Vec<&Point> = points::sorted(&report.points, content).into_iter().filter(|p| p.name == *name).collect();
+            let median = |p: &&Point| (memory_of(p), p.side.stats.median.max(y.start));
+            chart
+                .draw_series(LineSeries::new(line.iter().map(median), colour.stroke_width(3)))?
+                .label(*name)
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3)));
+            // A cell that was cut short is a ring.
+            chart.draw_series(line.iter().map(|p| {
+                let style = if p.capped { colour.stroke_width(2) } else { colour.filled() };
+                Circle::new(median(p), 4, style)
+            }))?;
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerRight)
+            .label_font(("sans-serif", 14, &INK))
+            .border_style(INK.mix(0.3))
+            .background_style(WHITE)
+            .draw()?;
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperLeft)
-        .label_font(("sans-serif", 15, &INK))
-        .border_style(INK.mix(0.3))
-        .background_style(WHITE)
-        .draw()?;
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::report::{Better, Pairing, Stats};
+    use super::super::workload::Content;
     use super::*;
 
     fn side(median: f64, limit: u64) -> Side {
@@ -171,6 +188,7 @@ mod tests {
             points: vec![],
             machine: serde_json::Value::Null,
             notes: vec![],
+            failed: vec![],
         }
     }
 
@@ -191,12 +209,18 @@ mod tests {
         let mut report = report();
         for (i, limit) in [64u64, 128, 256, 512].into_iter().enumerate() {
             for (name, speed) in [(SWAPTIDE, 300.0), ("kernel-zram", 200.0)] {
-                let side = side(speed * (i + 1) as f64, limit << 20);
-                report.points.push(Point { name: name.into(), side, capped: false });
+                for content in [Content::Four, Content::Two] {
+                    let side = side(speed * (i + 1) as f64, limit << 20);
+                    let (name, budget, phases) = (name.into(), limit << 20, vec![]);
+                    let (wall_s, verified, capped, beside) = (1.0, 0, false, None);
+                    report.points.push(Point { name, content, budget, side, phases, wall_s, verified, capped, beside });
+                }
             }
         }
         let svg = draw(&report).unwrap();
-        assert_eq!(svg.matches("<circle").count(), 8);
-        assert!(svg.contains("kernel-zram") && svg.contains("swaptide") && svg.contains("64M"));
+        assert_eq!(svg.matches("<circle").count(), 16);
+        for text in ["kernel-zram", "swaptide", "64M", "like a heap"] {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! Invariants:
 //! 1. Every word of the data follows from the page's index and the word's place alone, so any page can be checked at
 //!    any time and no two pages are alike.
-//! 2. A page is a quarter noise and three quarters one repeated word: it compresses about 4 to 1 with lz4.
+//! 2. How far a page compresses with lz4 is chosen ([`Content`]); the contents differ in nothing else.
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -20,7 +20,6 @@ use super::size;
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
-const NOISE_WORDS: usize = WORDS / 4;
 /// Pages between two looks at the clock, in a phase with a time limit.
 const PAGES_PER_LOOK: usize = 256;
 
@@ -33,6 +32,9 @@ pub struct WorkArgs {
     /// What to do, in order
     #[arg(long, value_enum, value_delimiter = ',', required = true)]
     pub phase: Vec<Phase>,
+    /// How far the data compresses
+    #[arg(long, value_enum, default_value_t = Content::Four)]
+    pub ratio: Content,
     /// Do the list of phases this many times
     #[arg(long, default_value_t = 1)]
     pub repeat: u32,
@@ -51,6 +53,104 @@ pub struct WorkArgs {
     /// Write the results here instead of to standard output
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+}
+
+/// What the pages hold, named by how far lz4 shrinks it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Content {
+    /// About 4:1: a quarter noise, the rest one word repeated
+    #[value(name = "4")]
+    Four,
+    /// About 2:1, as slow for the codec as a heap is: small numbers, pointers, hashes, short texts
+    #[value(name = "2")]
+    Two,
+    /// Hardly at all: noise but for an eighth
+    #[value(name = "1")]
+    One,
+}
+
+impl Content {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Content::Four => "4",
+            Content::Two => "2",
+            Content::One => "1",
+        }
+    }
+
+    /// In words, for a heading.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Content::Four => "that lz4 shrinks 4:1",
+            Content::Two => "like a heap's, 2:1",
+            Content::One => "that hardly shrinks",
+        }
+    }
+
+    /// Words of noise at the front of a page that is noise and one repeated word.
+    fn noise_words(self) -> Option<usize> {
+        match self {
+            Content::Four => Some(WORDS / 4),
+            Content::Two => None,
+            Content::One => Some(WORDS / 8 * 7),
+        }
+    }
+
+    /// The word at `place` of page `index`.
+    fn word(self, index: usize, place: usize) -> u64 {
+        match self.noise_words() {
+            Some(noise) if place >= noise => index as u64 + 1,
+            Some(_) => mix((index * WORDS + place) as u64),
+            None => heap_word(index, place),
+        }
+    }
+
+    fn fill_page(self, page: &mut [u64], index: usize) {
+        // In two parts, without a choice per word: making the data must cost little beside what is measured.
+        let (noise, tail) = page.split_at_mut(self.noise_words().unwrap_or(0));
+        for (place, slot) in noise.iter_mut().enumerate() {
+            *slot = mix((index * WORDS + place) as u64);
+        }
+        if self == Content::Two {
+            for (place, slot) in tail.iter_mut().enumerate() {
+                *slot = heap_word(index, place);
+            }
+        } else {
+            tail.fill(index as u64 + 1);
+        }
+    }
+
+    /// Checks four words: the ends of the page, the last of the noise where there is noise alone, and one that depends on the page.
+    fn check_page(self, page: &[u64], index: usize) -> bool {
+        let any = index.wrapping_mul(7) % WORDS;
+        let border = self.noise_words().unwrap_or(WORDS / 2) - 1;
+        [0, border, any, WORDS - 1].iter().all(|&place| page[place] == self.word(index, place))
+    }
+
+    fn check_whole_page(self, page: &[u64], index: usize) -> bool {
+        page.iter().enumerate().all(|(place, &found)| found == self.word(index, place))
+    }
+}
+
+/// A word of a heap in which objects of eight words lie side by side: count of references, type, hash, three pointers or texts, a
+/// null, a length.
+fn heap_word(index: usize, place: usize) -> u64 {
+    const ARENA: u64 = 0x7f3a_0000_0000;
+    let noise = mix((index * WORDS + place) as u64);
+    match place % 8 {
+        0 => 1 + (noise & 3),
+        1 => 0x5581_c0de_a000 + ((noise >> 8) & 3) * 0x1a0,
+        // Every other object has a full hash; the rest, a small number.
+        2 if place & 8 != 0 => noise,
+        2 => noise & 0xffff_ffff,
+        3 => ARENA + (((index as u64) << 12) + (noise & 0xfff0)) % (1 << 32),
+        // "name" and four digits.
+        4 => (0..4).fold(0x656d_616e, |text, at| text | (0x30 + (noise >> (8 * at + 1)) % 10) << (32 + 8 * at)),
+        5 => ARENA + ((noise >> 7) & 0x3ff_fff0),
+        6 => 0,
+        _ => noise & 0xff,
+    }
 }
 
 /// One phase of the work.
@@ -106,30 +206,6 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// The word at `place` of page `index`.
-fn word(index: usize, place: usize) -> u64 {
-    if place < NOISE_WORDS { mix((index * NOISE_WORDS + place) as u64) } else { index as u64 + 1 }
-}
-
-fn fill_page(page: &mut [u64], index: usize) {
-    // In two parts, without a choice per word: making the data must cost little beside what is measured.
-    let (noise, tail) = page.split_at_mut(NOISE_WORDS);
-    for (place, slot) in noise.iter_mut().enumerate() {
-        *slot = mix((index * NOISE_WORDS + place) as u64);
-    }
-    tail.fill(index as u64 + 1);
-}
-
-/// Checks four words: both ends of the noise, the end of the page, and one that depends on the page.
-fn check_page(page: &[u64], index: usize) -> bool {
-    let any = index.wrapping_mul(7) % WORDS;
-    [0, NOISE_WORDS - 1, any, WORDS - 1].iter().all(|&place| page[place] == word(index, place))
-}
-
-fn check_whole_page(page: &[u64], index: usize) -> bool {
-    page.iter().enumerate().all(|(place, &found)| found == word(index, place))
-}
-
 /// Where `i` stands in a permutation of `0..n` without locality: a four-round Feistel network over the next even power
 /// of two, walked until it lands inside. It needs no table.
 fn scatter(i: usize, n: usize) -> usize {
@@ -151,20 +227,21 @@ fn scatter(i: usize, n: usize) -> usize {
 
 /// Page-aligned anonymous memory. A zeroed allocation this large is a fresh mapping that nothing has touched yet.
 struct Data {
+    content: Content,
     words: Vec<u64>,
     start: usize,
     pages: usize,
 }
 
 impl Data {
-    fn new(bytes: u64) -> Result<Self, String> {
+    fn new(bytes: u64, content: Content) -> Result<Self, String> {
         let pages = usize::try_from(bytes).map_err(|_| "--data: too large".to_owned())? / PAGE;
         if pages == 0 {
             return Err("--data: less than a page".into());
         }
         let words = vec![0u64; (pages + 1) * WORDS];
         let start = words.as_ptr().align_offset(PAGE);
-        Ok(Data { words, start, pages })
+        Ok(Data { content, words, start, pages })
     }
 
     fn page(&self, index: usize) -> &[u64] {
@@ -176,7 +253,7 @@ impl Data {
     }
 
     fn run(&mut self, phase: Phase, touches: usize, cap: Duration) -> Result<PhaseResult, String> {
-        let n = self.pages;
+        let (n, content) = (self.pages, self.content);
         let touches = if phase == Phase::Random { touches.min(n) } else { n };
         let begin = Instant::now();
         let mut done = 0;
@@ -186,14 +263,14 @@ impl Data {
             }
             let (index, right) = match phase {
                 Phase::Fill => {
-                    fill_page(self.page_mut(done), done);
+                    content.fill_page(self.page_mut(done), done);
                     (done, true)
                 }
-                Phase::Seq => (done, check_page(self.page(done), done)),
-                Phase::Verify => (done, check_whole_page(self.page(done), done)),
+                Phase::Seq => (done, content.check_page(self.page(done), done)),
+                Phase::Verify => (done, content.check_whole_page(self.page(done), done)),
                 Phase::Random => {
                     let index = scatter(done, n);
-                    (index, check_page(self.page(index), index))
+                    (index, content.check_page(self.page(index), index))
                 }
             };
             if !right {
@@ -223,7 +300,7 @@ pub fn main(args: &WorkArgs) -> u8 {
             Err(e) => return status(2, format!("--out {}: {e}", file.display())),
         },
     };
-    let mut data = match Data::new(args.data) {
+    let mut data = match Data::new(args.data, args.ratio) {
         Ok(data) => data,
         Err(e) => return status(2, e),
     };
@@ -280,7 +357,13 @@ mod tests {
 
     #[test]
     fn phases_pass_on_right_data_and_find_a_wrong_page() {
-        let mut data = Data::new(300 * PAGE as u64).unwrap();
+        for content in Content::value_variants() {
+            passes_and_finds(*content);
+        }
+    }
+
+    fn passes_and_finds(content: Content) {
+        let mut data = Data::new(300 * PAGE as u64, content).unwrap();
         assert_eq!(data.words.as_ptr().wrapping_add(data.start) as usize % PAGE, 0);
         let minute = Duration::from_secs(60);
         for (phase, pages) in [(Phase::Fill, 300), (Phase::Seq, 300), (Phase::Random, 100), (Phase::Verify, 300)] {
@@ -293,29 +376,39 @@ mod tests {
         assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
         data.page_mut(77).fill(0);
         assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
-        fill_page(data.page_mut(77), 77);
+        content.fill_page(data.page_mut(77), 77);
         data.page_mut(0).fill(0);
         assert!(data.run(Phase::Verify, 0, minute).unwrap_err().starts_with("page 0 of 300"));
     }
 
     #[test]
     fn a_time_limit_ends_a_phase() {
-        let mut data = Data::new(64 * PAGE as u64).unwrap();
+        let mut data = Data::new(64 * PAGE as u64, Content::Four).unwrap();
         let result = data.run(Phase::Fill, 0, Duration::ZERO).unwrap();
         assert_eq!((result.pages, result.capped), (0, true));
     }
 
     #[test]
-    fn pages_are_a_quarter_noise_and_all_different() {
-        let mut pages = vec![0u64; 64 * WORDS];
-        for (index, page) in pages.chunks_mut(WORDS).enumerate() {
-            fill_page(page, index);
+    fn contents_compress_as_they_say_and_all_pages_differ() {
+        use swaptide_store::codec::{Compressor, Packed};
+        const PAGES: usize = 256;
+        let mut compressor = Compressor::new();
+        for (content, least, most) in [(Content::Four, 3.5, 4.0), (Content::Two, 1.8, 2.2), (Content::One, 1.0, 1.2)] {
+            let mut seen = std::collections::HashSet::new();
+            let mut packed = 0;
+            for index in 0..PAGES {
+                let mut words = vec![0u64; WORDS];
+                content.fill_page(&mut words, index);
+                assert!(content.check_page(&words, index) && content.check_whole_page(&words, index));
+                let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+                packed += match compressor.compress(bytes.as_slice().try_into().unwrap()) {
+                    Packed::Bytes(block) => block.len(),
+                    _ => PAGE,
+                };
+                assert!(seen.insert(words), "page {index} of {content:?} twice");
+            }
+            let ratio = (PAGES * PAGE) as f64 / packed as f64;
+            assert!((least..=most).contains(&ratio), "{content:?}: {ratio}");
         }
-        let mut noise: Vec<u64> = pages.chunks(WORDS).flat_map(|p| p[..NOISE_WORDS].to_vec()).collect();
-        noise.sort_unstable();
-        noise.dedup();
-        assert_eq!(noise.len(), 64 * NOISE_WORDS);
-        assert!(pages.chunks(WORDS).enumerate().all(|(i, p)| p[NOISE_WORDS..].iter().all(|&w| w == i as u64 + 1)));
-        assert!(pages.chunks(WORDS).enumerate().all(|(i, p)| check_whole_page(p, i)));
     }
 }
