@@ -48,6 +48,8 @@ CASES = [
     Case("ops-single", program("ops", "single"), 32, allowance=2),
     Case("ops-threads", program("ops", "threads"), 32, allowance=4),
     Case("advice", program("advice"), 32, allowance=4, forks=True),
+    Case("torture-threads", program("torture", "threads", megabytes=96), 32, limit=60, allowance=16, forks=True),
+    Case("torture-single", program("torture", "single", megabytes=96), 32, limit=60, allowance=16, forks=True),
     Case("signals", program("signals"), 32, allowance=2),
     Case("sysio", program("sysio"), 32, allowance=4),
     # Three processes, and six, that all want everything at once.
