@@ -128,6 +128,12 @@ impl Handler {
         }
     }
 
+    /// True when `n` pages can be filled within the limit. Where nothing can be taken out (what two processes share since a fork, say), what is
+    /// brought in beyond the page asked for is the next to go, before it is touched.
+    fn has_room(&self, n: usize) -> bool {
+        self.engine.charge.room() >= (n * PAGE_SIZE) as i64
+    }
+
     /// Answers a first touch.
     fn grow(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
@@ -227,12 +233,18 @@ impl Handler {
             }
             SwapIn::Chunk => {
                 self.make_room(PAGES_PER_CHUNK);
+                if !self.has_room(PAGES_PER_CHUNK) {
+                    return self.bring(page, 1);
+                }
                 brought = self.bring_span(page.chunk().first(), PAGES_PER_CHUNK, page)?;
             }
             SwapIn::Onward(pages) => {
                 let pages = pages.min(pages_of(region).end - page.0);
                 let first = pages.min(PAGES_PER_CHUNK);
                 self.make_room(first);
+                if !self.has_room(first) {
+                    return self.bring(page, 1);
+                }
                 brought = self.bring_span(page, first, page)?;
                 // The thread goes on while its window is filled; a fault it meets there waits for the rest.
                 if pages > first {
@@ -242,6 +254,9 @@ impl Handler {
                 while at < pages {
                     let n = (pages - at).min(GROUP_PAGES);
                     self.make_room(n);
+                    if !self.has_room(n) {
+                        break;
+                    }
                     match self.bring_span(page.plus(at), n, page) {
                         Ok(pages) => brought += pages,
                         Err(_) => break,
@@ -266,6 +281,9 @@ impl Handler {
             {
                 let (start, n) = self.around_in_file(page);
                 self.make_room(n);
+                if !self.has_room(n) {
+                    return self.bring(page, 1);
+                }
                 engine.count(Counter::SwapRa, n - 1);
                 // What keeps a neighbour away is no reason for the page not to come.
                 return self.bring(start, n).or_else(|stop| if start == page { Err(stop) } else { self.bring(page, 1) });
