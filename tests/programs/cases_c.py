@@ -28,6 +28,16 @@ def ends_by_itself(context):
     context.c("processes", "leader", megabytes=96, seconds=4, status=7)
 
 
+def tortured(context):
+    """Ten minutes of it: half a minute each with another seed, every fourth time two at once."""
+    for turn in range(20):
+        seeds = [context.seed * 1000 + turn, context.seed * 1000 + 500 + turn][:2 if turn % 4 == 1 else 1]
+        mode = "single" if turn % 4 == 3 else "threads"
+        for program in [context.start([context.binary("torture"), 192, 30, seed, mode]) for seed in seeds]:
+            done = program.finish()
+            context.expect(f"OK torture {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+
+
 def crowd(context):
     """More processes than swaptide has places for."""
     context.c("processes", "crowd", megabytes=24, env={**os.environ, "SWAPTIDE_TEST_SLOTS": "4"})
@@ -48,8 +58,6 @@ CASES = [
     Case("ops-single", program("ops", "single"), 32, allowance=2),
     Case("ops-threads", program("ops", "threads"), 32, allowance=4),
     Case("advice", program("advice"), 32, allowance=4, forks=True),
-    Case("torture-threads", program("torture", "threads", megabytes=96), 32, limit=60, allowance=16, forks=True),
-    Case("torture-single", program("torture", "single", megabytes=96), 32, limit=60, allowance=16, forks=True),
     Case("signals", program("signals"), 32, allowance=2),
     Case("sysio", program("sysio"), 32, allowance=4),
     # Three processes, and six, that all want everything at once.
@@ -69,8 +77,12 @@ CASES = [
     Case("processes-leader", ends_by_itself, 32, allowance=8, forks=True),
     # Every one without a place has all its memory, and budgets are for those that can be managed.
     Case("processes-crowd", crowd, 16, allowance=1200, forks=True),
+    # Mappings come, grow and go at full speed beside forks: what is not managed yet, and what is shared, comes on top.
+    Case("torture-threads", program("torture", "threads", megabytes=96, seconds=6), 32, allowance=128, forks=True),
+    Case("torture-single", program("torture", "single", megabytes=96, seconds=4), 32, allowance=128, forks=True),
     Case("forks-daemon", daemon, 32, allowance=8, forks=True),
     # The same for a minute each, and more of it.
+    Case("full-torture", tortured, 48, full=True, limit=2400, allowance=192, forks=True),
     Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),
     Case("long-ops", program("ops", "threads", megabytes=384), 64, full=True, limit=240, allowance=4),
     Case("long-touch", program("threads", "touch", megabytes=384), 64, full=True, limit=240, allowance=4),
