@@ -166,6 +166,15 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
     let report = report?;
     // A reader that went away (a closed pipe) is no reason to lose the files below.
     let _ = std::io::stdout().write_all(report.text().as_bytes());
+    save(args, &report)?;
+    if !report.failed.is_empty() {
+        return Err(Failure(1, report.failed.join("; ")));
+    }
+    Ok(())
+}
+
+/// Writes what the flags ask for.
+fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
     let write = |file: &Path, text: String| {
         std::fs::write(file, text).map_err(|e| Failure(1, format!("writing {}: {e}", file.display())))
     };
@@ -173,10 +182,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
         write(file, format!("{:#}\n", report.json()))?;
     }
     if let Some(file) = &args.svg {
-        write(file, svg::draw(&report)?)?;
-    }
-    if !report.failed.is_empty() {
-        return Err(Failure(1, report.failed.join("; ")));
+        write(file, svg::draw(report)?)?;
     }
     Ok(())
 }

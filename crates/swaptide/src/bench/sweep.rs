@@ -11,7 +11,7 @@ use super::points::Point;
 use super::report::{Better, Pairing, Report, SWAPTIDE, Stats, human};
 use super::run::{Job, Outcome};
 use super::workload::{Content, Phase};
-use super::{Bench, Failure, Runs};
+use super::{Bench, Failure, Runs, save};
 
 /// The budgets when none are given.
 const BUDGETS: [u64; 9] = [64, 96, 128, 192, 256, 384, 512, 768, 1024];
@@ -51,6 +51,10 @@ impl Bench<'_> {
             let job = Job { data, content, phases: PHASES.to_vec(), repeat: 1, touches, seconds_cap };
             for &budget in &budgets {
                 self.cell(&mut report, &job, budget)?;
+                // A sweep takes minutes: one that is stopped leaves what it has.
+                if !report.points.is_empty() {
+                    save(args, &report)?;
+                }
             }
         }
         // The one figure of the contract: the smallest budget, the first kind of data.
