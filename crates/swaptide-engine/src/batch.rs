@@ -446,7 +446,8 @@ impl Batch {
             return;
         }
         let Some(file) = &engine.devices.file else { return };
-        for &(frame, entry) in &self.raw {
+        let most = if engine.file_rests() { 0 } else { self.raw.len() };
+        for &(frame, entry) in &self.raw[..most] {
             if let Some(place) = engine.devices.alloc_file(FolioId(frame.0)) {
                 self.to_file.push((frame, entry, place));
             }
@@ -463,8 +464,7 @@ impl Batch {
         let written = file.device.write(&pages);
         drop(pages);
         if let Err(error) = written {
-            (engine.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
-            engine.count(Counter::WriteErrors, 1);
+            engine.write_failed(&error);
             for &(frame, _, place) in &self.to_file {
                 engine.devices.free_slot(place, Expect::Folio(FolioId(frame.0)));
             }

@@ -3,11 +3,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
@@ -22,6 +24,9 @@ use crate::queue::Queues;
 use crate::regions::Regions;
 use crate::split::{Split, Standing};
 use crate::staging::{FrameNo, Staging};
+
+/// How long the swap file is left alone after it took nothing.
+const FILE_RESTS: Duration = Duration::from_millis(100);
 
 /// What the engine needs of the kernel.
 pub const FEATURES: Features = Features::EVENT_FORK
@@ -109,6 +114,8 @@ pub struct Engine {
     pub cancelled: Box<[AtomicU64]>,
     /// Pages could not be stored anywhere: told once.
     pub swap_full: AtomicBool,
+    /// Until then nothing is written to the swap file: it took nothing a moment ago.
+    file_rests_until: AtomicU64,
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
@@ -166,6 +173,7 @@ impl Engine {
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
+            file_rests_until: AtomicU64::new(0),
             start,
             staging_base,
             uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),
@@ -273,6 +281,24 @@ impl Engine {
         slot.swapped_file_bytes.store(file_pages as u64 * page, Relaxed);
         let unmanaged = self.charge.rest().max(0) as u64;
         slot.peak_footprint_bytes.fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
+    }
+
+    /// Notes that the swap file takes nothing. Asking it again and again would cost more than what is to be had.
+    pub fn rest_file(&self) {
+        self.file_rests_until.store(now().0.saturating_add(FILE_RESTS.as_nanos() as u64), Relaxed);
+    }
+
+    /// True for a while after the swap file took nothing.
+    pub fn file_rests(&self) -> bool {
+        let until = self.file_rests_until.load(Relaxed);
+        until != 0 && now().0 < until
+    }
+
+    /// A write to the swap file failed; nothing is lost.
+    pub fn write_failed(&self, error: &swaptide_store::file::WriteError) {
+        (self.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
+        self.count(Counter::WriteErrors, 1);
+        self.rest_file();
     }
 
     /// True when the page of a staging frame is no longer swapped.

@@ -83,6 +83,9 @@ impl Writeback {
             return true;
         }
         let Some(file) = &engine.devices.file else { return false };
+        if engine.file_rests() {
+            return false;
+        }
         let mut chosen = 0;
         {
             let mut guard = engine.mm.lock();
@@ -108,8 +111,7 @@ impl Writeback {
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
         if let Err(error) = written {
-            (engine.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
-            engine.count(Counter::WriteErrors, 1);
+            engine.write_failed(&error);
             for moving in &self.moving {
                 if let Some((new, ..)) = &moving.copy {
                     engine.devices.free_slot(*new, Expect::Folio(WRITING));
@@ -160,6 +162,7 @@ impl Writeback {
                     (engine.start.log)("the swap file is full: compressed memory stays past its share");
                 }
                 engine.count(Counter::SwapFull, 1);
+                engine.rest_file();
                 return false;
             };
             moving.copy = Some((new, start..self.data.len(), kind));
