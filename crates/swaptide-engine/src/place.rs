@@ -194,6 +194,9 @@ impl Place {
             self.look_around = LOOK_AROUND;
             if self.is_crowded() {
                 self.leave(now);
+                // Nothing waited yet, and the crowd may be a thread that looks around: back soon, if it is gone.
+                self.stay_out_ns = STAY_OUT_NS;
+                self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
                 return;
             }
         }
