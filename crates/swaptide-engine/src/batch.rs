@@ -473,10 +473,7 @@ impl Batch {
         let mut written = self.to_file.iter().map(|t| t.0).peekable();
         for &(frame, entry) in &self.raw {
             if written.next_if_eq(&frame).is_none() {
-                if !engine.swap_full.swap(true, Relaxed) {
-                    (engine.start.log)("the swap file takes no more pages: memory stays past the budget");
-                }
-                engine.count(Counter::SwapFull, 1);
+                engine.tell_full("the swap file takes no more pages: memory stays past the budget");
                 // SAFETY: as in `store`.
                 let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
                 if engine.devices.pool.insert(Slot(entry.offset().0), &Packed::Raw(page)).is_err() {

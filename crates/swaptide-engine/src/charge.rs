@@ -19,12 +19,16 @@ use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 /// Copies of pages that the program has again take at most this part of the limit.
 const KEPT_PART: u64 = 16;
 
+/// Where nothing can be put any more, at least this part of what there is to divide stays with the program.
+const LEAST_RESIDENT: u64 = 8;
+
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
     /// Share of compressed memory in 1/1024 of what is divided.
     pool_share: AtomicU32,
     pool_cap: AtomicU64,
+    pool_of_others: AtomicU64,
     pages: AtomicU64,
     pool: AtomicU64,
     ready: AtomicU64,
@@ -39,6 +43,7 @@ impl Charge {
             limit: AtomicU64::new(limit),
             pool_share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
             pool_cap: AtomicU64::new(pool_cap),
+            pool_of_others: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             pool: AtomicU64::new(0),
             ready: AtomicU64::new(0),
@@ -50,6 +55,16 @@ impl Charge {
     /// The limit in bytes.
     pub fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
+    }
+
+    /// Bytes that the pools of all processes may take together; 0 when only the limits bound them.
+    pub fn pool_cap(&self) -> u64 {
+        self.pool_cap.load(Relaxed)
+    }
+
+    /// The pools of all other processes take `bytes`.
+    pub fn others_pool(&self, bytes: u64) {
+        self.pool_of_others.store(bytes, Relaxed);
     }
 
     /// Takes over what the supervisor wrote.
@@ -129,10 +144,18 @@ impl Charge {
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
         let share = self.divisible() / 1024 * u64::from(self.pool_share());
-        match self.pool_cap.load(Relaxed) {
+        match self.pool_cap() {
             0 => share,
-            cap => share.min(cap),
+            cap => share.min(cap.saturating_sub(self.pool_of_others.load(Relaxed))),
         }
+    }
+
+    /// True when nothing should leave the program that only compressed memory can take: it is past its bound, or so far past its share that
+    /// little stays resident.
+    pub fn pool_is_full(&self) -> bool {
+        let pool = self.pool();
+        let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
+        pool > self.pool_limit() && (self.pool_cap() != 0 || resident < self.divisible() / LEAST_RESIDENT)
     }
 
     /// Bytes to be divided between managed pages and compressed memory: the limit less what is not under management, but not less than half.
@@ -182,5 +205,19 @@ mod tests {
         assert_eq!(charge.room(), (64 - 4) << 20);
         assert!(charge.low() < charge.high());
         assert_eq!(charge.pool_limit(), 48 << 20);
+    }
+
+    #[test]
+    fn a_pool_that_nothing_leaves_is_full_at_its_bound_or_when_little_stays_resident() {
+        let charge = Charge::new(64 << 20, 75, 0);
+        charge.publish(4096, 0, 49 << 20);
+        assert!(!charge.pool_is_full(), "16 MiB are resident");
+        charge.publish(1024, 0, 60 << 20);
+        assert!(charge.pool_is_full());
+        let bounded = Charge::new(64 << 20, 75, 8 << 20);
+        bounded.publish(8192, 0, 7 << 20);
+        assert!(!bounded.pool_is_full());
+        bounded.others_pool(2 << 20);
+        assert!(bounded.pool_is_full(), "the bound is for all processes together");
     }
 }

@@ -10,11 +10,11 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{ExtentId, Segment, SlotIndex};
-use swaptide_store::file::{Extent, ExtentSource, FileDevice};
+use swaptide_store::file::{EXTENT_BYTES, Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::lock::Lock;
@@ -29,6 +29,9 @@ pub const POOL: SwapType = SwapType::new(0).expect("a swap type");
 pub const FILE: SwapType = SwapType::new(1).expect("a swap type");
 /// Slots of the compressed memory's device. They cost nothing until used; no program has more swapped pages (256 GiB).
 pub const POOL_SLOTS: u32 = 1 << 26;
+
+/// Slots of the file's device for an extent of 512 blocks: packed pages may be a quarter of a block on average.
+const SLOTS_PER_EXTENT: u32 = 2048;
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
@@ -85,6 +88,9 @@ pub struct FileTier {
     pub device: FileDevice,
     /// The file itself, to hand to a forked child.
     pub fd: Lock<OwnedFd>,
+    /// Bytes of the file, for all processes together.
+    bytes: u64,
+    roomy: AtomicBool,
 }
 
 impl FileTier {
@@ -118,11 +124,12 @@ impl Devices {
                 for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
                     bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
                 }
-                let slots =
-                    SwapDevice::new(FILE, extents.saturating_mul(512).min(1 << 28), 1, Kind::Solid).with_table_discard(give_back);
+                let slots = SwapDevice::new(FILE, extents.saturating_mul(SLOTS_PER_EXTENT).min(1 << 28), 1, Kind::Solid)
+                    .with_table_discard(give_back);
                 let leases = Box::new(Leases { segment, index });
                 let same = fd.try_clone().map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?;
-                Some(FileTier { slots, device: FileDevice::new(same, key, salt, leases), fd: Lock::new(fd) })
+                let device = FileDevice::new(same, key, salt, leases);
+                Some(FileTier { slots, device, fd: Lock::new(fd), bytes: u64::from(extents) * EXTENT_BYTES, roomy: true.into() })
             }
             _ => None,
         };
@@ -164,9 +171,9 @@ impl Devices {
         self.free_slot(entry, swaptide_core::Expect::Shadow);
     }
 
-    /// True while the file has room for what its pages' program has again.
+    /// True while the file has room for what its pages' program has again, at the last [`Devices::metadata_bytes`].
     pub fn file_is_roomy(&self) -> bool {
-        self.file.as_ref().is_some_and(|file| file.slots.used() < file.slots.slots() / 4 * 3)
+        self.file.as_ref().is_some_and(|file| file.roomy.load(Relaxed))
     }
 
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
@@ -205,11 +212,14 @@ impl Devices {
         }
     }
 
-    /// Bytes of tables and handles.
+    /// Bytes of tables and handles. Looks how full the file is, too.
     pub fn metadata_bytes(&self) -> usize {
-        self.pool_slots.metadata_bytes()
-            + self.pool.metadata_bytes()
-            + self.file.as_ref().map_or(0, |f| f.slots.metadata_bytes() + f.device.stats().metadata_bytes)
+        let file = self.file.as_ref().map_or(0, |file| {
+            let stats = file.device.stats();
+            file.roomy.store(stats.block_bytes < file.bytes / 4 * 3, Relaxed);
+            file.slots.metadata_bytes() + stats.metadata_bytes
+        });
+        self.pool_slots.metadata_bytes() + self.pool.metadata_bytes() + file
     }
 }
 

@@ -109,6 +109,8 @@ pub struct Engine {
     pub shared_pages: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::place`]).
     pub handler_cpu: AtomicU32,
+    /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
+    pub turns: AtomicU32,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up. Changed under the memory lock; who
     /// stores a batch may look without it, to spare work.
     pub cancelled: Box<[AtomicU64]>,
@@ -145,6 +147,7 @@ impl Engine {
             percent => u64::from(percent),
         };
         let charge = Charge::new(slot.limit_bytes.load(Relaxed), percent, header.pool_cap_bytes.load(Relaxed));
+        swaptide_sys::lock::on_late(crate::place::rescue);
         Ok(Engine {
             mm: Lock::new(Mm {
                 table: PageTable::new(),
@@ -171,6 +174,7 @@ impl Engine {
             // A fork before the memory was managed leaves pages shared too.
             shared_pages: AtomicBool::new(true),
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
+            turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             file_rests_until: AtomicU64::new(0),
@@ -250,6 +254,29 @@ impl Engine {
         if self.devices.file.is_some() {
             charge.set_pool_share(share);
         }
+    }
+
+    /// True when there is no place for what would leave the program: it stays, past the limit if need be.
+    pub fn is_full(&self) -> bool {
+        let full = (self.devices.file.is_none() || self.file_rests()) && self.charge.pool_is_full();
+        if full {
+            self.tell_full("swap space is full: memory stays past the budget");
+        }
+        full
+    }
+
+    /// Something had no place on a device; the first time it is logged.
+    pub fn tell_full(&self, what: &str) {
+        if !self.swap_full.swap(true, Relaxed) {
+            (self.start.log)(what);
+        }
+        self.count(Counter::SwapFull, 1);
+    }
+
+    /// Bytes that the pools of the tree's other processes take.
+    pub fn pool_of_others(&self) -> u64 {
+        let own = SlotIndex(self.index.load(Relaxed));
+        self.start.segment.claimed().filter(|(index, _)| *index != own).map(|(_, slot)| slot.pool_bytes.load(Relaxed)).sum()
     }
 
     /// Wakes idle workers.

@@ -156,7 +156,7 @@ impl Handler {
     pub(crate) fn read_within(&mut self, timeout: Option<Duration>) {
         // A handler in the idle class comes to its turn when the thread it woke has stopped again: then there is something to read.
         let expected = timeout.is_none() && self.place.is_idle();
-        if !expected && !matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0) {
+        if !expected && !self.wait(timeout) {
             return;
         }
         let mut messages = Message::buffer::<MESSAGES>();
@@ -171,7 +171,7 @@ impl Handler {
             }
             Err(Errno::AGAIN) if expected => {
                 drop(mm);
-                let _ = poll_readable(&[self.uffd.as_fd()], None);
+                self.wait(None);
                 return;
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
@@ -186,13 +186,21 @@ impl Handler {
         self.serve_bells();
     }
 
+    /// Waits for a message. False if none came. Others can see that the handler waits, and does not starve.
+    fn wait(&self, timeout: Option<Duration>) -> bool {
+        self.engine.turns.fetch_add(1, Relaxed);
+        let ready = matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0);
+        self.engine.turns.fetch_add(1, Relaxed);
+        ready
+    }
+
     /// Reads on until no change of mappings is late: what happened before it is on its way, and the kernel refuses everything until it
     /// was read (see [`crate::events`]).
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
         let began = now();
         loop {
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(Duration::from_millis(1)));
+            self.wait(Some(Duration::from_millis(1)));
             let mut messages = Message::buffer::<1>();
             let mut mm = engine.mm.lock();
             if let Ok(n) = self.uffd.read(&mut messages) {

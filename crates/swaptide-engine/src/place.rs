@@ -5,20 +5,22 @@
 //!
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
 //! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
-//! the handler would starve beside other work. So it goes there only while no more threads of the machine want a CPU than there are CPUs, looks again
-//! every so often and whenever an answer took long. It cannot see how long a fault waited for it; it sees the time between its last answer
-//! and the next fault, and how much of that the thread ran. Where the rest is long it goes back to the normal class, too.
+//! the handler would starve beside other work. So it goes there only while no more threads of the machine want a CPU than there are CPUs, and looks
+//! again every so often and whenever an answer took long. It cannot see that it starves: others do. A worker that finds a message unread for some
+//! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class.
 //!
 //! Owns: the CPU the handler is bound to, and its class.
 //!
 //! Where the thread runs is asked often at first and ever less often while the answer stays the same; another thread's fault
 //! starts over.
 
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+
 use swaptide_sys::affinity::{
-    CpuSet, RunTime, Runnable, ThreadStat, clear_own_affinity, cpus_online, current_cpu, own_affinity, own_nice, sched_idle,
+    CpuSet, Runnable, ThreadStat, clear_own_affinity, cpus_online, current_cpu, own_affinity, own_nice, sched_idle, sched_normal,
     set_own_affinity,
 };
-use swaptide_sys::thread::Nanos;
+use swaptide_sys::thread::{Nanos, gettid};
 
 /// Faults between two looks at where the faulting thread runs: at first, and at most.
 const LOOK_FIRST: u32 = 8;
@@ -27,22 +29,55 @@ const LOOK_LAST: u32 = 128;
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
 const IN_A_ROW: u32 = 64;
-/// Faults further apart than this may have waited for the handler.
+/// Faults further apart than this are no conversation.
 const GAP_NS: u64 = 200_000;
-/// After such a one, so many are measured; and then none for so many.
-const MEASURED: u32 = 4;
-const UNMEASURED: u32 = 256;
 /// Faults between two looks at who else wants a CPU, and an answer that takes so long is a reason to look at once.
 const LOOK_AROUND: u32 = 32;
 const SLOW_NS: u64 = 300_000;
-/// A fault that waited so long waited too long.
-const DELAY_NS: u64 = 150_000;
 /// How long the handler then stays out of the idle class: at first, and at most. One wait may take a second.
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
 
 /// No CPU.
 pub const NO_CPU: u32 = u32::MAX;
+
+/// The thread of this process that is in the idle class; 0 when none is.
+static IN_IDLE_CLASS: AtomicU32 = AtomicU32::new(0);
+/// It was taken out of the class by another thread and does not know yet.
+static RESCUED: AtomicBool = AtomicBool::new(false);
+
+/// True while the handler may starve.
+pub fn may_starve() -> bool {
+    IN_IDLE_CLASS.load(Relaxed) != 0
+}
+
+/// Puts the handler into the normal class, if it is in the idle one. Any thread may call it.
+pub fn rescue() {
+    let tid = IN_IDLE_CLASS.swap(0, Relaxed);
+    if tid != 0 {
+        // Should the handler leave or enter the class at this moment, it is in the normal one now and hears of it below.
+        let _ = sched_normal(tid);
+        RESCUED.store(true, Relaxed);
+    }
+}
+
+/// A forked child has none of its parent's threads.
+fn forget() {
+    IN_IDLE_CLASS.store(0, Relaxed);
+    RESCUED.store(false, Relaxed);
+}
+
+/// Changes the class of the calling thread, the handler.
+fn idle_class(on: bool) -> bool {
+    if !on {
+        IN_IDLE_CLASS.store(0, Relaxed);
+    }
+    let done = sched_idle(on).is_ok();
+    if on && done {
+        IN_IDLE_CLASS.store(gettid().0, Relaxed);
+    }
+    done
+}
 
 /// Keeps a worker away from the handler's CPU.
 pub struct Aside {
@@ -92,18 +127,13 @@ pub struct Place {
     row: u32,
     /// The handler is in the idle class.
     idle: bool,
-    run: Option<RunTime>,
     runnable: Option<Runnable>,
     cpus: u32,
     /// Faults until the next look at who else wants a CPU; and when the fault was read that is being answered.
     look_around: u32,
     began: Nanos,
-    /// Faults to be measured now; faults until the next measurement may begin.
-    measure: u32,
-    rest: u32,
-    /// The last answer: when, and how long its thread had run by then (if that is measured).
+    /// The last answer.
     last: Nanos,
-    ran: Option<u64>,
     entered: Nanos,
     /// Not before then does the handler go to the idle class again.
     retry_at: Nanos,
@@ -117,8 +147,9 @@ impl Default for Place {
 }
 
 impl Place {
-    /// Unbound.
+    /// Unbound, in the normal class.
     pub fn new() -> Place {
+        forget();
         let allowed = own_affinity().ok().filter(|cpus| cpus.count() > 1);
         Place {
             allowed,
@@ -130,15 +161,11 @@ impl Place {
             every: LOOK_FIRST,
             row: 0,
             idle: false,
-            run: None,
             runnable: Runnable::open(),
             cpus: cpus_online(),
             look_around: 0,
             began: Nanos(0),
-            measure: 0,
-            rest: 0,
             last: Nanos(0),
-            ran: None,
             entered: Nanos(0),
             retry_at: Nanos(0),
             stay_out_ns: STAY_OUT_NS,
@@ -166,20 +193,10 @@ impl Place {
         self.began = now;
         if !self.idle {
             if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
-                self.enter(tid, now);
+                self.enter(now);
             }
-        } else if self.row == 0 {
+        } else if self.row == 0 || RESCUED.swap(false, Relaxed) {
             self.leave(now);
-        } else if let Some(before) = self.ran.take() {
-            let ran = self.run.as_ref().and_then(RunTime::nanos).unwrap_or(before);
-            if gap.saturating_sub(ran.saturating_sub(before)) > DELAY_NS {
-                self.leave(now);
-            }
-        } else if self.rest > 0 {
-            self.rest -= 1;
-        } else if gap > GAP_NS {
-            self.measure = MEASURED;
-            self.rest = UNMEASURED;
         }
     }
 
@@ -197,12 +214,7 @@ impl Place {
                 // Nothing waited yet, and the crowd may be a thread that looks around: back soon, if it is gone.
                 self.stay_out_ns = STAY_OUT_NS;
                 self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
-                return;
             }
-        }
-        if self.measure > 0 {
-            self.measure -= 1;
-            self.ran = self.run.as_ref().and_then(RunTime::nanos);
         }
     }
 
@@ -212,21 +224,19 @@ impl Place {
     }
 
     /// To the idle class, if it can be left again.
-    fn enter(&mut self, tid: u32, now: Nanos) {
+    fn enter(&mut self, now: Nanos) {
         if self.is_crowded() {
             self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
             return;
         }
-        self.run = RunTime::open(tid);
         // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
-        if own_nice() >= 0 || self.run.as_ref().and_then(RunTime::nanos).is_none() || sched_idle(true).is_err() {
+        RESCUED.store(false, Relaxed);
+        if own_nice() >= 0 || !idle_class(true) {
             self.retry_at = Nanos(u64::MAX);
             return;
         }
         self.entered = now;
         self.idle = true;
-        self.measure = MEASURED;
-        self.ran = None;
     }
 
     /// What `f` does is done in the normal class: the kernel may make threads for it, which would starve in this one.
@@ -234,9 +244,9 @@ impl Place {
         if !self.idle {
             return f();
         }
-        let _ = sched_idle(false);
+        idle_class(false);
         let answer = f();
-        let _ = sched_idle(true);
+        idle_class(true);
         answer
     }
 
@@ -245,7 +255,7 @@ impl Place {
         if !self.idle {
             return;
         }
-        let _ = sched_idle(false);
+        idle_class(false);
         self.idle = false;
         self.row = 0;
         // A stay that was worth it starts over with a short absence.

@@ -21,22 +21,26 @@ use std::time::Duration;
 
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Compressor;
+use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::process::StatmFd;
+use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{Nanos, now, yield_now};
 
 use crate::batch::Batch;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, range_of};
-use crate::place::Aside;
+use crate::place::{self, Aside};
 use crate::writeback::Writeback;
 
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR: Duration = Duration::from_millis(1);
+/// A handler that neither waits nor reads for so long starves, or does something long, and then it is no harm if it does it in the normal class.
+const STARVED: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
 const DIVIDE_EVERY: Duration = Duration::from_millis(10);
 /// Compressed memory is made compact when it holds this much more than a quarter for nothing; so many bytes are moved at a time.
@@ -123,6 +127,9 @@ impl Worker {
     }
 
     fn take(&mut self, engine: &Engine, mm: &mut Mm) -> Result<Box<Batch>, Step> {
+        if engine.is_full() {
+            return Err(Step::Nothing);
+        }
         let mut batch = mm.jobs.blank();
         let taken = batch.take(engine, mm);
         let refused = batch.refused();
@@ -173,6 +180,7 @@ impl Worker {
             engine.stand_still();
             aside.keep_from(engine.handler_cpu.load(Relaxed));
             if let Some(keeper) = &mut keeper {
+                keeper.watch(engine);
                 keeper.look(engine);
             }
             let idle = self.work(engine, index == 0);
@@ -230,11 +238,32 @@ struct Keeper {
     ticks: u32,
     /// When the division between resident and compressed memory was looked at last.
     divided: Nanos,
+    /// The handler had something to do: its turns by then, and since when.
+    still: Option<(u32, Nanos)>,
 }
 
 impl Keeper {
     fn new() -> Keeper {
-        Keeper { statm: StatmFd::open_self().ok(), rest_at_adoption: 0, ticks: 0, divided: now() }
+        Keeper { statm: StatmFd::open_self().ok(), rest_at_adoption: 0, ticks: 0, divided: now(), still: None }
+    }
+
+    /// Sees to it that the handler comes to its turn (see [`crate::place`]). Takes no lock: the handler may hold it.
+    fn watch(&mut self, engine: &Engine) {
+        let turns = engine.turns.load(Relaxed);
+        let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+        if !place::may_starve() || !turns.is_multiple_of(2) && !is_unread() {
+            self.still = None;
+            return;
+        }
+        let now = now();
+        match self.still {
+            Some((then, since)) if then == turns => {
+                if now.since(since) >= STARVED {
+                    place::rescue();
+                }
+            }
+            _ => self.still = Some((turns, now)),
+        }
     }
 
     /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has grown.
@@ -244,6 +273,9 @@ impl Keeper {
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         engine.charge.measure(statm);
+        if engine.charge.pool_cap() != 0 {
+            engine.charge.others_pool(engine.pool_of_others());
+        }
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
             engine.balance_pool();

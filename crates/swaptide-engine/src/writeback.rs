@@ -10,7 +10,6 @@
 //! given up meanwhile, what was copied may be another page's, and the copy in the file is dropped.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
@@ -158,10 +157,7 @@ impl Writeback {
                 continue;
             }
             let Some(new) = engine.devices.alloc_file(WRITING) else {
-                if !engine.swap_full.swap(true, Relaxed) {
-                    (engine.start.log)("the swap file is full: compressed memory stays past its share");
-                }
-                engine.count(Counter::SwapFull, 1);
+                engine.tell_full("the swap file is full: compressed memory stays past its share");
                 engine.rest_file();
                 return false;
             };

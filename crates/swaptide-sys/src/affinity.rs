@@ -81,12 +81,21 @@ pub fn own_affinity() -> Result<CpuSet, Errno> {
 /// With `on`, the calling thread runs only when a CPU has nothing else to do; without, normally.
 /// Coming back needs no privilege since 2.6.39 if the thread's nice value allows it.
 pub fn sched_idle(on: bool) -> Result<(), Errno> {
-    const SCHED_OTHER: u32 = 0;
-    const SCHED_IDLE: u32 = 5;
+    set_class(0, if on { SCHED_IDLE } else { SCHED_OTHER })
+}
+
+/// A thread of this process runs normally from now on. `ESRCH` when there is none of that id.
+pub fn sched_normal(tid: u32) -> Result<(), Errno> {
+    set_class(tid, SCHED_OTHER)
+}
+
+const SCHED_OTHER: u32 = 0;
+const SCHED_IDLE: u32 = 5;
+
+fn set_class(tid: u32, policy: u32) -> Result<(), Errno> {
     let param: i32 = 0;
-    let policy = if on { SCHED_IDLE } else { SCHED_OTHER };
-    // SAFETY: the kernel reads one int, the priority, which is 0 for both policies.
-    unsafe { syscall!(k::__NR_sched_setscheduler, 0usize, policy, (&raw const param) as usize) }.map(drop)
+    // SAFETY: the kernel reads one int, the priority, which is 0 for both policies; a thread of 0 is the calling one.
+    unsafe { syscall!(k::__NR_sched_setscheduler, tid as usize, policy, (&raw const param) as usize) }.map(drop)
 }
 
 /// A thread of this process, to be asked again and again where it runs.
@@ -105,23 +114,6 @@ impl ThreadStat {
         // Field 39, counted from 1; the words behind the name start with field 3.
         let cpu = procfs::words(crate::process::after_name(&buf[..n])?).nth(39 - 3)?;
         Some(parse_u64(cpu)? as u32)
-    }
-}
-
-/// How long a thread of this process has run, to be asked again and again.
-pub struct RunTime(crate::OwnedFd);
-
-impl RunTime {
-    /// A thread by its id; `None` when there is no such thread, or where the kernel does not count it.
-    pub fn open(tid: u32) -> Option<RunTime> {
-        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(RunTime)
-    }
-
-    /// Nanoseconds on a CPU since the thread began; `None` when it is gone.
-    pub fn nanos(&self) -> Option<u64> {
-        let mut buf = [0; 128];
-        let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
-        parse_u64(procfs::words(&buf[..n]).next()?)
     }
 }
 

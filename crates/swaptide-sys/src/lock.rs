@@ -11,7 +11,8 @@
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::ops::{Deref, DerefMut};
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use core::time::Duration;
 
 const FREE: u32 = 0;
 const HELD: u32 = 1;
@@ -19,6 +20,27 @@ const CONTENDED: u32 = 2;
 
 /// Tries before sleeping: about the time of a short critical section, nothing like a time slice.
 const SPINS: u32 = 100;
+
+/// Who has slept so long for a lock calls what [`on_late`] set.
+const LATE: Duration = Duration::from_millis(3);
+
+/// A `fn()`, or null.
+static ON_LATE: AtomicPtr<()> = AtomicPtr::new(core::ptr::null_mut());
+
+/// Sets what a thread calls that has waited some milliseconds for a lock of this process, again and again until it has it. It must take no lock.
+pub fn on_late(call: fn()) {
+    ON_LATE.store(call as *mut (), Ordering::Release);
+}
+
+#[cold]
+fn late() {
+    let call = ON_LATE.load(Ordering::Acquire);
+    if !call.is_null() {
+        // SAFETY: what is not null was stored by `on_late`, which takes a `fn()`.
+        let call = unsafe { core::mem::transmute::<*mut (), fn()>(call) };
+        call();
+    }
+}
 
 /// A mutual exclusion lock around a `T`. Not recursive, not fair, no poisoning.
 pub struct Lock<T: ?Sized> {
@@ -104,7 +126,9 @@ impl<T: ?Sized> Lock<T> {
         }
         // From here on the word is left at 2: this thread cannot know whether it is the last sleeper.
         while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
-            futex::wait(&self.word, CONTENDED, None, futex::Scope::Private);
+            if futex::wait(&self.word, CONTENDED, Some(LATE), futex::Scope::Private) == futex::TimedOut {
+                late();
+            }
         }
     }
 }

@@ -156,17 +156,21 @@ static void namespaces(void) {
         }
         await(task, 0, what);
     }
+    const char *place = getenv("TMPDIR");
+    char empty[4096];
+    MUST((size_t)snprintf(empty, sizeof empty, "%s/swaptide-empty-XXXXXX", place ? place : "/tmp") < sizeof empty);
+    MUST(mkdtemp(empty));
     pid_t child = fork();
     if (child == 0) {
         /* Nothing of /proc is to be seen from here. */
-        char empty[] = "/tmp/swaptide-empty-XXXXXX";
-        MUST(mkdtemp(empty) && chdir(empty) == 0 && chroot(empty) == 0);
+        MUST(chdir(empty) == 0 && chroot(empty) == 0);
         forked("in the child of a process with another root");
         fill(0, given.pages, 1, 1);
         forked("in the second child of a process with another root");
         _exit(0);
     }
     await(child, 0, "chroot");
+    MUST(rmdir(empty) == 0);
     check(0, given.pages, 1, 1, "in the parent of many namespaces");
 }
 
