@@ -1,6 +1,7 @@
 """What passes through `swaptide run` unchanged: exit statuses, streams, terminals, signals, the environment, other programs."""
 
 import fcntl
+import json
 import os
 import pty
 import random
@@ -205,6 +206,49 @@ def stopped(context):
     program.finish(status=7)
 
 
+def ask(context, *words):
+    """`swaptide ctl` with these words: its exit status and what it printed."""
+    done = subprocess.run([context.swaptide, "ctl", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, done.stderr
+
+
+def ctl(context):
+    """A run can be asked for its counters by the numbers of its own process and of the program, and not when it is over."""
+    if context.native:
+        return
+    program = context.start([context.python, PRESSURE, 100, "wait"])
+    inside = wait_for_line(context, program, "ready").split()[1]
+    status, text, errors = ask(context, "stats", "--pid", str(program.pid), "--json")
+    context.expect(status == 0, f"ctl stats: status {status}: {errors}")
+    view = json.loads(text)
+    context.expect(view["pid"] == program.pid and view["stats"]["pswpout"] > 1000, f"not this run, or it swaps nothing: {text}")
+    status, text, errors = ask(context, "stats", "--pid", inside)
+    context.expect(status == 0 and f"\n{inside:>8} engaged" in text, f"status {status}: {text}{errors}")
+    os.kill(program.pid, signal.SIGTERM)
+    program.finish(status=7)
+    status, text, errors = ask(context, "stats", "--pid", str(program.pid))
+    context.expect(status == 2 and len(errors.splitlines()) == 1, f"it is over, and status is {status}: {text}{errors}")
+
+
+def swap_full(context):
+    """Swap space that is too small: the program keeps its memory and goes past the budget, and with --strict it is killed."""
+    if context.native:
+        return
+    for number, device in enumerate(("zram:4M", f"file:{context.directory}:16M")):
+        for strict in (False, True):
+            report = context.directory / f"report-{number}-{strict}.json"
+            words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--swap", device, "--report", report]
+            words += ["--strict"] if strict else []
+            words += ["--", context.python, PRESSURE, "150", "closefds"]
+            done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            said = f"{device}, strict {strict}: status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
+            context.expect(done.returncode == (137 if strict else 0), said)
+            context.expect((done.stdout == "OK closefds\n") != strict, said)
+            context.expect("swap space ran out" in done.stderr, said)
+            errors = json.loads(report.read_text())["errors"]
+            context.expect(errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}")
+
+
 def bad_input(context):
     """Wrong arguments: exit status 2 and one line that names what is wrong."""
     if context.native:
@@ -229,6 +273,8 @@ CASES = [
     Case("exit-codes", exit_codes, 32, swaps=False),
     Case("summary", summary, 32, swaps=False),
     Case("bad-input", bad_input, 32, swaps=False),
+    Case("ctl", ctl, 32, allowance=4),
+    Case("swap-full", swap_full, 32, swaps=False),
     Case("pipes", pipes, 32, swaps=False),
     Case("environment", environment, 48, swaps=False),
     Case("chains", chains, 48, swaps=False, forks=True),

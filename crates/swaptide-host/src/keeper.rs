@@ -22,7 +22,7 @@ use swaptide_ipc::{Counter, EXTENT_BYTES, ExtentId, ProcSlot, ProcState, Segment
 use swaptide_sys::PAGE_SIZE;
 
 use crate::budget::{self, Process, Standing};
-use crate::report::Totals;
+use crate::report::{ProcessView, Totals, View};
 use crate::tree::Tree;
 
 /// What the keeper is asked.
@@ -31,6 +31,8 @@ pub enum Request {
     Joined(u32),
     /// Look once more and tell the totals so far.
     Totals(Sender<Totals>),
+    /// Look once more and tell how everything is.
+    View(Sender<View>),
     /// End.
     Stop,
 }
@@ -85,6 +87,11 @@ impl Keeper {
                     self.tick();
                     // Who asked may have stopped waiting.
                     let _ = answer.send(self.totals());
+                    continue;
+                }
+                Ok(Request::View(answer)) => {
+                    self.tick();
+                    let _ = answer.send(self.view());
                     continue;
                 }
                 Ok(Request::Stop) | Err(RecvTimeoutError::Disconnected) => return,
@@ -187,6 +194,44 @@ impl Keeper {
         }
         if used <= self.budget {
             self.swap_full = full;
+        }
+    }
+
+    /// All but what the keeper does not know: the run's number, name and age.
+    fn view(&self) -> View {
+        let totals = self.totals();
+        let slots: HashMap<u32, &ProcSlot> = self.segment.claimed().map(|(_, slot)| (slot.pid.load(Relaxed), slot)).collect();
+        let process = |pid: u32| {
+            let resident_bytes = self.tree.used(pid);
+            let Some(slot) = slots.get(&pid) else {
+                return ProcessView { pid, state: "unmanaged".into(), resident_bytes, ..ProcessView::default() };
+            };
+            let state = match slot.state() {
+                ProcState::Engaged => "engaged",
+                ProcState::Watching => "watching",
+                ProcState::Refused | ProcState::Free => "unmanaged",
+            };
+            ProcessView {
+                pid,
+                state: state.into(),
+                limit_bytes: slot.limit_bytes.load(Relaxed),
+                resident_bytes,
+                pool_bytes: slot.pool_bytes.load(Relaxed),
+                swapped_pool_bytes: slot.swapped_pool_bytes.load(Relaxed),
+                swapped_file_bytes: slot.swapped_file_bytes.load(Relaxed),
+            }
+        };
+        let processes: Vec<ProcessView> = self.tree.pids().map(process).collect();
+        View {
+            budget_bytes: self.budget,
+            resident_bytes: processes.iter().map(|process| process.resident_bytes).sum(),
+            peak_resident_bytes: totals.peak_resident,
+            peak_footprint_bytes: totals.peak_footprint,
+            file_bytes: u64::from(self.segment.header.extents_used.load(Relaxed)) * EXTENT_BYTES,
+            processes,
+            stats: Counter::ALL.iter().map(|counter| (counter.name().to_owned(), totals.get(*counter))).collect(),
+            fault_us: totals.fault_times(),
+            ..View::default()
         }
     }
 

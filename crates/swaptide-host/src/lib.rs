@@ -14,6 +14,7 @@
 //! | [`keeper`] | the thread that carries the policy out |
 //! | [`socket`] | where processes ask for the segment |
 //! | [`signals`] | signals and children as descriptors |
+//! | [`control`] | where the run's owner asks what goes on |
 //! | [`supervise`] | the two processes of a supervisor, and the order of things |
 //! | [`report`] | totals, JSON, summary |
 //! | [`doctor`] | what this machine allows |
@@ -21,6 +22,7 @@
 //! Locks: none; threads talk through channels, processes through the segment's atomics and a socket.
 
 pub mod budget;
+pub mod control;
 pub mod device;
 pub mod doctor;
 pub mod keeper;

@@ -12,7 +12,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
 
 use crate::device::FileFacts;
@@ -82,6 +82,11 @@ impl Totals {
         self.get(Counter::Pswpin) + self.get(Counter::SwpinZero)
     }
 
+    /// Times of all faults.
+    pub fn fault_times(&self) -> FaultTimes {
+        FaultTimes { p50: self.fault_us(0.5), p99: self.fault_us(0.99), max: self.longest_fault_ns as f64 / 1e3 }
+    }
+
     /// An upper bound of the time that a share of all faults took at most, in microseconds.
     pub fn fault_us(&self, share: f64) -> f64 {
         let all: u64 = self.faults.iter().sum();
@@ -124,8 +129,54 @@ pub struct Report {
     pub errors: BTreeMap<&'static str, u64>,
 }
 
+/// A run as it is at a moment.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct View {
+    /// The process that the user started.
+    pub pid: u32,
+    /// The program's name.
+    pub program: String,
+    /// Seconds since the start.
+    pub wall_s: f64,
+    /// The budget.
+    pub budget_bytes: u64,
+    /// Resident anonymous memory of the tree.
+    pub resident_bytes: u64,
+    /// Most of it so far.
+    pub peak_resident_bytes: u64,
+    /// Most memory of the programs so far, resident and swapped.
+    pub peak_footprint_bytes: u64,
+    /// Bytes of the swap file that are leased.
+    pub file_bytes: u64,
+    /// The processes.
+    pub processes: Vec<ProcessView>,
+    /// Counters under the kernel's names, those of processes that are gone among them.
+    pub stats: BTreeMap<String, u64>,
+    /// Times of faults.
+    pub fault_us: FaultTimes,
+}
+
+/// A process of a run at a moment.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ProcessView {
+    /// Its number.
+    pub pid: u32,
+    /// `engaged`: its memory is managed; `watching`: it fits; `unmanaged`: it cannot be managed.
+    pub state: String,
+    /// Its limit; 0 when it has none.
+    pub limit_bytes: u64,
+    /// What counts of it against the budget.
+    pub resident_bytes: u64,
+    /// Of that, compressed memory.
+    pub pool_bytes: u64,
+    /// Memory of the program in compressed memory, as it was before.
+    pub swapped_pool_bytes: u64,
+    /// The same in the swap file.
+    pub swapped_file_bytes: u64,
+}
+
 /// Times of faults in microseconds.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct FaultTimes {
     /// Half of them took at most this.
     pub p50: f64,
@@ -182,11 +233,7 @@ impl Report {
             peak_footprint_bytes: totals.peak_footprint,
             peak_pool_bytes: totals.peak_pool,
             stats: Counter::ALL.iter().map(|counter| (counter.name(), totals.get(*counter))).collect(),
-            fault_us: FaultTimes {
-                p50: totals.fault_us(0.5),
-                p99: totals.fault_us(0.99),
-                max: totals.longest_fault_ns as f64 / 1e3,
-            },
+            fault_us: totals.fault_times(),
             devices,
             groups: Vec::new(),
             errors: BTreeMap::from([

@@ -43,6 +43,7 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::uffd::{OpenError, Uffd};
 
 use crate::budget::SMALLEST_BUDGET;
+use crate::control::{self, Door, Run};
 use crate::device::{self, DeviceError, SwapSpace};
 use crate::doctor::REQUIRED;
 use crate::keeper::{self, Keeper};
@@ -449,6 +450,8 @@ fn say(line: &str) {
 struct Back {
     prepared: Prepared,
     front: u32,
+    /// Its name goes with the last process of the tree.
+    _door: Option<Door>,
     /// The front, while it is there.
     channel: Option<Channel>,
     signals: Signals,
@@ -477,9 +480,13 @@ impl Back {
         let thread =
             Keeper::new(std::process::id(), prepared.segment, prepared.swap.clone(), prepared.frame.budget, prepared.strict);
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
+        let run = Run { pid: front, program: prepared.frame.program.clone(), started: prepared.started };
+        // Without a door nobody can ask, and that is all.
+        let door = control::open(run, keeper.clone()).ok();
         let back = Back {
             prepared,
             front,
+            _door: door,
             channel: Some(channel),
             signals,
             counter,

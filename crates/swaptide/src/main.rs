@@ -4,6 +4,7 @@
 //! anything was started. A subcommand is a variant of [`Command`], a line in [`Cli::execute`], and a module.
 
 mod bench;
+mod ctl;
 mod lab;
 
 use std::ffi::OsString;
@@ -33,6 +34,8 @@ enum Command {
     Run(RunArgs),
     /// Tell what this machine allows, and the one command that mends what it does not
     Doctor(DoctorArgs),
+    /// Ask a run how it is
+    Ctl(ctl::CtlArgs),
     /// Measure swaptide beside the kernel's own swap, in one call
     Bench(bench::BenchArgs),
     /// Set the swap layer beside the designs that came before it, and the published numbers
@@ -82,6 +85,7 @@ impl Cli {
         match self.command {
             Command::Run(args) => run(args),
             Command::Doctor(args) => examine(&args),
+            Command::Ctl(args) => ctl::main(&args),
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
             Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
