@@ -63,5 +63,5 @@ pub use moving::{Compacted, Move, Mover};
 pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
-pub use sync::{lock_waits, set_yield};
+pub use sync::{Guard, OwnLine, SpinLock, lock_waits, set_yield};
 pub use table::TableDiscard;

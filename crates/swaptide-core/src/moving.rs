@@ -24,8 +24,8 @@ use crate::lists::ListId;
 use crate::space::{SpaceError, SwapSpace, TypeMask};
 use crate::sync::{Guard, relax};
 
-/// Clusters of each list that [`SwapDevice::compact`] considers at a time.
-const SAMPLE: u32 = 32;
+/// Clusters of each list that [`SwapDevice::compact`] considers at a time: where each has few holes, those of all together must hold one more.
+const SAMPLE: u32 = 96;
 
 /// Walks of a device that move nothing before [`SwapSpace::swapoff`] gives up.
 #[cfg(not(loom))]
@@ -209,7 +209,7 @@ impl SwapDevice {
     /// Where slots are names (a store maps them to places, as all of swaptide's do) nothing is copied: a move costs its owner one changed
     /// page-table word. `tear` also moves swapped-out runs slot by slot when no run is free for them.
     ///
-    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and looks at 32 clusters of each list.
+    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and looks at 96 clusters of each list.
     pub fn compact(&self, max: u32, tear: bool, mover: &mut dyn Mover) -> Compacted {
         let mut done = Compacted::default();
         let mut infos = Vec::with_capacity(SLOTS_PER_CLUSTER);
@@ -288,8 +288,10 @@ impl SwapDevice {
         let mut moved = 0;
         // Nothing is freed in the other cluster meanwhile: what was searched for single slots need not be searched again.
         let mut behind = 0;
+        // Nor need runs of a length of which there is none.
+        let mut too_long = usize::MAX;
         let mut i = 0;
-        while i < SLOTS_PER_CLUSTER && done.moved + moved < max {
+        while i < SLOTS_PER_CLUSTER && done.moved + moved < max && too_long > 1 {
             if !source.get(i).is_used() || source.get(i).holds(MOVING) {
                 i += 1;
                 continue;
@@ -297,7 +299,15 @@ impl SwapDevice {
             let unit = source.unit(i, whole);
             // Between a folio's slots may lie others.
             let next = if source.get(i).is_shadow() { unit.start + unit.n } else { i + 1 };
-            if let Some(at) = free_run(self.table(dest.index), &dest.state, unit.n, if unit.n == 1 { behind } else { 0 }) {
+            if unit.n >= too_long {
+                i = next;
+                continue;
+            }
+            let at = free_run(self.table(dest.index), &dest.state, unit.n, if unit.n == 1 { behind } else { 0 });
+            if at.is_none() {
+                too_long = unit.n;
+            }
+            if let Some(at) = at {
                 behind = if unit.n == 1 { at + 1 } else { behind };
                 source.gather(unit, i, infos);
                 let (from, to) = (self.entry(source.index, unit.start), self.entry(dest.index, at));

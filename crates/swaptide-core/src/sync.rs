@@ -22,7 +22,7 @@ use core::ptr;
 #[cfg(loom)]
 pub(crate) use model::{Guard, SpinLock};
 #[cfg(not(loom))]
-pub(crate) use spin::{Guard, SpinLock};
+pub use spin::{Guard, SpinLock};
 
 #[cfg(not(loom))]
 mod spin {
@@ -30,9 +30,10 @@ mod spin {
     use core::cell::UnsafeCell;
     use core::ops::{Deref, DerefMut};
 
-    /// A lock for short critical sections. It knows no owner and no queue.
+    /// A lock for short critical sections. It knows no owner and no queue. All of the core's are this one; what is to be compared with the
+    /// core should wait in the same way.
     #[derive(Default)]
-    pub(crate) struct SpinLock<T> {
+    pub struct SpinLock<T> {
         locked: AtomicBool,
         value: UnsafeCell<T>,
     }
@@ -41,15 +42,18 @@ mod spin {
     unsafe impl<T: Send> Sync for SpinLock<T> {}
 
     /// Exclusive access; ends when dropped.
-    pub(crate) struct Guard<'a, T> {
+    pub struct Guard<'a, T> {
         lock: &'a SpinLock<T>,
     }
 
     impl<T> SpinLock<T> {
+        /// A free lock.
         pub const fn new(value: T) -> Self {
             SpinLock { locked: AtomicBool::new(false), value: UnsafeCell::new(value) }
         }
 
+        /// Access, if nobody has it.
+        #[inline]
         pub fn try_lock(&self) -> Option<Guard<'_, T>> {
             // Acquire pairs with the release in `Guard::drop`.
             if self.locked.load(Ordering::Relaxed) || self.locked.swap(true, Ordering::Acquire) {
@@ -59,10 +63,17 @@ mod spin {
             Some(Guard { lock: self })
         }
 
+        /// Access; waits for whoever has it.
+        #[inline]
         pub fn lock(&self) -> Guard<'_, T> {
             if let Some(guard) = self.try_lock() {
                 return guard;
             }
+            self.wait()
+        }
+
+        #[cold]
+        fn wait(&self) -> Guard<'_, T> {
             super::WAITS.fetch_add(1, Ordering::Relaxed);
             let mut spins = 0;
             loop {
@@ -178,7 +189,7 @@ pub fn set_yield(hook: &'static fn()) {
 #[cfg(not(loom))]
 static WAITS: AtomicU64 = AtomicU64::new(0);
 
-/// How often any lock of the core was found taken and had to be waited for, since the process started. For measurements.
+/// How often any [`SpinLock`] was found taken and had to be waited for, since the process started. For measurements.
 #[cfg(not(loom))]
 pub fn lock_waits() -> u64 {
     WAITS.load(Ordering::Relaxed)
@@ -186,8 +197,9 @@ pub fn lock_waits() -> u64 {
 
 /// A value on cache lines of its own (two: CPUs fetch them in pairs), so that writing it does not slow down readers of its
 /// neighbours.
+#[derive(Default)]
 #[repr(align(128))]
-pub(crate) struct OwnLine<T>(pub T);
+pub struct OwnLine<T>(pub T);
 
 impl<T> core::ops::Deref for OwnLine<T> {
     type Target = T;
@@ -295,6 +307,26 @@ impl<T: Default, const N: usize> Directory<T, N> {
     }
 }
 
+/// `M` values on memory pages of their own.
+#[repr(C, align(4096))]
+pub(crate) struct Paged<U, const M: usize>(pub [U; M]);
+
+impl<U, const M: usize, const N: usize> Directory<Paged<U, M>, N> {
+    /// Value `i` of all, counted through the elements, if its chunk was made. One index where element and value would be two.
+    #[inline]
+    pub fn value(&self, i: usize) -> Option<&U> {
+        const { assert!(N == 1 || size_of::<Paged<U, M>>() == M * size_of::<U>(), "values lie without gaps") };
+        // Acquire: as in `get`.
+        let chunk = self.chunks.get(i / (N * M))?.load(Ordering::Acquire);
+        if chunk.is_null() {
+            return None;
+        }
+        // SAFETY: a non-null chunk is the start of `N` initialised elements that live as long as `self` (invariant 1). They are `M`
+        // values each and nothing between (checked above), so value `i % (N * M)` is among them.
+        Some(unsafe { &*chunk.cast::<U>().add(i % (N * M)) })
+    }
+}
+
 /// # Safety
 /// `chunk` is the start of a boxed slice of `N` elements that nobody else uses.
 unsafe fn free_chunk<T, const N: usize>(chunk: *mut T) {
@@ -391,7 +423,14 @@ mod tests {
         assert_eq!(*lock.lock(), 80_000);
         let held = lock.lock();
         assert!(lock.try_lock().is_none() && lock.try_lock().is_none(), "a failed attempt unlocks nothing");
-        drop(held);
+        let before = lock_waits();
+        thread::scope(|s| {
+            s.spawn(|| drop(lock.lock()));
+            while lock_waits() == before {
+                thread::yield_now();
+            }
+            drop(held);
+        });
         assert!(lock.try_lock().is_some());
     }
 

@@ -13,7 +13,7 @@
 
 use crate::entry::Entry;
 use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
-use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, read_locked};
+use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, Paged, read_locked};
 
 /// Tables made together. Few, so that a small device stays small; many, so that the directory of a large one does: 256 KiB for 1 TiB.
 #[cfg(not(loom))]
@@ -26,15 +26,14 @@ const TABLES_PER_CHUNK: usize = 1;
 const IN_USE_FOR_ONE_WARM: u32 = 64;
 
 /// The words of one cluster.
-#[repr(C, align(4096))]
-pub(crate) struct Table([AtomicU64; SLOTS_PER_CLUSTER]);
+pub(crate) type Table = Paged<AtomicU64, SLOTS_PER_CLUSTER>;
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Table>() == 4096 && align_of::<Table>() == 4096);
 
 impl Default for Table {
     fn default() -> Self {
-        Table(core::array::from_fn(|_| AtomicU64::new(Entry::FREE.0)))
+        Paged(core::array::from_fn(|_| AtomicU64::new(Entry::FREE.0)))
     }
 }
 
@@ -42,7 +41,7 @@ impl Table {
     /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: who sees a word sees what was stored before it.
     #[inline]
     pub fn get(&self, i: usize) -> Entry {
-        Entry(self.0[i].load(Ordering::Acquire))
+        read(&self.0[i])
     }
 
     /// The word of slot `i`; the caller holds the cluster lock.
@@ -56,6 +55,11 @@ impl Table {
     pub fn set(&self, i: usize, entry: Entry) {
         self.0[i].store(entry.0, Ordering::Release);
     }
+}
+
+#[inline]
+fn read(word: &AtomicU64) -> Entry {
+    Entry(word.load(Ordering::Acquire))
 }
 
 /// Gives the memory of an empty table back to the system, leaving it readable as zeros (`MADV_DONTNEED` on its
@@ -120,7 +124,7 @@ impl Tables {
     /// The word of a slot, without any lock: it was there at a moment during the call. `None`: no cluster near it was used yet.
     #[inline]
     pub fn word(&self, off: SwapOffset) -> Option<Entry> {
-        Some(self.get(off.cluster())?.get(off.in_cluster()))
+        self.tables.value(off.0 as usize).map(read)
     }
 
     /// The table of a locked cluster is about to be used. `false`: there is no memory for it.

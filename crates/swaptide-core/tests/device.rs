@@ -1,20 +1,12 @@
 //! One device and several, call by call.
 #![cfg(not(loom))]
 
+mod common;
+
+use common::{CPU, G, order, ty};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use swaptide_core::*;
-
-const CPU: CpuId = CpuId(0);
-const G: GroupId = GroupId(5);
-
-fn ty(n: u8) -> SwapType {
-    SwapType::new(n).unwrap()
-}
-
-fn order(n: u8) -> Order {
-    Order::new(n).unwrap()
-}
 
 fn device(slots: u32) -> SwapDevice {
     SwapDevice::new(ty(0), slots, 2, Kind::Solid)

@@ -61,6 +61,43 @@ fn lookup_against_table_free() {
     });
 }
 
+/// A look-up in a cluster that was never used, while its table is made: it finds nothing, or all of it.
+#[test]
+fn lookup_against_the_first_table() {
+    model(3, || {
+        let d = Arc::new(device(8));
+        let reader = {
+            let d = d.clone();
+            thread::spawn(move || [d.lookup(SwapOffset(1)), d.lookup(SwapOffset(1))])
+        };
+        assert_eq!(alloc(&d, 0, 2, 1), Ok(SwapOffset(0)));
+        let seen = reader.join().unwrap();
+        assert!(seen.iter().all(|slot| [Slot::Free, known(1)].contains(slot)) && seen != [known(1), Slot::Free], "{seen:?}");
+    });
+}
+
+/// Who finds a folio by a look-up finds in it what was written before it entered.
+#[test]
+fn lookup_shows_what_came_before() {
+    model(3, || {
+        let d = Arc::new(device(4));
+        let off = alloc(&d, 0, 0, 1).unwrap();
+        d.folio_to_shadow(off, 1, FolioId(1), Shadow(9), ZeroMask::None).unwrap();
+        let page = Arc::new(loom::sync::atomic::AtomicU32::new(0));
+        let writer = {
+            let (d, page) = (d.clone(), page.clone());
+            thread::spawn(move || {
+                page.store(7, loom::sync::atomic::Ordering::Relaxed);
+                d.shadow_to_folio(off, 1, FolioId(2), None).unwrap();
+            })
+        };
+        if d.lookup(off) == known(2) {
+            assert_eq!(page.load(loom::sync::atomic::Ordering::Relaxed), 7, "a folio without its data");
+        }
+        writer.join().unwrap();
+    });
+}
+
 fn known(folio: u32) -> Slot {
     Slot::Folio(FolioId(folio))
 }

@@ -1,20 +1,12 @@
 //! Slots that move: compaction, swapoff, and what only the swap cache holds.
 #![cfg(not(loom))]
 
+mod common;
+
+use common::{CPU, G, order, ty};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use swaptide_core::*;
-
-const CPU: CpuId = CpuId(0);
-const G: GroupId = GroupId(5);
-
-fn ty(n: u8) -> SwapType {
-    SwapType::new(n).unwrap()
-}
-
-fn order(n: u8) -> Order {
-    Order::new(n).unwrap()
-}
 
 /// Who uses which entry: pages by number, and what each slot should hold.
 #[derive(Default)]

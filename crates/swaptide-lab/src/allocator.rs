@@ -72,7 +72,17 @@ pub(crate) struct Test<'a> {
     fallback: u32,
     searching: f64,
     searches: u32,
+    /// Compaction that keeps in step with the work, as a thread in the background would.
+    beside: Option<&'a SwapTable>,
+    /// Slots written and freed since its last step, slots moved, seconds, and the highest bytes per used slot while nearly all pages are out.
+    pending: u32,
+    moved: u64,
+    moving: f64,
+    highest: f64,
 }
+
+/// Slots written and freed between two steps of compaction beside the work, and slots that a step moves at most.
+const STEP: u32 = 512;
 
 #[derive(Clone)]
 struct Block {
@@ -87,7 +97,25 @@ impl Test<'_> {
         let off = self.slots.alloc(order);
         self.searching += start.elapsed().as_secs_f64();
         self.searches += 1;
-        off.inspect(|&off| self.slots.written(off, 1 << order))
+        let off = off?;
+        self.slots.written(off, 1 << order);
+        Some(off)
+    }
+
+    /// So many slots were written or freed, and who uses them is noted: from time to time the background has its turn.
+    fn changed(&mut self, n: u32) {
+        self.pending += n;
+        let Some(core) = self.beside.filter(|_| self.pending >= STEP) else { return };
+        self.pending = 0;
+        // A table too many, or one for each 128, is not worth the moves.
+        if core.device().worth_compacting(1 + core.device().used() / (128 * 512)) {
+            let start = cpu_seconds();
+            self.moved += u64::from(core.device().compact(STEP, true, self).moved);
+            self.moving += cpu_seconds() - start;
+        }
+        if core.device().used() >= core.device().capacity() / 10 * 9 {
+            self.highest = self.highest.max(core.bytes() as f64 / f64::from(core.device().used()));
+        }
     }
 
     /// All that is in RAM goes out. A page that finds no slot stays: with `-s` there is one page more than slots.
@@ -97,6 +125,7 @@ impl Test<'_> {
                 if let Some(off) = self.alloc(4) {
                     self.swpout += 1;
                     (0..PAGES).for_each(|i| self.place(b * PAGES + i, off + i as u32));
+                    self.changed(PAGES as u32);
                     continue;
                 }
                 self.fallback += 1;
@@ -107,6 +136,7 @@ impl Test<'_> {
                     && let Some(off) = self.alloc(0)
                 {
                     self.place(b * PAGES + i, off);
+                    self.changed(1);
                 }
             }
         }
@@ -114,7 +144,8 @@ impl Test<'_> {
             if self.small[i].is_none()
                 && let Some(off) = self.alloc(0)
             {
-                self.place(BLOCKS * PAGES + i, off);
+                self.place(self.blocks.len() * PAGES + i, off);
+                self.changed(1);
             }
         }
     }
@@ -122,7 +153,7 @@ impl Test<'_> {
     /// A page's slot is `off` from now on.
     fn place(&mut self, page: usize, off: u32) {
         self.user[off as usize] = page as u32;
-        match page.checked_sub(BLOCKS * PAGES) {
+        match page.checked_sub(self.blocks.len() * PAGES) {
             None => self.blocks[page / PAGES].pages[page % PAGES] = Some(off),
             Some(small) => self.small[small] = Some(off),
         }
@@ -133,6 +164,7 @@ impl Test<'_> {
         if let Some(off) = self.blocks[b].pages[i].take() {
             self.slots.free(off, 1);
             self.blocks[b].whole = false;
+            self.changed(1);
         }
     }
 
@@ -144,12 +176,17 @@ impl Test<'_> {
             (true, Some(off)) if together(off) => self.slots.free(off, PAGES as u32),
             _ => pages.iter().flatten().for_each(|&off| self.slots.free(off, 1)),
         }
+        let freed = pages.iter().flatten().count() as u32;
         self.blocks[b] = Block { pages: [None; PAGES], whole: true };
+        self.changed(freed);
     }
 
     fn iteration(&mut self, aligned: bool) {
-        for _ in 0..if aligned { 256 } else { 4096 } {
-            let b = self.random.below(BLOCKS as u32) as usize;
+        let (blocks, small) = (self.blocks.len() as u32, self.small.len() as u32);
+        // 256 for the seed's 960.
+        let touched = blocks * 256 / BLOCKS as u32;
+        for _ in 0..if aligned { touched } else { touched * PAGES as u32 } {
+            let b = self.random.below(blocks) as usize;
             if aligned {
                 (0..PAGES).for_each(|i| self.touch(b, i));
             } else {
@@ -157,14 +194,15 @@ impl Test<'_> {
                 self.touch(b, i);
             }
         }
-        for _ in 0..256 {
-            let b = self.random.below(BLOCKS as u32) as usize;
+        for _ in 0..touched {
+            let b = self.random.below(blocks) as usize;
             self.discard(b);
         }
-        for _ in 0..if self.small.is_empty() { 0 } else { 256 } {
-            let i = self.random.below(SMALL as u32) as usize;
+        for _ in 0..if small == 0 { 0 } else { touched } {
+            let i = self.random.below(small) as usize;
             if let Some(off) = self.small[i].take() {
                 self.slots.free(off, 1);
+                self.changed(1);
             }
         }
         self.page_out();
@@ -190,12 +228,36 @@ impl Mover for Test<'_> {
     }
 }
 
-fn run(slots: &dyn Slots, aligned: bool, small: bool, iterations: usize, mut each: impl FnMut(&mut Test<'_>)) -> Outcome {
-    let blocks = vec![Block { pages: [None; PAGES], whole: true }; BLOCKS];
-    let small = vec![None; if small { SMALL } else { 0 }];
-    let random = Random::new(1);
-    let user = vec![0; SLOTS as usize * 2];
-    let mut test = Test { slots, blocks, small, user, random, swpout: 0, fallback: 0, searching: 0.0, searches: 0 };
+fn run(slots: &dyn Slots, aligned: bool, small: bool, iterations: usize, each: impl FnMut(&mut Test<'_>)) -> Outcome {
+    run_beside(slots, None, 1, aligned, small, iterations, each)
+}
+
+/// The same on a device `times` as large, with compaction beside the work, if `slots` is a core to be compacted.
+fn run_beside(
+    slots: &dyn Slots,
+    beside: Option<&SwapTable>,
+    times: usize,
+    aligned: bool,
+    small: bool,
+    iterations: usize,
+    mut each: impl FnMut(&mut Test<'_>),
+) -> Outcome {
+    let mut test = Test {
+        slots,
+        blocks: vec![Block { pages: [None; PAGES], whole: true }; BLOCKS * times],
+        small: vec![None; if small { SMALL * times } else { 0 }],
+        user: vec![0; SLOTS as usize * 2 * times],
+        random: Random::new(1),
+        swpout: 0,
+        fallback: 0,
+        searching: 0.0,
+        searches: 0,
+        beside,
+        pending: 0,
+        moved: 0,
+        moving: 0.0,
+        highest: 0.0,
+    };
     test.page_out();
     let (mut fallback, mut search, mut swpout) = (Vec::new(), Vec::new(), 0);
     for _ in 0..iterations {
@@ -238,6 +300,26 @@ impl Compaction {
             row("time to move one slot", "ns", self.seconds * 1e9 / (self.moved.max(1)) as f64),
         ]
     }
+}
+
+/// The workload on a device `times` as large as the seed's, compaction keeping in step: a table too many for each 128 is
+/// left alone. The device has two names for each place as always.
+fn beside_rows(mode: &str, times: usize, aligned: bool, small: bool, iterations: usize) -> [Row; 4] {
+    let core = SwapTable::new(SLOTS * times as u32 - 1, SLOTS * 2 * times as u32, 1).giving_back();
+    let (mut moved, mut moving, mut highest) = (0, 0.0, 0.0f64);
+    let outcome = run_beside(&core, Some(&core), times, aligned, small, iterations, |test| {
+        (moved, moving) = (test.moved, test.moving);
+        highest = test.highest;
+    });
+    let case = format!("{mode}: swaptide, {} MiB, compaction beside the work", 64 * times);
+    let row = |metric, unit, after| Row { after: Some(after), ..only(&case, metric, unit) };
+    let written = (iterations * times * PAGES * 256) as f64 * 1.75;
+    [
+        row("fallback, worst", "%", worst(&outcome.fallback)),
+        row("metadata per used slot, highest while nine tenths are used", "B", highest),
+        row("slots moved for each one written, about", "slots", moved as f64 / written),
+        row("time to move one slot", "ns", moving * 1e9 / (moved.max(1)) as f64),
+    ]
 }
 
 /// The seed's per cent of each iteration: those it prints, and what it says of the rest.
@@ -360,6 +442,9 @@ pub fn measure(quick: bool) -> Report {
         }
         let case = format!("{mode}: swaptide");
         rows.extend(compaction.rows(&case, iterations));
+        for times in [1, 16] {
+            rows.extend(beside_rows(mode, times, aligned, small, (iterations / times).max(5)));
+        }
         for (name, after, outcome) in
             [("free clusters only", false, &scanning), ("cluster lists", false, &lists), ("swaptide", true, &ours)]
         {
@@ -400,15 +485,29 @@ mod tests {
         for (mode, aligned, small, _) in &MODES {
             let scanning = run(&ScanAllocator::new(SLOTS, 1), *aligned, *small, 20, |_| ());
             assert!(scanning.fallback[2..].iter().all(|&f| f == 100.0), "{mode}: {:?}", scanning.fallback);
-            let ours = run(&SwapTable::new(USABLE, SLOTS * 2, 1), *aligned, *small, 20, |_| ());
+            let ours = run(&SwapTable::new(USABLE, SLOTS * 2, 1), *aligned, *small, 100, |_| ());
             assert!(ours.fallback.iter().all(|&f| f == 0.0), "{mode}: {:?}", ours.fallback);
             let core = SwapTable::new(USABLE, SLOTS * 2, 1).giving_back();
             let mut compaction = Compaction::default();
             let compacted = run(&core, *aligned, *small, 20, |test| compaction.after_iteration(&core, test));
             assert!(compacted.fallback.iter().all(|&f| f == 0.0), "{mode}: {:?}", compacted.fallback);
+            let [fallback, bytes, ..] = beside_rows(mode, 16, *aligned, *small, 1);
+            assert_eq!(fallback.after, Some(0.0), "{mode}");
+            assert!(
+                bytes.after.is_some_and(|bytes| bytes <= 8.3),
+                "{mode}: {:?} bytes per used slot beside the work",
+                bytes.after
+            );
             assert!(compaction.after <= 8.3, "{mode}: {} bytes per used slot", compaction.after);
-            assert!((200 * 20..240 * 20).contains(&ours.swpout), "{mode}: about 225 fresh blocks an iteration");
+            assert!((200 * 100..240 * 100).contains(&ours.swpout), "{mode}: about 225 fresh blocks an iteration");
         }
+    }
+
+    #[test]
+    fn without_names_to_spare_small_folios_break_the_runs() {
+        // What they are for. Where this stops failing, the test above proves nothing any more.
+        let tight = run(&SwapTable::new(USABLE, SLOTS, 1), false, true, 20, |_| ());
+        assert!(mean(&tight.fallback) > 50.0, "{:?}", tight.fallback);
     }
 
     #[test]

@@ -7,9 +7,9 @@
 //!
 //! Locks: cluster, then lists. From a list a cluster is only try-locked.
 
-use crate::lock::{Guard, OwnLine, SpinLock};
 use crate::map::{HAS_CACHE, SlotMap, free_order};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use swaptide_core::{Guard, OwnLine, SpinLock};
 use swaptide_core::{ORDERS, SLOTS_PER_CLUSTER};
 
 const CLUSTER: u32 = SLOTS_PER_CLUSTER as u32;

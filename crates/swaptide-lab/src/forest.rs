@@ -86,6 +86,7 @@ impl Forest {
     }
 
     /// The same under the tree's lock, for comparison: no kernel did this.
+    #[inline]
     pub fn lookup_locked(&self, off: u32) -> Cached {
         let (tree, index) = self.place(off);
         cached(tree.load_locked(index))

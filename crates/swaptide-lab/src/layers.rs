@@ -146,7 +146,7 @@ impl<A: Allocator> Layer for Before<A> {
     }
 
     fn waits(&self) -> u64 {
-        crate::lock_waits()
+        swaptide_core::lock_waits()
     }
 }
 

@@ -6,7 +6,6 @@
 //!
 //! | module    | what it owns |
 //! |-----------|--------------|
-//! | lock      | the spin lock of all baselines, counting the waits |
 //! | radix     | one radix tree: 64-way nodes, height grown lazily, one lock, look-ups without it |
 //! | forest    | the swap cache made of such trees, in three shapes |
 //! | map       | the static arrays: a byte of swap map and two of group for each slot |
@@ -23,7 +22,6 @@ pub mod allocator;
 pub mod clusters;
 pub mod forest;
 pub mod layers;
-mod lock;
 pub mod map;
 mod memory;
 pub mod radix;
@@ -31,8 +29,6 @@ pub mod report;
 pub mod scanning;
 pub mod search_space;
 pub mod swap_table;
-
-pub use lock::{lock_waits, use_yield};
 
 /// xorshift64*: the experiments need spread and repeatability, not quality.
 #[derive(Clone, Debug)]
@@ -52,6 +48,12 @@ impl Random {
         let high = (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as u32;
         ((u64::from(high) * u64::from(below)) >> 32) as u32
     }
+}
+
+/// Lets the spin locks (the core's own, the baselines have no other) give up the CPU after a while: there may be more threads than CPUs.
+pub fn use_yield() {
+    static HOOK: fn() = std::thread::yield_now;
+    swaptide_core::set_yield(&HOOK);
 }
 
 /// Seconds of CPU that this thread has used: what other programs take meanwhile does not show.

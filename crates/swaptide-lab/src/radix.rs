@@ -14,9 +14,9 @@
 
 #![allow(unsafe_code)]
 
-use crate::lock::SpinLock;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use swaptide_core::SpinLock;
 
 const BITS: u64 = 6;
 const SLOTS: usize = 1 << BITS;
@@ -134,6 +134,7 @@ impl Tree {
     }
 
     /// The same under the tree's lock.
+    #[inline]
     pub fn load_locked(&self, index: u64) -> Entry {
         let _pool = self.pool.lock();
         self.walk(index)

@@ -12,11 +12,11 @@
 //!
 //! Locks: a CPU's cache, then the device.
 
-use crate::lock::{OwnLine, SpinLock};
 use crate::map::{HAS_CACHE, SlotMap, free_order};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use swaptide_core::{ORDERS, SLOTS_PER_CLUSTER};
+use swaptide_core::{OwnLine, SpinLock};
 
 const CACHE: usize = 64;
 const ON: u32 = 5 * CACHE as u32;

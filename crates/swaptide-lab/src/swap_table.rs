@@ -101,6 +101,7 @@ struct Runs {
 
 /// The three layers with room for `slots` slots on `cpus` CPUs.
 fn layers(slots: u32, cpus: usize) -> [Box<dyn Layer>; 3] {
+    crate::use_yield();
     [
         Box::new(Before::scanning(slots, cpus)),
         Box::new(Before::clusters(slots, cpus)),
