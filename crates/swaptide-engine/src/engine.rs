@@ -18,6 +18,7 @@ use crate::bell::Bells;
 use crate::charge::Charge;
 use crate::devices::{Devices, FILE, POOL};
 use crate::fork::ForkControl;
+use crate::fork::layout::Change;
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
@@ -77,6 +78,9 @@ pub struct Mm {
     pub held: VirtRange,
     /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
     pub late: Vec<Event>,
+    /// Changes that were applied since a moment in which no change was under way: a child whose fork is read later may not have them (see
+    /// [`crate::fork::layout`]).
+    pub recent: Vec<Change>,
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
@@ -159,6 +163,7 @@ impl Engine {
                 kept: vec![None; frames],
                 held: NO_RANGE,
                 late: Vec::with_capacity(64),
+                recent: Vec::with_capacity(64),
                 jobs: Jobs::default(),
                 split: Split::new(),
                 evicted: 0,

@@ -17,9 +17,13 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
 use crate::engine::{Engine, Mm};
+use crate::fork::layout::Change;
 use crate::ids::{PageNo, pages_of};
 use crate::pagetable::PageState;
 use swaptide_core::Slot as TableSlot;
+
+/// Changes that are remembered for the child of a fork that is read later. More are applied only while threads change mappings without pause.
+const MOST_RECENT: usize = 4096;
 
 /// Gives up every page of a range.
 pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
@@ -112,6 +116,11 @@ impl Engine {
     }
 
     fn apply_now(&self, mm: &mut Mm, event: Event) {
+        if let Some(change @ (Change::Moved { .. } | Change::Gone(_))) = Change::of(&event)
+            && mm.recent.len() < MOST_RECENT
+        {
+            mm.recent.push(change);
+        }
         match event {
             Event::Remove(range) => drop_pages(mm, self, range),
             Event::Unmap(range) => {

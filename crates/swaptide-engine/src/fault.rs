@@ -97,6 +97,11 @@ impl Handler {
         }
     }
 
+    /// True while events are noted and not applied: only the page asked for is known to be what the table says.
+    fn is_alone(&self) -> bool {
+        self.deferring || self.giving
+    }
+
     /// Makes room for `n` pages.
     fn make_room(&mut self, n: usize) {
         let engine = self.engine;
@@ -114,6 +119,8 @@ impl Handler {
             }
             match self.worker.step(engine) {
                 Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
+                // What is read then may be a fork that must have the page first.
+                Step::Again if self.giving => return,
                 Step::Again => self.drain_events(),
                 Step::Nothing => {
                     if engine.charge.pool() > engine.charge.limit() / 16 && self.worker.write_back(engine) {
@@ -138,7 +145,7 @@ impl Handler {
     fn grow(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
         // While events are noted and not applied, what surrounds the page may be something else by now.
-        let window = if self.deferring { 1 } else { self.locality.growth_window(page, engine.charge.window_pages()) };
+        let window = if self.is_alone() { 1 } else { self.locality.growth_window(page, engine.charge.window_pages()) };
         let end = PageNo(pages_of(region).end);
         self.make_room(window);
         let mut guard = engine.mm.lock();
@@ -225,7 +232,7 @@ impl Handler {
         let engine = self.engine;
         let bound = engine.charge.window_pages();
         let mut brought;
-        let wanted = if self.deferring { SwapIn::Page } else { self.locality.swap_in(page, self.reading(page.addr()), bound) };
+        let wanted = if self.is_alone() { SwapIn::Page } else { self.locality.swap_in(page, self.reading(page.addr()), bound) };
         match wanted {
             SwapIn::Page => {
                 self.make_room(1);
@@ -277,7 +284,7 @@ impl Handler {
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
             PageState::Swapped(_)
-                if !self.deferring && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() =>
+                if !self.is_alone() && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() =>
             {
                 let (start, n) = self.around_in_file(page);
                 self.make_room(n);
@@ -574,6 +581,8 @@ impl Handler {
         match self.uffd.poison(range_of(page, 1)).error {
             Some(Errno::AGAIN) => return Err(Stop::Again),
             Some(Errno::NOENT) => return Err(Stop::Gone),
+            // The program reads something there, and not what the slot held.
+            Some(Errno::EXIST) => self.overtaken(page, entry),
             _ => {}
         }
         mm.table.set(page, PageState::Poisoned);

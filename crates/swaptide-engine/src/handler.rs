@@ -26,6 +26,8 @@ use crate::EngineError;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::fault::Served;
+use crate::fork::Recipient;
+use crate::fork::layout::Change;
 use crate::ids::{PAGES_PER_LEAF, PageNo, range_of};
 use crate::locality::Locality;
 use crate::place::Place;
@@ -43,7 +45,7 @@ pub struct Fault {
 }
 
 /// How long an event is waited for that another one shows to be on its way: its thread only has to come to its turn.
-const LATEST: Duration = Duration::from_secs(1);
+pub(crate) const LATEST: Duration = Duration::from_secs(1);
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -80,12 +82,18 @@ pub struct Handler {
     pub(crate) fork_done: bool,
     /// The forked child's userfaultfd.
     pub(crate) child: Option<Uffd>,
-    /// How many events had been noted when the fork event came: the child may have seen their changes.
-    pub(crate) noted_before_fork: usize,
+    /// A fork event was read: memory may be allocated again.
+    pub(crate) has_forked: bool,
+    /// Children of forks that came through no hook are being given their pages: events are noted and not applied.
+    pub(crate) giving: bool,
+    /// Such children, but for the one that is given its pages now.
+    pub(crate) recipients: Vec<Recipient>,
+    /// How many of them there were since events were applied last.
+    pub(crate) met: usize,
     /// The engine's memory changed while it may have been copied.
     pub(crate) torn: bool,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
-    pub(crate) noted: Vec<Event>,
+    pub(crate) noted: Vec<Change>,
 }
 
 impl Handler {
@@ -122,7 +130,10 @@ impl Handler {
             deferring: false,
             fork_done: false,
             child: None,
-            noted_before_fork: 0,
+            has_forked: false,
+            giving: false,
+            recipients: Vec::new(),
+            met: 0,
             torn: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
         })
@@ -177,9 +188,17 @@ impl Handler {
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
         }
+        // When nothing is under way, no fork is that could be older than what was applied.
+        if !mm.recent.is_empty() && !self.deferring && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+            mm.recent.clear();
+        }
         engine.settle(&mm);
         let is_late = !mm.late.is_empty();
         drop(mm);
+        if self.giving {
+            return;
+        }
+        self.serve_strangers();
         if is_late {
             self.read_late();
         }
@@ -212,9 +231,25 @@ impl Handler {
                 // None is on its way. Where threads change mappings without pause that is not to be seen, but after so long it had been read.
                 engine.apply_late(&mut mm);
             }
-            if mm.late.is_empty() {
-                engine.settle(&mm);
+            engine.settle(&mm);
+            let over = mm.late.is_empty();
+            drop(mm);
+            self.serve_strangers();
+            if over {
                 return;
+            }
+        }
+    }
+
+    /// Reads what there is, while everything that was not a fault is noted.
+    pub(crate) fn read_noting(&mut self) {
+        let engine = self.engine;
+        let mut messages = Message::buffer::<MESSAGES>();
+        let mut mm = engine.mm.lock();
+        if let Ok(n) = self.uffd.read(&mut messages) {
+            for message in &mut messages[..n] {
+                let event = message.decode();
+                self.take(&mut mm, event);
             }
         }
     }
@@ -235,20 +270,19 @@ impl Handler {
             (_, Some(Ring::ForkDone)) => self.fork_done = true,
             (_, Some(ring)) => self.rung.push(ring),
             (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => {
-                self.noted_before_fork = self.noted.len();
+                self.has_forked = true;
                 self.child = Some(uffd);
             }
             (Event::Fork { uffd }, _) => self.strangers.push(uffd),
-            (event, None) if self.deferring => self.note_event(event),
+            // What follows a fork event may be earlier than the fork: the child must be looked at first.
+            (event, None) if self.deferring || self.giving || !self.strangers.is_empty() => self.note_event(event),
             (event, None) => self.engine.apply(mm, event),
         }
     }
 
     /// Does what the bells asked for, unless a fork is under way: then it waits for its end.
     pub(crate) fn serve_bells(&mut self) {
-        while let Some(child) = self.strangers.pop() {
-            self.stranger(child);
-        }
+        self.serve_strangers();
         while !self.forking && !self.rung.is_empty() {
             match self.rung.remove(0) {
                 Ring::Adopt => self.adopt(),

@@ -49,6 +49,11 @@ const COMPACT_BYTES: usize = 512 << 10;
 /// Batches that may wait for a worker.
 const MOST_JOBS: usize = 2;
 
+/// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them (pinned for input or output, say).
+const MOST_VAIN: u32 = 4;
+/// Then sharing is broken only this often.
+const VAIN_RESTS: Duration = Duration::from_millis(100);
+
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
@@ -66,6 +71,10 @@ pub struct Worker {
     writeback: Writeback,
     /// Pages whose sharing must be broken before they can be taken.
     shared: Vec<PageNo>,
+    /// How often in a row that was done and nothing could be taken.
+    vain: u32,
+    /// When that was the last time.
+    vain_at: Nanos,
 }
 
 impl Default for Worker {
@@ -77,7 +86,13 @@ impl Default for Worker {
 impl Worker {
     /// A worker with its buffers.
     pub fn new() -> Worker {
-        Worker { compressor: Compressor::new(), writeback: Writeback::new(), shared: Vec::with_capacity(256) }
+        Worker {
+            compressor: Compressor::new(),
+            writeback: Writeback::new(),
+            shared: Vec::with_capacity(256),
+            vain: 0,
+            vain_at: Nanos(0),
+        }
     }
 
     /// Stores a batch that waits, or takes one and stores it.
@@ -164,12 +179,30 @@ impl Worker {
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
     /// meanwhile is a fault, which the handler answers. So never in the handler itself.
     fn unshare(&mut self) -> bool {
+        if self.vain >= MOST_VAIN && now().since(self.vain_at) < VAIN_RESTS {
+            self.shared.clear();
+        }
         let any = !self.shared.is_empty();
         for page in self.shared.drain(..) {
             // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
             let _ = unsafe { advise(range_of(page, 1), Advice::PopulateWrite) };
         }
         any
+    }
+
+    /// What a step came to, when the sharing was broken that kept it from taking more.
+    fn after_unsharing(&mut self, step: Step) -> Step {
+        let any = self.unshare();
+        if let Step::Took(_) = step {
+            self.vain = 0;
+        } else if any {
+            self.vain += 1;
+            self.vain_at = now();
+            if self.vain < MOST_VAIN {
+                return Step::Again;
+            }
+        }
+        step
     }
 
     /// The life of a background worker. Worker 0 looks after the accounts.
@@ -207,8 +240,7 @@ impl Worker {
             }
             if engine.is_reclaim_due(&engine.mm.lock()) {
                 let step = self.step(engine);
-                let step = if self.unshare() { Step::Again } else { step };
-                match step {
+                match self.after_unsharing(step) {
                     Step::Took(_) => continue,
                     Step::Again => {
                         yield_now();

@@ -1,0 +1,260 @@
+//! The forked child: from its parent's bequest to an engine of its own.
+//!
+//! Owns: what was handed over, until the child's handler has it.
+//!
+//! Invariants
+//! 1. Nothing is allocated before the parent's answer is known: the copy of the allocator may be torn.
+//! 2. The table first follows the changes of mappings that this process has, then learns which pages came with the hand-over, then forgets what did not
+//!    come along.
+//!
+//! Locks: none is held by anybody in the copy, whatever its word says.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use swaptide_ipc::SlotIndex;
+use swaptide_sys::mem::{Mapping, is_mapped_in};
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+use swaptide_sys::sock::Conn;
+use swaptide_sys::thread::getpid;
+use swaptide_sys::uffd::{Event, Uffd};
+use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
+
+use super::control::NONE;
+use super::layout::Change;
+use super::wire::{DECLINED, Decline, MESSAGE_BYTES, NO_SLOT, OFF, OFF_TORN, TAKEN, decode};
+use crate::EngineError;
+use crate::engine::Engine;
+use crate::handler::Handler;
+use crate::ids::PageNo;
+use crate::pagetable::PageState;
+
+/// What a child's handler got from its parent's.
+pub struct Inheritance {
+    conn: Conn,
+    uffd: Option<Uffd>,
+    file: Option<OwnedFd>,
+    served: Vec<PageNo>,
+    changes: Vec<Change>,
+}
+
+impl Inheritance {
+    /// Tells the parent's handler that this process serves itself.
+    ///
+    /// # Errors
+    /// When the parent is gone, which is no harm any more.
+    pub fn taken(&self) -> Result<(), Errno> {
+        self.conn.send(&[TAKEN], &[])
+    }
+
+    /// Tells the parent's handler that this process cannot serve itself; returns when all its memory is there.
+    ///
+    /// # Errors
+    /// When the parent is gone: what is swapped is lost, and the process must be stopped.
+    pub fn declined(&self) -> Result<(), Errno> {
+        self.conn.send(&[DECLINED], &[])?;
+        hear_off(&self.conn).map(drop)
+    }
+}
+
+/// Waits until the parent's handler says that all memory is there. True when this process may allocate from its copy of the engine's memory.
+fn hear_off(conn: &Conn) -> Result<bool, Errno> {
+    let mut word = [0u8; 8];
+    let (n, _) = conn.recv(&mut word, &mut [])?;
+    match u64::from_le_bytes(word) {
+        OFF if n == 8 => Ok(true),
+        OFF_TORN if n == 8 => Ok(false),
+        _ => Err(Errno::PROTO),
+    }
+}
+
+impl Engine {
+    /// In the child, before any engine thread runs: forgets the parent's threads.
+    pub fn forked(&self) {
+        // The parent's handler may have held the lock at the moment of the fork, to note another thread's fault or event: it changes nothing
+        // that the lock guards then (invariant 1).
+        // SAFETY: no other thread exists in this process.
+        unsafe { self.mm.force_unlock() };
+        // SAFETY: as above; workers stood still, outside of the devices.
+        unsafe { self.devices.pool.force_unlock() };
+        if let Some(file) = &self.devices.file {
+            // SAFETY: as above.
+            unsafe { file.device.force_unlock() };
+        }
+        self.park.store(0, Relaxed);
+        self.parked.store(0, Relaxed);
+        self.workers.store(0, Relaxed);
+        self.work.store(0, Relaxed);
+        self.bells.reset();
+        self.shared_pages.store(true, Relaxed);
+    }
+
+    /// Closes the userfaultfd of an engine that never began.
+    ///
+    /// # Safety
+    /// Nothing is managed, and nobody uses the engine any more.
+    pub unsafe fn close_uffd(&self) {
+        // SAFETY: the caller's promise; the box that owns the number is never dropped.
+        drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });
+    }
+
+    /// Says hello to the parent's handler, through the child's end if there is one.
+    fn greet(&self, end: Option<Conn>, first: u32) -> Result<Conn, Errno> {
+        let conn = match end {
+            Some(conn) => conn,
+            None => {
+                let (name, len) = self.fork.socket_name();
+                Conn::connect_abstract(&name[..len])?
+            }
+        };
+        let mut hello = [0u8; 16];
+        hello[..4].copy_from_slice(&first.to_le_bytes());
+        hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
+        hello[8..].copy_from_slice(&self.fork.token.load(Relaxed).to_le_bytes());
+        conn.send(&hello, &[])?;
+        Ok(conn)
+    }
+
+    /// In a child that cannot take over: returns when all its memory is there and its copy of the engine is of no use any more. Allocates
+    /// nothing. True when others may allocate.
+    ///
+    /// # Errors
+    /// When the parent is gone: what is swapped is lost, and the process must be stopped.
+    pub fn decline(&self, end: Option<Conn>, why: Decline) -> Result<bool, Errno> {
+        hear_off(&self.greet(end, NO_SLOT - why as u32)?)
+    }
+
+    /// In the child's handler thread: asks the parent's handler for what the child needs.
+    ///
+    /// # Errors
+    /// When the parent is gone.
+    ///
+    /// Nothing is allocated before the answer is known: this process's copy of the allocator may be torn.
+    pub fn inherit(&self, end: Option<Conn>, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
+        let conn = self.greet(end, index.0)?;
+        let mut total = [0u8; 8];
+        let mut fds = [None, None];
+        let (n, _) = conn.recv(&mut total, &mut fds)?;
+        if n == 8 && [OFF, OFF_TORN].contains(&u64::from_le_bytes(total)) {
+            return Ok(None);
+        }
+        let [uffd, file] = fds;
+        let (Some(uffd), 8) = (uffd, n) else { return Err(Errno::PROTO) };
+        let mut bytes = vec![0u8; u64::from_le_bytes(total) as usize];
+        let mut at = 0;
+        while at < bytes.len() {
+            let end = bytes.len().min(at + MESSAGE_BYTES);
+            let (n, _) = conn.recv(&mut bytes[at..end], &mut [])?;
+            if n == 0 {
+                return Err(Errno::PROTO);
+            }
+            at += n;
+        }
+        let words: Vec<usize> =
+            bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
+        let count = words.first().copied().unwrap_or(0);
+        let served = words.iter().skip(1).take(count).map(|p| PageNo(*p)).collect();
+        let changes = words[(1 + count).min(words.len())..].chunks_exact(4).filter_map(decode).collect();
+        Ok(Some(Inheritance { conn, uffd: Some(Uffd::from_fd(uffd)), file, served, changes }))
+    }
+}
+
+impl Handler {
+    /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here, and what stands in their place is the engine's
+    /// own, made since. Their pages are given up.
+    fn forget_what_did_not_come(&mut self) -> Result<(), EngineError> {
+        let engine = self.engine;
+        let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
+        let mut missing = Vec::new();
+        for region in regions {
+            let mut at = region.start;
+            while at < region.end {
+                let next = self.maps.vma_at_or_next(at).map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
+                let Some(vma) = next.map(|info| info.vma().range).filter(|vma| vma.start < region.end) else {
+                    missing.push(VirtRange { start: at, end: region.end });
+                    break;
+                };
+                if at < vma.start {
+                    missing.push(VirtRange { start: at, end: vma.start });
+                }
+                at = at.max(vma.start);
+                let end = vma.end.min(region.end);
+                crate::adopt::program_parts(VirtRange { start: at, end }, |part| {
+                    if at < part.start {
+                        missing.push(VirtRange { start: at, end: part.start });
+                    }
+                    at = part.end;
+                });
+                if at < end {
+                    missing.push(VirtRange { start: at, end });
+                    at = end;
+                }
+            }
+        }
+        let mut mm = engine.mm.lock();
+        for range in missing {
+            engine.apply(&mut mm, Event::Unmap(range));
+        }
+        Ok(())
+    }
+
+    /// A handler for a forked child, over its parent's bequest.
+    ///
+    /// # Errors
+    /// When a userfaultfd or memory is refused: the child must decline then.
+    pub fn inherited(
+        engine: &'static Engine,
+        index: SlotIndex,
+        salt: u64,
+        left: &mut Inheritance,
+    ) -> Result<Handler, EngineError> {
+        engine.set_index(index);
+        let uffd = left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
+        // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
+        // That one may have something at the same address: zeros for a page that it has never touched are no harm there, and not to be
+        // seen here.
+        let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
+        uffd.register_missing(probe.range())
+            .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
+        let _ = uffd.zero_pages(probe.range(), true);
+        let ours = is_mapped_in(probe.range().start).unwrap_or(false);
+        let _ = uffd.unregister(probe.range());
+        drop(probe);
+        if !ours {
+            return Err(EngineError::Devices("the userfaultfd that was handed over is another process's"));
+        }
+        engine.set_uffd(uffd);
+        let mut handler = Handler::new(engine)?;
+        engine.mm.lock().staging.reopen()?;
+        if let Some(file) = &engine.devices.file {
+            match left.file.take() {
+                Some(fd) => {
+                    file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?
+                }
+                None => return Err(EngineError::Devices("the swap file was not handed over")),
+            }
+        }
+        {
+            let mut mm = engine.mm.lock();
+            mm.recent.clear();
+            for change in std::mem::take(&mut left.changes) {
+                engine.apply(&mut mm, change.event());
+            }
+            engine.apply_late(&mut mm);
+            mm.recent.clear();
+        }
+        for page in std::mem::take(&mut left.served) {
+            let mut mm = engine.mm.lock();
+            match mm.table.get(page) {
+                PageState::Swapped(entry) => engine.release(&mm, entry),
+                PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+                _ => {}
+            }
+            if mm.regions.find(page.addr()).is_some() {
+                mm.mark_present(page);
+            }
+        }
+        handler.forget_what_did_not_come()?;
+        engine.fork.set(NONE);
+        Ok(handler)
+    }
+}

@@ -1,0 +1,448 @@
+//! Where a forked child has what the parent's table knows.
+//!
+//! A thread that changes mappings does so under the kernel's lock of the address space, and tells of it after that lock is free; so does a fork.
+//! The order in which a fork and other threads' changes are read is therefore not the order in which they happened:
+//!
+//! | happened | read | the parent's table, when the fork is read | the child |
+//! |---|---|---|---|
+//! | change, fork | change, fork | has the change, or has noted it | has it |
+//! | fork, change | fork, change | has it not | has it not |
+//! | change, fork | fork, change | has it **not** | **has** it |
+//! | fork, change | change, fork | **has** it, or has noted it | has it **not** |
+//!
+//! What the kernel offers: from before a change until its event was read and its thread has run, every fill is refused
+//! ([`Coverage::Changing`]). So when that ends after a fork event was read, every change that the child may have was read as well; and a change that
+//! was read when nothing was under way is older than any fork that is read later. The changes in between fall into histories that have nothing to do with
+//! each other; of each the child has a first part, and which one its userfaultfd tells: what of the places concerned is armed there.
+//!
+//! Owns: the changes in which a child differs from its parent's table.
+//!
+//! Invariants
+//! 1. `undone` are changes that the table has and the child has not; `done` those that the child has and the table has not. Each in the order
+//!    in which they happened to one page.
+//! 2. An `Unmap` that only ends a `Remap`'s old place is in neither: the `Remap` says it.
+//! 3. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the child, so it is always taken as given up;
+//!    but not where a change before it did not reach the child.
+//!
+//! A range that a thread unmaps while another forks past the hook may be in the child with zeros: the child of such a program cannot know
+//! whether it has the range at all.
+//!
+//! Locks: none.
+
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::uffd::{Coverage, Event};
+
+use crate::ids::{PageNo, range_of};
+
+/// A change of mappings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Change {
+    /// `len` bytes at `from` are at `to`.
+    Moved {
+        /// The old start.
+        from: VirtAddr,
+        /// The new start.
+        to: VirtAddr,
+        /// Bytes.
+        len: usize,
+    },
+    /// Unmapped.
+    Gone(VirtRange),
+    /// Given up, and still mapped.
+    Dropped(VirtRange),
+}
+
+impl Change {
+    /// The change that an event tells of.
+    pub fn of(event: &Event) -> Option<Change> {
+        match event {
+            Event::Remap { from, to, len } => Some(Change::Moved { from: *from, to: *to, len: *len }),
+            Event::Unmap(range) => Some(Change::Gone(*range)),
+            Event::Remove(range) => Some(Change::Dropped(*range)),
+            Event::Fault { .. } | Event::Fork { .. } | Event::Unknown(_) => None,
+        }
+    }
+
+    /// The event that tells of it.
+    pub fn event(self) -> Event {
+        match self {
+            Change::Moved { from, to, len } => Event::Remap { from, to, len },
+            Change::Gone(range) => Event::Unmap(range),
+            Change::Dropped(range) => Event::Remove(range),
+        }
+    }
+
+    /// What is not what it was before.
+    fn source(self) -> VirtRange {
+        match self {
+            Change::Moved { from, len, .. } => VirtRange { start: from, end: from.offset(len) },
+            Change::Gone(range) | Change::Dropped(range) => range,
+        }
+    }
+
+    /// Where something is that was not there before.
+    fn target(self) -> Option<VirtRange> {
+        match self {
+            Change::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),
+            Change::Gone(_) | Change::Dropped(_) => None,
+        }
+    }
+
+    /// Whether something of a range was free afterwards.
+    fn frees(self, range: VirtRange) -> bool {
+        !matches!(self, Change::Dropped(_)) && overlap(self.source(), range)
+    }
+
+    /// Whether something was at a range before this change, if that is to be seen from it.
+    pub(super) fn tells_of(self, range: VirtRange) -> Option<bool> {
+        match self {
+            _ if self.frees(range) => Some(true),
+            _ if self.reaches(range) => Some(false),
+            _ => None,
+        }
+    }
+
+    /// Whether it changes anything of a range.
+    pub(super) fn concerns(self, range: VirtRange) -> bool {
+        overlap(self.source(), range) || self.reaches(range)
+    }
+
+    fn reaches(self, range: VirtRange) -> bool {
+        self.target().is_some_and(|target| overlap(target, range))
+    }
+}
+
+fn overlap(a: VirtRange, b: VirtRange) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+fn shifted(page: PageNo, from: VirtAddr, to: VirtAddr) -> PageNo {
+    PageNo(page.0.wrapping_sub(PageNo::of(from).0).wrapping_add(PageNo::of(to).0))
+}
+
+/// See the module's description.
+#[derive(Clone, Default, Debug)]
+pub struct Layout {
+    undone: Vec<Change>,
+    done: Vec<Change>,
+}
+
+impl Layout {
+    /// Judges which changes a child has. `applied`: in the table, and perhaps later than the fork; `noted`: not in the table, and perhaps earlier.
+    /// `armed`: whether the child has an armed mapping at a page; `managed`: whether the table has one managed.
+    pub fn judge(
+        applied: &[Change],
+        noted: &[Change],
+        mut armed: impl FnMut(PageNo) -> bool,
+        managed: impl Fn(VirtAddr) -> bool,
+    ) -> Layout {
+        let all: Vec<Change> = applied.iter().chain(noted).copied().collect();
+        let ends = ends_of_moves(&all);
+        let mut has = vec![false; all.len()];
+        for history in histories(&all, &ends) {
+            let cut = history.cut(&all, &ends, applied.len(), &mut armed, &managed);
+            history.changes.iter().take(cut).for_each(|at| has[*at] = true);
+        }
+        for at in 0..all.len() {
+            if let Change::Dropped(range) = all[at] {
+                let lacks = |k: usize| !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], Change::Dropped(_));
+                has[at] = !(0..at).any(|k| lacks(k) && (all[k].reaches(range) || overlap(all[k].source(), range)));
+            }
+        }
+        let chosen = |part: std::ops::Range<usize>, wanted: bool| {
+            part.filter(|k| has[*k] == wanted && !ends.contains(&Some(*k))).map(|k| all[k]).collect::<Vec<_>>()
+        };
+        Layout { undone: chosen(0..applied.len(), false), done: chosen(applied.len()..all.len(), true) }
+    }
+
+    /// Where the child has a page of the parent's table; `None` if it has given it up.
+    pub fn place(&self, page: PageNo) -> Option<PageNo> {
+        let mut at = page;
+        for change in self.undone.iter().rev() {
+            if let Change::Moved { from, to, .. } = *change
+                && change.reaches(range_of(at, 1))
+            {
+                at = shifted(at, to, from);
+            }
+        }
+        for change in &self.done {
+            match *change {
+                Change::Moved { from, to, .. } if change.source().contains(at.addr()) => at = shifted(at, from, to),
+                _ if change.source().contains(at.addr()) || change.reaches(range_of(at, 1)) => return None,
+                _ => {}
+            }
+        }
+        Some(at)
+    }
+
+    /// What the parent's table calls a page of the child; `None` if it does not know it.
+    pub fn origin(&self, page: PageNo) -> Option<PageNo> {
+        let mut at = page;
+        for change in self.done.iter().rev() {
+            match *change {
+                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
+                _ if change.source().contains(at.addr()) => return None,
+                _ => {}
+            }
+        }
+        for change in &self.undone {
+            if let Change::Moved { from, to, .. } = *change
+                && change.source().contains(at.addr())
+            {
+                at = shifted(at, from, to);
+            }
+        }
+        (self.place(at) == Some(page)).then_some(at)
+    }
+
+    /// What the child has, and the table has not.
+    pub fn done(&self) -> &[Change] {
+        &self.done
+    }
+
+    /// The child has made a change itself.
+    pub fn changed(&mut self, change: Change) {
+        self.done.push(change);
+    }
+}
+
+/// For each change the later `Unmap` that only ends its old place, if it is a move and there is one.
+fn ends_of_moves(all: &[Change]) -> Vec<Option<usize>> {
+    let mut ends = vec![None; all.len()];
+    for (at, change) in all.iter().enumerate() {
+        if let Change::Gone(range) = change {
+            let of = |k: &usize| ends[*k].is_none() && matches!(all[*k], Change::Moved { .. }) && all[*k].source() == *range;
+            if let Some(of) = (0..at).rev().find(of) {
+                ends[of] = Some(at);
+            }
+        }
+    }
+    ends
+}
+
+/// Changes that have to do with each other, because one concerns what another left or took, in the order in which they were read. What a child has of
+/// them is a first part.
+struct History {
+    changes: Vec<usize>,
+    ranges: Vec<VirtRange>,
+}
+
+fn histories(all: &[Change], ends: &[Option<usize>]) -> Vec<History> {
+    let mut histories: Vec<History> = Vec::new();
+    for (at, change) in all.iter().enumerate() {
+        if matches!(change, Change::Dropped(_)) || ends.contains(&Some(at)) {
+            continue;
+        }
+        let mut joined =
+            History { changes: Vec::new(), ranges: [Some(change.source()), change.target()].into_iter().flatten().collect() };
+        let (touched, apart): (Vec<History>, Vec<History>) = std::mem::take(&mut histories)
+            .into_iter()
+            .partition(|h| h.ranges.iter().any(|r| joined.ranges.iter().any(|other| overlap(*r, *other))));
+        for history in touched {
+            joined.changes.extend(history.changes);
+            for range in history.ranges {
+                if !joined.ranges.contains(&range) {
+                    joined.ranges.push(range);
+                }
+            }
+        }
+        joined.changes.push(at);
+        joined.changes.sort_unstable();
+        histories = apart;
+        histories.push(joined);
+    }
+    histories
+}
+
+impl History {
+    /// How many of the changes the child has: as many as explain best what it has armed; of several numbers the one that is nearest to what was
+    /// read before the fork.
+    fn cut(
+        &self,
+        all: &[Change],
+        ends: &[Option<usize>],
+        read_before: usize,
+        armed: &mut impl FnMut(PageNo) -> bool,
+        managed: &impl Fn(VirtAddr) -> bool,
+    ) -> usize {
+        let is_at = |range: VirtRange, place: VirtAddr| range.contains(place);
+        let mut places: Vec<VirtAddr> = self.ranges.iter().map(|r| r.start).collect();
+        places.sort_unstable();
+        places.dedup();
+        let seen: Vec<bool> = places.iter().map(|place| armed(PageNo::of(*place))).collect();
+        // Before all of them.
+        let mut expected: Vec<bool> = places
+            .iter()
+            .map(|place| {
+                let first = self
+                    .changes
+                    .iter()
+                    .map(|at| all[*at])
+                    .find(|c| is_at(c.source(), *place) || c.target().is_some_and(|target| is_at(target, *place)));
+                match first {
+                    Some(c @ Change::Moved { .. }) => is_at(c.source(), *place),
+                    _ => managed(*place),
+                }
+            })
+            .collect();
+        let usual = self.changes.partition_point(|at| *at < read_before);
+        let mut best = (0, usize::MAX, 0);
+        for cut in 0..=self.changes.len() {
+            if cut > 0 {
+                let at = self.changes[cut - 1];
+                // A move without an end is one that leaves its old place mapped (`MREMAP_DONTUNMAP`).
+                let leaves = ends[at].is_some() || matches!(all[at], Change::Gone(_));
+                for (place, expected) in places.iter().zip(&mut expected) {
+                    if leaves && is_at(all[at].source(), *place) {
+                        *expected = false;
+                    }
+                    if all[at].target().is_some_and(|target| is_at(target, *place)) {
+                        *expected = true;
+                    }
+                }
+            }
+            let agrees = expected.iter().zip(&seen).filter(|(a, b)| a == b).count();
+            let far = cut.abs_diff(usual);
+            if agrees > best.0 || (agrees == best.0 && far < best.1) {
+                best = (agrees, far, cut);
+            }
+        }
+        best.2
+    }
+}
+
+/// Whether the process behind a userfaultfd has an armed mapping at a page; `None` while it is changing.
+pub fn is_armed(uffd: &swaptide_sys::uffd::Uffd, page: PageNo) -> Option<bool> {
+    match uffd.coverage(range_of(page, 1)) {
+        Coverage::Whole => Some(true),
+        Coverage::Changing => None,
+        Coverage::NotWhole | Coverage::Gone => Some(false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    const LEN: usize = 4 << 12;
+
+    fn at(place: usize) -> VirtAddr {
+        VirtAddr(0x10_0000 + place * LEN)
+    }
+
+    fn range(place: usize) -> VirtRange {
+        VirtRange { start: at(place), end: at(place).offset(LEN) }
+    }
+
+    fn moved(from: usize, to: usize) -> Change {
+        Change::Moved { from: at(from), to: at(to), len: LEN }
+    }
+
+    /// What is at each place: the number of a block.
+    type World = BTreeMap<usize, u32>;
+
+    fn place_of(addr: VirtAddr) -> usize {
+        (addr.0 - at(0).0) / LEN
+    }
+
+    fn happen(world: &mut World, change: Change) {
+        match change {
+            Change::Moved { from, to, .. } => {
+                if let Some(block) = world.remove(&place_of(from)) {
+                    world.insert(place_of(to), block);
+                }
+            }
+            Change::Gone(range) => drop(world.remove(&place_of(range.start))),
+            Change::Dropped(_) => {}
+        }
+    }
+
+    /// Every way to cut a history in two: the child has what is before the cut, whatever was applied to the table.
+    fn all_cuts(blocks: &[usize], calls: &[&[Change]]) {
+        let start: World = blocks.iter().enumerate().map(|(block, place)| (*place, block as u32)).collect();
+        for cut in 0..=calls.len() {
+            for applied in 0..=calls.len() {
+                let mut child = start.clone();
+                calls[..cut].iter().flat_map(|c| c.iter()).for_each(|c| happen(&mut child, *c));
+                let mut table = start.clone();
+                calls[..applied].iter().flat_map(|c| c.iter()).for_each(|c| happen(&mut table, *c));
+                let flat = |calls: &[&[Change]]| calls.iter().flat_map(|c| c.iter()).copied().collect::<Vec<_>>();
+                let layout = Layout::judge(
+                    &flat(&calls[..applied]),
+                    &flat(&calls[applied..]),
+                    |page| child.contains_key(&place_of(page.addr())),
+                    |addr| table.contains_key(&place_of(addr)),
+                );
+                for (place, block) in &table {
+                    let found = layout.place(PageNo::of(at(*place))).map(|page| place_of(page.addr()));
+                    let real = child.iter().find(|(_, b)| *b == block).map(|(place, _)| *place);
+                    if let Some(real) = real {
+                        assert_eq!(found, Some(real), "block {block}: cut {cut}, applied {applied}, {layout:?}");
+                        let origin = layout.origin(PageNo::of(at(real))).map(|page| place_of(page.addr()));
+                        assert_eq!(origin, Some(*place), "block {block} back: cut {cut}, applied {applied}, {layout:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_that_moves_is_found_on_either_side_of_the_fork() {
+        all_cuts(&[0, 1], &[&[moved(0, 5), Change::Gone(range(0))]]);
+        all_cuts(
+            &[0, 1],
+            &[
+                &[moved(0, 5), Change::Gone(range(0))],
+                &[moved(5, 6), Change::Gone(range(5))],
+                &[moved(6, 0), Change::Gone(range(6))],
+            ],
+        );
+    }
+
+    #[test]
+    fn a_block_that_moves_over_another_one_is_found() {
+        all_cuts(&[0, 1], &[&[Change::Gone(range(1)), moved(0, 1), Change::Gone(range(0))]]);
+    }
+
+    #[test]
+    fn blocks_that_follow_each_other_are_told_apart() {
+        all_cuts(&[0, 2], &[&[moved(0, 1), Change::Gone(range(0))], &[moved(2, 0), Change::Gone(range(2))]]);
+        all_cuts(&[0, 1], &[&[moved(1, 2), Change::Gone(range(1))], &[moved(0, 1), Change::Gone(range(0))]]);
+    }
+
+    #[test]
+    fn what_is_given_up_at_the_fork_is_empty_and_nothing_else_is() {
+        let layout = Layout::judge(&[], &[Change::Dropped(range(0))], |_| true, |_| true);
+        assert_eq!(layout.place(PageNo::of(at(0))), None);
+        assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))));
+        // The child has not seen the move, so what was given up at the new place is not what it has there.
+        let over = [Change::Gone(range(1)), moved(0, 1), Change::Gone(range(0)), Change::Dropped(range(1))];
+        let layout = Layout::judge(&[], &over, |_| true, |_| true);
+        assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))), "{layout:?}");
+    }
+
+    #[test]
+    fn a_block_that_goes_to_and_fro_is_where_it_is_armed() {
+        let back_and_forth: Vec<[Change; 2]> = (0..9)
+            .map(|k| if k % 2 == 0 { [moved(0, 5), Change::Gone(range(0))] } else { [moved(5, 0), Change::Gone(range(5))] })
+            .collect();
+        all_cuts(&[0], &back_and_forth.iter().map(|call| &call[..]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_is_unmapped_is_gone_in_the_child_only_if_it_is_not_armed_there() {
+        let layout = Layout::judge(&[], &[Change::Gone(range(0))], |_| true, |_| true);
+        assert_eq!(layout.done(), []);
+        let layout = Layout::judge(&[], &[Change::Gone(range(0))], |_| false, |_| true);
+        assert_eq!(layout.done(), [Change::Gone(range(0))]);
+    }
+
+    #[test]
+    fn a_mapping_that_leaves_its_place_mapped_is_found_at_the_new_one() {
+        let layout = Layout::judge(&[], &[moved(0, 1)], |_| true, |_| true);
+        assert_eq!(layout.place(PageNo::of(at(0))), Some(PageNo::of(at(1))));
+        let layout = Layout::judge(&[], &[moved(0, 1)], |page| page == PageNo::of(at(0)), |_| true);
+        assert_eq!(layout.place(PageNo::of(at(0))), Some(PageNo::of(at(0))));
+    }
+}

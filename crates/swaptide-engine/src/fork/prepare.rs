@@ -1,0 +1,166 @@
+//! The parent's handler around a fork: standing still before it, going on after it.
+//!
+//! Owns: what the handler notes of other threads meanwhile.
+//!
+//! Invariants
+//! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's memory too.
+//! 2. What was noted is applied before a worker goes on, and before a fault is answered.
+//!
+//! Locks: the memory lock, never while it waits.
+
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use swaptide_ipc::Counter;
+use swaptide_sys::lock::futex;
+use swaptide_sys::process::blocked_in;
+use swaptide_sys::sock::Listener;
+use swaptide_sys::thread::getpid;
+use swaptide_sys::uffd::Event;
+
+use super::control::{NONE, PREPARED};
+use super::handover::Door;
+use super::layout::Change;
+use crate::handler::Handler;
+
+impl Handler {
+    /// The forking thread has rung. Returns when the fork is over.
+    pub(crate) fn fork(&mut self) {
+        let engine = self.engine;
+        let forker = engine.fork.forker.load(Acquire);
+        self.forking = true;
+        self.place.leave(swaptide_sys::thread::now());
+        // The last fork's end may have been told after its hand-over.
+        self.fork_done = false;
+        self.park_workers();
+        while self.worker.store_waiting(engine) {}
+        engine.mm.lock().staging.trim(0);
+        let _ = self.mint.discard(0, self.mint.len());
+        if let Some(file) = &engine.devices.file {
+            file.device.freeze_all();
+        }
+        let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
+        engine.fork.token.store(token, Relaxed);
+        engine.fork.parent.store(getpid().0, Relaxed);
+        let door = match engine.fork.take_end() {
+            Some(conn) => Door::Pair(conn),
+            None => {
+                let (name, len) = engine.fork.socket_name();
+                match Listener::bind_abstract(&name[..len]) {
+                    Ok(listener) => Door::Named(listener),
+                    Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {}", swaptide_sys::Why(errno))),
+                }
+            }
+        };
+        self.deferring = true;
+        engine.fork.set(PREPARED);
+        loop {
+            if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
+                let Some(fault) = self.pending.remove(at) else { continue };
+                self.apply_noted();
+                self.answer(fault);
+                continue;
+            }
+            if self.child.is_some() || self.fork_done {
+                break;
+            }
+            self.read_within(Some(Duration::from_millis(1)));
+            self.help_the_lock_holder(forker);
+        }
+        if let Some(child) = self.child.take() {
+            if self.torn {
+                (engine.start.log)(
+                    "a fork found the engine at work for another thread: the child gets all its memory at once and is not managed",
+                );
+            }
+            self.hand_over(child, door);
+            engine.shared_pages.store(true, Relaxed);
+            engine.count(Counter::Forks, 1);
+        }
+        self.fork_is_over();
+    }
+
+    /// Another thread's fault is held. If the forking thread waits for a lock (libc's fork takes those of malloc), the other may be its holder and must
+    /// go on. That changes the engine's memory while the forking thread could get its lock and copy it: if it is not seen waiting for a
+    /// lock before and after, the copy is taken as torn and not used.
+    fn help_the_lock_holder(&mut self, forker: u32) {
+        const FUTEX: u64 = 202;
+        if self.child.is_some() || self.pending.is_empty() || blocked_in(forker) != Some(FUTEX) {
+            return;
+        }
+        self.apply_noted();
+        if let Some(fault) = self.pending.pop_front() {
+            self.answer(fault);
+        }
+        if self.child.is_some() || blocked_in(forker) != Some(FUTEX) {
+            self.torn = true;
+        }
+    }
+
+    fn park_workers(&mut self) {
+        let engine = self.engine;
+        engine.park.store(1, Release);
+        loop {
+            engine.work.store(1, Release);
+            futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
+            if engine.parked.load(Acquire) == engine.workers.load(Acquire) {
+                return;
+            }
+            // A worker may be waiting for the handler to read its bell, or for a page.
+            self.drain_events();
+            if let Some(fault) = self.pending.pop_front() {
+                self.answer(fault);
+            }
+        }
+    }
+
+    fn fork_is_over(&mut self) {
+        let engine = self.engine;
+        self.deferring = false;
+        self.fork_done = false;
+        self.torn = false;
+        self.has_forked = false;
+        self.forking = false;
+        self.apply_noted();
+        engine.park.store(0, Release);
+        futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+        // The next fork counts who stands still: nobody may be on its way out of this one.
+        while engine.parked.load(Acquire) != 0 {
+            swaptide_sys::thread::yield_now();
+        }
+        engine.fork.set(NONE);
+    }
+
+    /// Applies what was noted. They have been read, so that the kernel no longer holds moves back for them: this must come before a worker goes on, and
+    /// before a fault is answered. The forking thread must not be inside fork(2), or back from it.
+    pub(crate) fn apply_noted(&mut self) {
+        if self.noted.is_empty() {
+            return;
+        }
+        let engine = self.engine;
+        let mut mm = engine.mm.lock();
+        for change in self.noted.drain(..) {
+            engine.apply(&mut mm, change.event());
+        }
+        engine.settle(&mm);
+        let is_late = !mm.late.is_empty();
+        drop(mm);
+        if is_late {
+            let deferring = std::mem::replace(&mut self.deferring, false);
+            self.read_late();
+            self.deferring = deferring;
+        }
+    }
+
+    /// Notes an event for after the fork.
+    pub(crate) fn note_event(&mut self, event: Event) {
+        let Some(change) = Change::of(&event) else {
+            crate::fatal(&format!("the userfaultfd sent {event:?} during a fork"));
+        };
+        // Behind the fork event memory may be allocated again.
+        if self.deferring && !self.has_forked && self.noted.len() == self.noted.capacity() {
+            crate::fatal("more than 16384 changes of mappings during one fork");
+        }
+        self.noted.push(change);
+    }
+}
