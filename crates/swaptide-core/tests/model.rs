@@ -30,8 +30,15 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// 48 histories, or as many as PROPTEST_CASES says.
+fn config() -> ProptestConfig {
+    let told = ProptestConfig::default();
+    let cases = if std::env::var_os("PROPTEST_CASES").is_some() { told.cases } else { 48 };
+    ProptestConfig { cases, max_shrink_iters: 2000, ..told }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn a_device_is_a_map(
