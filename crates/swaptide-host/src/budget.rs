@@ -17,6 +17,8 @@ use std::time::Duration;
 
 /// What an engaged process keeps whatever happens, if it uses as much: with less, faults alone would fill its time.
 pub const FLOOR: u64 = 8 << 20;
+/// The same where so many processes share the budget that each of them could not have that.
+const CROWDED_FLOOR: u64 = 2 << 20;
 /// A process smaller than this is not worth managing.
 pub const WORTH: u64 = 4 << 20;
 /// The same once the budget is exceeded.
@@ -105,6 +107,7 @@ fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
 /// without pressure thus keeps what it has until one with pressure needs it, and then yields by and by: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
 pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
+    let least = floor_of(share, group.len());
     let targets = targets(share, group);
     let used: u64 = group.iter().map(|p| p.used).sum();
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
@@ -112,7 +115,7 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         return group
             .iter()
             .zip(targets)
-            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p)) })
+            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p, least)) })
             .collect();
     }
     let lowered: Vec<u64> = group
@@ -121,7 +124,7 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         .map(|(p, target)| {
             let old = if p.limit == 0 { p.used } else { p.limit };
             let step = part(old / 8, elapsed.min(YIELD_TIME).as_micros() as u64, YIELD_TIME.as_micros() as u64);
-            (*target).max(old - step).min(old).max(floor(p))
+            (*target).max(old - step).min(old).max(floor(p, least))
         })
         .collect();
     let base: Vec<u64> = group.iter().zip(&lowered).map(|(p, limit)| p.used.max(*limit)).collect();
@@ -137,11 +140,18 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         .collect()
 }
 
-fn floor(p: &Process) -> u64 {
-    p.used.min(FLOOR)
+/// What each of `count` processes keeps that have `share` bytes together: half of the share is divided by demand.
+fn floor_of(share: u64, count: usize) -> u64 {
+    (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
+}
+
+fn floor(p: &Process, least: u64) -> u64 {
+    p.used.min(least)
 }
 
 fn targets(share: u64, group: &[Process]) -> Vec<u64> {
+    let least = floor_of(share, group.len());
+    let floor = |p: &Process| floor(p, least);
     let floors: u64 = group.iter().map(floor).sum();
     if share <= floors || group.is_empty() {
         return group.iter().map(floor).collect();
@@ -258,7 +268,8 @@ mod tests {
     #[test]
     fn when_nothing_is_left_everybody_keeps_its_floor() {
         let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
-        assert_eq!(limits(0, &group, TICK), [FLOOR, 3 * MIB]);
+        assert_eq!(limits(0, &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
+        assert_eq!(limits(16 * MIB, &group, TICK).iter().min(), Some(&(3 * MIB)), "who uses less than its floor keeps that");
     }
 
     #[test]
@@ -289,7 +300,8 @@ mod tests {
         fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(share in 0u64..8192 * MIB, group in any_group()) {
             let given = limits(share, &group, YIELD_TIME);
             let sum: u64 = given.iter().sum();
-            let floors: u64 = group.iter().map(floor).sum();
+            let least = floor_of(share, group.len());
+            let floors: u64 = group.iter().map(|p| floor(p, least)).sum();
             let used: u64 = group.iter().map(|p| p.used).sum();
             let older: u64 = group.iter().map(|p| p.limit.max(p.used)).sum();
             if used > share + share / 50 {
@@ -298,7 +310,7 @@ mod tests {
                 prop_assert!(sum <= share.max(floors).max(older));
             }
             for (p, limit) in group.iter().zip(&given) {
-                prop_assert!(*limit >= floor(p), "nobody is pushed under its floor");
+                prop_assert!(*limit >= floor(p, least), "nobody is pushed under its floor");
             }
         }
 
