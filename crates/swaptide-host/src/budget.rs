@@ -23,6 +23,8 @@ const CROWDED_FLOOR: u64 = 2 << 20;
 pub const WORTH: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const WORTH_IN_NEED: u64 = 1 << 20;
+/// The time that a process may take from being engaged until faults hold it.
+const ENGAGING: Duration = Duration::from_millis(20);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub const SMALLEST_BUDGET: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
@@ -52,6 +54,8 @@ pub struct Process {
     pub pressure: u64,
     /// Its limit so far; 0 where it has none.
     pub limit: u64,
+    /// Bytes a second by which it has grown since the last look, while it is not managed.
+    pub growth: u64,
 }
 
 /// What to do now.
@@ -83,7 +87,13 @@ pub fn decide(budget: u64, processes: &[Process], elapsed: Duration) -> Decision
     Decision { engage, limits }
 }
 
-/// The biggest processes, until those that are engaged cover four fifths of the use.
+/// True for a process that would have grown past the budget by the time it is managed.
+fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
+    let ahead = part(p.growth, ENGAGING.as_micros() as u64, 1_000_000);
+    p.standing == Standing::Watching && p.used >= WORTH_IN_NEED && ahead > 0 && total + ahead > budget
+}
+
+/// Those that grow too fast to wait; and the biggest processes, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
     let worth = if total > budget { WORTH_IN_NEED } else { WORTH };
     let mut covered: u64 = processes.iter().filter(|p| p.standing == Standing::Engaged).map(|p| p.used).sum();
@@ -91,14 +101,15 @@ fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
         (0..processes.len()).filter(|at| processes[*at].standing == Standing::Watching && processes[*at].used >= worth).collect();
     candidates.sort_by_key(|at| std::cmp::Reverse(processes[*at].used));
     let enough = total / 5 * 4;
-    candidates
-        .into_iter()
-        .take_while(|at| {
-            let wanted = covered < enough;
-            covered += processes[*at].used;
-            wanted
-        })
-        .collect()
+    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| is_urgent(budget, total, &processes[*at])).collect();
+    covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
+    candidates.retain(|at| !engage.contains(at));
+    engage.extend(candidates.into_iter().take_while(|at| {
+        let wanted = covered < enough;
+        covered += processes[*at].used;
+        wanted
+    }));
+    engage
 }
 
 /// Limits of the engaged processes, which have `share` bytes together.
@@ -170,11 +181,12 @@ fn part(whole: u64, piece: u64, pieces: u64) -> u64 {
 }
 
 /// When to look again: before the tree can have grown through half of what is free. Where the engaged processes hold their own
-/// limits and all others are small, a slower pulse is enough.
+/// limits and all others are small and stay so, a slower pulse is enough.
 pub fn interval(budget: u64, processes: &[Process]) -> Duration {
     let total: u64 = processes.iter().map(|p| p.used).sum();
     let others: u64 = processes.iter().filter(|p| p.standing != Standing::Engaged).map(|p| p.used).sum();
-    let calm = total > others && others < budget / 16;
+    let grows = processes.iter().any(|p| p.standing == Standing::Watching && p.growth > 0);
+    let calm = total > others && others < budget / 16 && !grows;
     let shortest = if calm { 5_000 } else { 1_000 };
     let micros = budget.saturating_sub(total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
     Duration::from_micros((micros as u64).clamp(shortest, 50_000))
@@ -198,7 +210,7 @@ mod tests {
     const TICK: Duration = Duration::from_millis(5);
 
     fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Process {
-        Process { standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB }
+        Process { standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB, growth: 0 }
     }
 
     #[test]
@@ -228,6 +240,17 @@ mod tests {
             process(Standing::Watching, 20, 0, 0),
         ];
         assert_eq!(decide(400 * MIB, &tree, TICK).engage, [1, 2, 0]);
+    }
+
+    #[test]
+    fn a_small_process_that_grows_past_the_budget_is_engaged_before_it_has() {
+        let mut tree = [process(Standing::Engaged, 100, 0, 120), process(Standing::Watching, 2, 0, 0)];
+        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "it does not grow");
+        tree[1].growth = 500 * MIB;
+        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "there is room for it");
+        tree[0].used = 120 * MIB;
+        assert_eq!(decide(128 * MIB, &tree, TICK).engage, [1]);
+        assert_eq!(interval(128 * MIB, &tree), Duration::from_millis(1));
     }
 
     #[test]
@@ -291,7 +314,7 @@ mod tests {
 
     fn any_group() -> impl Strategy<Value = Vec<Process>> {
         let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB])
-            .prop_map(|(used, pressure, limit)| Process { standing: Standing::Engaged, used, pressure, limit });
+            .prop_map(|(used, pressure, limit)| Process { standing: Standing::Engaged, used, pressure, limit, growth: 0 });
         proptest::collection::vec(one, 1..12)
     }
 
@@ -331,7 +354,7 @@ mod tests {
         #[test]
         fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
             let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-                standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0,
+                standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0, growth: 0,
             }).collect();
             let decision = decide(budget, &tree, TICK);
             let total: u64 = tree.iter().map(|p| p.used).sum();
