@@ -65,10 +65,10 @@ CASES = [
     *[Case(f"forks-{mode}", program("forks", mode, megabytes=48 if mode in ("tree", "nested") else 96), 32,
            allowance=24 if mode == "many" else 8, forks=True)
       for mode in FORK_MODES],
-    Case("execs", program("execs", megabytes=96), 32, allowance=8, forks=True),
+    Case("execs", program("execs", megabytes=96), 32, allowance=16, forks=True),
     # Mappings that move while the process forks, and past libc while it forks: such children take all they have out of the budget.
     Case("forkmove-libc", program("forkmove", "libc", megabytes=96), 32, allowance=64, forks=True),
-    Case("forkmove-raw", program("forkmove", "raw", megabytes=36), 32, allowance=96, forks=True),
+    Case("forkmove-raw", program("forkmove", "raw", megabytes=36, seconds=3), 32, allowance=96, forks=True),
     Case("remap", program("remap", megabytes=96), 32, allowance=4),
     Case("processes-dropped", program("processes", "dropped", megabytes=48), 32, allowance=8, forks=True),
     Case("processes-interrupted", program("processes", "interrupted", megabytes=96), 32, allowance=8, forks=True),

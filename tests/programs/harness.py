@@ -222,7 +222,7 @@ class Context:
         most = self.budget * MIB * 1.05 + (2 + self.case.allowance) * MIB
         # On a loaded machine a program that fills memory at full speed gets further before its engine is at work, and behind a fork two
         # processes hold pages that neither can give up alone. Without a budget these programs take 100 to 250 MiB.
-        most += (40 if self.case.forks else 16) * MIB
+        most += (16 if self.case.forks else 12) * MIB
         self.peak = max(self.peak, reported)
         self.expect(reported <= most, f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
         # Measured from outside, the supervisor's own megabytes count too, and the processes are not read at one instant.

@@ -17,10 +17,14 @@ use std::time::Duration;
 
 /// What an engaged process keeps whatever happens, if it uses as much: with less, faults alone would fill its time.
 pub const FLOOR: u64 = 8 << 20;
+/// The same where so many processes share the budget that each of them could not have that.
+const CROWDED_FLOOR: u64 = 2 << 20;
 /// A process smaller than this is not worth managing.
 pub const WORTH: u64 = 4 << 20;
 /// The same once the budget is exceeded.
 const WORTH_IN_NEED: u64 = 1 << 20;
+/// The time that a process may take from being engaged until faults hold it.
+const ENGAGING: Duration = Duration::from_millis(20);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub const SMALLEST_BUDGET: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
@@ -50,6 +54,8 @@ pub struct Process {
     pub pressure: u64,
     /// Its limit so far; 0 where it has none.
     pub limit: u64,
+    /// Bytes a second by which it has grown since the last look, while it is not managed.
+    pub growth: u64,
 }
 
 /// What to do now.
@@ -81,7 +87,13 @@ pub fn decide(budget: u64, processes: &[Process], elapsed: Duration) -> Decision
     Decision { engage, limits }
 }
 
-/// The biggest processes, until those that are engaged cover four fifths of the use.
+/// True for a process that would have grown past the budget by the time it is managed.
+fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
+    let ahead = part(p.growth, ENGAGING.as_micros() as u64, 1_000_000);
+    p.standing == Standing::Watching && p.used >= WORTH_IN_NEED && ahead > 0 && total + ahead > budget
+}
+
+/// Those that grow too fast to wait; and the biggest processes, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
     let worth = if total > budget { WORTH_IN_NEED } else { WORTH };
     let mut covered: u64 = processes.iter().filter(|p| p.standing == Standing::Engaged).map(|p| p.used).sum();
@@ -89,14 +101,15 @@ fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
         (0..processes.len()).filter(|at| processes[*at].standing == Standing::Watching && processes[*at].used >= worth).collect();
     candidates.sort_by_key(|at| std::cmp::Reverse(processes[*at].used));
     let enough = total / 5 * 4;
-    candidates
-        .into_iter()
-        .take_while(|at| {
-            let wanted = covered < enough;
-            covered += processes[*at].used;
-            wanted
-        })
-        .collect()
+    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| is_urgent(budget, total, &processes[*at])).collect();
+    covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
+    candidates.retain(|at| !engage.contains(at));
+    engage.extend(candidates.into_iter().take_while(|at| {
+        let wanted = covered < enough;
+        covered += processes[*at].used;
+        wanted
+    }));
+    engage
 }
 
 /// Limits of the engaged processes, which have `share` bytes together.
@@ -105,6 +118,7 @@ fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
 /// without pressure thus keeps what it has until one with pressure needs it, and then yields by and by: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
 pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
+    let least = floor_of(share, group.len());
     let targets = targets(share, group);
     let used: u64 = group.iter().map(|p| p.used).sum();
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
@@ -112,7 +126,7 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         return group
             .iter()
             .zip(targets)
-            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p)) })
+            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p, least)) })
             .collect();
     }
     let lowered: Vec<u64> = group
@@ -121,7 +135,7 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         .map(|(p, target)| {
             let old = if p.limit == 0 { p.used } else { p.limit };
             let step = part(old / 8, elapsed.min(YIELD_TIME).as_micros() as u64, YIELD_TIME.as_micros() as u64);
-            (*target).max(old - step).min(old).max(floor(p))
+            (*target).max(old - step).min(old).max(floor(p, least))
         })
         .collect();
     let base: Vec<u64> = group.iter().zip(&lowered).map(|(p, limit)| p.used.max(*limit)).collect();
@@ -137,11 +151,18 @@ pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
         .collect()
 }
 
-fn floor(p: &Process) -> u64 {
-    p.used.min(FLOOR)
+/// What each of `count` processes keeps that have `share` bytes together: half of the share is divided by demand.
+fn floor_of(share: u64, count: usize) -> u64 {
+    (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
+}
+
+fn floor(p: &Process, least: u64) -> u64 {
+    p.used.min(least)
 }
 
 fn targets(share: u64, group: &[Process]) -> Vec<u64> {
+    let least = floor_of(share, group.len());
+    let floor = |p: &Process| floor(p, least);
     let floors: u64 = group.iter().map(floor).sum();
     if share <= floors || group.is_empty() {
         return group.iter().map(floor).collect();
@@ -160,11 +181,12 @@ fn part(whole: u64, piece: u64, pieces: u64) -> u64 {
 }
 
 /// When to look again: before the tree can have grown through half of what is free. Where the engaged processes hold their own
-/// limits and all others are small, a slower pulse is enough.
+/// limits and all others are small and stay so, a slower pulse is enough.
 pub fn interval(budget: u64, processes: &[Process]) -> Duration {
     let total: u64 = processes.iter().map(|p| p.used).sum();
     let others: u64 = processes.iter().filter(|p| p.standing != Standing::Engaged).map(|p| p.used).sum();
-    let calm = total > others && others < budget / 16;
+    let grows = processes.iter().any(|p| p.standing == Standing::Watching && p.growth > 0);
+    let calm = total > others && others < budget / 16 && !grows;
     let shortest = if calm { 5_000 } else { 1_000 };
     let micros = budget.saturating_sub(total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
     Duration::from_micros((micros as u64).clamp(shortest, 50_000))
@@ -188,7 +210,7 @@ mod tests {
     const TICK: Duration = Duration::from_millis(5);
 
     fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Process {
-        Process { standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB }
+        Process { standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB, growth: 0 }
     }
 
     #[test]
@@ -218,6 +240,17 @@ mod tests {
             process(Standing::Watching, 20, 0, 0),
         ];
         assert_eq!(decide(400 * MIB, &tree, TICK).engage, [1, 2, 0]);
+    }
+
+    #[test]
+    fn a_small_process_that_grows_past_the_budget_is_engaged_before_it_has() {
+        let mut tree = [process(Standing::Engaged, 100, 0, 120), process(Standing::Watching, 2, 0, 0)];
+        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "it does not grow");
+        tree[1].growth = 500 * MIB;
+        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "there is room for it");
+        tree[0].used = 120 * MIB;
+        assert_eq!(decide(128 * MIB, &tree, TICK).engage, [1]);
+        assert_eq!(interval(128 * MIB, &tree), Duration::from_millis(1));
     }
 
     #[test]
@@ -258,7 +291,8 @@ mod tests {
     #[test]
     fn when_nothing_is_left_everybody_keeps_its_floor() {
         let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
-        assert_eq!(limits(0, &group, TICK), [FLOOR, 3 * MIB]);
+        assert_eq!(limits(0, &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
+        assert_eq!(limits(16 * MIB, &group, TICK).iter().min(), Some(&(3 * MIB)), "who uses less than its floor keeps that");
     }
 
     #[test]
@@ -280,7 +314,7 @@ mod tests {
 
     fn any_group() -> impl Strategy<Value = Vec<Process>> {
         let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB])
-            .prop_map(|(used, pressure, limit)| Process { standing: Standing::Engaged, used, pressure, limit });
+            .prop_map(|(used, pressure, limit)| Process { standing: Standing::Engaged, used, pressure, limit, growth: 0 });
         proptest::collection::vec(one, 1..12)
     }
 
@@ -289,7 +323,8 @@ mod tests {
         fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(share in 0u64..8192 * MIB, group in any_group()) {
             let given = limits(share, &group, YIELD_TIME);
             let sum: u64 = given.iter().sum();
-            let floors: u64 = group.iter().map(floor).sum();
+            let least = floor_of(share, group.len());
+            let floors: u64 = group.iter().map(|p| floor(p, least)).sum();
             let used: u64 = group.iter().map(|p| p.used).sum();
             let older: u64 = group.iter().map(|p| p.limit.max(p.used)).sum();
             if used > share + share / 50 {
@@ -298,7 +333,7 @@ mod tests {
                 prop_assert!(sum <= share.max(floors).max(older));
             }
             for (p, limit) in group.iter().zip(&given) {
-                prop_assert!(*limit >= floor(p), "nobody is pushed under its floor");
+                prop_assert!(*limit >= floor(p, least), "nobody is pushed under its floor");
             }
         }
 
@@ -319,7 +354,7 @@ mod tests {
         #[test]
         fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
             let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-                standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0,
+                standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0, growth: 0,
             }).collect();
             let decision = decide(budget, &tree, TICK);
             let total: u64 = tree.iter().map(|p| p.used).sum();

@@ -42,6 +42,7 @@ struct Watch {
     pid: u32,
     moved_pages: u64,
     pressure: u64,
+    used: u64,
 }
 
 /// The keeper.
@@ -140,7 +141,7 @@ impl Keeper {
 
     fn judge(&mut self, pid: u32, slot: Option<SlotIndex>, elapsed: Duration) -> Process {
         let used = self.tree.used(pid);
-        let Some(index) = slot else { return Process { standing: Standing::Beyond, used, pressure: 0, limit: 0 } };
+        let Some(index) = slot else { return Process { standing: Standing::Beyond, used, pressure: 0, limit: 0, growth: 0 } };
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
             (ProcState::Engaged, _) => Standing::Engaged,
@@ -153,15 +154,17 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let watch = self.watches.entry(index).or_insert(Watch { pid, moved_pages: moved, pressure: 0 });
+        let watch = self.watches.entry(index).or_insert(Watch { pid, moved_pages: moved, pressure: 0, used });
         if watch.pid != pid {
-            *watch = Watch { pid, moved_pages: moved, pressure: 0 };
+            *watch = Watch { pid, moved_pages: moved, pressure: 0, used };
         }
         let bytes = moved.saturating_sub(watch.moved_pages) * PAGE_SIZE as u64;
         watch.moved_pages = moved;
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
-        Process { standing, used, pressure: watch.pressure, limit: slot.limit_bytes.load(Relaxed) }
+        let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
+        let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
+        Process { standing, used, pressure: watch.pressure, limit: slot.limit_bytes.load(Relaxed), growth: growth as u64 }
     }
 
     fn measure(&mut self, processes: &[Process], members: &[(u32, Option<SlotIndex>)]) {
@@ -361,7 +364,7 @@ mod tests {
         keeper.tick();
         assert!(!keeper.totals().strict_kill, "within the budget");
         slot.count(Counter::SwapFull, 1);
-        keeper.enforce(&[Process { standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0 }]);
+        keeper.enforce(&[Process { standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0, growth: 0 }]);
         assert!(keeper.totals().strict_kill);
         let mut child = child;
         let status = child.wait().expect("wait");

@@ -6,7 +6,9 @@
 //! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for processes that were forked and
 //! did not exec: they share pages, which would count once for each of them. Such processes have the same start of stack, for fork
 //! copies it and exec draws a new one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
-//! carried on in between by the change of the resident size.
+//! carried on in between by the change of the resident size. When one of them comes or goes, all are read.
+//!
+//! Who runs on another's memory, as between vfork and exec, uses nothing itself.
 //!
 //! Invariants
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any more.
@@ -14,11 +16,11 @@
 //!
 //! Locks: none.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, tree_of};
+use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, same_memory, tree_of};
 use swaptide_sys::sock::poll_readable;
 
 /// Less than this needs no exact count.
@@ -36,6 +38,8 @@ struct Member {
     resident: u64,
     used: u64,
     pss: Option<Pss>,
+    /// It runs on another member's memory, which counts there (vfork).
+    guest: bool,
     /// Its first thread has ended, others live.
     leaderless: bool,
 }
@@ -94,6 +98,7 @@ impl Tree {
     pub fn sample(&mut self) -> Vec<u32> {
         let mut dead = Vec::new();
         let mut families: HashMap<u64, u32> = HashMap::new();
+        let mut changed: HashSet<u64> = HashSet::new();
         for (pid, member) in &mut self.members {
             (member.resident, member.leaderless) = member.read_resident(*pid);
             member.used = member.resident;
@@ -104,16 +109,47 @@ impl Tree {
             }
         }
         for pid in &dead {
-            self.members.remove(pid);
+            if let Some(member) = self.members.remove(pid) {
+                changed.insert(member.family);
+            }
         }
+        self.find_guests(&families);
+        let shares = |member: &Member| member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1);
+        // Who comes or goes changes what all others of its family have for themselves: old numbers would count pages twice, or not at all.
+        changed.extend(self.members.values().filter(|m| shares(m) && !m.guest && m.pss.is_none()).map(|m| m.family));
         for (pid, member) in &mut self.members {
-            if member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1) {
-                member.count_proportionally(*pid);
+            if member.guest {
+                member.used = 0;
+                member.pss = None;
+            } else if shares(member) {
+                member.count_proportionally(*pid, changed.contains(&member.family));
             } else {
                 member.pss = None;
             }
         }
         dead
+    }
+
+    /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be one.
+    fn find_guests(&mut self, families: &HashMap<u64, u32>) {
+        let mut hosts: Vec<(u32, u64)> = Vec::new();
+        for (pid, member) in &mut self.members {
+            if member.resident < SMALL || families.get(&member.family).is_none_or(|count| *count < 2) {
+                member.guest = false;
+                continue;
+            }
+            if member.guest || member.pss.is_none() {
+                let was = member.guest;
+                member.guest = hosts.iter().any(|(host, family)| *family == member.family && same_memory(*host, *pid));
+                if was && !member.guest {
+                    // It has executed a program.
+                    member.family = family(*pid);
+                }
+            }
+            if !member.guest {
+                hosts.push((*pid, member.family));
+            }
+        }
     }
 
     /// What a member used at the last sample.
@@ -149,7 +185,8 @@ impl Member {
     fn open(pid: u32) -> Option<Member> {
         let pidfd = pidfd_open(pid).ok()?;
         let statm = StatmFd::open(pid).ok()?;
-        let member = Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, leaderless: false };
+        let member =
+            Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, guest: false, leaderless: false };
         // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
         if member.is_dead() { None } else { Some(member) }
     }
@@ -169,8 +206,9 @@ impl Member {
         }
     }
 
-    fn count_proportionally(&mut self, pid: u32) {
-        let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= PSS_AGE.max(pss.cost * 20));
+    fn count_proportionally(&mut self, pid: u32, changed: bool) {
+        let age = |pss: &Pss| if changed { pss.cost * 4 } else { PSS_AGE.max(pss.cost * 20) };
+        let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= age(pss));
         if stale {
             // An exec in the meantime ends the sharing.
             self.family = family(pid);

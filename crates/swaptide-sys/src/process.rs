@@ -201,6 +201,14 @@ pub fn blocked_in(tid: u32) -> Option<u64> {
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 
+/// Whether two processes run on the same memory, as between vfork and exec. False where that cannot be known.
+pub fn same_memory(a: u32, b: u32) -> bool {
+    const KCMP_VM: usize = 1;
+    // SAFETY: the call only compares.
+    let word = unsafe { crate::raw::syscall6(k::__NR_kcmp, [a as usize, b as usize, KCMP_VM, 0, 0, 0]) };
+    word == 0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

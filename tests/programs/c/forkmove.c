@@ -113,6 +113,8 @@ static void *forker(void *argument) {
         if (WIFSIGNALED(status)) die("a child was ended by signal %d", WTERMSIG(status));
         if (WEXITSTATUS(status) != 0) die("a child's exit status is %d", WEXITSTATUS(status));
         atomic_fetch_add(&forked, 1);
+        /* Each of these children is given all it has: without a pause nobody else comes to anything. */
+        if (strcmp(given.mode, "raw") == 0) usleep(100000);
     }
     return NULL;
 }

@@ -254,6 +254,7 @@ impl Handler {
             }
         }
         handler.forget_what_did_not_come()?;
+        engine.charge.take_limit(engine.slot());
         engine.fork.set(NONE);
         Ok(handler)
     }

@@ -22,6 +22,9 @@ use super::wire::{Decline, MESSAGE_BYTES, OFF, OFF_TORN, TAKEN, encode};
 use crate::handler::Handler;
 use crate::ids::{PageNo, range_of};
 
+/// What a fork leaves to each of the two, if there was that much.
+const LEAST_LIMIT: u64 = 4 << 20;
+
 /// Where the child will answer.
 pub(super) enum Door {
     Pair(Conn),
@@ -140,6 +143,17 @@ impl Handler {
         self.give_to_its_children(child);
     }
 
+    /// Parent and child have together what the parent had, until the supervisor has seen the child: what they share now is two pages as soon as
+    /// one of them writes to it, and no fault tells of that.
+    fn share_limit(&self, child: SlotIndex) {
+        let engine = self.engine;
+        let half = (engine.charge.limit() / 2).max(LEAST_LIMIT.min(engine.charge.limit()));
+        for slot in [engine.slot(), engine.start.segment.slot(child)] {
+            slot.limit_bytes.store(half, Relaxed);
+        }
+        engine.charge.take_limit(engine.slot());
+    }
+
     /// Answers a child's hello: `[process slot, process id, token]`.
     fn send(&mut self, conn: &Conn, children: &mut [Recipient], served: &[u64]) -> Result<(), Errno> {
         let engine = self.engine;
@@ -168,6 +182,7 @@ impl Handler {
             return conn.send(&if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
         }
         let index = SlotIndex(word(0));
+        self.share_limit(index);
         if let Some(file) = &engine.devices.file {
             file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
         }
