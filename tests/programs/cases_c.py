@@ -70,6 +70,8 @@ CASES = [
     Case("forkmove-libc", program("forkmove", "libc", megabytes=96), 32, allowance=64, forks=True),
     Case("forkmove-raw", program("forkmove", "raw", megabytes=36, seconds=3), 32, allowance=96, forks=True),
     Case("remap", program("remap", megabytes=96), 32, allowance=4),
+    Case("regrow-mremap", program("regrow", "mremap", megabytes=48), 32, allowance=4),
+    Case("regrow-realloc", program("regrow", "realloc", megabytes=48), 32, allowance=4),
     Case("processes-dropped", program("processes", "dropped", megabytes=48), 32, allowance=8, forks=True),
     Case("processes-interrupted", program("processes", "interrupted", megabytes=96), 32, allowance=8, forks=True),
     # Children that cannot be managed take what they have out of everybody else's budget.

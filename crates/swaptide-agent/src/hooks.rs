@@ -140,6 +140,7 @@ pub unsafe extern "C" fn pthread_create(
     routine: Routine,
     argument: *mut c_void,
 ) -> c_int {
+    moves::has_threads();
     let real = real::CREATE.address();
     if real.is_null() {
         const EAGAIN: c_int = 11;
@@ -206,6 +207,58 @@ pub unsafe extern "C" fn mmap(addr: *mut c_void, len: usize, prot: c_int, flags:
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn mmap64(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
     real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
+}
+
+/// From this size on libc may keep a block in a mapping of its own, and move it by a system call that does not come through `mremap`.
+const OWN_MAPPING: usize = 128 << 10;
+
+type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
+
+/// The page behind the last one of a block; 0 where the allocator does not tell.
+fn end_of(block: *mut c_void) -> usize {
+    let size = real::USABLE_SIZE.address();
+    if size.is_null() || block.is_null() {
+        return 0;
+    }
+    // SAFETY: the pointer is that of the allocator's function of this type.
+    let size: UsableSize = unsafe { std::mem::transmute(size) };
+    // SAFETY: a block of this allocator, which lives.
+    VirtAddr(block as usize + unsafe { size(block) }).page_up().0
+}
+
+/// Stands in front of libc's `realloc`.
+///
+/// # Safety
+/// As for realloc(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn realloc(block: *mut c_void, len: usize) -> *mut c_void {
+    // SAFETY: the pointer is that of the allocator's function of this type; there is no program without one.
+    let real: Realloc = unsafe { std::mem::transmute(real::REALLOC.address()) };
+    let matters = len >= OWN_MAPPING && !block.is_null() && moves::matter();
+    let end = if matters { end_of(block) } else { 0 };
+    // SAFETY: the caller's own arguments.
+    let moved = unsafe { real(block, len) };
+    // Where it was it may have grown.
+    if matters && !moved.is_null() && (moved != block || end == 0 || end_of(moved) != end) {
+        moves::settle(moved as usize);
+    }
+    moved
+}
+
+/// Stands in front of libc's `reallocarray`.
+///
+/// # Safety
+/// As for reallocarray(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn reallocarray(block: *mut c_void, count: usize, len: usize) -> *mut c_void {
+    const ENOMEM: c_int = 12;
+    let Some(len) = count.checked_mul(len) else {
+        real::set_errno(ENOMEM);
+        return std::ptr::null_mut();
+    };
+    // SAFETY: as for realloc.
+    unsafe { realloc(block, len) }
 }
 
 /// Stands in front of libc's `mremap`.

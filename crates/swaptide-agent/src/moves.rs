@@ -8,6 +8,7 @@
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own table.
 
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -24,23 +25,55 @@ const MAP_RESERVE: usize = 0x2 | 0x20 | 0x4000;
 const MAP_FIXED: usize = 0x10;
 /// Most pieces of one call.
 const PIECES: usize = 64;
+/// Times a call is tried that is refused although there is no reason to be seen.
+const TRIES: usize = 64;
 
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
     let flags = flags as usize;
-    let word = call([old, old_len, new_len, flags, to]);
-    if word != EFAULT || crate::start::engine().is_none() || flags & !(MAYMOVE | FIXED) != 0 || old_len == 0 {
-        return word;
-    }
-    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
     let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
-    let Some(count) = pieces_of(range, &mut pieces) else { return word };
-    in_pieces(&pieces[..count], VirtAddr(new_len).page_up().0, flags, to, call)
+    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
+    let mut word = call([old, old_len, new_len, flags, to]);
+    for _ in 0..TRIES {
+        if word != EFAULT || crate::start::engine().is_none() || flags & !(MAYMOVE | FIXED) != 0 || old_len == 0 {
+            break;
+        }
+        // Management joins and splits mappings while they are looked at: what was refused for two may be one by now, and the other way round.
+        word = match pieces_of(range, &mut pieces) {
+            None => break,
+            Some(1) => call([old, old_len, new_len, flags, to]),
+            Some(count) => in_pieces(&pieces[..count], VirtAddr(new_len).page_up().0, flags, to, call),
+        };
+    }
+    if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
+        settle(word as usize);
+    }
+    word
 }
 
-/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where they are not, or are one.
+/// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the engine knows. A program with one thread need not wait: its
+/// changes are told in their order.
+pub fn settle(at: usize) {
+    if let Some(engine) = crate::start::engine().filter(|_| THREADS.load(Relaxed)) {
+        engine.bells.fence(VirtAddr(at));
+    }
+}
+
+/// Whether somebody would have to wait in [`settle`].
+pub fn matter() -> bool {
+    THREADS.load(Relaxed) && crate::start::engine().is_some()
+}
+
+/// A second thread is about to begin.
+pub fn has_threads() {
+    THREADS.store(true, Relaxed);
+}
+
+static THREADS: AtomicBool = AtomicBool::new(false);
+
+/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where they are not.
 fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {
     let maps = MapsFile::open_self().ok()?;
     let mut count = 0;
@@ -57,7 +90,7 @@ fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize
         count += 1;
         at = vma.range.end;
     }
-    (count > 1).then_some(count)
+    Some(count)
 }
 
 fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call: impl Fn([usize; 5]) -> isize) -> isize {
@@ -92,6 +125,7 @@ fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call
         let is_last = at + 1 == pieces.len() || piece.end.0 - old >= new_len;
         let len = if is_last { new_len - offset } else { piece.len() };
         let word = call([piece.start.0, piece.len(), len, MAYMOVE | FIXED, target + offset]);
+        settle(target + offset);
         if word < 0 {
             for moved in &pieces[..at] {
                 // What cannot go back stays where it is: the program is told of an error and its data is nowhere else.

@@ -50,10 +50,12 @@ pub static SPAWN: Real = Real::new(c"posix_spawn");
 pub static SPAWNP: Real = Real::new(c"posix_spawnp");
 pub static CLONE: Real = Real::new(c"clone");
 pub static SYSCALL: Real = Real::new(c"syscall");
+pub static REALLOC: Real = Real::new(c"realloc");
+pub static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
 
 /// Finds them all: later, in a signal handler or a vforked child, there is no looking up.
 pub fn find() {
-    for real in [&CREATE, &EXECVE, &EXECVPE, &FEXECVE, &EXECVEAT, &SPAWN, &SPAWNP, &CLONE, &SYSCALL] {
+    for real in [&CREATE, &EXECVE, &EXECVPE, &FEXECVE, &EXECVEAT, &SPAWN, &SPAWNP, &CLONE, &SYSCALL, &REALLOC, &USABLE_SIZE] {
         real.address();
     }
 }

@@ -12,6 +12,8 @@
 //!
 //! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a program fills faster than anybody looks.
 //!
+//! 5. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events.
+//!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
 use swaptide_ipc::Counter;
@@ -89,7 +91,10 @@ impl Handler {
     }
 
     fn adopt_range(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        engine.mm.lock().armed.insert(range);
         if self.uffd.register_missing(range).is_err() {
+            engine.mm.lock().armed.remove(range);
             return;
         }
         let gap = range;
@@ -104,10 +109,12 @@ impl Handler {
                 // It changed between the listing and the registration. What is armed of it is adopted when it faults or at the next look.
                 Coverage::NotWhole | Coverage::Gone => {
                     self.disarm_others(gap);
-                    return;
+                    break;
                 }
             }
         }
+        // An event that was read meanwhile may have been about what was there before.
+        engine.mm.lock().armed.insert(range);
     }
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a managed mapping that was moved there
@@ -142,7 +149,12 @@ impl Handler {
             }
             let tail =
                 vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
-            if !tail || vma.name.starts_with(b"[stack") || self.uffd.register_missing(vma.range).is_err() {
+            if !tail || vma.name.starts_with(b"[stack") {
+                return range;
+            }
+            self.engine.mm.lock().armed.insert(vma.range);
+            if self.uffd.register_missing(vma.range).is_err() {
+                self.engine.mm.lock().armed.remove(vma.range);
                 return range;
             }
             range.end = vma.range.end;
@@ -154,6 +166,7 @@ impl Handler {
     fn manage(&mut self, range: VirtRange) {
         let engine = self.engine;
         let mut mm = engine.mm.lock();
+        mm.armed.remove(range);
         mm.regions.insert(range);
         let scanned = self.pagemap.present(range, |present| {
             for page in pages_of(present) {

@@ -37,7 +37,25 @@ pub enum Ring {
     Hint = 2,
     /// The fork is over for its parent: the thread goes on when the child serves itself.
     ForkDone = 3,
+    /// A mapping was moved or has grown: the thread goes on when the table knows.
+    Fence = 4,
 }
+
+/// Pages of the area.
+const BELLS: usize = 5;
+/// Threads that can wait at fences at a time; more wait for a place.
+const FENCES: usize = 64;
+
+/// A thread that waits until the table knows of its change: 0 nobody, 1 being written, 2 waiting, 3 answered.
+struct Fence {
+    state: AtomicU32,
+    at: AtomicUsize,
+}
+
+const FREE: u32 = 0;
+const WRITTEN: u32 = 1;
+const WAITING: u32 = 2;
+const ANSWERED: u32 = 3;
 
 /// A hint from the program, as it came with `madvise`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,6 +101,7 @@ pub struct Bells {
     hint_end: AtomicUsize,
     /// Number of the last request that the handler has done.
     pub answered: AtomicU32,
+    fences: [Fence; FENCES],
 }
 
 impl Bells {
@@ -91,7 +110,7 @@ impl Bells {
     /// # Errors
     /// When memory is refused.
     pub fn new() -> Result<Bells, EngineError> {
-        let area = Mapping::reserve(4 * PAGE_SIZE).map_err(|e| EngineError::Memory("the bells' pages", e))?;
+        let area = Mapping::reserve(BELLS * PAGE_SIZE).map_err(|e| EngineError::Memory("the bells' pages", e))?;
         Ok(Bells {
             area,
             busy: AtomicU32::new(0),
@@ -101,6 +120,7 @@ impl Bells {
             hint_start: AtomicUsize::new(0),
             hint_end: AtomicUsize::new(0),
             answered: AtomicU32::new(0),
+            fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } }; FENCES],
         })
     }
 
@@ -125,6 +145,7 @@ impl Bells {
             1 => Some(Ring::ForkPrepare),
             2 => Some(Ring::Hint),
             3 => Some(Ring::ForkDone),
+            4 => Some(Ring::Fence),
             _ => None,
         }
     }
@@ -188,8 +209,41 @@ impl Bells {
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
     }
 
+    /// Called by a thread that has moved a mapping, or grown one in place, which now begins at `at`: returns when the handler has applied the change
+    /// and all that happened before it (see [`crate::events`], rule 6).
+    pub fn fence(&self, at: VirtAddr) {
+        // A signal handler of the program's could come to a fence itself: it takes another place, and nothing waits for this one.
+        let claim = |f: &&Fence| f.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+        let fence = loop {
+            match self.fences.iter().find(claim) {
+                Some(fence) => break fence,
+                None => yield_now(),
+            }
+        };
+        fence.at.store(at.0, Relaxed);
+        fence.state.store(WAITING, Release);
+        self.ring(Ring::Fence);
+        while fence.state.load(Acquire) != ANSWERED {
+            futex::wait(&fence.state, WAITING, Some(Duration::from_millis(100)), futex::Scope::Private);
+        }
+        fence.state.store(FREE, Release);
+    }
+
+    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping begins.
+    ///
+    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So the caller, who has applied all that it
+    /// has read, has applied that change.
+    pub fn answer_fences(&self, mut known: impl FnMut(VirtAddr)) {
+        for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
+            known(VirtAddr(fence.at.load(Relaxed)));
+            fence.state.store(ANSWERED, Release);
+            futex::wake(&fence.state, 1, futex::Scope::Private);
+        }
+    }
+
     /// In a forked child: nobody has asked for anything.
     pub fn reset(&self) {
+        self.fences.iter().for_each(|f| f.state.store(FREE, Relaxed));
         self.busy.store(0, Relaxed);
         self.hint.store(0, Relaxed);
     }

@@ -64,6 +64,8 @@ pub struct Mm {
     pub table: PageTable,
     /// What is managed.
     pub regions: Regions,
+    /// What is registered, or about to be, and not listed in `regions` (see [`crate::adopt`]): nothing is taken out there.
+    pub armed: Regions,
     /// Staging frames.
     pub staging: Staging,
     /// Orders of reclaim.
@@ -78,6 +80,8 @@ pub struct Mm {
     pub held: VirtRange,
     /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
     pub late: Vec<Event>,
+    /// Old places of moves that were read, until it was read as well that they were left (see [`crate::events`]).
+    pub owed: Vec<VirtRange>,
     /// Changes that were applied since a moment in which no change was under way: a child whose fork is read later may not have them (see
     /// [`crate::fork::layout`]).
     pub recent: Vec<Change>,
@@ -156,6 +160,7 @@ impl Engine {
             mm: Lock::new(Mm {
                 table: PageTable::new(),
                 regions: Regions::default(),
+                armed: Regions::default(),
                 staging,
                 queues: Queues::default(),
                 owner: vec![PageNo(0); frames],
@@ -163,6 +168,7 @@ impl Engine {
                 kept: vec![None; frames],
                 held: NO_RANGE,
                 late: Vec::with_capacity(64),
+                owed: Vec::with_capacity(256),
                 recent: Vec::with_capacity(64),
                 jobs: Jobs::default(),
                 split: Split::new(),

@@ -12,6 +12,14 @@
 //!    mapping there. So a `Remap` to where the table still knows something is *late*: it waits until the event that takes that away was read.
 //!    The kernel refuses moves and copies meanwhile, for that event is on its way; the handler reads on before it does anything else
 //!    ([`crate::handler::Handler::read_late`]).
+//! 5. A thread that moves a mapping says so first, and then that it has left the old place: the latter is *owed*. Another thread may have moved something
+//!    there in between, and the `Unmap` that is read after that does not mean it. So a `Remap` to a place that is owed is late until the
+//!    `Unmap` was read, or until no event is on its way: then none is owed (the move left its old place mapped, `MREMAP_DONTUNMAP`). While the move itself
+//!    is late, its `Unmap` waits with it.
+//! 6. Two changes of one thread, read before an older one of another thread, could not be told from that one's. So in a program with several threads
+//!    who moves a mapping goes on only when its change was applied ([`crate::bell::Bells::fence`]). Who grows one in place waits as well, until the
+//!    new part is listed: nothing can be moved to where it was before it is known that it was there. What is armed, or about to be, and not yet listed
+//!    counts as being there, too.
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
@@ -24,6 +32,9 @@ use swaptide_core::Slot as TableSlot;
 
 /// Changes that are remembered for the child of a fork that is read later. More are applied only while threads change mappings without pause.
 const MOST_RECENT: usize = 4096;
+
+/// Moves whose old place nobody has said to be left. More only pile up where moves leave their old places mapped.
+const MOST_OWED: usize = 256;
 
 /// Gives up every page of a range.
 pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
@@ -56,7 +67,7 @@ fn overlap(a: VirtRange, b: VirtRange) -> bool {
 
 /// True when something of a range is managed or has a word.
 fn in_use(mm: &Mm, range: VirtRange) -> bool {
-    if mm.regions.overlaps(range) {
+    if mm.regions.overlaps(range) || mm.armed.overlaps(range) {
         return true;
     }
     let pages = pages_of(range);
@@ -72,8 +83,19 @@ fn in_use(mm: &Mm, range: VirtRange) -> bool {
 
 /// True when an event must wait for another that is late, or for one that was not read yet. `late`: what waits already.
 fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
-    if remap_target(event).is_some_and(|target| in_use(mm, target)) {
+    if remap_target(event).is_some_and(|target| in_use(mm, target) || mm.owed.iter().any(|owed| overlap(*owed, target))) {
         return true;
+    }
+    if owed_by(mm, event).is_some() {
+        return false;
+    }
+    if let Event::Unmap(range) = event {
+        let begins =
+            |e: &&Event| matches!(e, Event::Remap { from, len, .. } if from.offset(*len) == range.end && *from == range.start);
+        let ends = |e: &&Event| matches!(e, Event::Unmap(other) if other == range);
+        if late.iter().filter(begins).count() > late.iter().filter(ends).count() {
+            return true;
+        }
     }
     let from = match event {
         Event::Remove(range) | Event::Unmap(range) => *range,
@@ -85,6 +107,14 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
         // What is given up there is what was there before, unless that lies elsewhere.
         _ => from.start == target.start && mm.regions.find(target.start).is_none(),
     })
+}
+
+/// The place in the list of what is owed that an event fulfils.
+fn owed_by(mm: &Mm, event: &Event) -> Option<usize> {
+    match event {
+        Event::Unmap(range) => mm.owed.iter().position(|owed| range.start <= owed.start && owed.end <= range.end),
+        _ => None,
+    }
 }
 
 impl Engine {
@@ -109,6 +139,7 @@ impl Engine {
 
     /// Applies what is late: the kernel has said that no event is on its way.
     pub fn apply_late(&self, mm: &mut Mm) {
+        mm.owed.clear();
         while !mm.late.is_empty() {
             let event = mm.late.remove(0);
             self.apply_now(mm, event);
@@ -121,11 +152,15 @@ impl Engine {
         {
             mm.recent.push(change);
         }
+        while let Some(at) = owed_by(mm, &event) {
+            mm.owed.swap_remove(at);
+        }
         match event {
             Event::Remove(range) => drop_pages(mm, self, range),
             Event::Unmap(range) => {
                 drop_pages(mm, self, range);
                 mm.regions.remove(range);
+                mm.armed.remove(range);
             }
             Event::Remap { from, to, len } => self.remapped(mm, from, to, len),
             Event::Fault { .. } | Event::Fork { .. } => {}
@@ -139,6 +174,7 @@ impl Engine {
         let target = VirtRange { start: to, end: to.offset(len) };
         let managed = mm.regions.find(from).is_some();
         drop_pages(mm, self, target);
+        mm.armed.remove(target);
         let pages = pages_of(source);
         let end = PageNo(pages.end);
         let mut at = PageNo(pages.start);
@@ -169,7 +205,16 @@ impl Engine {
             at = page.plus(1);
         }
         mm.regions.remove(source);
+        if mm.armed.overlaps(source) {
+            mm.armed.remove(source);
+            mm.armed.insert(target);
+        }
+        if mm.owed.len() == MOST_OWED {
+            mm.owed.remove(0);
+        }
+        mm.owed.push(source);
         if managed {
+            mm.armed.remove(target);
             mm.regions.insert(target);
         }
     }

@@ -293,9 +293,16 @@ impl Handler {
                     }
                     self.engine.bells.answer();
                 }
+                Ring::Fence => self.fence(),
                 Ring::ForkDone => {}
             }
         }
+    }
+
+    /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go on.
+    fn fence(&mut self) {
+        let engine = self.engine;
+        engine.bells.answer_fences(|at| self.adopt_mapping(at));
     }
 
     /// Answers one fault, or queues it again.
