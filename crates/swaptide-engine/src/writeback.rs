@@ -131,11 +131,9 @@ impl Writeback {
         room && (going > 0 || chosen > 0)
     }
 
-    /// Notes the pages of a chunk that are in compressed memory, but for those that went there much later than the oldest of them: the chunk
-    /// stays in the log for them.
+    /// Notes the pages of a chunk that are in compressed memory.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) {
         let info = mm.table.chunk(chunk);
-        let before = self.moving.len();
         for (first, len) in runs(info.swapped) {
             for page in (first..first + len).map(|k| chunk.first().plus(k)) {
                 let PageState::Swapped(old) = mm.table.get(page) else { continue };
@@ -145,13 +143,6 @@ impl Writeback {
                 let TableSlot::Shadow { shadow, .. } = engine.devices.pool_slots.lookup(old.offset()) else { continue };
                 self.moving.push(Moving { page, old, shadow, chunk, epoch: info.epoch, copy: None });
             }
-        }
-        let age = |moving: &Moving| mm.age(moving.shadow);
-        let oldest = self.moving[before..].iter().map(age).max().unwrap_or(0);
-        let (found, mut earlier) = (self.moving.len(), 0..before);
-        self.moving.retain(|moving| earlier.next().is_some() || age(moving) >= oldest / 2);
-        if self.moving.len() < found {
-            mm.queues.pooled(&mut mm.table, chunk);
         }
     }
 
