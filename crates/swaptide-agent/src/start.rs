@@ -404,7 +404,7 @@ extern "C" fn worker(index: usize) {
     // Made by the handler, whose place in the queue it inherits and does not need.
     let _ = swaptide_sys::affinity::set_own_nice(0);
     let Some(engine) = engine() else { exit_thread() };
-    Box::leak(Box::new(Worker::new())).run(engine, index)
+    Box::leak(Box::new(Worker::new(engine.choice))).run(engine, index)
 }
 
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.

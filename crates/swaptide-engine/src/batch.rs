@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
 use swaptide_ipc::Counter;
-use swaptide_store::codec::{Compressor, Packed};
+use swaptide_store::codec::{Compressor, Packed, Unpacker};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
@@ -391,7 +391,7 @@ impl Batch {
     ///
     /// # Panics
     /// When nothing was taken.
-    pub fn store(&mut self, engine: &Engine, compressor: &mut Compressor) {
+    pub fn store(&mut self, engine: &Engine, compressor: &mut Compressor, unpacker: &mut Unpacker) {
         let slab = self.slab.expect("a batch that was taken");
         let mut zero = 0;
         let mut stored = 0;
@@ -411,7 +411,7 @@ impl Batch {
                 let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
                 if let Some((_, old)) = kept.next_if(|kept| kept.0 == place) {
                     // Old slots of frames on their way out belong to this batch until `finish`.
-                    if engine.devices.holds(*old, page, &mut self.old) {
+                    if engine.devices.holds(*old, page, &mut self.old, unpacker) {
                         self.unchanged.add(place);
                         same += 1;
                         continue;

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{ExtentId, Segment, SlotIndex};
+use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{EXTENT_BYTES, Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
@@ -177,11 +178,11 @@ impl Devices {
     }
 
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
-    pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page) -> bool {
+    pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page, unpacker: &mut Unpacker) -> bool {
         let slot = Slot(entry.offset().0);
         match &self.file {
             Some(file) if entry.ty() == FILE => file.device.unchanged(slot, page),
-            _ => self.pool.load(slot, buffer).is_ok() && buffer == page,
+            _ => self.pool.load(slot, buffer, unpacker).is_ok() && buffer == page,
         }
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
+use swaptide_store::codec::Choice;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
@@ -126,6 +127,8 @@ pub struct Engine {
     pub swap_full: AtomicBool,
     /// Until then nothing is written to the swap file: it took nothing a moment ago.
     file_rests_until: AtomicU64,
+    /// How pages are compressed.
+    pub choice: Choice,
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
@@ -189,6 +192,7 @@ impl Engine {
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             file_rests_until: AtomicU64::new(0),
+            choice: Choice::from_number(header.pool_codec.load(Relaxed)),
             start,
             staging_base,
             uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),
@@ -260,6 +264,7 @@ impl Engine {
             resident: mm.table.present() as u64,
             pool: charge.pool(),
             oldest,
+            settled: mm.queues.any_settled(),
         };
         let share = mm.split.decide(at);
         if self.devices.file.is_some() {
@@ -413,11 +418,14 @@ impl Mm {
     /// How many pages were taken out since the page of an entry went; `None` if its slot holds a folio.
     pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
         match devices.slots(entry.ty()).lookup(entry.offset()) {
-            TableSlot::Shadow { shadow, .. } => {
-                Some(u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP)
-            }
+            TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
             _ => None,
         }
+    }
+
+    /// How many pages were taken out since a page went that has this shadow.
+    pub fn age(&self, shadow: Shadow) -> u64 {
+        u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP
     }
 
     /// The distance of the page that went to compressed memory longest ago; 0 when that is not known.
@@ -430,6 +438,18 @@ impl Mm {
             })
             .next()
             .unwrap_or(0)
+    }
+
+    /// The distance of the page that went to compressed memory longest ago of those that were not looked at since; `None` when that is not
+    /// known.
+    pub fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
+        let pages = self.queues.oldest_unsettled().flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
+        pages
+            .filter_map(|page| match self.table.get(page) {
+                PageState::Swapped(entry) if entry.ty() == POOL => self.refault_distance(devices, entry),
+                _ => None,
+            })
+            .max()
     }
 
     /// The shadow of what goes out now.

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
+use swaptide_store::codec::Codec;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -300,7 +301,8 @@ impl Handler {
         let loaded = matches!(engine.devices.pool_slots.lookup(entry.offset()), TableSlot::Shadow { .. }) && {
             // SAFETY: the buffer is the handler's own.
             let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
-            engine.devices.pool.load(Slot(entry.offset().0), out).is_ok()
+            let entries = [entry];
+            self.load_pool(&entries, std::slice::from_mut(out)) == 1
         };
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -315,6 +317,7 @@ impl Handler {
             Ok(_) => {}
         }
         self.landed(mm, page, entry);
+        self.tell_loads(mm);
         mm.split.fault(1);
         engine.settle(mm);
         drop(guard);
@@ -496,6 +499,7 @@ impl Handler {
         for (k, entry) in entries[..filled].iter().enumerate() {
             self.landed(mm, page.plus(k), *entry);
         }
+        self.tell_loads(mm);
         engine.count(Counter::Pswpin, filled);
         if pool {
             engine.count(Counter::Zswpin, filled);
@@ -537,9 +541,30 @@ impl Handler {
     }
 
     /// Loads pages from compressed memory. Gives how many came before the first that could not be.
-    fn load_pool(&self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
+    fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
         let pool = &self.engine.devices.pool;
-        entries.iter().zip(out).map_while(|(entry, out)| pool.load(Slot(entry.offset().0), out).ok()).count()
+        let began = now();
+        let (mut loaded, mut zstd) = (0, 0);
+        for (entry, out) in entries.iter().zip(out) {
+            let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else { break };
+            loaded += 1;
+            zstd += u32::from(codec == Some(Codec::Zstd));
+        }
+        self.loads.pages += loaded as u32;
+        self.loads.zstd += zstd;
+        // What came of one codec alone tells what that costs.
+        if zstd > 0 && zstd as usize == loaded {
+            self.loads.zstd_ns += now().since(began).as_nanos() as u64;
+            self.loads.timed += zstd;
+        }
+        loaded
+    }
+
+    /// Now and then, tells the division what loads cost.
+    fn tell_loads(&mut self, mm: &mut Mm) {
+        if self.loads.pages >= 64 {
+            mm.split.loaded(std::mem::take(&mut self.loads));
+        }
     }
 
     /// Reads pages from the file. Gives all or as many as came before the first that could not be read.

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
+use swaptide_store::codec::Unpacker;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::VirtRange;
@@ -32,6 +33,7 @@ use crate::ids::{PAGES_PER_LEAF, PageNo, range_of};
 use crate::locality::Locality;
 use crate::place::Place;
 use crate::reclaim::Worker;
+use crate::split::Loads;
 
 /// A fault that waits for its answer.
 #[derive(Clone, Copy, Debug)]
@@ -57,6 +59,10 @@ pub struct Handler {
     pub(crate) uffd: &'static Uffd,
     pub(crate) pending: VecDeque<Fault>,
     pub(crate) worker: Worker,
+    /// What pages are decompressed with.
+    pub(crate) unpacker: Unpacker,
+    /// What loading from compressed memory cost since it was told to the division.
+    pub(crate) loads: Loads,
     pub(crate) locality: Locality,
     pub(crate) hints: Vec<(VirtRange, crate::locality::Reading)>,
     pub(crate) place: Place,
@@ -112,7 +118,9 @@ impl Handler {
             uffd: engine.uffd(),
             // A thread waits for one fault at a time, and nothing may be allocated during a fork.
             pending: VecDeque::with_capacity(4096),
-            worker: Worker::new(),
+            worker: Worker::new(engine.choice),
+            unpacker: Unpacker::new(),
+            loads: Loads::default(),
             locality: Locality::new(),
             hints: Vec::new(),
             place: Place::new(),

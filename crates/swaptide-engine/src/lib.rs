@@ -40,6 +40,7 @@ pub mod pagetable;
 pub mod place;
 pub mod queue;
 pub mod reclaim;
+pub mod recompress;
 pub mod regions;
 pub mod split;
 pub mod staging;

@@ -84,7 +84,7 @@ pub struct Chunk {
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`].
+    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`].
     pub flags: u8,
 }
 
@@ -96,6 +96,11 @@ pub const POOL_LOGGED: u8 = 2;
 pub const STUCK: u8 = 4;
 /// The chunk stands in the log of chunks of which copies are kept.
 pub const KEPT_LOGGED: u8 = 8;
+
+/// The chunk stands in the log of chunks that were in compressed memory for long (see [`crate::recompress`]).
+pub const SETTLED_LOGGED: u8 = 16;
+/// The chunk stands in some queue, where its flag must be found again.
+const LISTED: u8 = QUEUED | POOL_LOGGED | KEPT_LOGGED | SETTLED_LOGGED;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {
@@ -216,7 +221,7 @@ impl PageTable {
 
     /// A cell without a used word goes, unless its chunk still stands in a queue, where its flag must be found again.
     fn drop_cell(&mut self, chunk: ChunkNo) {
-        if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & (QUEUED | POOL_LOGGED | KEPT_LOGGED) != 0) {
+        if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & LISTED != 0) {
             return;
         }
         let number = chunk.0 / CHUNKS_PER_LEAF;

@@ -1,7 +1,7 @@
 //! The order in which chunks are looked at.
 //!
-//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory and of
-//! chunks that came from it while the copy there was kept.
+//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory, of
+//! those that have been there for long, and of chunks that came from it while the copy there was kept.
 //! A chunk stands in each at most once, which its flags say (so one of which nothing is known is not put there: it has none); an entry whose chunk has nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
@@ -9,13 +9,14 @@
 use std::collections::VecDeque;
 
 use crate::ids::ChunkNo;
-use crate::pagetable::{KEPT_LOGGED, POOL_LOGGED, PageTable, QUEUED};
+use crate::pagetable::{KEPT_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED};
 
 /// See the module's description.
 #[derive(Default)]
 pub struct Queues {
     resident: VecDeque<ChunkNo>,
     pool: VecDeque<ChunkNo>,
+    settled: VecDeque<ChunkNo>,
     kept: VecDeque<ChunkNo>,
 }
 
@@ -81,12 +82,37 @@ impl Queues {
         }
     }
 
-    /// The first few chunks of those that went to compressed memory longest ago.
-    pub fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
-        self.pool.iter().take(8).copied()
+    /// Pages of the chunk have been in compressed memory for long, and were looked at for it.
+    pub fn settled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & SETTLED_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= SETTLED_LOGGED);
+            self.settled.push_back(chunk);
+        }
     }
 
-    /// Takes the chunk that went to compressed memory longest ago.
+    /// The first few chunks of those that went to compressed memory longest ago.
+    pub fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        self.settled.iter().take(8).chain(self.pool.iter().take(8)).copied()
+    }
+
+    /// True when there are chunks that have been in compressed memory for long and were looked at for it.
+    pub fn any_settled(&self) -> bool {
+        !self.settled.is_empty()
+    }
+
+    /// The first few chunks of those that went to compressed memory longest ago and have not been looked at.
+    pub fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        self.pool.iter().take(4).copied()
+    }
+
+    /// Takes the chunk that is the next to go to the file.
+    pub fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let Some(chunk) = self.settled.pop_front() else { return self.next_pooled(table) };
+        table.update(chunk, |c| c.flags &= !SETTLED_LOGGED);
+        Some(chunk)
+    }
+
+    /// Takes the chunk that went to compressed memory longest ago and has not been looked at.
     pub fn next_pooled(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.pool.pop_front()?;
         table.update(chunk, |c| c.flags &= !POOL_LOGGED);
@@ -110,5 +136,25 @@ mod tests {
         queues.pooled(&mut table, page.chunk());
         assert_eq!(queues.next_pooled(&mut table), Some(page.chunk()));
         assert_eq!(queues.next_pooled(&mut table), None);
+    }
+
+    #[test]
+    fn what_was_settled_goes_to_the_file_first_and_stands_there_once() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let (one, two) = (PageNo(1600), PageNo(3200));
+        for page in [one, two] {
+            table.set(page, PageState::Present);
+            queues.pooled(&mut table, page.chunk());
+        }
+        assert!(!queues.any_settled());
+        // The younger one alone, and then the older one again, as when some of its pages went out anew.
+        queues.settled(&mut table, two.chunk());
+        queues.settled(&mut table, two.chunk());
+        assert!(queues.any_settled());
+        assert_eq!(queues.oldest_pooled().next(), Some(two.chunk()));
+        assert_eq!(queues.oldest_unsettled().next(), Some(one.chunk()));
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_to_file(&mut table)).collect();
+        assert_eq!(order, [two.chunk(), one.chunk(), two.chunk()]);
+        assert_eq!(table.chunk(two.chunk()).flags, 0);
     }
 }

@@ -11,7 +11,7 @@
 //! | handler, after a fault ([`Worker::balance`]) | below the high mark, when nothing is in flight | |
 //! | handler, before a fill ([`Worker::step`]) | when there is no room | what it took, or what waits |
 //!
-//! Owns: a compressor, and the thread's part in write-back.
+//! Owns: a compressor and an unpacker, and the thread's part in recompression and write-back.
 //!
 //! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division between resident and compressed memory
 //! ([`crate::split`]) and writes back.
@@ -20,7 +20,7 @@ use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release}
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
-use swaptide_store::codec::Compressor;
+use swaptide_store::codec::{Choice, Compressor, Unpacker};
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
@@ -33,6 +33,7 @@ use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, range_of};
 use crate::place::{self, Aside};
+use crate::recompress::Recompress;
 use crate::writeback::Writeback;
 
 /// How often an idle worker looks at the accounts.
@@ -68,6 +69,8 @@ pub enum Step {
 /// See the module's description.
 pub struct Worker {
     compressor: Compressor,
+    unpacker: Unpacker,
+    recompress: Recompress,
     writeback: Writeback,
     /// Pages whose sharing must be broken before they can be taken.
     shared: Vec<PageNo>,
@@ -77,17 +80,13 @@ pub struct Worker {
     vain_at: Nanos,
 }
 
-impl Default for Worker {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Worker {
     /// A worker with its buffers.
-    pub fn new() -> Worker {
+    pub fn new(choice: Choice) -> Worker {
         Worker {
-            compressor: Compressor::new(),
+            compressor: Compressor::new(choice),
+            unpacker: Unpacker::new(),
+            recompress: Recompress::new(),
             writeback: Writeback::new(),
             shared: Vec::with_capacity(256),
             vain: 0,
@@ -160,7 +159,7 @@ impl Worker {
 
     fn store(&mut self, engine: &Engine, mut batch: Box<Batch>) -> usize {
         let pages = batch.pages();
-        batch.store(engine, &mut self.compressor);
+        batch.store(engine, &mut self.compressor, &mut self.unpacker);
         let mut mm = engine.mm.lock();
         batch.finish(engine, &mut mm);
         mm.jobs.retire(batch);
@@ -173,7 +172,20 @@ impl Worker {
 
     /// Moves one batch of compressed pages to the file. False when there was nothing to move or nowhere to put it.
     pub fn write_back(&mut self, engine: &Engine) -> bool {
-        self.writeback.step(engine)
+        self.writeback.step(engine, &mut self.unpacker)
+    }
+
+    /// Makes compressed memory smaller when it is near its share or past it: first by better compression, then by what goes to the file; where it is
+    /// far past, by both. False when there is nothing to do, or nothing more can be done.
+    fn shrink_pool(&mut self, engine: &Engine) -> bool {
+        let charge = &engine.charge;
+        let (pool, most) = (charge.pool(), charge.pool_limit());
+        if pool < most / 4 * 3 {
+            return false;
+        }
+        let better = self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
+        let written = pool > most && (!better || charge.pool_overflows()) && self.write_back(engine);
+        better || written
     }
 
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
@@ -254,7 +266,7 @@ impl Worker {
                     Step::Nothing => {}
                 }
             }
-            if charge.pool() > charge.pool_limit() && self.writeback.step(engine) {
+            if self.shrink_pool(engine) {
                 continue;
             }
             return true;

@@ -8,7 +8,8 @@
 //! - A refault from compressed memory of a distance near the age of its oldest page would come from the file had the pool been a step smaller.
 //! - A refault from the file of a distance a little beyond that age would have come from compressed memory had it been a step larger.
 //!
-//! Each is weighed with what it costs in time; the heavier side gets a step. What the resident part would lose is not seen (hits leave no
+//! Each is weighed with what it costs in time (a page that has been in compressed memory for long may be compressed with zstd, which costs more to
+//! load); the heavier side gets a step. What the resident part would lose is not seen (hits leave no
 //! trace), and is taken to be what it would gain.
 //!
 //! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside the memory lock; the share it decides on is
@@ -38,6 +39,10 @@ pub struct Split {
     seen: u64,
     /// Smoothed cost of reading a page from the file.
     file_ns: u64,
+    /// Smoothed cost of loading a page that is compressed with zstd.
+    zstd_ns: u64,
+    /// Of all loads from compressed memory, how many are such, smoothed, in 1/1024.
+    zstd_part: u64,
     /// Smoothed pages that a swap-in fault brings, in 1/16.
     pages_16: u64,
     near_below: u64,
@@ -53,6 +58,19 @@ impl Default for Split {
     }
 }
 
+/// What loads from compressed memory came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Loads {
+    /// Pages loaded.
+    pub pages: u32,
+    /// Of those, pages compressed with zstd.
+    pub zstd: u32,
+    /// Nanoseconds that those took which were timed, and how many they are.
+    pub zstd_ns: u64,
+    /// See there.
+    pub timed: u32,
+}
+
 /// What the division is decided upon.
 #[derive(Clone, Copy, Debug)]
 pub struct Standing {
@@ -66,6 +84,8 @@ pub struct Standing {
     pub pool: u64,
     /// The distance of the page that went to compressed memory longest ago.
     pub oldest: u64,
+    /// True when the oldest pages were compressed again with zstd.
+    pub settled: bool,
 }
 
 impl Split {
@@ -78,6 +98,8 @@ impl Split {
             missed: 0,
             seen: 0,
             file_ns: 60_000,
+            zstd_ns: 10_000,
+            zstd_part: 0,
             pages_16: 16,
             near_below: 0,
             tail_from: u64::MAX,
@@ -117,6 +139,17 @@ impl Split {
         self.file_ns = (self.file_ns * 31 + ns / pages.max(1) as u64) / 32;
     }
 
+    /// Pages were loaded from compressed memory.
+    pub fn loaded(&mut self, loads: Loads) {
+        if loads.pages > 0 {
+            let part = u64::from(loads.zstd) * 1024 / u64::from(loads.pages);
+            self.zstd_part = (self.zstd_part * 15 + part) / 16;
+        }
+        if loads.timed > 0 {
+            self.zstd_ns = (self.zstd_ns * 31 + loads.zstd_ns / u64::from(loads.timed)) / 32;
+        }
+    }
+
     /// The share from now on. Called every some ten milliseconds.
     pub fn decide(&mut self, at: Standing) -> u32 {
         let step_bytes = at.limit / 1024 * u64::from(STEP);
@@ -137,8 +170,9 @@ impl Split {
 
     fn choose(&self, at: &Standing) -> u32 {
         let delivery = FAULT_NS * 16 / self.pages_16.max(16);
-        let from_pool = delivery + POOL_NS;
-        let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(POOL_NS / 2).max(1000);
+        let from_pool = delivery + POOL_NS + self.zstd_ns * self.zstd_part / 1024;
+        let from_old = POOL_NS / 2 + if at.settled { self.zstd_ns } else { 0 };
+        let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
         let near = self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
         let resident = near * from_pool;
         let shrinking_costs = self.tail * more_from_file;
@@ -162,7 +196,7 @@ impl Split {
 mod tests {
     use super::*;
 
-    const AT: Standing = Standing { share: 512, limit: 64 << 20, resident: 8192, pool: 32 << 20, oldest: 20_000 };
+    const AT: Standing = Standing { share: 512, limit: 64 << 20, resident: 8192, pool: 32 << 20, oldest: 20_000, settled: false };
 
     fn ready() -> Split {
         let mut split = Split::new();
@@ -186,6 +220,26 @@ mod tests {
             split.refault(20_100, true);
         }
         assert_eq!(split.decide(AT), 512 + STEP);
+    }
+
+    #[test]
+    fn what_zstd_costs_speaks_for_pages_in_the_program() {
+        // Refaults of small distance, and some that a smaller pool would have turned into readings: as many as just keep it as it is.
+        let share = |slow: bool| {
+            let mut split = ready();
+            for _ in 0..64 {
+                let zstd_ns = if slow { 64 * 40_000 } else { 0 };
+                split.loaded(Loads { pages: 64, zstd: if slow { 64 } else { 0 }, zstd_ns, timed: 64 });
+            }
+            for _ in 0..100 {
+                split.refault(300, false);
+            }
+            for _ in 0..18 {
+                split.refault(19_990, false);
+            }
+            split.decide(Standing { settled: slow, ..AT })
+        };
+        assert_eq!((share(false), share(true)), (512, 512 - STEP));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
-use swaptide_store::codec::{Packed, PackedKind};
+use swaptide_store::codec::{Packed, PackedKind, Unpacker};
 use swaptide_store::{Page, Slot};
 
 use crate::devices::POOL;
@@ -77,7 +77,7 @@ impl Writeback {
     }
 
     /// Moves one batch. False when there was nothing to move or nowhere to put it.
-    pub fn step(&mut self, engine: &Engine) -> bool {
+    pub fn step(&mut self, engine: &Engine, unpacker: &mut Unpacker) -> bool {
         if drop_copies(engine) {
             return true;
         }
@@ -91,13 +91,13 @@ impl Writeback {
             let mm = &mut *guard;
             self.moving.clear();
             while self.moving.len() + PAGES_PER_CHUNK <= BATCH
-                && let Some(chunk) = mm.queues.next_pooled(&mut mm.table)
+                && let Some(chunk) = mm.queues.next_to_file(&mut mm.table)
             {
                 self.choose(engine, mm, chunk);
                 chosen += 1;
             }
         }
-        let room = self.copy_out(engine);
+        let room = self.copy_out(engine, unpacker);
         let pages: Vec<(Slot, Packed<'_>)> = self
             .moving
             .iter()
@@ -147,12 +147,12 @@ impl Writeback {
     }
 
     /// Copies the pages out and gives them slots. False when the file has none left.
-    fn copy_out(&mut self, engine: &Engine) -> bool {
+    fn copy_out(&mut self, engine: &Engine, unpacker: &mut Unpacker) -> bool {
         self.data.clear();
         for moving in &mut self.moving {
             let start = self.data.len();
             // The fault path tells of damage when the page is needed; and this may be no damage, but a page that is gone.
-            let Ok(kind) = engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data) else { continue };
+            let Ok(kind) = engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data, unpacker) else { continue };
             if matches!(kind, PackedKind::Zero | PackedKind::Same(_)) {
                 continue;
             }

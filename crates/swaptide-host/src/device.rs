@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
 use swaptide_ipc::{EXTENT_BYTES, MAX_EXTENTS};
+use swaptide_store::codec::Choice;
 
 use crate::size::{SizeError, human, parse_bytes};
 
@@ -39,6 +40,8 @@ pub enum DeviceKind {
     Zram {
         /// The most it may take, compressed.
         bytes: u64,
+        /// How it is compressed.
+        codec: Choice,
     },
     /// A file.
     File {
@@ -59,6 +62,10 @@ pub enum DeviceError {
     Size(String, SizeError),
     /// The priority in it is none.
     Priority(String),
+    /// The codec in it is none.
+    Codec(String, String),
+    /// Only compressed memory has a codec.
+    CodecOfFile(String),
     /// A kind that this version does not have.
     NotYet(String, &'static str),
     /// Smaller than is of use.
@@ -90,6 +97,12 @@ impl fmt::Display for DeviceError {
             DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE or file:PATH[:SIZE]"),
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
             DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -32768 to 32767"),
+            DeviceError::Codec(text, name) => {
+                write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
+            }
+            DeviceError::CodecOfFile(text) => {
+                write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
+            }
             DeviceError::NotYet(text, what) => {
                 write!(f, "{text:?}: {what} cannot be used yet; use zram:SIZE or file:PATH[:SIZE]")
             }
@@ -110,7 +123,7 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,prio=N]`.
+/// Reads one `DEV[,codec=NAME][,prio=N]`.
 ///
 /// # Errors
 /// See [`DeviceError`].
@@ -124,7 +137,21 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     };
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
-        DeviceKind::Zram { bytes: at_least(text, size(rest)?, SMALLEST_POOL)? }
+        let (bytes, name) = rest.split_once(",codec=").map_or((rest, None), |(bytes, name)| (bytes, Some(name)));
+        let codec = match name {
+            None => Choice::default(),
+            Some(name) => Choice::ALL
+                .into_iter()
+                .find(|choice| choice.name() == name)
+                .ok_or_else(|| DeviceError::Codec(text.to_owned(), name.to_owned()))?,
+        };
+        DeviceKind::Zram { bytes: at_least(text, size(bytes)?, SMALLEST_POOL)?, codec }
+    } else if device
+        .strip_prefix("file:")
+        .and_then(|rest| rest.rsplit_once(",codec="))
+        .is_some_and(|(_, tail)| !tail.contains('/'))
+    {
+        return Err(DeviceError::CodecOfFile(text.to_owned()));
     } else if let Some(rest) = device.strip_prefix("file:") {
         match rest.rsplit_once(':') {
             _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
@@ -159,6 +186,8 @@ pub struct SwapSpace {
     pub file: Option<SwapFile>,
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
+    /// How compressed memory is compressed.
+    pub codec: Choice,
 }
 
 /// The swap file: open, without a name.
@@ -189,12 +218,16 @@ pub struct FileFacts {
 /// See [`DeviceError`].
 pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
+    let mut chosen = Choice::default();
     let mut file: Option<(&Path, Option<u64>, Option<i32>)> = None;
     for device in devices {
         match &device.kind {
             DeviceKind::Zram { .. } if pool.is_some() => return Err(DeviceError::Twice("zram")),
             DeviceKind::File { .. } if file.is_some() => return Err(DeviceError::Twice("file")),
-            DeviceKind::Zram { bytes } => pool = Some((*bytes, device.priority)),
+            DeviceKind::Zram { bytes, codec } => {
+                pool = Some((*bytes, device.priority));
+                chosen = *codec;
+            }
             DeviceKind::File { path, bytes } => file = Some((path, *bytes, device.priority)),
         }
     }
@@ -209,7 +242,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
         (None, Some(_)) => None,
         (None, None) => Some(open_default(budget)?),
     };
-    Ok(SwapSpace { file, pool_cap })
+    Ok(SwapSpace { file, pool_cap, codec: chosen })
 }
 
 /// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
@@ -315,9 +348,15 @@ mod tests {
 
     #[test]
     fn devices_are_read_as_documented() {
-        let zram = DeviceKind::Zram { bytes: 1 << 30 };
+        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both };
         assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
         assert_eq!(parse("zram:1G,prio=-7").expect("zram"), Device { kind: zram, priority: Some(-7) });
+        for codec in Choice::ALL {
+            let kind = DeviceKind::Zram { bytes: 1 << 30, codec };
+            let name = codec.name();
+            assert_eq!(parse(&format!("zram:1G,codec={name}")).expect("codec"), Device { kind: kind.clone(), priority: None });
+            assert_eq!(parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"), Device { kind, priority: Some(3) });
+        }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
         assert_eq!(parse("file:/var/tmp:2G").expect("file").kind, file("/var/tmp", Some(2 << 30)));
@@ -339,6 +378,12 @@ mod tests {
             ("file:/x:9T", "too large"),
             ("file:/x:lots", "not a size"),
             ("zram:1G,prio=high", "prio=N"),
+            ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd"),
+            ("zram:1G,codec=", "there is no codec"),
+            ("zram:1G,codec=zstd,level=3", "there is no codec"),
+            ("zram:1G,level=3", "not a size"),
+            ("file:/x,codec=zstd", "chosen for zram"),
+            ("file:/x:1G,codec=zstd", "chosen for zram"),
             ("/dev/sdb1", "block devices"),
             ("nbd://host/x", "network block devices"),
             ("nbd+unix:///x", "network block devices"),

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
+use swaptide_store::codec::Choice;
 
 use crate::device::FileFacts;
 use crate::size::{human, human_count};
@@ -194,6 +195,8 @@ pub enum DeviceReport {
     Zram {
         /// Its cap; 0: a share of each process's limit.
         size_bytes: u64,
+        /// How it is compressed.
+        codec: &'static str,
         /// Most in use at one time.
         peak_used_bytes: u64,
     },
@@ -214,6 +217,8 @@ pub struct Frame {
     pub budget: u64,
     /// Cap of the pool.
     pub pool_cap: u64,
+    /// How the pool is compressed.
+    pub codec: Choice,
     /// The swap file.
     pub file: Option<FileFacts>,
     /// The program's name.
@@ -223,7 +228,8 @@ pub struct Frame {
 impl Report {
     /// The report of a run that ends now.
     pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
-        let mut devices = vec![DeviceReport::Zram { size_bytes: frame.pool_cap, peak_used_bytes: totals.peak_pool }];
+        let mut devices =
+            vec![DeviceReport::Zram { size_bytes: frame.pool_cap, codec: frame.codec.name(), peak_used_bytes: totals.peak_pool }];
         devices.extend(frame.file.clone().map(|facts| DeviceReport::File { facts, peak_used_bytes: totals.peak_file }));
         Report {
             exit_status,
@@ -356,7 +362,7 @@ mod tests {
 
     fn frame() -> Frame {
         let file = FileFacts { place: "/var/tmp".into(), size_bytes: 1 << 32, direct_io: true };
-        Frame { budget: 512 << 20, pool_cap: 0, file: Some(file), program: "python3".into() }
+        Frame { budget: 512 << 20, pool_cap: 0, codec: Choice::default(), file: Some(file), program: "python3".into() }
     }
 
     fn swapped_totals() -> Totals {

@@ -224,6 +224,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let frame = Frame {
         budget,
         pool_cap: space.pool_cap,
+        codec: space.codec,
         file: space.file.as_ref().map(|file| file.facts.clone()),
         program: program_name(name),
     };
@@ -285,6 +286,7 @@ fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segmen
     header.version.store(VERSION, Relaxed);
     header.budget_bytes.store(budget, Relaxed);
     header.pool_cap_bytes.store(space.pool_cap, Relaxed);
+    header.pool_codec.store(space.codec.number(), Relaxed);
     header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);

@@ -28,6 +28,12 @@ counters! {
     Zswpin = "zswpin",
     /// Pages written back from compressed memory to the file.
     Zswpwb = "zswpwb",
+    /// Pages that were compressed again because they stayed long in compressed memory, and got smaller by it.
+    Zswprecomp = "zswprecomp",
+    /// Pages that this was tried with.
+    ZswprecompTried = "zswprecomp_tried",
+    /// Bytes that it saved.
+    ZswprecompSaved = "zswprecomp_saved_bytes",
     /// Zero pages that needed no store.
     SwpoutZero = "swpout_zero",
     /// Pages that went out unwritten since they were brought in, and needed no second compression.

@@ -12,7 +12,7 @@ use crate::counters::{Counter, FaultHistogram};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of the swap file: a cluster of 512 slots.
@@ -75,6 +75,8 @@ pub struct Header {
     pub slots_end: AtomicU32,
     /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
     pub slots_max: AtomicU32,
+    /// How compressed memory is compressed: the number of a choice of codecs (0: the usual one).
+    pub pool_codec: AtomicU32,
 }
 
 /// One process.

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use swaptide_store::codec::{Compressor, Packed, PackedUnit};
+use swaptide_store::codec::{Choice, Compressor, Packed, PackedUnit, Unpacker};
 use swaptide_store::file::{Extent, ExtentSource, FileDevice};
 use swaptide_store::zram::Zram;
 use swaptide_store::{PAGE_SIZE, Page, Slot};
@@ -64,7 +64,7 @@ fn pages(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(PAGE_SIZE as u64));
     for (name, make) in [("quarter-random", quarter_random as fn(u64) -> Page), ("text", text)] {
         let zram = Zram::new(PAGES).unwrap();
-        let mut codec = Compressor::new();
+        let mut codec = Compressor::default();
         for slot in 0..PAGES {
             zram.insert(Slot(slot), &codec.compress(&make(slot.into()))).unwrap();
         }
@@ -73,9 +73,21 @@ fn pages(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("compress", name), |b| {
             b.iter(|| matches!(codec.compress(&samples[numbers.next() as usize % 256]), Packed::Bytes(_)));
         });
+        group.bench_function(BenchmarkId::new("compress-zstd", name), |b| {
+            b.iter(|| codec.compress_tightly(&samples[numbers.next() as usize % 256], PAGE_SIZE).is_some());
+        });
         let mut out = [0; PAGE_SIZE];
+        let mut unpacker = Unpacker::new();
         group.bench_function(BenchmarkId::new("load", name), |b| {
-            b.iter(|| zram.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out)).unwrap());
+            b.iter(|| zram.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out), &mut unpacker).unwrap());
+        });
+        let mut zstd = Compressor::new(Choice::Zstd);
+        let tight = Zram::new(PAGES).unwrap();
+        for slot in 0..PAGES {
+            tight.insert(Slot(slot), &zstd.compress(&make(slot.into()))).unwrap();
+        }
+        group.bench_function(BenchmarkId::new("load-zstd", name), |b| {
+            b.iter(|| tight.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out), &mut unpacker).unwrap());
         });
         let packed = codec.compress(&samples[0]);
         group.bench_function(BenchmarkId::new("insert", name), |b| {
@@ -90,7 +102,7 @@ fn units(c: &mut Criterion) {
     let mut group = c.benchmark_group("zram-unit-64K");
     group.throughput(Throughput::Bytes((UNIT * PAGE_SIZE) as u64));
     let zram = Zram::new(PAGES).unwrap();
-    let mut codec = Compressor::new();
+    let mut codec = Compressor::default();
     let unit = |n: u32| (0..UNIT as u64).flat_map(|i| quarter_random(u64::from(n) * 16 + i)).collect::<Vec<u8>>();
     for n in 0..PAGES / UNIT as u32 {
         zram.insert_unit(Slot(n * UNIT as u32), UNIT, &codec.compress_unit(&unit(n))).unwrap();
@@ -98,11 +110,12 @@ fn units(c: &mut Criterion) {
     let sample = unit(1);
     group.bench_function("compress", |b| b.iter(|| matches!(codec.compress_unit(black_box(&sample)), PackedUnit::Bytes(_))));
     let mut numbers = Random(4);
+    let mut unpacker = Unpacker::new();
     let mut out = vec![0; UNIT * PAGE_SIZE];
     group.bench_function("load", |b| {
         b.iter(|| {
             let slot = Slot((numbers.next() >> 20) as u32 % (PAGES / UNIT as u32) * UNIT as u32);
-            zram.load_range(slot, UNIT, black_box(&mut out)).unwrap();
+            zram.load_range(slot, UNIT, black_box(&mut out), &mut unpacker).unwrap();
         });
     });
     group.finish();
@@ -131,7 +144,7 @@ fn file(c: &mut Criterion) {
     let mut numbers = Random(5);
     let mut at = || (numbers.next() >> 20) as u32 % 64 * BATCH;
     let slots = |first: u32| (first..first + BATCH).map(Slot);
-    let mut codec = Compressor::new();
+    let mut codec = Compressor::default();
     let packed: Vec<Vec<u8>> = pages
         .iter()
         .map(|page| if let Packed::Bytes(bytes) = codec.compress(page) { bytes.to_vec() } else { page.to_vec() })

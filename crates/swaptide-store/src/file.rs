@@ -46,7 +46,7 @@ use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
 use self::places::{Place, Places};
-use crate::codec::{self, Packed, RAW_ABOVE};
+use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Blocks (of a page's size) in an extent.
@@ -58,8 +58,8 @@ pub const EXTENT_BYTES: u64 = (EXTENT_PAGES * PAGE_SIZE) as u64;
 const WRITE_BLOCKS: usize = 64;
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
-/// Bytes that stand for a page of one repeated word: no lz4 block of a page is so short.
-const WORD: usize = size_of::<u64>();
+/// Bytes that stand for a page of one repeated word: no packed page is so short.
+const WORD: usize = codec::SHORTEST;
 /// Times a write cleans before it gives up.
 const CLEANINGS: usize = 8;
 
@@ -143,7 +143,7 @@ pub struct FileDevice {
     digester: Digester,
     state: Lock<State>,
     /// Blocks on their way in.
-    inbox: Lock<Buffer>,
+    inbox: Lock<Inbox>,
     /// Blocks on their way out; the lock of the writers.
     bounce: Lock<Buffer>,
 }
@@ -164,6 +164,12 @@ impl Buffer {
         // its owner keeps others off.
         Ok(unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr(), len) })
     }
+}
+
+/// What reading needs.
+struct Inbox {
+    buffer: Buffer,
+    unpacker: Unpacker,
 }
 
 struct State {
@@ -189,7 +195,8 @@ impl FileDevice {
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
         let state = State { places: Places::default(), digests: Digests::default(), extents };
-        let (inbox, bounce) = (Lock::new(Buffer::default()), Lock::new(Buffer::default()));
+        let inbox = Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() });
+        let bounce = Lock::new(Buffer::default());
         FileDevice { io, source, key, digester, state: Lock::new(state), inbox, bounce }
     }
 
@@ -425,12 +432,13 @@ impl FileDevice {
         let Some(first) = order.first() else { return Ok(()) };
         let slot = first.slot;
         let mut inbox = self.inbox.lock();
-        let inbox = inbox.blocks(READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
+        let Inbox { buffer, unpacker } = &mut *inbox;
+        let inbox = buffer.blocks(READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
         // In the order of the file, so that neighbours become one read.
         order.sort_unstable_by_key(|w| w.place.span);
         let mut rest = &mut order[..];
         while !rest.is_empty() {
-            match self.read_some(rest, inbox, reqs) {
+            match self.read_some(rest, inbox, unpacker, reqs) {
                 Ok(n) => rest = &mut rest[n..],
                 Err((at, kind)) => {
                     let slot = rest[at].slot;
@@ -469,6 +477,7 @@ impl FileDevice {
         &self,
         wanted: &mut [Wanted],
         inbox: &mut [u8],
+        unpacker: &mut Unpacker,
         reqs: &mut [(Slot, &mut Page)],
     ) -> Result<usize, (usize, ReadErrorKind)> {
         let (n, mut runs) = lay_out(wanted, inbox);
@@ -486,7 +495,7 @@ impl FileDevice {
                 continue;
             }
             let page = &mut *reqs[w.number].1;
-            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page).map_err(|kind| (i, kind))?;
+            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker).map_err(|kind| (i, kind))?;
         }
         Ok(n)
     }
@@ -631,7 +640,7 @@ impl FileDevice {
 pub struct Quiesced<'a> {
     _state: Guard<'a, State>,
     _bounce: Guard<'a, Buffer>,
-    _inbox: Guard<'a, Buffer>,
+    _inbox: Guard<'a, Inbox>,
 }
 
 /// What could not be written.
@@ -666,7 +675,7 @@ impl Wanted {
     }
 
     /// Opens its bytes and unpacks them.
-    fn unpack(&self, bytes: &mut [u8], page: &mut Page) -> Result<(), ReadErrorKind> {
+    fn unpack(&self, bytes: &mut [u8], page: &mut Page, unpacker: &mut Unpacker) -> Result<(), ReadErrorKind> {
         let Place { span, tag, .. } = &self.place;
         if bytes.len() == PAGE_SIZE {
             let opens = self.cipher.open_into(self.counter, span.name(), tag, bytes, page);
@@ -679,7 +688,7 @@ impl Wanted {
             codec::fill(page, u64::from_le_bytes(word));
             return Ok(());
         }
-        codec::decompress(bytes, page).map_err(|_| ReadErrorKind::Unpacking)
+        unpacker.unpack(bytes, page).map_err(|_| ReadErrorKind::Unpacking)
     }
 }
 

@@ -17,7 +17,6 @@
 
 pub mod codec;
 pub mod file;
-mod lz4;
 pub mod zram;
 
 /// Bytes in a page, the unit a slot holds.

@@ -4,6 +4,9 @@
 //! need no bytes. Packing happens outside, in a [`Compressor`](crate::codec::Compressor): a store is a copy into the pool, a
 //! load a copy out of it and, after the lock is dropped, a decompression.
 //!
+//! A page that stays long may be compressed again: [`Zram::unsettled`] gives what is worth it, [`Zram::settle`] puts the outcome in its
+//! place and notes that it was tried, so that no page is tried twice. Pages of both codecs lie side by side.
+//!
 //! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its own, and the last one frees
 //! the unit. Loading one page of a unit decompresses all of it, into a scratch buffer that the unit's next pages are then
 //! copied from.
@@ -28,7 +31,7 @@ use swaptide_sys::lock::{Guard, Lock};
 
 use self::pool::{Head, ObjectId, Pool};
 use self::table::{Handle, Handles, SameTable};
-use crate::codec::{self, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE};
+use crate::codec::{self, Codec, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Why a compressed-RAM device could not be made.
@@ -117,9 +120,19 @@ struct Scratch {
     pages: Vec<u8>,
 }
 
+/// Slots a device may have: more bits a head does not have for them.
+const MOST_SLOTS: u32 = Head::SETTLED;
+
+/// Objects of fewer bytes are not compressed again: the smallest size classes are not much smaller.
+const WORTH_IT: usize = 192;
+
 impl Zram {
     /// A device of `max_slots` slots. Costs address space, no memory to speak of.
+    ///
+    /// # Panics
+    /// For more than 2^30 slots.
     pub fn new(max_slots: u32) -> Result<Zram, Error> {
+        assert!(max_slots <= MOST_SLOTS, "a device of {max_slots} slots");
         let pool = Pool::new(max_slots as usize * PAGE_SIZE).map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
         let handles = Handles::new(max_slots);
         Ok(Zram {
@@ -163,8 +176,8 @@ impl Zram {
         self.change(|state| state.insert_unit(slot, n, unit))
     }
 
-    /// Brings a page back. The slot keeps it.
-    pub fn load(&self, slot: Slot, out: &mut Page) -> Result<(), Damaged> {
+    /// Brings a page back. The slot keeps it. Tells the codec of bytes that had to be decompressed.
+    pub fn load(&self, slot: Slot, out: &mut Page, unpacker: &mut Unpacker) -> Result<Option<Codec>, Damaged> {
         let state = self.state.lock();
         let id = match state.handles.get(slot) {
             Handle::Empty => return Err(Damaged { slot, what: "nothing is stored here" }),
@@ -172,35 +185,36 @@ impl Zram {
                 let word = state.same.get(id);
                 drop(state);
                 codec::fill(out, word);
-                return Ok(());
+                return Ok(None);
             }
             Handle::Object(id) => id,
         };
         let head = state.pool.head(id);
         if head.live != 0 {
             drop(state);
-            return self.load_of_unit(slot, 1, out).map(drop);
+            return self.load_of_unit(slot, 1, out, unpacker).map(|_| Some(Codec::Lz4));
         }
-        if head.slot != slot.0 {
+        if head.owner() != slot.0 {
             return Err(Damaged { slot, what: "the page found belongs to another slot" });
         }
         let bytes = state.pool.bytes(id);
         if bytes.len() == PAGE_SIZE {
             out.copy_from_slice(bytes);
-            return Ok(());
+            return Ok(None);
         }
         // Copy out and decompress without the lock: the copy costs a twentieth of the decompression and warms the cache.
         let mut copy = [MaybeUninit::<u8>::uninit(); RAW_ABOVE];
         let block = copy_into(&mut copy, bytes).ok_or(Damaged { slot, what: "an object of impossible length" })?;
         drop(state);
-        codec::decompress(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })
+        unpacker.unpack(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })?;
+        Ok(Some(Codec::of(block)))
     }
 
     /// Appends what a slot holds to `out` as it is, without decompressing, and says what it is: for another device.
     ///
     /// A zero or same-filled page appends nothing. Of a unit, the slot's page is decompressed and appended raw. Where `out` has
     /// room for a page it is not reallocated. On failure `out` is as it was.
-    pub fn packed(&self, slot: Slot, out: &mut Vec<u8>) -> Result<PackedKind, Damaged> {
+    pub fn packed(&self, slot: Slot, out: &mut Vec<u8>, unpacker: &mut Unpacker) -> Result<PackedKind, Damaged> {
         // Before the lock is taken: growing takes time.
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();
@@ -219,7 +233,7 @@ impl Zram {
             drop(state);
             let start = out.len();
             out.resize(start + PAGE_SIZE, 0);
-            return match self.load_of_unit(slot, 1, &mut out[start..]) {
+            return match self.load_of_unit(slot, 1, &mut out[start..], unpacker) {
                 Ok(_) => Ok(PackedKind::Raw),
                 Err(damaged) => {
                     out.truncate(start);
@@ -227,7 +241,7 @@ impl Zram {
                 }
             };
         }
-        if head.slot != slot.0 {
+        if head.owner() != slot.0 {
             return Err(Damaged { slot, what: "the page found belongs to another slot" });
         }
         let bytes = state.pool.bytes(id);
@@ -240,11 +254,52 @@ impl Zram {
         Ok(kind)
     }
 
+    /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not [settled](Self::settle) before. What belongs to
+    /// nobody, or to another slot, is not. Where `out` has room for a page it is not reallocated.
+    pub fn unsettled(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
+        out.reserve(PAGE_SIZE);
+        let state = self.state.lock();
+        let Handle::Object(id) = state.handles.get(slot) else { return false };
+        let head = state.pool.head(id);
+        // Units have live pages, settled pages another slot's number.
+        if head.live != 0 || head.slot != slot.0 || usize::from(head.len) < WORTH_IT || usize::from(head.len) > RAW_ABOVE {
+            return false;
+        }
+        let bytes = state.pool.bytes(id);
+        if Codec::of(bytes) == Codec::Zstd {
+            return false;
+        }
+        out.extend_from_slice(bytes);
+        true
+    }
+
+    /// Puts other bytes of the same page in the place of a slot's, or none if there are no better ones, and notes that this was tried.
+    /// Gives the bytes saved. The caller vouches that the slot holds the page they are of. On failure nothing changes.
+    pub fn settle(&self, slot: Slot, bytes: Option<&[u8]>) -> Result<usize, PoolFull> {
+        self.change(|state| {
+            let Handle::Object(old) = state.handles.get(slot) else { return Ok(0) };
+            let head = state.pool.head(old);
+            if head.live != 0 || head.owner() != slot.0 {
+                return Ok(0);
+            }
+            let Some(bytes) = bytes else {
+                state.pool.settle(old);
+                return Ok(0);
+            };
+            let handle = state.store(slot, 0, &[], bytes)?;
+            if let Handle::Object(id) = handle {
+                state.pool.settle(id);
+            }
+            state.replace(slot, handle);
+            Ok(usize::from(head.len).saturating_sub(bytes.len()))
+        })
+    }
+
     /// Brings `n` pages from `slot` on back. Units that lie in the range are decompressed straight into `out`.
     ///
     /// # Panics
     /// If `out` is not `n` pages long.
-    pub fn load_range(&self, slot: Slot, n: usize, out: &mut [u8]) -> Result<(), Damaged> {
+    pub fn load_range(&self, slot: Slot, n: usize, out: &mut [u8], unpacker: &mut Unpacker) -> Result<(), Damaged> {
         assert_eq!(out.len(), n * PAGE_SIZE, "a buffer for {n} pages");
         let mut done = 0;
         while done < n {
@@ -255,10 +310,10 @@ impl Zram {
                 matches!(state.handles.get(at), Handle::Object(id) if state.pool.head(id).live != 0)
             };
             if in_unit {
-                done += self.load_of_unit(at, n - done, rest)?;
+                done += self.load_of_unit(at, n - done, rest, unpacker)?;
             } else {
                 let (page, _) = rest.as_chunks_mut::<PAGE_SIZE>();
-                self.load(at, &mut page[0])?;
+                self.load(at, &mut page[0], unpacker)?;
                 done += 1;
             }
         }
@@ -266,7 +321,7 @@ impl Zram {
     }
 
     /// Loads up to `max` pages of the unit `slot` is in; returns how many.
-    fn load_of_unit(&self, slot: Slot, max: usize, out: &mut [u8]) -> Result<usize, Damaged> {
+    fn load_of_unit(&self, slot: Slot, max: usize, out: &mut [u8], unpacker: &mut Unpacker) -> Result<usize, Damaged> {
         let damaged = |what| Damaged { slot, what };
         let mut scratch = self.scratch.lock();
         let scratch = &mut *scratch;
@@ -291,12 +346,13 @@ impl Zram {
             scratch.packed.extend_from_slice(block);
             drop(state);
             if run == pages {
-                codec::decompress(&scratch.packed, &mut out[..run * PAGE_SIZE])
+                unpacker
+                    .unpack(&scratch.packed, &mut out[..run * PAGE_SIZE])
                     .map_err(|_| damaged("the unit does not decompress"))?;
                 return Ok(run);
             }
             scratch.pages.resize(pages * PAGE_SIZE, 0);
-            codec::decompress(&scratch.packed, &mut scratch.pages).map_err(|_| damaged("the unit does not decompress"))?;
+            unpacker.unpack(&scratch.packed, &mut scratch.pages).map_err(|_| damaged("the unit does not decompress"))?;
             scratch.unit = Some(unit);
         }
         let found = scratch.pages.get(page * PAGE_SIZE..(page + run) * PAGE_SIZE);
@@ -501,7 +557,7 @@ impl State {
         let State { handles, pool, unit_epoch, cursor, .. } = self;
         pool.compact_one(cursor, |head, to| {
             if head.live == 0 {
-                handles.set(Slot(head.slot), Handle::Object(to));
+                handles.set(Slot(head.owner()), Handle::Object(to));
                 return;
             }
             *unit_epoch += 1;

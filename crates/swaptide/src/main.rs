@@ -55,7 +55,7 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "Where pages go: zram:SIZE, file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N \
+        help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd], file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
     swap: Vec<String>,

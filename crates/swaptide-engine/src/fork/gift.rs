@@ -308,7 +308,9 @@ impl Handler {
                             out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
                             true
                         }
-                        _ if entry.ty() == POOL => engine.devices.pool.load(Slot(entry.offset().0), out).is_ok(),
+                        _ if entry.ty() == POOL => {
+                            engine.devices.pool.load(Slot(entry.offset().0), out, &mut self.unpacker).is_ok()
+                        }
                         _ => engine
                             .devices
                             .file

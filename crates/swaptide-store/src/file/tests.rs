@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use proptest::prelude::*;
 
 use super::*;
-use crate::codec::{Compressor, PackedKind};
+use crate::codec::{Choice, Compressor, PackedKind};
 
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
@@ -235,14 +235,20 @@ fn forked(parent: &FileDevice, disk: &Disk, source: &Source) -> FileDevice {
     child
 }
 
+/// Compressors for even and odd slots.
+fn codecs() -> [Compressor; 2] {
+    [Compressor::new(Choice::Lz4), Compressor::new(Choice::Zstd)]
+}
+
 fn write_pages(device: &FileDevice, pages: &[(u32, Box<Page>)]) -> Result<(), WriteError> {
-    let mut codec = Compressor::new();
+    // Pages of both codecs, side by side.
+    let mut codecs = codecs();
     let mut bytes = Vec::new();
     let kinds: Vec<_> = pages
         .iter()
         .map(|(slot, page)| {
             let start = bytes.len();
-            let kind = match codec.compress(page) {
+            let kind = match codecs[*slot as usize % 2].compress(page) {
                 Packed::Zero => PackedKind::Zero,
                 Packed::Same(word) => PackedKind::Same(word),
                 Packed::Bytes(block) => {
@@ -644,7 +650,7 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
     disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
     let packed: Vec<_> = (0..400).map(|slot| (slot, slot * 8 + 3)).collect();
     let failed = write(&device, &packed).unwrap_err();
-    let lengths = packed.iter().map(|&(_, seed)| packed_len(&Compressor::new().compress(&page_of(seed))));
+    let lengths = packed.iter().map(|&(slot, seed)| packed_len(&codecs()[slot as usize % 2].compress(&page_of(seed))));
     let before: usize = lengths.take(failed.slot.0 as usize).sum();
     assert!((63 * PAGE_SIZE..64 * PAGE_SIZE).contains(&before), "{before} bytes before slot {}", failed.slot);
 }

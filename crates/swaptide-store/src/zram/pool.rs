@@ -149,7 +149,7 @@ impl ObjectId {
 /// Whose an object is.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Head {
-    /// The slot, of a unit the first one; [`Head::FREE`] when there is no object.
+    /// The slot, of a unit the first one, and [`Head::SETTLED`]; [`Head::FREE`] when there is no object.
     pub(super) slot: u32,
     /// Bytes stored; of a free place, the next free one.
     pub(super) len: u16,
@@ -159,8 +159,15 @@ pub(super) struct Head {
 
 impl Head {
     const FREE: u32 = u32::MAX;
+    /// Stands beside the slot of a page that needs no second look: it was compressed as well as it can be. Not used for units.
+    pub(super) const SETTLED: u32 = 1 << 30;
     /// End of a block's free list.
     const END: u16 = u16::MAX;
+
+    /// The slot, or first slot.
+    pub(super) fn owner(self) -> u32 {
+        self.slot & !Head::SETTLED
+    }
 }
 
 struct Block {
@@ -298,6 +305,10 @@ impl Pool {
         let head = self.blocks[id.block()].heads[id.index()];
         assert!(head.slot != Head::FREE, "compressed pool: a handle points at a free object");
         head
+    }
+
+    pub(super) fn settle(&mut self, id: ObjectId) {
+        self.blocks[id.block()].heads[id.index()].slot |= Head::SETTLED;
     }
 
     pub(super) fn set_live(&mut self, id: ObjectId, live: u16) {

@@ -390,9 +390,9 @@ mod tests {
 
     #[test]
     fn contents_compress_as_they_say_and_all_pages_differ() {
-        use swaptide_store::codec::{Compressor, Packed};
+        use swaptide_store::codec::{Choice, Compressor, Packed};
         const PAGES: usize = 256;
-        let mut compressor = Compressor::new();
+        let mut compressor = Compressor::new(Choice::Lz4);
         for (content, least, most) in [(Content::Four, 3.5, 4.0), (Content::Two, 1.8, 2.2), (Content::One, 1.0, 1.2)] {
             let mut seen = std::collections::HashSet::new();
             let mut packed = 0;
