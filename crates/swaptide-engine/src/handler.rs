@@ -180,6 +180,8 @@ impl Handler {
         }
         let mut messages = Message::buffer::<MESSAGES>();
         let engine = self.engine;
+        // It comes to its turn, though it did not wait.
+        engine.turns.fetch_add(2, Relaxed);
         let mut mm = engine.mm.lock();
         match self.uffd.read(&mut messages) {
             Ok(n) => {

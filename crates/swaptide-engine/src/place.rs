@@ -31,10 +31,16 @@ const FOLLOW_EVERY: u32 = 4;
 const IN_A_ROW: u32 = 64;
 /// Faults further apart than this are no conversation.
 const GAP_NS: u64 = 200_000;
-/// Faults between two looks at who else wants a CPU, and an answer that takes so long is a reason to look at once.
+/// Faults between two looks at who else wants a CPU, fewer after a look that saw a crowd; so many of these in a row are one. A single look tells
+/// little: a thread that runs for some microseconds makes a crowd, too.
 const LOOK_AROUND: u32 = 32;
+const LOOK_AGAIN: u32 = 4;
+const CROWDED: u32 = 6;
+/// An answer that takes so long is a reason to look at once.
 const SLOW_NS: u64 = 300_000;
-/// How long the handler then stays out of the idle class: at first, and at most. One wait may take a second.
+/// Where there is a crowd the handler does not go there, and looks again after this time.
+const LOOK_LATER_NS: u64 = 2_000_000;
+/// How long the handler stays out of the idle class that it has left: at first, and at most. One wait may take a second.
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
 
@@ -129,8 +135,9 @@ pub struct Place {
     idle: bool,
     runnable: Option<Runnable>,
     cpus: u32,
-    /// Faults until the next look at who else wants a CPU; and when the fault was read that is being answered.
+    /// Faults until the next look at who else wants a CPU; looks in a row that saw a crowd; when the fault was read that is being answered.
     look_around: u32,
+    crowded: u32,
     began: Nanos,
     /// The last answer.
     last: Nanos,
@@ -164,6 +171,7 @@ impl Place {
             runnable: Runnable::open(),
             cpus: cpus_online(),
             look_around: 0,
+            crowded: 0,
             began: Nanos(0),
             last: Nanos(0),
             entered: Nanos(0),
@@ -207,26 +215,29 @@ impl Place {
             return;
         }
         self.look_around = self.look_around.saturating_sub(1);
-        if self.look_around == 0 || now.since(self.began).as_nanos() as u64 > SLOW_NS {
-            self.look_around = LOOK_AROUND;
-            if self.is_crowded() {
-                self.leave(now);
-                // Nothing waited yet, and the crowd may be a thread that looks around: back soon, if it is gone.
-                self.stay_out_ns = STAY_OUT_NS;
-                self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
-            }
+        if self.look_around > 0 && now.since(self.began).as_nanos() as u64 <= SLOW_NS {
+            return;
+        }
+        self.crowded = if self.is_crowded() { self.crowded + 1 } else { 0 };
+        self.look_around = if self.crowded > 0 { LOOK_AGAIN } else { LOOK_AROUND };
+        if self.crowded >= CROWDED {
+            self.leave(now);
+            // Nothing waited long yet: back soon, if the crowd is gone.
+            self.stay_out_ns = STAY_OUT_NS;
+            self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
         }
     }
 
-    /// True when more threads want a CPU than there are CPUs, or nobody knows.
+    /// True when more threads want a CPU than there are CPUs, or nobody knows. The kernel counts a thread for a while that has just gone to sleep:
+    /// the one that waits for this handler.
     fn is_crowded(&self) -> bool {
-        self.runnable.as_ref().and_then(Runnable::threads).is_none_or(|threads| threads > self.cpus)
+        self.runnable.as_ref().and_then(Runnable::threads).is_none_or(|threads| threads > self.cpus + 1)
     }
 
     /// To the idle class, if it can be left again.
     fn enter(&mut self, now: Nanos) {
         if self.is_crowded() {
-            self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
+            self.retry_at = Nanos(now.0.saturating_add(LOOK_LATER_NS));
             return;
         }
         // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
@@ -237,6 +248,7 @@ impl Place {
         }
         self.entered = now;
         self.idle = true;
+        self.crowded = 0;
     }
 
     /// What `f` does is done in the normal class: the kernel may make threads for it, which would starve in this one.
