@@ -17,7 +17,7 @@ use swaptide_sys::process::StatmFd;
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
-const KEPT_PART: u64 = 16;
+const KEPT_PART: u64 = 64;
 
 /// Where nothing can be put any more, at least this part of what there is to divide stays with the program.
 const LEAST_RESIDENT: u64 = 8;
