@@ -131,6 +131,7 @@ impl Bells {
 
     /// Rings; returns when the handler has read it. Never from the handler itself.
     pub fn ring(&self, ring: Ring) {
+        crate::place::nudge();
         let start = self.range().start.offset(ring as usize * PAGE_SIZE);
         // SAFETY: the page is the engine's own, holds nothing and is never read.
         if let Err(errno) = unsafe { advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked) } {

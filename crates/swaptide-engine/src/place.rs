@@ -7,7 +7,8 @@
 //! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
 //! the handler would starve beside other work. So it goes there only while no more threads of the machine want a CPU than there are CPUs, and looks
 //! again every so often and whenever an answer took long. It cannot see that it starves: others do. A worker that finds a message unread for some
-//! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class.
+//! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell, and so
+//! waits for the handler, calls [`nudge`] first.
 //!
 //! Owns: the CPU the handler is bound to, and its class.
 //!
@@ -51,6 +52,8 @@ pub const NO_CPU: u32 = u32::MAX;
 static IN_IDLE_CLASS: AtomicU32 = AtomicU32::new(0);
 /// It was taken out of the class by another thread and does not know yet.
 static RESCUED: AtomicBool = AtomicBool::new(false);
+/// It was for a moment.
+static NUDGED: AtomicBool = AtomicBool::new(false);
 
 /// True while the handler may starve.
 pub fn may_starve() -> bool {
@@ -67,10 +70,20 @@ pub fn rescue() {
     }
 }
 
+/// Lets the handler come to its turn for what the caller is about to ask of it. It goes back to the idle class with the next fault.
+pub fn nudge() {
+    let tid = IN_IDLE_CLASS.load(Relaxed);
+    if tid != 0 {
+        let _ = sched_normal(tid);
+        NUDGED.store(true, Relaxed);
+    }
+}
+
 /// A forked child has none of its parent's threads.
 fn forget() {
     IN_IDLE_CLASS.store(0, Relaxed);
     RESCUED.store(false, Relaxed);
+    NUDGED.store(false, Relaxed);
 }
 
 /// Changes the class of the calling thread, the handler.
@@ -205,6 +218,8 @@ impl Place {
             }
         } else if self.row == 0 || RESCUED.swap(false, Relaxed) {
             self.leave(now);
+        } else if NUDGED.swap(false, Relaxed) {
+            idle_class(true);
         }
     }
 
