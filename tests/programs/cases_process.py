@@ -221,7 +221,7 @@ def ctl(context):
     status, text, errors = ask(context, "stats", "--pid", str(program.pid), "--json")
     context.expect(status == 0, f"ctl stats: status {status}: {errors}")
     view = json.loads(text)
-    context.expect(view["pid"] == program.pid and view["stats"]["pswpout"] > 1000, f"not this run, or it swaps nothing: {text}")
+    context.expect(view["pid"] == program.pid and view["stats"]["zswpout"] > 1000, f"not this run, or it swaps nothing: {text}")
     status, text, errors = ask(context, "stats", "--pid", inside)
     context.expect(status == 0 and f"\n{inside:>8} engaged" in text, f"status {status}: {text}{errors}")
     os.kill(program.pid, signal.SIGTERM)
@@ -247,6 +247,48 @@ def swap_full(context):
             context.expect("swap space ran out" in done.stderr, said)
             errors = json.loads(report.read_text())["errors"]
             context.expect(errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}")
+
+
+def swap_in(context):
+    """How much comes in for a fault: what the counters say of page-cluster, of zeros, of folios, and of snapshots that are out of date."""
+    if context.native:
+        return
+    large = [f"hugepages-{64 << k}kB/swpin" for k in range(6)]
+    report = context.directory / "report.json"
+
+    def stats(data, order, *options, stale="0", pressure="64M"):
+        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, *options, "--", context.swaptide]
+        words += ["lab-work", "--target", "64M", "--data", data, "--order", order, "--hint", "none", "--pressure", pressure]
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                              env={**os.environ, "SWAPTIDE_TEST_STALE": stale})
+        said = f"{data} {order} {options} {stale}: status {done.returncode}, {done.stderr!r}"
+        context.expect(done.returncode == 0, said)
+        result = json.loads(report.read_text())
+        context.expect(result["errors"]["pages_poisoned"] == 0, f"{said}: {result['errors']}")
+        return result["stats"], said
+
+    seen, said = stats("quarter", "seq")
+    context.expect(seen["zswpin"] > 8000 and seen["swpin_stale"] == 0, f"{said}: {seen}")
+    context.expect(sum(seen[name] for name in large) > 0 and seen["hugepages-64kB/zswpout"] > 1000, f"{said}: {seen}")
+    context.expect(0 < seen["swap_ra_hit"] <= seen["swap_ra"], f"{said}: {seen}")
+    seen, said = stats("zeros", "seq")
+    context.expect(seen["swpin_zero"] > 8000 and seen["swpout_zero"] > 8000, f"{said}: {seen}")
+    context.expect(seen["zswpin"] + seen["pswpin"] < 1000, f"zeros are loaded; {said}: {seen}")
+    # Out of date at every third load: it is dropped, the page asked for comes alone, and the program sees what it wrote.
+    for data in ("quarter", "sixth"):
+        seen, said = stats(data, "seq", stale="3")
+        context.expect(seen["swpin_stale"] > 50 and seen["hugepages-64kB/swpin_fallback"] > 0, f"{said}: {seen}")
+    seen, said = stats("sixth", "seq", stale="1")
+    context.expect(sum(seen[name] for name in large) == 0 and seen["swpin_stale"] > 100, f"{said}: {seen}")
+    for cluster, blocks in (("0", False), ("3", False), ("4", True)):
+        seen, said = stats("sixth", "seq", "--page-cluster", cluster)
+        context.expect(seen["pswpin"] > 4000 and seen["zswpin"] > 100, f"{said}: {seen}")
+        context.expect((sum(seen[name] for name in large) > 0) == blocks, f"{said}: {seen}")
+        context.expect((seen["swap_ra"] > 0) == (cluster != "0"), f"{said}: {seen}")
+    seen, said = stats("sixth", "sparse")
+    touched = 64 * 16
+    loaded = seen["pswpin"] + seen["zswpin"] + seen["swpin_zero"]
+    context.expect(touched * 0.8 < loaded < touched * 1.25, f"{loaded} pages for {touched} touches; {said}: {seen}")
 
 
 def bad_input(context):
@@ -275,6 +317,7 @@ CASES = [
     Case("bad-input", bad_input, 32, swaps=False),
     Case("ctl", ctl, 32, allowance=4),
     Case("swap-full", swap_full, 32, swaps=False),
+    Case("swap-in", swap_in, 48, swaps=False),
     Case("pipes", pipes, 32, swaps=False),
     Case("environment", environment, 48, swaps=False),
     Case("chains", chains, 48, swaps=False, forks=True),

@@ -237,7 +237,7 @@ class Context:
                     f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
                     f"the report says {reported / MIB:.1f}")
         out = sum(int(stats.get(name, 0)) for name in ("pswpout", "zswpout"))
-        self.expect(out > 0 or not self.case.swaps, "nothing was swapped out (pswpout is 0)")
+        self.expect(out > 0 or not self.case.swaps, "nothing was swapped out (pswpout and zswpout are 0)")
 
     def check_leftovers(self):
         """Nothing of the case may go on running after it."""

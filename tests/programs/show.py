@@ -101,12 +101,14 @@ def main():
             report = json.load(file)
     stats = report["stats"]
     same = plain == swapped
+    out = stats["zswpout"] + stats["pswpout"] + stats["swpout_zero"] - stats["zswpwb"]
+    back = stats["zswpin"] + stats["pswpin"] + stats["swpin_zero"]
     rows = [
         ("its output", "the same, byte for byte" if same else "DIFFERENT"),
         ("memory it uses", f"{plain_peak:.0f} MiB, {plain_peak / options.ram:.1f} times the budget"),
         ("peak resident", f"{report['peak_resident_bytes'] / MIB:.0f} MiB of {options.ram} MiB (from outside: {peak:.0f} MiB)"),
         ("resident + swapped", f"{report['peak_footprint_bytes'] / MIB:.0f} MiB"),
-        ("pages out, in", f"{stats.get('pswpout', 0):,} out, {stats.get('pswpin', 0):,} in"),
+        ("pages out, in", f"{out:,} out, {back:,} in"),
         ("time", f"{wall:.1f} s; {plain_wall:.1f} s without swaptide and with all the memory"),
     ]
     for name, value in rows:

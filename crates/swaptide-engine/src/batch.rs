@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
-use swaptide_ipc::Counter;
+use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Packed, Unpacker};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
@@ -25,7 +25,7 @@ use swaptide_sys::uffd::MoveFlags;
 
 use crate::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
-use crate::ids::{CHUNK_ORDER, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
 use crate::pagetable::{PageState, STUCK};
 use crate::staging::{FrameNo, SlabNo};
 
@@ -80,6 +80,11 @@ impl Places {
     fn has(&self, place: usize) -> bool {
         self.0[place / 64] >> (place % 64) & 1 == 1
     }
+
+    /// Which of `n` places (at most 64) from `first` on are in the set, as bits.
+    fn of(&self, first: usize, n: usize) -> u64 {
+        (0..n).filter(|k| self.has(first + k)).fold(0, |bits, k| bits | 1 << k)
+    }
 }
 
 /// See the module's description.
@@ -93,6 +98,8 @@ pub struct Batch {
     /// Pages that do not compress and go to the file.
     raw: Vec<(FrameNo, SwapEntry)>,
     is_raw: Places,
+    /// Places whose page is all zeros.
+    zeros: Places,
     /// What of `raw` the file took: frame, old entry, the entry in the file.
     to_file: Vec<(FrameNo, SwapEntry, SwapEntry)>,
     /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the order of `leaving`.
@@ -166,6 +173,7 @@ impl Batch {
             pages: 0,
             raw: Vec::with_capacity(512),
             is_raw: Places::NONE,
+            zeros: Places::NONE,
             to_file: Vec::with_capacity(512),
             kept: Vec::with_capacity(512),
             unchanged: Places::NONE,
@@ -198,6 +206,7 @@ impl Batch {
         self.raw.clear();
         self.to_file.clear();
         self.is_raw = Places::NONE;
+        self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
         self.shared.clear();
@@ -361,6 +370,7 @@ impl Batch {
                 crate::fatal("no swap slot is left for a page that was taken out (256 GiB are swapped out)");
             }
             engine.count(Counter::SwpoutFallback, 1);
+            engine.count_order(OfOrder::SwpoutFallback, order, 1);
             let half = 1 << (order - 1);
             self.give_folio(engine, mm, slab, Leaving { order: order - 1, ..leaving }, first);
             self.give_folio(engine, mm, slab, Leaving { order: order - 1, place: place + half, ..leaving }, first + half);
@@ -381,9 +391,6 @@ impl Batch {
                 _ => None,
             };
         }
-        if order == CHUNK_ORDER {
-            engine.count(Counter::Swpout64k, 1);
-        }
         self.leaving.push(leaving);
     }
 
@@ -398,6 +405,7 @@ impl Batch {
         let mut same = 0;
         let mut kept = self.kept.iter().peekable();
         for leaving in &self.leaving {
+            let (stored_before, raw_before) = (stored + zero, self.raw.len());
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
@@ -419,7 +427,10 @@ impl Batch {
                 }
                 let packed = compressor.compress(page);
                 match packed {
-                    Packed::Zero => zero += 1,
+                    Packed::Zero => {
+                        zero += 1;
+                        self.zeros.add(place);
+                    }
                     Packed::Raw(_) if engine.devices.file.is_some() => {
                         self.raw.push((frame, entry));
                         self.is_raw.add(place);
@@ -431,11 +442,16 @@ impl Batch {
                     crate::fatal("the compressed pool's address space is full");
                 }
             }
+            let n = 1 << leaving.order;
+            if stored + zero - stored_before == n {
+                engine.count_order(OfOrder::Zswpout, leaving.order, 1);
+            } else if self.raw.len() - raw_before == n {
+                engine.count_order(OfOrder::Swpout, leaving.order, 1);
+            }
         }
         engine.count(Counter::SwpoutZero, zero);
         engine.count(Counter::SwpoutClean, same);
         engine.count(Counter::Zswpout, stored);
-        engine.count(Counter::Pswpout, stored);
         self.store_raw(engine);
     }
 
@@ -481,7 +497,8 @@ impl Batch {
                 }
             }
         }
-        engine.count(Counter::Pswpout, self.raw.len());
+        engine.count(Counter::Pswpout, self.to_file.len());
+        engine.count(Counter::Zswpout, self.raw.len() - self.to_file.len());
     }
 
     /// What was not cancelled becomes a shadow; the frames are free. The memory lock is held.
@@ -502,7 +519,7 @@ impl Batch {
                 !engine.is_cancelled(frame) && mm.kept[frame.0 as usize].is_none() && !self.is_raw.has(place)
             });
             if plain {
-                devices.to_shadow(leaving.entry, n as u32, folio, shadow);
+                devices.to_shadow_with_zeros(leaving.entry, n as u32, folio, shadow, self.zeros.of(leaving.place, n));
                 // The program may have moved them since they were taken.
                 for place in [leaving.place, leaving.place + n - 1] {
                     let page = mm.owner[slab.frame(place).0 as usize];
@@ -525,7 +542,7 @@ impl Batch {
                     devices.pool.free(Slot(entry.offset().0));
                     engine.free_cancelled(frame, entry, folio);
                 } else if devices.pool.contains(Slot(entry.offset().0)) {
-                    devices.to_shadow(entry, 1, folio, shadow);
+                    devices.to_shadow_with_zeros(entry, 1, folio, shadow, self.zeros.of(place, 1));
                     let page = mm.owner[frame.0 as usize];
                     mm.queues.pooled(&mut mm.table, page.chunk());
                 } else {

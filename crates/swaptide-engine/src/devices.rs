@@ -191,7 +191,7 @@ impl Devices {
         let (slots, offset) = (self.slots(entry.ty()), entry.offset());
         let renewed = slots
             .shadow_to_folio(offset, 1, RENEWING, None)
-            .and_then(|_| slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::None));
+            .and_then(|_| slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::Keep));
         if let Err(mismatch) = renewed {
             crate::fatal(&format!("a page went out as it was before, and its slot was not what it must be: {mismatch}"));
         }
@@ -206,9 +206,13 @@ impl Devices {
 
     /// Turns `n` slots from folio to shadow.
     pub fn to_shadow(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow) {
-        if let Err(mismatch) =
-            self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, swaptide_core::ZeroMask::None)
-        {
+        self.to_shadow_with_zeros(entry, n, folio, shadow, 0);
+    }
+
+    /// The same (at most 64 slots), where the pages whose bits are set in `zeros` are all zeros: who brings them back need not ask the device.
+    pub fn to_shadow_with_zeros(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow, zeros: u64) {
+        let mask = swaptide_core::ZeroMask::Bits(std::slice::from_ref(&zeros));
+        if let Err(mismatch) = self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, mask) {
             crate::fatal(&format!("a folio left the swap cache and its slots were not what they must be: {mismatch}"));
         }
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::A
 use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
-use swaptide_ipc::{Counter, ProcSlot, Segment, SlotIndex};
+use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_store::codec::Choice;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -225,6 +225,13 @@ impl Engine {
     pub fn count(&self, counter: Counter, n: usize) {
         if n > 0 {
             self.slot().count(counter, n as u64);
+        }
+    }
+
+    /// Adds to a counter of an order, if orders like it are counted.
+    pub fn count_order(&self, kind: OfOrder, order: u8, n: usize) {
+        if let Some(counter) = kind.counter(order) {
+            self.count(counter, n);
         }
     }
 

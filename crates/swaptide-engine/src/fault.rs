@@ -1,19 +1,23 @@
 //! The fault path: from a page the program waits for to the page in its place.
 //!
 //! [`Handler::serve`] looks at the page's word. Empty: growth, with as many zeroed pages as the stream of first touches bears. Swapped: the page,
-//! its chunk, or a window of chunks, as [`crate::locality`] says; a folio still in the swap cache is copied back from its frame.
+//! an aligned range around it, or a window from it on: [`crate::locality`] foretells, [`crate::probe`] says where the pages are,
+//! [`crate::admission`] decides. A folio still in the swap cache is copied back from its frame.
 //!
 //! Rules
 //! 1. Room is made before a page is filled: when the workers have not kept up, the handler reclaims itself, and the waiting thread pays.
 //! 2. Runs of four pages and more are moved in from staging frames, recycled from swap-out; fewer are copied in, which needs no
 //!    flush of other CPUs.
 //! 3. A slot is released only after its page is in the program. A page whose data is damaged is poisoned.
-//! 4. Fills never wake; [`Handler::answer`] wakes last.
+//! 4. Fills never wake; [`Handler::answer`] wakes last. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
+//!    readahead is not waited for, and ends where there is no room.
+//! 5. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
+//!    (`swpin_stale`, `swpin_fallback`), and the page asked for comes alone.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
-use swaptide_ipc::Counter;
+use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::Codec;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
@@ -21,13 +25,15 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
+use crate::admission::{Admitted, Ask, Came, Costs, admit};
 use crate::bell::Hint;
-use crate::devices::{NO_ENTRY, POOL};
+use crate::devices::POOL;
 use crate::engine::{Mm, NO_RANGE};
 use crate::handler::{COPY_BYTES, Handler};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
-use crate::locality::{Reading, SwapIn};
+use crate::locality::Reading;
 use crate::pagetable::PageState;
+use crate::probe::{self, Place, Snapshot};
 use crate::reclaim::Step;
 use crate::staging::FrameRun;
 
@@ -35,7 +41,12 @@ use crate::staging::FrameRun;
 const MOVE_FROM: usize = 4;
 /// Pages that are brought in at a time: moves of this size cost little for each page.
 const GROUP_PAGES: usize = 64;
-const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES);
+const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && GROUP_PAGES <= probe::MOST);
+/// Out-of-date snapshots of a single page in a row before other messages get their turn.
+const MOST_STALE: u32 = 8;
+/// What a fault costs besides bringing pages in, and what a page from compressed memory costs with the one that goes out for it, in nanoseconds.
+const FAULT_NS: u64 = 8_000;
+const POOL_NS: u64 = 6_000;
 
 /// What became of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,6 +69,8 @@ pub(crate) enum Stop {
     Gone,
     /// The program has a page there.
     Exists,
+    /// The range was another one at the second look: nothing was put in place.
+    Stale,
 }
 
 impl Handler {
@@ -79,7 +92,7 @@ impl Handler {
         };
         match result {
             Ok(()) => Served::Filled,
-            Err(Stop::Again) => Served::Again,
+            Err(Stop::Again | Stop::Stale) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
         }
     }
@@ -231,29 +244,44 @@ impl Handler {
     /// Brings back what a fault asks for and what it foretells.
     fn swap_in(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
-        let bound = engine.charge.window_pages();
-        let mut brought;
-        let wanted = if self.is_alone() { SwapIn::Page } else { self.locality.swap_in(page, self.reading(page.addr()), bound) };
-        match wanted {
-            SwapIn::Page => {
+        if self.is_alone() {
+            self.make_room(1);
+            return self.bring_page(page, 1);
+        }
+        let most = self.gate.most(engine.charge.window_pages(), engine.devices.file.is_some());
+        let evidence = self.locality.swap_in(page, self.reading(page.addr()), most);
+        engine.count(Counter::SwapRaHit, self.locality.take_hits());
+        let ask = Ask {
+            page,
+            region: &pages_of(region),
+            evidence,
+            wanted_16: self.locality.wanted_16().into(),
+            most,
+            costs: Costs { fault: FAULT_NS, pool: POOL_NS, file: self.read_ns },
+        };
+        let admitted = admit(&ask, |chunk| self.probe(chunk.first(), PAGES_PER_CHUNK), |order| self.refused(order));
+        let mut came = Came::new(page);
+        match admitted {
+            Admitted::Page => {
                 self.make_room(1);
-                return self.bring_page(page);
+                return self.bring_page(page, most);
             }
-            SwapIn::Chunk => {
-                self.make_room(PAGES_PER_CHUNK);
-                if !self.has_room(PAGES_PER_CHUNK) {
+            Admitted::Around { first, order } => {
+                self.make_room(1 << order);
+                if !self.has_room(1 << order) {
+                    self.refused(order);
                     return self.bring(page, 1);
                 }
-                brought = self.bring_span(page.chunk().first(), PAGES_PER_CHUNK, page)?;
+                self.bring_span(first, 1 << order, page, &mut came)?;
             }
-            SwapIn::Onward(pages) => {
-                let pages = pages.min(pages_of(region).end - page.0);
+            Admitted::Onward(pages) => {
                 let first = pages.min(PAGES_PER_CHUNK);
                 self.make_room(first);
                 if !self.has_room(first) {
+                    self.refused(first.ilog2() as u8);
                     return self.bring(page, 1);
                 }
-                brought = self.bring_span(page, first, page)?;
+                self.bring_span(page, first, page, &mut came)?;
                 // The thread goes on while its window is filled; a fault it meets there waits for the rest.
                 if pages > first {
                     let _ = self.uffd.wake(range_of(page, 1));
@@ -263,46 +291,71 @@ impl Handler {
                     let n = (pages - at).min(GROUP_PAGES);
                     self.make_room(n);
                     if !self.has_room(n) {
+                        self.refused(n.ilog2() as u8);
                         break;
                     }
-                    match self.bring_span(page.plus(at), n, page) {
-                        Ok(pages) => brought += pages,
-                        Err(_) => break,
+                    if self.bring_span(page.plus(at), n, page, &mut came).is_err() {
+                        break;
                     }
                     at += n;
                 }
             }
         }
-        engine.count(Counter::SwapRa, brought.saturating_sub(1));
-        engine.mm.lock().split.fault(brought);
+        came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+        self.locality.came(came.pages());
+        engine.count(Counter::SwapRa, came.pages().saturating_sub(1));
+        engine.mm.lock().split.fault(came.pages());
         Ok(())
     }
 
-    /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in compressed memory.
-    fn bring_page(&mut self, page: PageNo) -> Result<(), Stop> {
+    /// A range of that order was asked for and is not brought in whole.
+    fn refused(&self, order: u8) {
+        self.engine.count_order(OfOrder::SwpinFallback, order, 1);
+    }
+
+    /// What backs `n` pages (at most [`GROUP_PAGES`]) from `first` on.
+    fn probe(&self, first: PageNo, n: usize) -> Snapshot {
+        let mut snapshot = Snapshot::note(&self.engine.mm.lock().table, first, n.min(GROUP_PAGES));
+        snapshot.look(&self.engine.devices);
+        snapshot
+    }
+
+    /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in compressed memory. One from the file may bring its
+    /// neighbours there, `most` pages together.
+    fn bring_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
-            PageState::Swapped(_)
-                if !self.is_alone() && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() =>
-            {
-                let (start, n) = self.around_in_file(page);
+            PageState::Swapped(_) if most > 1 && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() => {
+                let (start, n) = self.around_in_file(page, most);
                 self.make_room(n);
-                if !self.has_room(n) {
+                if n == 1 || !self.has_room(n) {
                     return self.bring(page, 1);
                 }
-                engine.count(Counter::SwapRa, n - 1);
                 // What keeps a neighbour away is no reason for the page not to come.
-                return self.bring(start, n).or_else(|stop| if start == page { Err(stop) } else { self.bring(page, 1) });
+                match self.bring(start, n) {
+                    Err(Stop::Stale) => return self.bring(page, 1),
+                    Err(stop) if start == page => return Err(stop),
+                    Err(_) => return self.bring(page, 1),
+                    Ok(()) => {}
+                }
+                engine.count(Counter::SwapRa, n - 1);
+                let mut came = Came::new(start);
+                came.add(start, n);
+                came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+                return Ok(());
             }
             _ => return self.bring(page, 1),
         };
-        let loaded = matches!(engine.devices.pool_slots.lookup(entry.offset()), TableSlot::Shadow { .. }) && {
-            // SAFETY: the buffer is the handler's own.
-            let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
-            let entries = [entry];
-            self.load_pool(&entries, std::slice::from_mut(out)) == 1
+        let (loaded, zero) = match engine.devices.pool_slots.lookup(entry.offset()) {
+            TableSlot::Shadow { zero: true, .. } => (true, true),
+            TableSlot::Shadow { .. } => {
+                // SAFETY: the buffer is the handler's own.
+                let out = unsafe { &mut *self.copy.as_ptr().cast::<Page>() };
+                (self.load_pool(&[entry], std::slice::from_mut(out)) == 1, false)
+            }
+            _ => (false, false),
         };
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -310,8 +363,9 @@ impl Handler {
             drop(guard);
             return self.bring(page, 1);
         }
-        // SAFETY: as above.
-        match settle_fill(unsafe { self.uffd.copy_pages(page.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false) }) {
+        let from = if zero { self.zeros.as_ptr() } else { self.copy.as_ptr() };
+        // SAFETY: as above; the zero pages are the engine's own too.
+        match settle_fill(unsafe { self.uffd.copy_pages(page.addr(), from, PAGE_SIZE, true, false) }) {
             Err(Stop::Exists) => self.overtaken(page, entry),
             Err(stop) => return Err(stop),
             Ok(_) => {}
@@ -321,24 +375,24 @@ impl Handler {
         mm.split.fault(1);
         engine.settle(mm);
         drop(guard);
-        engine.count(Counter::Pswpin, 1);
-        engine.count(Counter::Zswpin, 1);
+        engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
         Ok(())
     }
 
-    /// The neighbours of a page in its chunk that lie in the file as it does: the first, and how many.
-    fn around_in_file(&self, page: PageNo) -> (PageNo, usize) {
+    /// The neighbours of a page that lie in the file as it does, in the aligned `most` pages around it or its chunk: the first, and how many.
+    fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
         let mm = self.engine.mm.lock();
         let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
-        let first = page.chunk().first().0;
+        let block = 1 << most.min(PAGES_PER_CHUNK).ilog2();
+        let first = page.0 / block * block;
         let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);
-        let end = (page.0 + 1..first + PAGES_PER_CHUNK).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
+        let end = (page.0 + 1..first + block).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
         (PageNo(start), end - start)
     }
 
-    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. Gives
-    /// the pages brought.
-    fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo) -> Result<usize, Stop> {
+    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. What came is
+    /// noted in `came`.
+    fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo, came: &mut Came) -> Result<(), Stop> {
         let mut mask = 0u64;
         {
             let mm = self.engine.mm.lock();
@@ -351,7 +405,6 @@ impl Handler {
         if n < 64 {
             mask &= (1 << n) - 1;
         }
-        let mut brought = 0;
         while mask != 0 {
             let first = mask.trailing_zeros() as usize;
             let len = (mask >> first).trailing_ones() as usize;
@@ -359,55 +412,75 @@ impl Handler {
             let run = start.plus(first);
             let asked = run <= page && page < run.plus(len);
             match self.bring(run, len) {
-                Ok(()) => brought += len,
+                Ok(()) => came.add(run, len),
+                Err(Stop::Stale) if asked => {
+                    // The range changed under the load: what was loaded is dropped, and the page comes alone.
+                    self.bring(page, 1)?;
+                    came.add(page, 1);
+                }
                 Err(stop) if asked => return Err(stop),
                 Err(_) => {}
             }
         }
-        self.engine.count(Counter::Swpin64k, brought / PAGES_PER_CHUNK);
-        Ok(brought)
+        Ok(())
     }
 
-    /// Brings in `n` neighbouring swapped pages.
+    /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one is tried again.
     pub(crate) fn bring(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let mut at = 0;
+        let mut stale = 0;
         while at < n {
-            let mut guard = engine.mm.lock();
-            let mm = &mut *guard;
-            let PageState::Swapped(entry) = mm.table.get(page.plus(at)) else {
-                at += 1;
-                continue;
-            };
-            match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
-                TableSlot::Folio(folio) => {
-                    let frame = mm.frame_of(entry, folio);
-                    let from = mm.staging.addr(frame);
-                    // SAFETY: the frame is full and stays so while the memory lock is held.
-                    let progress = unsafe { self.uffd.copy_pages(page.plus(at).addr(), from.as_ptr(), PAGE_SIZE, true, false) };
-                    match settle_fill(progress) {
-                        Err(Stop::Exists) => self.overtaken(page.plus(at), entry),
-                        Err(stop) => return Err(stop),
-                        Ok(filled) => {
-                            engine.count(Counter::SwapCacheHit, 1);
-                            self.landed(mm, page.plus(at), entry);
-                            at += filled;
-                        }
-                    }
-                    engine.settle(mm);
-                }
-                TableSlot::Shadow { .. } => {
-                    drop(guard);
-                    let filled = self.bring_stored(page.plus(at), n - at, entry.ty() == POOL);
+            let snapshot = self.probe(page.plus(at), n - at);
+            match snapshot.place(0) {
+                Place::Absent => at += 1,
+                Place::Cached => at += self.bring_cached(page.plus(at))?,
+                Place::Pool | Place::File | Place::Zero => {
+                    let filled = self.bring_stored(&snapshot);
                     engine.settle(&engine.mm.lock());
-                    at += filled?;
+                    match filled {
+                        Err(Stop::Stale) if n == 1 && stale < MOST_STALE => stale += 1,
+                        Err(Stop::Stale) if n == 1 => return Err(Stop::Again),
+                        filled => at += filled?,
+                    }
                 }
-                other => {
-                    crate::fatal(&format!("page {:?} is swapped to {entry:?} and that slot is {other:?}", page.plus(at).addr()))
+                // Its slot was freed between the two looks: write-back has just moved it.
+                Place::Changed if stale < MOST_STALE => stale += 1,
+                Place::Changed => {
+                    let mm = engine.mm.lock();
+                    let PageState::Swapped(entry) = mm.table.get(page.plus(at)) else { continue };
+                    if let slot @ (TableSlot::Free | TableSlot::Bad) = engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                        crate::fatal(&format!(
+                            "page {:?} is swapped to {entry:?} and that slot is {slot:?}",
+                            page.plus(at).addr()
+                        ))
+                    }
                 }
             }
         }
         Ok(())
+    }
+
+    /// Copies a page back that is in the swap cache, if it still is. Gives how many were.
+    fn bring_cached(&mut self, page: PageNo) -> Result<usize, Stop> {
+        let engine = self.engine;
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let PageState::Swapped(entry) = mm.table.get(page) else { return Ok(0) };
+        let TableSlot::Folio(folio) = engine.devices.slots(entry.ty()).lookup(entry.offset()) else { return Ok(0) };
+        let frame = mm.frame_of(entry, folio);
+        let from = mm.staging.addr(frame);
+        // SAFETY: the frame is full and stays so while the memory lock is held.
+        let progress = unsafe { self.uffd.copy_pages(page.addr(), from.as_ptr(), PAGE_SIZE, true, false) };
+        let filled = match settle_fill(progress) {
+            Err(Stop::Exists) => self.overtaken(page, entry),
+            Err(stop) => return Err(stop),
+            Ok(filled) => filled,
+        };
+        engine.count(Counter::SwapCacheHit, 1);
+        self.landed(mm, page, entry);
+        engine.settle(mm);
+        Ok(filled)
     }
 
     /// A swapped page is in the program: its heat is set, its slot released.
@@ -439,35 +512,21 @@ impl Handler {
         }
     }
 
-    /// Brings in pages from one device, from `page` on, as many as lie there in a row, at most `n`. Gives how many, at least 1.
+    /// Brings in the pages at the front of a snapshot that are on the devices: what is in compressed memory is loaded, what is in the file is
+    /// read in one go. Gives how many, at least 1.
     ///
     /// The memory lock is not held while they are loaded: the words of swapped pages are the handler's alone but for write-back, which gives
     /// them entries of the file. So a word that is found again stands for what was loaded.
-    fn bring_stored(&mut self, page: PageNo, n: usize, pool: bool) -> Result<usize, Stop> {
+    fn bring_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
         let engine = self.engine;
-        let mut entries = [NO_ENTRY; GROUP_PAGES];
-        let mut len = 0;
-        let mut run = None;
-        {
+        let page = snapshot.first();
+        let mut len = snapshot.stored();
+        let run = if len >= MOVE_FROM {
             let mut mm = engine.mm.lock();
-            while len < n.min(GROUP_PAGES) {
-                let PageState::Swapped(entry) = mm.table.get(page.plus(len)) else { break };
-                if (entry.ty() == POOL) != pool
-                    || !matches!(engine.devices.slots(entry.ty()).lookup(entry.offset()), TableSlot::Shadow { .. })
-                {
-                    break;
-                }
-                entries[len] = entry;
-                len += 1;
-            }
-            if len >= MOVE_FROM && mm.staging.ready_frames() >= len {
-                run = mm.staging.take_run(len);
-            }
-        }
-        if len == 0 {
-            // It changed between two looks.
-            return Err(Stop::Again);
-        }
+            if mm.staging.ready_frames() >= len { mm.staging.take_run(len) } else { None }
+        } else {
+            None
+        };
         let from = match run {
             Some(run) => {
                 len = len.min(run.len);
@@ -477,34 +536,48 @@ impl Handler {
         };
         // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is the handler's own and as long.
         let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
-        let loaded = if pool { self.load_pool(&entries[..len], buffer) } else { self.load_file(page, &entries[..len], buffer) };
+        let loaded = self.load(snapshot, buffer);
+        let injected = len > 1 && self.is_stale_by_order();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        let same = (0..loaded).take_while(|k| mm.table.get(page.plus(*k)) == PageState::Swapped(entries[*k])).count();
-        if same == 0 {
+        let same = if injected { 0 } else { snapshot.stands(&mm.table, len) };
+        if same < len || loaded == 0 {
             if let Some(run) = run {
                 mm.staging.run_used(run, 0);
             }
-            return match loaded {
-                0 if mm.table.get(page) == PageState::Swapped(entries[0]) => self.poison(mm, page, entries[0]),
-                // Write-back moved it to the file.
-                _ => Err(Stop::Again),
-            };
+            if same < len {
+                // Write-back moved a page to the file, or an event took it.
+                engine.count(Counter::SwpinStale, 1);
+                self.refused(len.ilog2() as u8);
+                return Err(Stop::Stale);
+            }
+            return self.poison(mm, page, snapshot.entries()[0]);
         }
-        let filled = self.put_in(mm, page, from, same, run);
+        let filled = self.put_in(mm, page, from, loaded, run);
         let filled = match filled {
-            Err(Stop::Exists) => self.overtaken(page, entries[0]),
+            Err(Stop::Exists) => self.overtaken(page, snapshot.entries()[0]),
             filled => filled?,
         };
-        for (k, entry) in entries[..filled].iter().enumerate() {
-            self.landed(mm, page.plus(k), *entry);
-        }
         self.tell_loads(mm);
-        engine.count(Counter::Pswpin, filled);
-        if pool {
-            engine.count(Counter::Zswpin, filled);
+        let (mut pool, mut file) = (0, 0);
+        for k in 0..filled {
+            match snapshot.place(k) {
+                Place::Pool => pool += 1,
+                Place::File => file += 1,
+                _ => {}
+            }
+            self.landed(mm, page.plus(k), snapshot.entries()[k]);
         }
+        engine.count(Counter::Zswpin, pool);
+        engine.count(Counter::Pswpin, file);
+        engine.count(Counter::SwpinZero, filled - pool - file);
         Ok(filled)
+    }
+
+    /// True when a test wants this load to be out of date.
+    fn is_stale_by_order(&mut self) -> bool {
+        self.large_loads = self.large_loads.wrapping_add(1);
+        self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
     }
 
     /// Puts loaded pages in their place: moves them there when they lie in staging frames, else copies them.
@@ -567,32 +640,64 @@ impl Handler {
         }
     }
 
-    /// Reads pages from the file. Gives all or as many as came before the first that could not be read.
-    fn load_file(&self, page: PageNo, entries: &[SwapEntry], out: &mut [Page]) -> usize {
+    /// Loads the pages at the front of a snapshot. Gives how many came before the first that could not be.
+    fn load(&mut self, snapshot: &Snapshot, out: &mut [Page]) -> usize {
+        let entries = snapshot.entries();
+        let mut loaded = out.len();
+        let mut in_file = 0;
+        let mut at = 0;
+        while at < loaded {
+            let place = snapshot.place(at);
+            let run = (at..loaded).take_while(|k| snapshot.place(*k) == place).count();
+            match place {
+                Place::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
+                Place::File => in_file += run,
+                _ => {
+                    let good = self.load_pool(&entries[at..at + run], &mut out[at..at + run]);
+                    if good < run {
+                        loaded = at + good;
+                    }
+                }
+            }
+            at += run;
+        }
+        if in_file == 0 {
+            return loaded;
+        }
+        let is_in_file = |k: &usize| snapshot.place(*k) == Place::File;
+        let mut requests: Vec<(usize, Slot, &mut Page)> = out[..loaded]
+            .iter_mut()
+            .enumerate()
+            .filter(|(k, _)| is_in_file(k))
+            .map(|(k, out)| (k, Slot(entries[k].offset().0), out))
+            .collect();
+        self.read_file(snapshot.first(), &mut requests).unwrap_or(loaded)
+    }
+
+    /// Reads pages from the file: each with its place from `first` on. Gives the first place that could not be read.
+    fn read_file(&mut self, first: PageNo, pages: &mut [(usize, Slot, &mut Page)]) -> Option<usize> {
         let engine = self.engine;
         let Some(file) = &engine.devices.file else { crate::fatal("an entry of the swap file without a swap file") };
         let began = now();
-        let mut requests: Vec<(Slot, &mut Page)> =
-            out.iter_mut().zip(entries).map(|(out, entry)| (Slot(entry.offset().0), out)).collect();
+        let mut requests: Vec<(Slot, &mut Page)> = pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
         let Err(error) = self.place.normally(|| file.device.read(&mut requests)) else {
             let ns = now().since(began).as_nanos() as u64;
-            engine.mm.lock().split.read(entries.len(), ns);
-            return entries.len();
+            self.read_ns = (self.read_ns * 15 + ns / pages.len().max(1) as u64) / 16;
+            engine.mm.lock().split.read(pages.len(), ns);
+            return None;
         };
         // One by one, to have those that can be read.
         drop(requests);
         (engine.start.log)(&format!("reading from the swap file failed: {error}"));
-        for (k, (entry, out)) in entries.iter().zip(out).enumerate() {
-            match file.device.read(&mut [(Slot(entry.offset().0), out)]) {
-                Ok(()) => {}
-                Err(_) if k > 0 => return k,
-                Err(error) => {
-                    (engine.start.log)(&format!("page {:?} cannot be read from the swap file: {error}", page.addr()));
-                    return 0;
+        for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
+            if let Err(error) = file.device.read(&mut [(*slot, &mut **out)]) {
+                if at == 0 {
+                    (engine.start.log)(&format!("page {:?} cannot be read from the swap file: {error}", first.plus(*k).addr()));
                 }
+                return Some(*k);
             }
         }
-        entries.len()
+        None
     }
 
     /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.
@@ -653,9 +758,11 @@ impl Handler {
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
                 for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {
-                    if self.bring_span(PageNo(page).chunk().first(), PAGES_PER_CHUNK, PageNo(page)).is_err() {
+                    let mut came = Came::new(PageNo(page));
+                    if self.bring_span(PageNo(page).chunk().first(), PAGES_PER_CHUNK, PageNo(page), &mut came).is_err() {
                         break;
                     }
+                    came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
                 }
             }
         }

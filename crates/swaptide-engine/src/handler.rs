@@ -24,6 +24,7 @@ use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
+use crate::admission::Gate;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::fault::Served;
@@ -64,6 +65,13 @@ pub struct Handler {
     /// What loading from compressed memory cost since it was told to the division.
     pub(crate) loads: Loads,
     pub(crate) locality: Locality,
+    /// What the run was told of how much may come in at a time.
+    pub(crate) gate: Gate,
+    /// Smoothed time of reading a page from the file, in nanoseconds.
+    pub(crate) read_ns: u64,
+    /// Loads of several pages so far; every so manyth is taken to be out of date (0: none).
+    pub(crate) large_loads: u32,
+    pub(crate) stale_every: u32,
     pub(crate) hints: Vec<(VirtRange, crate::locality::Reading)>,
     pub(crate) place: Place,
     /// Pages are loaded here before they are copied in.
@@ -113,6 +121,7 @@ impl Handler {
         let copy = Mapping::reserve(COPY_BYTES).map_err(memory("the copy buffer"))?;
         let mint =
             Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
+        let header = &engine.start.segment.header;
         Ok(Handler {
             engine,
             uffd: engine.uffd(),
@@ -122,6 +131,10 @@ impl Handler {
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),
+            gate: Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed)),
+            read_ns: 60_000,
+            large_loads: 0,
+            stale_every: header.stale_every.load(Relaxed),
             hints: Vec::new(),
             place: Place::new(),
             copy,

@@ -25,6 +25,7 @@
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]
 
+pub mod admission;
 pub mod adopt;
 pub mod batch;
 pub mod bell;
@@ -38,6 +39,7 @@ pub mod ids;
 pub mod locality;
 pub mod pagetable;
 pub mod place;
+pub mod probe;
 pub mod queue;
 pub mod reclaim;
 pub mod recompress;

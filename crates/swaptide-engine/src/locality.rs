@@ -3,7 +3,9 @@
 //! Owns: a few streams (places where faults go upwards) for growth and for swap-in, and the chunks under observation.
 //!
 //! Rules
-//! 1. A fault where a stream is expected goes on with it: its window doubles, up to the caller's bound. Elsewhere it starts a stream of one page.
+//! 1. A fault where a stream is expected goes on with it: what it brought ahead was run through (a *hit*), and its window doubles, up to the
+//!    caller's bound. A fault inside the window that the stream brought last is a miss: its page went out again before it was wanted, and the
+//!    window halves. Elsewhere a fault starts a stream of one page.
 //! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That cannot be seen of pages that are brought in;
 //!    so some chunks are put under observation: of them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
 //!    The mean of the last counts decides for the others.
@@ -30,33 +32,53 @@ struct Stream {
     /// The page expected next.
     next: usize,
     window: usize,
+    /// Pages of the last window that came ahead of their fault.
+    ahead: usize,
     used: u32,
 }
 
 /// Places where one thing followed another.
 struct Streams {
     streams: [Stream; STREAMS],
+    /// The stream found or started last.
+    current: usize,
     clock: u32,
 }
 
 impl Streams {
     fn new() -> Streams {
-        Streams { streams: [Stream { next: usize::MAX, window: 0, used: 0 }; STREAMS], clock: 0 }
+        Streams { streams: [Stream { next: usize::MAX, window: 0, ahead: 0, used: 0 }; STREAMS], current: 0, clock: 0 }
     }
 
     /// The stream that expects `at`, or, with `slack`, something before it by no more than its own window.
     fn find(&mut self, at: usize, slack: bool) -> Option<&mut Stream> {
         self.clock = self.clock.wrapping_add(1);
         let clock = self.clock;
-        let stream = self.streams.iter_mut().find(|s| s.next <= at && at - s.next <= if slack { s.window / 2 } else { 0 })?;
+        let expects = |s: &Stream| s.next <= at && at - s.next <= if slack { s.window / 2 } else { 0 };
+        self.current = self.streams.iter().position(expects)?;
+        let stream = &mut self.streams[self.current];
+        stream.used = clock;
+        Some(stream)
+    }
+
+    /// The stream of the last look-up but one, if `at` lies in the window it brought then.
+    fn missed(&mut self, at: usize) -> Option<&mut Stream> {
+        let clock = self.clock;
+        let stream = &mut self.streams[self.current];
+        let was_last = clock.wrapping_sub(stream.used) <= 1;
+        let is_inside = stream.window > 1 && at < stream.next && stream.next - at <= stream.window;
+        if !was_last || !is_inside {
+            return None;
+        }
         stream.used = clock;
         Some(stream)
     }
 
     fn start(&mut self, next: usize, window: usize) {
         let clock = self.clock;
-        if let Some(oldest) = self.streams.iter_mut().max_by_key(|s| clock.wrapping_sub(s.used)) {
-            *oldest = Stream { next, window, used: clock };
+        if let Some((at, oldest)) = self.streams.iter_mut().enumerate().max_by_key(|(_, s)| clock.wrapping_sub(s.used)) {
+            *oldest = Stream { next, window, ahead: 0, used: clock };
+            self.current = at;
         }
     }
 }
@@ -101,6 +123,8 @@ pub struct Locality {
     /// Mean of the further faults in an observed chunk, in 1/16.
     mean_16: u32,
     until_observation: u32,
+    /// Pages that came ahead and were run through, since they were asked for.
+    hits: usize,
 }
 
 impl Default for Locality {
@@ -118,9 +142,10 @@ impl Locality {
             observed: [Observed { chunk: usize::MAX, since: 0, faults: 0 }; OBSERVED],
             next_observed: 0,
             faults: 0,
-            // Undecided, on the careful side.
-            mean_16: WORTH_16 - 8,
+            // Nothing is brought in for nothing before there is a reason to.
+            mean_16: WORTH_READING_16 - 8,
             until_observation: 0,
+            hits: 0,
         }
     }
 
@@ -143,24 +168,33 @@ impl Locality {
         }
     }
 
-    /// What to bring in for a fault on a swapped page; `bound` in pages, at least a chunk's.
+    /// What to bring in for a fault on a swapped page, at most `bound` pages. What came of it is told with [`Locality::came`].
     pub fn swap_in(&mut self, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
         self.faults = self.faults.wrapping_add(1);
-        if reading == Reading::Random {
+        if reading == Reading::Random || bound < 2 {
             return SwapIn::Page;
         }
         let observed = self.count(page.chunk());
         if let Some(stream) = self.reads.find(page.0, true) {
+            self.hits += std::mem::take(&mut stream.ahead);
             stream.window = (stream.window * 2).clamp(2, bound);
-            // A window ends with a chunk, where one does in its second half: chunks were taken out whole, and come in whole.
+            // Windows end at multiples of their size, so that the next ones are aligned blocks. One that still grows may wait for that.
             let end = page.0 + stream.window;
-            let aligned = end / PAGES_PER_CHUNK * PAGES_PER_CHUNK;
-            stream.next = if aligned > page.0 + stream.window / 2 { aligned } else { end };
+            let aligned = end >> stream.window.ilog2() << stream.window.ilog2();
+            let least = if stream.window < bound { stream.window / 2 } else { 0 };
+            stream.next = if aligned > page.0 + least { aligned } else { end };
             return SwapIn::Onward(stream.next - page.0);
         }
+        if let Some(stream) = self.reads.missed(page.0) {
+            stream.window = (stream.window / 2).clamp(1, bound);
+            stream.next = page.0 + stream.window;
+            stream.ahead = 0;
+            return if stream.window > 1 { SwapIn::Onward(stream.window) } else { SwapIn::Page };
+        }
         if reading == Reading::Sequential {
-            self.reads.start(page.0 + PAGES_PER_CHUNK, PAGES_PER_CHUNK);
-            return SwapIn::Onward(PAGES_PER_CHUNK);
+            let window = PAGES_PER_CHUNK.min(bound);
+            self.reads.start(page.0 + window, window);
+            return SwapIn::Onward(window);
         }
         self.reads.start(page.0 + 1, 1);
         if observed || self.observe(page.chunk()) || self.mean_16 < WORTH_16 {
@@ -169,6 +203,22 @@ impl Locality {
         // Who touches the page after the chunk goes on from there.
         self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
         SwapIn::Chunk
+    }
+
+    /// `pages` came in for the fault that was asked about last.
+    pub fn came(&mut self, pages: usize) {
+        let current = self.reads.current;
+        self.reads.streams[current].ahead = pages.saturating_sub(1);
+    }
+
+    /// Pages that came ahead of their fault and were run through since the last call: the next fault came where their window ended.
+    pub fn take_hits(&mut self) -> usize {
+        std::mem::take(&mut self.hits)
+    }
+
+    /// Pages of a chunk that are wanted, the one asked for among them, in 1/16.
+    pub fn wanted_16(&self) -> u32 {
+        self.mean_16 + 16
     }
 
     /// True when a page that is read from the file shall bring its neighbours in the chunk from there with it.
@@ -286,6 +336,72 @@ mod tests {
         }
         let (brought, faults) = touch(&mut Locality::new(), order.into_iter());
         assert!(faults < brought / 5, "{brought} pages for {faults} faults");
+    }
+
+    #[test]
+    fn what_a_stream_ran_through_is_a_hit_and_what_went_out_before_makes_its_window_smaller() {
+        let mut locality = Locality::new();
+        let mut at = 160;
+        for _ in 0..11 {
+            match locality.swap_in(PageNo(at), Reading::Unknown, 64) {
+                SwapIn::Onward(n) => {
+                    locality.came(n);
+                    at += n;
+                }
+                _ => at += 1,
+            }
+        }
+        let hits = locality.take_hits();
+        assert!(hits > 100 && hits < at - 160, "{hits} of {}", at - 160);
+        assert_eq!(locality.take_hits(), 0);
+        // Half of the last window is gone again; and once more.
+        let mut windows = Vec::new();
+        for _ in 0..6 {
+            let inside = PageNo(at - 1);
+            match locality.swap_in(inside, Reading::Unknown, 64) {
+                SwapIn::Onward(n) => windows.push(n),
+                _ => windows.push(1),
+            }
+            at = inside.0 + windows.last().expect("a window");
+        }
+        assert_eq!(windows[..5], [32, 16, 8, 4, 2]);
+        assert_eq!(locality.take_hits(), 0);
+    }
+
+    #[test]
+    fn a_bound_keeps_windows_small_and_one_page_keeps_them_away() {
+        for bound in [1, 2, 8, 16] {
+            let mut locality = Locality::new();
+            let mut at = 160;
+            let mut largest = 1;
+            while at < 2000 {
+                let n = match locality.swap_in(PageNo(at), Reading::Sequential, bound) {
+                    SwapIn::Onward(n) => n,
+                    _ => 1,
+                };
+                largest = largest.max(n);
+                at += n;
+            }
+            assert_eq!(largest, bound);
+        }
+    }
+
+    #[test]
+    fn windows_come_to_be_aligned_blocks_wherever_a_walk_begins() {
+        for bound in [16, 64, 300, 512] {
+            for start in 160..200 {
+                let mut locality = Locality::new();
+                let mut at = start;
+                for _ in 0..20 {
+                    match locality.swap_in(PageNo(at), Reading::Unknown, bound) {
+                        SwapIn::Onward(n) => at += n,
+                        _ => at += 1,
+                    }
+                }
+                let SwapIn::Onward(n) = locality.swap_in(PageNo(at), Reading::Unknown, bound) else { panic!("a stream") };
+                assert_eq!((n, at % n), (1 << bound.ilog2(), 0), "from {start}, at most {bound}");
+            }
+        }
     }
 
     #[test]

@@ -75,12 +75,13 @@ impl Totals {
     /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that was compressed and went on to the
     /// file later left it once.
     pub fn pages_out(&self) -> u64 {
-        (self.get(Counter::Pswpout) + self.get(Counter::SwpoutZero)).saturating_sub(self.get(Counter::Zswpwb))
+        let out = self.get(Counter::Pswpout) + self.get(Counter::Zswpout) + self.get(Counter::SwpoutZero);
+        out.saturating_sub(self.get(Counter::Zswpwb))
     }
 
     /// Pages that came back.
     pub fn pages_in(&self) -> u64 {
-        self.get(Counter::Pswpin) + self.get(Counter::SwpinZero)
+        self.get(Counter::Pswpin) + self.get(Counter::Zswpin) + self.get(Counter::SwpinZero)
     }
 
     /// Times of all faults.
@@ -373,8 +374,14 @@ mod tests {
         for pid in [7, 8] {
             let slot = segment.slot(segment.claim(pid, 0).expect("slot"));
             slot.count(Counter::Engaged, 1);
-            slot.count(Counter::Pswpout, 60_000);
-            slot.count(Counter::Pswpin, 40_000);
+            // 40,000 were compressed, of which 10,000 went on to the file; 15,000 went there at once.
+            slot.count(Counter::Zswpout, 40_000);
+            slot.count(Counter::Zswpwb, 10_000);
+            slot.count(Counter::Pswpout, 25_000);
+            slot.count(Counter::SwpoutZero, 5_000);
+            slot.count(Counter::Pswpin, 15_000);
+            slot.count(Counter::Zswpin, 20_000);
+            slot.count(Counter::SwpinZero, 5_000);
             for _ in 0..99 {
                 slot.faults.record(5_000);
             }
@@ -395,7 +402,7 @@ mod tests {
         for key in ["devices", "groups", "errors", "peak_pool_bytes"] {
             assert!(keys.contains(&key), "{key} in {keys:?}");
         }
-        assert_eq!(json["stats"]["pswpout"], 120_000);
+        assert_eq!(json["stats"]["pswpout"], 50_000);
         assert_eq!(json["devices"][1]["place"], "/var/tmp");
         let p50 = json["fault_us"]["p50"].as_f64().expect("p50");
         assert!((5.0..8.0).contains(&p50), "{p50}");

@@ -57,6 +57,8 @@ use crate::target::{self, Target, TargetError};
 pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 /// How many processes are managed at a time: for tests of what the others do.
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
+/// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
+pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 /// The agent's file name.
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
@@ -83,6 +85,10 @@ pub struct RunConfig {
     pub quiet: bool,
     /// `--strict`.
     pub strict: bool,
+    /// `--page-cluster`: how far the swap file is read ahead, as a power of two of pages.
+    pub page_cluster: Option<u8>,
+    /// Largest order of a swap-in, for comparisons.
+    pub largest_order: Option<u8>,
     /// The program and its arguments.
     pub command: Vec<OsString>,
 }
@@ -220,7 +226,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     };
     Uffd::open(REQUIRED, true).map_err(RunError::Userfaultfd)?;
     let space = device::open(&devices, budget).map_err(RunError::Swap)?;
-    let (segment, segment_fd) = set_up_segment(budget, &space).map_err(|error| RunError::System("shared segment", error))?;
+    let (segment, segment_fd) =
+        set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
     let frame = Frame {
         budget,
         pool_cap: space.pool_cap,
@@ -278,7 +285,7 @@ fn preload(agent: &Path) -> Result<OsString, RunError> {
     Ok(list)
 }
 
-fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segment, OwnedFd)> {
+fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Result<(&'static Segment, OwnedFd)> {
     let fd = memfd_create(c"swaptide", Segment::BYTES as u64)?;
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
     let segment = Segment::raw(map).map_err(io::Error::other)?;
@@ -290,9 +297,11 @@ fn set_up_segment(budget: u64, space: &SwapSpace) -> io::Result<(&'static Segmen
     header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
-    if let Some(slots) = std::env::var(ENV_SLOTS).ok().and_then(|text| text.parse().ok()) {
-        header.slots_max.store(slots, Relaxed);
-    }
+    let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
+    header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
+    header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
+    header.page_cluster_plus.store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    header.largest_order_plus.store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
     header.pool_percent.store(if space.file.is_some() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;

@@ -18,9 +18,9 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Pages read back from any swap device.
+    /// Pages read from the swap file.
     Pswpin = "pswpin",
-    /// Pages written to any swap device.
+    /// Pages written to the swap file, those written back from compressed memory among them.
     Pswpout = "pswpout",
     /// Pages stored in compressed memory.
     Zswpout = "zswpout",
@@ -60,10 +60,10 @@ counters! {
     PgstealDirect = "pgsteal_direct",
     /// Pages brought in ahead of their fault.
     SwapRa = "swap_ra",
-    /// 64K folios swapped out whole.
-    Swpout64k = "swpout_64kB",
-    /// 64K folios swapped in whole.
-    Swpin64k = "swpin_64kB",
+    /// Of those, pages of windows that the program ran through: its next fault came where the window ended.
+    SwapRaHit = "swap_ra_hit",
+    /// Loads of several pages that were dropped because the range was another one at the second look.
+    SwpinStale = "swpin_stale",
     /// Pages that could not be moved because something held them (EBUSY).
     PagesBusy = "pages_busy",
     /// Forks of a process with managed memory.
@@ -80,6 +80,97 @@ counters! {
     Engaged = "engaged",
     /// Regions of memory adopted.
     RegionsAdopted = "regions_adopted",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin64k = "hugepages-64kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback64k = "hugepages-64kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout64k = "hugepages-64kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback64k = "hugepages-64kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout64k = "hugepages-64kB/zswpout",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin128k = "hugepages-128kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback128k = "hugepages-128kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout128k = "hugepages-128kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback128k = "hugepages-128kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout128k = "hugepages-128kB/zswpout",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin256k = "hugepages-256kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback256k = "hugepages-256kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout256k = "hugepages-256kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback256k = "hugepages-256kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout256k = "hugepages-256kB/zswpout",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin512k = "hugepages-512kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback512k = "hugepages-512kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout512k = "hugepages-512kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback512k = "hugepages-512kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout512k = "hugepages-512kB/zswpout",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin1024k = "hugepages-1024kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback1024k = "hugepages-1024kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout1024k = "hugepages-1024kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback1024k = "hugepages-1024kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout1024k = "hugepages-1024kB/zswpout",
+    /// Aligned blocks of this size that came in whole for one fault.
+    Swpin2048k = "hugepages-2048kB/swpin",
+    /// Such blocks that were asked for and came in smaller, or not at all.
+    SwpinFallback2048k = "hugepages-2048kB/swpin_fallback",
+    /// Folios of this size that went to the swap file whole.
+    Swpout2048k = "hugepages-2048kB/swpout",
+    /// Folios of this size that found no run of slots and went out in halves.
+    SwpoutFallback2048k = "hugepages-2048kB/swpout_fallback",
+    /// Folios of this size that went to compressed memory whole.
+    Zswpout2048k = "hugepages-2048kB/zswpout",
+}
+
+/// Smallest order that is counted by itself: 64 KiB.
+pub const FIRST_ORDER: u8 = 4;
+/// Largest: 2 MiB.
+pub const LAST_ORDER: u8 = 9;
+
+/// What is counted for each order from [`FIRST_ORDER`] to [`LAST_ORDER`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OfOrder {
+    /// Came in whole.
+    Swpin,
+    /// Should have.
+    SwpinFallback,
+    /// Went to the swap file whole.
+    Swpout,
+    /// Found no run of slots.
+    SwpoutFallback,
+    /// Went to compressed memory whole.
+    Zswpout,
+}
+
+impl OfOrder {
+    /// The counter of an order; `None` for orders that are not counted.
+    pub fn counter(self, order: u8) -> Option<Counter> {
+        const KINDS: usize = 5;
+        if !(FIRST_ORDER..=LAST_ORDER).contains(&order) {
+            return None;
+        }
+        Counter::ALL.get(Counter::Swpin64k as usize + usize::from(order - FIRST_ORDER) * KINDS + self as usize).copied()
+    }
 }
 
 /// Number of buckets of [`FaultHistogram`]: four to each power of two from 1 us to 16 s.
@@ -129,6 +220,22 @@ mod tests {
             let bucket = FaultHistogram::bucket(ns);
             assert!(ns <= FaultHistogram::bound(bucket), "{ns}");
             assert!(bucket == 0 || ns >= FaultHistogram::bound(bucket - 1), "{ns}");
+        }
+    }
+
+    #[test]
+    fn the_counters_of_an_order_bear_its_name() {
+        for order in 0..12u8 {
+            for (kind, name) in [
+                (OfOrder::Swpin, "swpin"),
+                (OfOrder::SwpinFallback, "swpin_fallback"),
+                (OfOrder::Swpout, "swpout"),
+                (OfOrder::SwpoutFallback, "swpout_fallback"),
+                (OfOrder::Zswpout, "zswpout"),
+            ] {
+                let expected = (4..=9).contains(&order).then(|| format!("hugepages-{}kB/{name}", 4u32 << order));
+                assert_eq!(kind.counter(order).map(|c| c.name().to_owned()), expected);
+            }
         }
     }
 

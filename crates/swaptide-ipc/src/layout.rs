@@ -12,7 +12,7 @@ use crate::counters::{Counter, FaultHistogram};
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of the swap file: a cluster of 512 slots.
@@ -77,6 +77,13 @@ pub struct Header {
     pub slots_max: AtomicU32,
     /// How compressed memory is compressed: the number of a choice of codecs (0: the usual one).
     pub pool_codec: AtomicU32,
+    /// One more than page-cluster: windows from the swap file, and from compressed memory in front of it, are at most two to the power of
+    /// page-cluster pages (0: nothing was said).
+    pub page_cluster_plus: AtomicU32,
+    /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every fault brings its page alone.
+    pub largest_order_plus: AtomicU32,
+    /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
+    pub stale_every: AtomicU32,
 }
 
 /// One process.

@@ -17,7 +17,7 @@ mod counters;
 mod layout;
 mod wire;
 
-pub use counters::{Counter, FaultHistogram, HISTOGRAM_BUCKETS};
+pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use layout::{
     EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, ProcSlot, ProcState, Segment, SegmentError, SlotIndex, VERSION,
 };

@@ -15,6 +15,12 @@ pub struct Row {
     pub before: Option<f64>,
     /// swaptide's core (or what the row's case names), measured here.
     pub after: Option<f64>,
+    /// Sample standard deviation of `before`, where it is a mean.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub before_sd: Option<f64>,
+    /// The same of `after`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub after_sd: Option<f64>,
     /// `after` against `before`, in per cent.
     pub delta_pct: Option<f64>,
     /// The seed's number without its change.
@@ -31,6 +37,11 @@ impl Row {
         let delta_pct = (before != 0.0).then(|| (after - before) / before * 100.0);
         let (case, metric, unit) = (case.into(), metric.into(), unit.into());
         Row { case, metric, unit, before: Some(before), after: Some(after), delta_pct, ..Row::default() }
+    }
+
+    /// With standard deviations of both sides.
+    pub fn with_deviations(self, before: f64, after: f64) -> Row {
+        Row { before_sd: Some(before), after_sd: Some(after), ..self }
     }
 
     /// With the seed's numbers, which measure the same quantity.
@@ -101,6 +112,14 @@ fn shown(value: Option<f64>) -> String {
     }
 }
 
+/// A mean with its deviation, where there is one.
+fn deviating(value: Option<f64>, deviation: Option<f64>) -> String {
+    match (value, deviation) {
+        (Some(value), Some(deviation)) => format!("{value:.3}+-{deviation:.3}"),
+        _ => shown(value),
+    }
+}
+
 impl Report {
     /// The table as text, with the notes below.
     pub fn text(&self) -> String {
@@ -112,8 +131,8 @@ impl Report {
                 row.case.clone(),
                 row.metric.clone(),
                 row.unit.clone(),
-                shown(row.before),
-                shown(row.after),
+                deviating(row.before, row.before_sd),
+                deviating(row.after, row.after_sd),
                 change,
                 seed(row.seed_before),
                 seed(row.seed_after),

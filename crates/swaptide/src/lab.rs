@@ -1,7 +1,10 @@
 //! `swaptide lab`: the swap layer beside the designs that came before it.
 //!
-//! Owns the command line and the files written; the experiments are in swaptide-lab. The table goes to standard output, or
+//! Owns the command line and the files written; the experiments are in swaptide-lab, but for [`zswapin`], which runs the engine. The table goes to standard output, or
 //! JSON in its place with `--json -`; a file for each of `--json` and `--svg`.
+
+pub mod work;
+mod zswapin;
 
 use std::fs;
 use std::io::{IsTerminal, Write};
@@ -31,9 +34,23 @@ pub struct LabArgs {
     /// Fewer and smaller cases, for a look
     #[arg(long)]
     quick: bool,
+    /// zswapin: runs of each side [default: 10; 3 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=100))]
+    runs: Option<u32>,
+    /// zswapin: part of the published sizes, 0.03 to 1 [default: 1; 0.125 with --quick]
+    #[arg(long, value_name = "PART", value_parser = scale)]
+    scale: Option<f64>,
+    /// zswapin: only the cases whose names begin so
+    #[arg(long, value_name = "CASE", value_delimiter = ',')]
+    only: Vec<String>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+fn scale(text: &str) -> Result<f64, String> {
+    let part: f64 = text.parse().map_err(|_| "a number like 0.25".to_owned())?;
+    if (0.03..=1.0).contains(&part) { Ok(part) } else { Err("from 0.03 to 1".into()) }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Name {
     /// Fallback of 64K folios on a device that is nearly full, four modes of thp_swap_allocator_test
     Allocator,
@@ -41,18 +58,33 @@ enum Name {
     SearchSpace,
     /// The whole cycle of a page by 1 to 32 threads, metadata, the BGSAVE case
     SwapTable,
+    /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other side
+    Zswapin,
 }
 
-/// Runs one experiment. 0: done; 1: a file could not be written.
+/// Runs one experiment. 0: done; 1: a run failed, or a file could not be written.
 pub fn main(args: &LabArgs) -> u8 {
     let mut errors = std::io::stderr();
     if errors.is_terminal() {
-        let _ = writeln!(errors, "swaptide lab: measuring; this takes a minute or two without --quick");
+        let long = if args.name == Name::Zswapin { "up to an hour" } else { "a minute or two" };
+        let _ = writeln!(errors, "swaptide lab: measuring; this takes {long} without --quick");
     }
     let report = match args.name {
         Name::Allocator => allocator::measure(args.quick),
         Name::SearchSpace => search_space::measure(args.quick),
         Name::SwapTable => swap_table::measure(args.quick),
+        Name::Zswapin => {
+            let (runs, scale) = if args.quick { (3, 0.125) } else { (10, 1.0) };
+            let plan =
+                zswapin::Plan { runs: args.runs.unwrap_or(runs), scale: args.scale.unwrap_or(scale), only: args.only.clone() };
+            match zswapin::measure(&plan) {
+                Ok(report) => report,
+                Err(error) => {
+                    let _ = writeln!(errors, "swaptide lab: {error}");
+                    return 1;
+                }
+            }
+        }
     };
     let machine = machine();
     match deliver(args, &report, &machine) {
@@ -194,7 +226,15 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("swaptide-lab-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let (json, svg) = (dir.join("a.json"), dir.join("a.svg"));
-        let args = LabArgs { name: Name::SearchSpace, json: Some(json.clone()), svg: Some(svg.clone()), quick: true };
+        let args = LabArgs {
+            name: Name::SearchSpace,
+            json: Some(json.clone()),
+            svg: Some(svg.clone()),
+            quick: true,
+            runs: None,
+            scale: None,
+            only: Vec::new(),
+        };
         deliver(&args, &report(), &machine()).unwrap();
         let value: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
         let row = &value["rows"][0];

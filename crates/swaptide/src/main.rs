@@ -43,6 +43,9 @@ enum Command {
     /// The program that `bench` measures
     #[command(hide = true)]
     BenchWork(bench::workload::WorkArgs),
+    /// The program that `lab zswapin` measures
+    #[command(hide = true)]
+    LabWork(lab::work::WorkArgs),
 }
 
 #[derive(Args)]
@@ -68,6 +71,13 @@ struct RunArgs {
     /// When swap space runs out, kill the program (status 137) instead of letting it go past its budget
     #[arg(long)]
     strict: bool,
+    /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of it; 0: no readahead [default: windows
+    /// as far as the faults carry them, up to 2M]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
+    page_cluster: Option<u8>,
+    /// Largest order of a swap-in (the lab's baseline has 0)
+    #[arg(long, value_name = "ORDER", hide = true, value_parser = clap::value_parser!(u8).range(0..=9))]
+    largest_order: Option<u8>,
     /// The program and its arguments
     #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
@@ -89,6 +99,7 @@ impl Cli {
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
             Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
+            Command::LabWork(args) => ExitCode::from(lab::work::main(&args)),
         }
     }
 }
@@ -101,8 +112,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> ExitCode {
-    let RunArgs { ram, swap, report, quiet, strict, command } = args;
-    match supervise::run(&RunConfig { ram, swap, report, quiet, strict, command }) {
+    let RunArgs { ram, swap, report, quiet, strict, page_cluster, largest_order, command } = args;
+    match supervise::run(&RunConfig { ram, swap, report, quiet, strict, page_cluster, largest_order, command }) {
         Ok(status) => ExitCode::from(status),
         Err(error) => refuse("run", &error.to_string()),
     }
@@ -187,6 +198,7 @@ mod tests {
             ("swaptide run --ram", "--ram"),
             ("swaptide run", "<CMD>"),
             ("swaptide run --ram 1G --ram 2G true", "--ram"),
+            ("swaptide run --page-cluster 10 -- true", "--page-cluster"),
             ("swaptide fly", "fly"),
         ] {
             let Err(error) = parse(line) else { panic!("{line}") };

@@ -12,7 +12,7 @@ mod peers;
 mod points;
 mod report;
 mod restore;
-mod run;
+pub mod run;
 mod svg;
 mod sweep;
 pub mod workload;
@@ -445,6 +445,6 @@ fn without_swaptide(without: Side, with: Side) -> Pairing {
 }
 
 /// A size on the command line.
-fn size(text: &str) -> Result<u64, SizeError> {
+pub fn size(text: &str) -> Result<u64, SizeError> {
     parse_bytes(text)
 }

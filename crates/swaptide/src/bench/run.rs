@@ -196,7 +196,7 @@ impl Runner {
         };
         let mut outcome = Outcome::default();
         let mut finished = false;
-        let mut lines = Lines { pipe: output, unread: Vec::new(), end: begin + job.patience() };
+        let mut lines = Lines::new(output, begin + job.patience());
         loop {
             match lines.next().map_err(|e| format!("reading the workload's results: {e}"))? {
                 Next::Line(line) if line == DONE => {
@@ -235,21 +235,30 @@ impl Runner {
 
 /// What a workload's output had next.
 #[derive(Debug, PartialEq, Eq)]
-enum Next {
+pub enum Next {
+    /// A line, without its end.
     Line(String),
+    /// Nothing more.
     End,
+    /// Nothing in time.
     Late,
 }
 
 /// Lines from a process that may never write one.
-struct Lines {
+pub struct Lines {
     pipe: ChildStdout,
     unread: Vec<u8>,
     end: Instant,
 }
 
 impl Lines {
-    fn next(&mut self) -> std::io::Result<Next> {
+    /// The lines of `pipe` that come before `end`.
+    pub fn new(pipe: ChildStdout, end: Instant) -> Lines {
+        Lines { pipe, unread: Vec::new(), end }
+    }
+
+    /// The next one.
+    pub fn next(&mut self) -> std::io::Result<Next> {
         loop {
             if let Some(at) = self.unread.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=at).collect();
@@ -281,7 +290,7 @@ mod tests {
         let script = "echo one; printf 'two\\nthr'; exec sleep 600";
         let mut child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
         let end = Instant::now() + Duration::from_secs(60);
-        let mut lines = Lines { pipe: child.stdout.take().unwrap(), unread: Vec::new(), end };
+        let mut lines = Lines::new(child.stdout.take().unwrap(), end);
         assert_eq!(lines.next().unwrap(), Next::Line("one".into()));
         assert_eq!(lines.next().unwrap(), Next::Line("two".into()));
         lines.end = Instant::now() + Duration::from_millis(50);

@@ -106,7 +106,8 @@ impl Content {
         }
     }
 
-    fn fill_page(self, page: &mut [u64], index: usize) {
+    /// Fills a page.
+    pub fn fill_page(self, page: &mut [u64], index: usize) {
         // In two parts, without a choice per word: making the data must cost little beside what is measured.
         let (noise, tail) = page.split_at_mut(self.noise_words().unwrap_or(0));
         for (place, slot) in noise.iter_mut().enumerate() {
@@ -122,7 +123,7 @@ impl Content {
     }
 
     /// Checks four words: the ends of the page, the last of the noise where there is noise alone, and one that depends on the page.
-    fn check_page(self, page: &[u64], index: usize) -> bool {
+    pub fn check_page(self, page: &[u64], index: usize) -> bool {
         let any = index.wrapping_mul(7) % WORDS;
         let border = self.noise_words().unwrap_or(WORDS / 2) - 1;
         [0, border, any, WORDS - 1].iter().all(|&place| page[place] == self.word(index, place))
@@ -208,7 +209,7 @@ fn mix(x: u64) -> u64 {
 
 /// Where `i` stands in a permutation of `0..n` without locality: a four-round Feistel network over the next even power
 /// of two, walked until it lands inside. It needs no table.
-fn scatter(i: usize, n: usize) -> usize {
+pub fn scatter(i: usize, n: usize) -> usize {
     let bits = usize::BITS - n.saturating_sub(1).leading_zeros();
     let half = bits.div_ceil(2).max(1);
     let mask = (1usize << half) - 1;
