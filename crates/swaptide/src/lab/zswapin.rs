@@ -189,7 +189,7 @@ fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
         }
         Backing::DiskPresent => {}
         Backing::Mixed => {
-            let pool = ((26.0 * scale * MIB) as u64).max(1 << 20);
+            let pool = ((38.0 * scale * MIB) as u64).max(1 << 20);
             let dir = std::env::temp_dir();
             command.args(["--swap", &format!("zram:{pool}"), "--swap", &format!("file:{}", dir.display())]);
         }
