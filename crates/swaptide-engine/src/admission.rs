@@ -196,7 +196,7 @@ mod tests {
 
     /// A chunk of which these pages lie in the file and the others in compressed memory; `None`: not swapped.
     fn chunk(is_in_file: impl Fn(usize) -> Option<bool>) -> impl Fn(ChunkNo) -> Snapshot {
-        move |chunk| Snapshot::made_up(chunk.first(), |k| is_in_file(k))
+        move |chunk| Snapshot::made_up(chunk.first(), &is_in_file)
     }
 
     fn decide(ask: Ask<'_>, probe: impl FnOnce(ChunkNo) -> Snapshot) -> (Admitted, Vec<u8>) {

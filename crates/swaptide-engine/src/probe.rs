@@ -216,7 +216,9 @@ mod tests {
     fn every_backing_of_a_range_is_told_from_the_others() {
         let (devices, mut table) = devices();
         let first = PageNo(0x7000_0000);
-        let mut set = |k: usize, state| drop(table.set(first.plus(k), state));
+        let mut set = |k: usize, state| {
+            table.set(first.plus(k), state);
+        };
         for k in 0..4 {
             set(k, PageState::Swapped(pooled(&devices, false)));
             set(4 + k, PageState::Swapped(filed(&devices)));
