@@ -256,9 +256,17 @@ def swap_in(context):
     large = [f"hugepages-{64 << k}kB/swpin" for k in range(6)]
     report = context.directory / "report.json"
 
-    def stats(data, order, *options, stale="0", pressure="64M"):
+    def stats(data, order, *options, stale="0"):
+        # On a busy machine so short a program may be over before the supervisor has come to its turn.
+        for _ in range(4):
+            seen, said = once(data, order, *options, stale=stale)
+            if seen["engaged"]:
+                break
+        return seen, said
+
+    def once(data, order, *options, stale):
         words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, *options, "--", context.swaptide]
-        words += ["lab-work", "--target", "64M", "--data", data, "--order", order, "--hint", "none", "--pressure", pressure]
+        words += ["lab-work", "--target", "64M", "--data", data, "--order", order, "--hint", "none", "--pressure", "64M"]
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
                               env={**os.environ, "SWAPTIDE_TEST_STALE": stale})
         said = f"{data} {order} {options} {stale}: status {done.returncode}, {done.stderr!r}"
