@@ -27,6 +27,9 @@ use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 use crate::EngineError;
 use crate::ids::PAGES_PER_LEAF;
 
+/// Times in a row that the trash is found full before something else must be wrong.
+const MOST_IN_VAIN: u32 = 16;
+
 const SLABS: usize = 48;
 const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 
@@ -278,6 +281,7 @@ impl Staging {
     fn throw_away(&self, slab_no: SlabNo, full: &[u64; PAGES_PER_LEAF / 64]) {
         let is_full = |at: usize| full[at / 64] >> (at % 64) & 1 == 1;
         let mut at = 0;
+        let mut in_vain = 0;
         while at < PAGES_PER_LEAF {
             if !is_full(at) {
                 at += 1;
@@ -292,9 +296,18 @@ impl Staging {
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the frames are free: nobody reads them any more. The trash is empty.
             let progress = unsafe { self.trash_uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
-            at += self.moved(progress, VirtRange { start: from, end: from.offset(len * PAGE_SIZE) }, false);
+            let moved = self.moved(progress, VirtRange { start: from, end: from.offset(len * PAGE_SIZE) }, false);
+            at += moved;
+            in_vain = if moved == 0 { in_vain + 1 } else { 0 };
             match progress.error {
                 None | Some(Errno::AGAIN | Errno::NOENT) => {}
+                // The kernel begins a part of a move again that it has done in part, and meets its own pages there. What lies in the trash is wanted
+                // by nobody.
+                Some(Errno::EXIST) if in_vain < MOST_IN_VAIN => {
+                    if let Err(errno) = self.trash.discard(0, SLAB_BYTES) {
+                        crate::fatal(&format!("emptying the trash failed: {}", swaptide_sys::Why(errno)));
+                    }
+                }
                 Some(Errno::BUSY) => {
                     // A fork without a hook left it shared: a write makes it this process's own again.
                     let frame = self.addr(slab_no.frame(at.min(PAGES_PER_LEAF - 1)));
