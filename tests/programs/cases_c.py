@@ -55,6 +55,7 @@ CASES = [
     Case("hugepages", program("hugepages"), 32, allowance=4),
     Case("threads-touch", program("threads", "touch"), 32, allowance=4),
     Case("threads-storm", program("threads", "storm"), 32, allowance=12),
+    Case("threads-c11", program("threads", "c11"), 32, allowance=12),
     Case("ops-single", program("ops", "single"), 32, allowance=2),
     Case("ops-threads", program("ops", "threads"), 32, allowance=4),
     Case("advice", program("advice"), 32, allowance=4, forks=True),

@@ -223,13 +223,9 @@ mod tests {
         let mut collect = |envp: Strings| {
             // SAFETY: the array that `with_environment` passes on.
             let entry = |at: usize| unsafe { *envp.add(at) };
-            // SAFETY: its strings.
-            seen.extend(
-                (0..)
-                    .map(entry)
-                    .take_while(|e| !e.is_null())
-                    .map(|e| unsafe { CStr::from_ptr(e) }.to_string_lossy().into_owned()),
-            );
+            // SAFETY: a string of it.
+            let text = |e: *const c_char| unsafe { CStr::from_ptr(e) }.to_string_lossy().into_owned();
+            seen.extend((0..).map(entry).take_while(|e| !e.is_null()).map(text));
             7
         };
         // SAFETY: the array is as it must be.

@@ -109,15 +109,36 @@ struct Waiting {
 static WAITING: [Waiting; 256] =
     [const { Waiting { taken: AtomicU32::new(0), routine: AtomicUsize::new(0), argument: AtomicUsize::new(0) } }; 256];
 
-extern "C" fn run_thread(place: *mut c_void) -> *mut c_void {
+/// A place for what a thread about to be made shall run; `None` when more than 256 are being born at once.
+fn waiting_place(routine: usize, argument: *mut c_void) -> Option<usize> {
+    let free = |w: &Waiting| w.taken.load(Relaxed) == 0 && w.taken.compare_exchange(0, 1, Acquire, Relaxed).is_ok();
+    let place = WAITING.iter().position(free)?;
+    WAITING[place].routine.store(routine, Release);
+    WAITING[place].argument.store(argument as usize, Release);
+    Some(place)
+}
+
+/// In the new thread: frees the place, pins the thread's control block, and tells what to run with what.
+fn begin(place: *mut c_void) -> (usize, *mut c_void) {
     let waiting = &WAITING[place as usize];
-    let routine = waiting.routine.load(Acquire);
-    let argument = waiting.argument.load(Acquire);
+    let (routine, argument) = (waiting.routine.load(Acquire), waiting.argument.load(Acquire));
     waiting.taken.store(0, Release);
     pin_own_block();
+    (routine, argument as *mut c_void)
+}
+
+extern "C" fn run_thread(place: *mut c_void) -> *mut c_void {
+    let (routine, argument) = begin(place);
     // SAFETY: the word was made from such a function by `pthread_create` below.
     let routine: Routine = unsafe { std::mem::transmute(routine) };
-    routine(argument as *mut c_void)
+    routine(argument)
+}
+
+extern "C" fn run_c11_thread(place: *mut c_void) -> c_int {
+    let (routine, argument) = begin(place);
+    // SAFETY: the word was made from such a function by `thrd_create` below.
+    let routine: C11Routine = unsafe { std::mem::transmute(routine) };
+    routine(argument)
 }
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
@@ -140,7 +161,6 @@ pub unsafe extern "C" fn pthread_create(
     routine: Routine,
     argument: *mut c_void,
 ) -> c_int {
-    moves::has_threads();
     let real = real::CREATE.address();
     if real.is_null() {
         const EAGAIN: c_int = 11;
@@ -148,16 +168,41 @@ pub unsafe extern "C" fn pthread_create(
     }
     // SAFETY: the pointer is that of libc's function of this type.
     let real: Create = unsafe { std::mem::transmute(real) };
-    let free = |w: &Waiting| w.taken.load(Relaxed) == 0 && w.taken.compare_exchange(0, 1, Acquire, Relaxed).is_ok();
-    let Some(place) = WAITING.iter().position(free) else {
-        // More than 256 threads being born at once: this one is not pinned.
+    let Some(place) = waiting_place(routine as usize, argument) else {
+        // This one is not pinned.
         // SAFETY: the caller's own arguments.
         return unsafe { real(thread, attr, routine, argument) };
     };
-    WAITING[place].routine.store(routine as usize, Release);
-    WAITING[place].argument.store(argument as usize, Release);
     // SAFETY: the caller's own thread and attributes; `run_thread` calls the caller's routine with the caller's argument.
     let result = unsafe { real(thread, attr, run_thread, place as *mut c_void) };
+    if result != 0 {
+        WAITING[place].taken.store(0, Release);
+    }
+    result
+}
+
+type C11Routine = extern "C" fn(*mut c_void) -> c_int;
+type C11Create = unsafe extern "C" fn(*mut c_void, C11Routine, *mut c_void) -> c_int;
+
+/// Stands in front of libc's `thrd_create`, as `pthread_create` does: libc's own way from the one to the other does not lead past here.
+///
+/// # Safety
+/// As for thrd_create(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn thrd_create(thread: *mut c_void, routine: C11Routine, argument: *mut c_void) -> c_int {
+    const THRD_ERROR: c_int = 2;
+    let real = real::THRD_CREATE.address();
+    if real.is_null() {
+        return THRD_ERROR;
+    }
+    // SAFETY: the pointer is that of libc's function of this type.
+    let real: C11Create = unsafe { std::mem::transmute(real) };
+    let Some(place) = waiting_place(routine as usize, argument) else {
+        // SAFETY: the caller's own arguments.
+        return unsafe { real(thread, routine, argument) };
+    };
+    // SAFETY: the caller's own thread; `run_c11_thread` calls the caller's routine with the caller's argument.
+    let result = unsafe { real(thread, run_c11_thread, place as *mut c_void) };
     if result != 0 {
         WAITING[place].taken.store(0, Release);
     }
@@ -217,7 +262,7 @@ type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
 
 /// The page behind the last one of a block; 0 where the allocator does not tell.
 fn end_of(block: *mut c_void) -> usize {
-    let size = real::USABLE_SIZE.address();
+    let size = real::usable_size();
     if size.is_null() || block.is_null() {
         return 0;
     }
@@ -290,6 +335,7 @@ pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
             none if none.is_null() => {
                 real::libc_result(syscall6(SYS_EXECVE, [path as usize, argv as usize, envp as usize, 0, 0, 0])) as c_int
             }
+            // SAFETY: as above.
             real => std::mem::transmute::<*mut c_void, unsafe extern "C" fn(Text, Texts, Texts) -> c_int>(real)(path, argv, envp),
         })
     }

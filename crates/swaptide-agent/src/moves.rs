@@ -56,22 +56,27 @@ pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize
 /// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the engine knows. A program with one thread need not wait: its
 /// changes are told in their order.
 pub fn settle(at: usize) {
-    if let Some(engine) = crate::start::engine().filter(|_| THREADS.load(Relaxed)) {
+    if let Some(engine) = crate::start::engine().filter(|_| has_threads()) {
         engine.bells.fence(VirtAddr(at));
     }
 }
 
 /// Whether somebody would have to wait in [`settle`].
 pub fn matter() -> bool {
-    THREADS.load(Relaxed) && crate::start::engine().is_some()
+    crate::start::engine().is_some() && has_threads()
 }
 
-/// A second thread is about to begin.
-pub fn has_threads() {
-    THREADS.store(true, Relaxed);
+/// A task that shares this memory is about to begin, of which libc may know nothing.
+pub fn will_have_threads() {
+    CLONED.store(true, Relaxed);
 }
 
-static THREADS: AtomicBool = AtomicBool::new(false);
+static CLONED: AtomicBool = AtomicBool::new(false);
+
+/// Libc makes threads through other functions than `pthread_create` too, so it is asked.
+fn has_threads() -> bool {
+    CLONED.load(Relaxed) || crate::real::has_threads()
+}
 
 /// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where they are not.
 fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {

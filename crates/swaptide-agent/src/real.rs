@@ -4,11 +4,12 @@
 //! function up itself.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
-use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Acquire, Ordering::Release};
 
 unsafe extern "C" {
     fn __errno_location() -> *mut c_int;
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
+    fn dladdr(address: *const c_void, object: *mut Object) -> c_int;
 }
 
 /// `RTLD_NEXT`.
@@ -42,6 +43,7 @@ impl Real {
 }
 
 pub static CREATE: Real = Real::new(c"pthread_create");
+pub static THRD_CREATE: Real = Real::new(c"thrd_create");
 pub static EXECVE: Real = Real::new(c"execve");
 pub static EXECVPE: Real = Real::new(c"execvpe");
 pub static FEXECVE: Real = Real::new(c"fexecve");
@@ -51,13 +53,61 @@ pub static SPAWNP: Real = Real::new(c"posix_spawnp");
 pub static CLONE: Real = Real::new(c"clone");
 pub static SYSCALL: Real = Real::new(c"syscall");
 pub static REALLOC: Real = Real::new(c"realloc");
-pub static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
+static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
+static THREADLESS: Real = Real::new(c"__libc_single_threaded");
+
+/// A loaded object, as `dladdr` tells of it.
+#[repr(C)]
+pub struct Object {
+    pub path: *const c_char,
+    base: usize,
+    symbol: *const c_char,
+    address: usize,
+}
+
+/// The object that an address lies in.
+pub fn object_of(address: *const c_void) -> Option<Object> {
+    let mut object = Object { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
+    // SAFETY: any address may be asked for; the struct is the one that dladdr fills.
+    (unsafe { dladdr(address, &raw mut object) } != 0).then_some(object)
+}
+
+/// `malloc_usable_size` of the allocator that `realloc` is of; null where it has none.
+pub fn usable_size() -> *mut c_void {
+    // Another allocator's function would look for its own words beside the block.
+    if SAME_ALLOCATOR.load(Acquire) { USABLE_SIZE.address() } else { std::ptr::null_mut() }
+}
+
+static SAME_ALLOCATOR: AtomicBool = AtomicBool::new(false);
+
+/// False only while libc says that the process has one thread.
+pub fn has_threads() -> bool {
+    let word = THREADLESS.found.load(Acquire).cast::<u8>();
+    // SAFETY: not null, it is the address of libc's variable, a char, which is never unloaded.
+    word.is_null() || unsafe { word.read_volatile() } == 0
+}
 
 /// Finds them all: later, in a signal handler or a vforked child, there is no looking up.
 pub fn find() {
-    for real in [&CREATE, &EXECVE, &EXECVPE, &FEXECVE, &EXECVEAT, &SPAWN, &SPAWNP, &CLONE, &SYSCALL, &REALLOC, &USABLE_SIZE] {
+    for real in [
+        &CREATE,
+        &THRD_CREATE,
+        &EXECVE,
+        &EXECVPE,
+        &FEXECVE,
+        &EXECVEAT,
+        &SPAWN,
+        &SPAWNP,
+        &CLONE,
+        &SYSCALL,
+        &REALLOC,
+        &USABLE_SIZE,
+        &THREADLESS,
+    ] {
         real.address();
     }
+    let base = |real: &Real| object_of(real.address()).map(|object| object.base);
+    SAME_ALLOCATOR.store(base(&REALLOC).is_some() && base(&REALLOC) == base(&USABLE_SIZE), Release);
 }
 
 /// Sets the calling thread's `errno`.

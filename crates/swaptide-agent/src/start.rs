@@ -125,21 +125,9 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
 
 /// The path of this library, as the loader found it.
 fn own_path() -> Option<&'static [u8]> {
-    #[repr(C)]
-    struct Found {
-        path: *const c_char,
-        base: usize,
-        symbol: *const c_char,
-        address: usize,
-    }
-    unsafe extern "C" {
-        fn dladdr(address: *const c_void, found: *mut Found) -> c_int;
-    }
-    let mut found = Found { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
-    // SAFETY: the struct is the one that dladdr fills.
-    let known = unsafe { dladdr(own_path as *const c_void, &mut found) };
+    let path = crate::real::object_of(own_path as *const c_void)?.path;
     // SAFETY: the loader's name of a library that is never unloaded.
-    (known != 0 && !found.path.is_null()).then(|| unsafe { CStr::from_ptr(found.path) }.to_bytes())
+    (!path.is_null()).then(|| unsafe { CStr::from_ptr(path) }.to_bytes())
 }
 
 /// A variable of the environment the program started with.

@@ -28,7 +28,7 @@ const CLONE_THREAD: u64 = 0x1_0000;
 /// Before a new task: if it will share the memory and not end with this process, nothing may be swapped any more.
 fn before_clone(flags: u64) {
     if flags & CLONE_VM != 0 {
-        crate::moves::has_threads();
+        moves::will_have_threads();
     }
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return;

@@ -213,7 +213,8 @@ impl Bells {
     /// Called by a thread that has moved a mapping, or grown one in place, which now begins at `at`: returns when the handler has applied the change
     /// and all that happened before it (see [`crate::events`], rule 6).
     pub fn fence(&self, at: VirtAddr) {
-        // A signal handler of the program's could come to a fence itself: it takes another place, and nothing waits for this one.
+        // A signal handler of the program's might never come back, and its thread's place would be gone for good.
+        let Ok(mask) = block_all_signals() else { return };
         let claim = |f: &&Fence| f.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
         let fence = loop {
             match self.fences.iter().find(claim) {
@@ -228,6 +229,7 @@ impl Bells {
             futex::wait(&fence.state, WAITING, Some(Duration::from_millis(100)), futex::Scope::Private);
         }
         fence.state.store(FREE, Release);
+        restore_signals(mask);
     }
 
     /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping begins.

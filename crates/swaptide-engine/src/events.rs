@@ -146,7 +146,8 @@ impl Engine {
         }
     }
 
-    fn apply_now(&self, mm: &mut Mm, event: Event) {
+    /// Applies a change of mappings that is known to be the next.
+    pub(crate) fn apply_now(&self, mm: &mut Mm, event: Event) {
         if let Some(change @ (Change::Moved { .. } | Change::Gone(_))) = Change::of(&event)
             && mm.recent.len() < MOST_RECENT
         {

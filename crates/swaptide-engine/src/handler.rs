@@ -84,6 +84,9 @@ pub struct Handler {
     pub(crate) maps_buf: Box<[u8]>,
     pub(crate) found: Vec<VirtRange>,
     pub(crate) gaps: Vec<VirtRange>,
+    /// Fences are being answered; another one was come to meanwhile.
+    pub(crate) fencing: bool,
+    pub(crate) fence_again: bool,
     /// Bells that rang and were not served yet.
     pub(crate) rung: Vec<Ring>,
     /// Children of forks that came through no hook.
@@ -152,6 +155,8 @@ impl Handler {
             fork_done: false,
             child: None,
             has_forked: false,
+            fencing: false,
+            fence_again: false,
             giving: false,
             recipients: Vec::new(),
             met: 0,
@@ -324,8 +329,21 @@ impl Handler {
 
     /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go on.
     fn fence(&mut self) {
+        // Adoption reads on, and so may come here again: a place that was answered there may be another thread's when this goes on.
+        if self.fencing {
+            self.fence_again = true;
+            return;
+        }
+        self.fencing = true;
         let engine = self.engine;
-        engine.bells.answer_fences(|at| self.adopt_mapping(at));
+        loop {
+            self.fence_again = false;
+            engine.bells.answer_fences(|at| self.adopt_mapping(at));
+            if !self.fence_again {
+                break;
+            }
+        }
+        self.fencing = false;
     }
 
     /// Answers one fault, or queues it again.

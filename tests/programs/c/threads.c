@@ -1,6 +1,8 @@
 /* Threads over one arena. MODE touch: 8 threads write and verify pages that lie side by side; storm: threads come and go,
- * each with a stack it fills and verifies, while two others keep the arena moving. */
+ * each with a stack it fills and verifies, while two others keep the arena moving; c11: the same with the threads of C11. */
 #include "common.h"
+
+#include <threads.h>
 
 #define MOST 8
 
@@ -50,6 +52,10 @@ static void *short_lived(void *argument) {
     return NULL;
 }
 
+static int short_lived_c11(void *argument) {
+    return short_lived(argument) != NULL;
+}
+
 /* In the storm, pages 0, 8, 16, ... stay as they are; the two workers own others. */
 static void *worker(void *argument) {
     size_t self = (size_t)argument + 1;
@@ -75,11 +81,19 @@ int main(int count, char **words) {
         pthread_attr_setstacksize(&attributes, 512 << 10);
         for (size_t i = 0; i < 2; i++) MUST(pthread_create(&ids[i], NULL, worker, (void *)i) == 0);
         uint64_t seed = mix(given.seed);
+        int c11 = strcmp(given.mode, "c11") == 0;
         for (size_t wave = 0; wave < 20 || now() < end; wave++) {
             pthread_t wave_ids[16];
-            for (size_t i = 0; i < 16; i++)
+            thrd_t c11_ids[16];
+            for (size_t i = 0; c11 && i < 16; i++)
+                MUST(thrd_create(&c11_ids[i], short_lived_c11, (void *)(size_t)next(&seed)) == thrd_success);
+            for (size_t i = 0; c11 && i < 16; i++) {
+                int result;
+                MUST(thrd_join(c11_ids[i], &result) == thrd_success && result == 0);
+            }
+            for (size_t i = 0; !c11 && i < 16; i++)
                 MUST(pthread_create(&wave_ids[i], &attributes, short_lived, (void *)(size_t)next(&seed)) == 0);
-            for (size_t i = 0; i < 16; i++) MUST(pthread_join(wave_ids[i], NULL) == 0);
+            for (size_t i = 0; !c11 && i < 16; i++) MUST(pthread_join(wave_ids[i], NULL) == 0);
         }
         atomic_store(&stop, 1);
         for (size_t i = 0; i < 2; i++) MUST(pthread_join(ids[i], NULL) == 0);

@@ -236,8 +236,10 @@ impl Handler {
         {
             let mut mm = engine.mm.lock();
             mm.recent.clear();
+            // They are in their order; what the parent's threads owe is not owed here.
+            mm.owed.clear();
             for change in std::mem::take(&mut left.changes) {
-                engine.apply(&mut mm, change.event());
+                engine.apply_now(&mut mm, change.event());
             }
             engine.apply_late(&mut mm);
             mm.recent.clear();
