@@ -18,7 +18,7 @@ use swaptide_engine::fork::{Decline, NONE, PREPARED};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{Counter, ENV_AGENT_LOG, ENV_SOCKET, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::affinity::cpus_online;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
@@ -168,6 +168,11 @@ fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> boo
 
 fn ask(request: Request) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
+}
+
+/// A descriptor for a swap area, of this process's own where that is needed.
+fn open_area(id: AreaId) -> Option<OwnedFd> {
+    exchange(&[Request::Area as u8, id.0], &[], &mut [0u8; 8])?.1
 }
 
 /// Asks the supervisor; the length of its answer, and the descriptor that came with it.
@@ -320,11 +325,10 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
             n
         });
     }
-    let file = if segment.header.extents.load(Relaxed) > 0 { ask(Request::SwapFile) } else { None };
     let start = Start {
         segment,
         index,
-        file,
+        open_area,
         salt: salt(),
         log: log::line,
         main_object: is_main_object,

@@ -431,7 +431,7 @@ impl Batch {
                         zero += 1;
                         self.zeros.add(place);
                     }
-                    Packed::Raw(_) if engine.devices.file.is_some() => {
+                    Packed::Raw(_) if engine.devices.is_backed() => {
                         self.raw.push((frame, entry));
                         self.is_raw.add(place);
                         continue;
@@ -461,7 +461,6 @@ impl Batch {
         if self.raw.is_empty() {
             return;
         }
-        let Some(file) = &engine.devices.file else { return };
         let most = if engine.file_rests() { 0 } else { self.raw.len() };
         for &(frame, entry) in &self.raw[..most] {
             if let Some(place) = engine.devices.alloc_file(FolioId(frame.0)) {
@@ -477,7 +476,7 @@ impl Batch {
                 (Slot(place.offset().0), Packed::Raw(page))
             })
             .collect();
-        let written = file.device.write(&pages);
+        let written = engine.devices.file.device.write(&pages);
         drop(pages);
         if let Err(error) = written {
             engine.write_failed(&error);

@@ -1,6 +1,7 @@
 //! The two devices of a process and the swap layer over them.
 //!
-//! Owns: for compressed memory and for the swap file, the slots (`swaptide-core`) and the data (`swaptide-store`) of each.
+//! Owns: for compressed memory and for the swap areas behind it, the slots (`swaptide-core`) and the data (`swaptide-store`) of each. The areas
+//! (files, block devices) share one device: on which of them a page's data lies is decided when a piece of it is leased.
 //!
 //! Invariants
 //! 1. A slot's data is stored before its table entry becomes a shadow, and dropped before or together with the slot.
@@ -13,12 +14,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
-use swaptide_ipc::{ExtentId, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
-use swaptide_store::file::{EXTENT_BYTES, Extent, ExtentSource, FileDevice};
+use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
-use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
@@ -26,13 +26,15 @@ use crate::EngineError;
 
 /// Swap type of compressed memory.
 pub const POOL: SwapType = SwapType::new(0).expect("a swap type");
-/// Swap type of the swap file.
+/// Swap type of all swap areas.
 pub const FILE: SwapType = SwapType::new(1).expect("a swap type");
 /// Slots of the compressed memory's device. They cost nothing until used; no program has more swapped pages (256 GiB).
 pub const POOL_SLOTS: u32 = 1 << 26;
 
-/// Slots of the file's device for an extent of 512 blocks: packed pages may be a quarter of a block on average.
+/// Slots for an extent of 512 blocks: packed pages may be a quarter of a block on average.
 const SLOTS_PER_EXTENT: u32 = 2048;
+/// Slots that there are at least: areas may be added later (64 GiB of pages).
+const FEWEST_FILE_SLOTS: u32 = 1 << 24;
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
@@ -41,25 +43,36 @@ const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 const GROUP: GroupId = GroupId(0);
 const CPU: CpuId = CpuId(0);
 
-/// Extents of the swap file, leased in the shared segment for this process.
-struct Leases {
+/// What the swap areas are to this process: extents leased in the shared segment, and descriptors from the supervisor.
+#[derive(Clone)]
+struct Beyond {
     segment: &'static Segment,
     index: Arc<AtomicU32>,
+    open: fn(AreaId) -> Option<OwnedFd>,
 }
 
-impl Leases {
-    fn index(&self) -> SlotIndex {
-        SlotIndex(self.index.load(Relaxed))
-    }
-}
-
-impl ExtentSource for Leases {
+impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
-        self.segment.lease_extent(self.index()).map(|extent| Extent(extent.0))
+        self.segment.lease_extent(SlotIndex(self.index.load(Relaxed)), AreaMask::ALL).map(|extent| Extent(extent.0))
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
-        self.segment.release_extent(self.index(), ExtentId(extent.0));
+        self.segment.release_extent(SlotIndex(self.index.load(Relaxed)), ExtentId(extent.0));
+    }
+}
+
+impl Areas for Beyond {
+    fn locate(&self, extent: Extent) -> Option<Location> {
+        let place = self.segment.place_of(ExtentId(extent.0))?;
+        Some(Location { area: place.area.0, generation: place.generation, offset: place.offset })
+    }
+
+    fn open(&self, area: u8) -> Option<Opened> {
+        (self.open)(AreaId(area)).map(Opened::File)
+    }
+
+    fn failed(&self, area: u8) {
+        self.segment.area(AreaId(area)).count_error();
     }
 }
 
@@ -77,73 +90,95 @@ pub struct Devices {
     pub pool_slots: SwapDevice,
     /// Data of compressed memory.
     pub pool: Zram,
-    /// The swap file, if the run has one.
-    pub file: Option<FileTier>,
+    /// What is beyond compressed memory, if anything is at the moment ([`Devices::is_backed`]).
+    pub file: FileTier,
+    segment: &'static Segment,
 }
 
-/// The swap file's slots and data.
+/// Slots and data of the swap areas: what lies on which of them is the data's matter.
 pub struct FileTier {
     /// Slots.
     pub slots: SwapDevice,
     /// Data.
     pub device: FileDevice,
-    /// The file itself, to hand to a forked child.
-    pub fd: Lock<OwnedFd>,
-    /// Bytes of the file, for all processes together.
-    bytes: u64,
+    areas: Beyond,
     roomy: AtomicBool,
+    /// Some of what lies there shall be moved to other areas.
+    leaving: AtomicBool,
 }
 
 impl FileTier {
-    /// In a forked child: the file under its number there, and a salt of its own.
-    pub fn inherit(&self, fd: OwnedFd, salt: u64) -> std::io::Result<()> {
-        self.device.forget_ring();
-        self.device.replace_fd(fd.try_clone()?);
+    /// Opens the areas that are files: a program may make itself unable to ask for them.
+    fn open_files(&self) {
+        let files = self.areas.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
+        let opened = files.filter_map(|(id, area)| {
+            Some(HandedOver { area: id.0, generation: area.generation(), opened: Areas::open(&self.areas, id.0)? })
+        });
+        self.device.abandon(opened.collect());
+    }
+
+    /// In a forked child: what it was given, and a salt of its own.
+    pub fn inherit(&self, descriptors: Vec<HandedOver>, salt: u64) {
+        self.device.abandon(descriptors);
         self.device.rekey_salt(salt);
-        // The parent's number means something else here, or nothing: it is forgotten, not closed.
-        std::mem::forget(std::mem::replace(&mut *self.fd.lock(), fd));
-        Ok(())
+    }
+
+    /// The table of areas has changed: looks what shall be left.
+    pub fn look_at_areas(&self) {
+        let closed = |extent: Extent| {
+            let place = self.areas.segment.place_of(ExtentId(extent.0));
+            place.is_some_and(|place| self.areas.segment.area(place.area).state() == AreaState::Closed)
+        };
+        self.leaving.store(self.device.set_leaving(closed) > 0, Relaxed);
+    }
+
+    /// Moves some of what lies on closed areas to others. False when there is nothing to move, or it cannot be moved at the moment.
+    pub fn leave_areas(&self) -> bool {
+        if !self.leaving.load(Relaxed) {
+            return false;
+        }
+        let left = self.device.leave();
+        if left == Leaving::Done {
+            self.leaving.store(false, Relaxed);
+        }
+        matches!(left, Leaving::Left(_))
     }
 }
 
 impl Devices {
-    /// Makes the devices.
+    /// Makes the devices. `open` asks the supervisor for the descriptor of an area.
     ///
     /// # Errors
     /// When memory is refused.
     pub fn new(
         segment: &'static Segment,
         index: Arc<AtomicU32>,
-        file: Option<OwnedFd>,
+        open: fn(AreaId) -> Option<OwnedFd>,
         salt: u64,
     ) -> Result<Devices, EngineError> {
         let pool = Zram::new(POOL_SLOTS).map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
-        let extents = segment.header.extents.load(Relaxed);
-        let file = match file {
-            Some(fd) if extents > 0 => {
-                let mut key = [0u8; 32];
-                for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
-                    bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
-                }
-                let slots = SwapDevice::new(FILE, extents.saturating_mul(SLOTS_PER_EXTENT).min(1 << 28), 1, Kind::Solid)
-                    .with_table_discard(give_back);
-                let leases = Box::new(Leases { segment, index });
-                let same = fd.try_clone().map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?;
-                let device = FileDevice::new(same, key, salt, leases);
-                Some(FileTier { slots, device, fd: Lock::new(fd), bytes: u64::from(extents) * EXTENT_BYTES, roomy: true.into() })
-            }
-            _ => None,
-        };
         let pool_slots = SwapDevice::new(POOL, POOL_SLOTS, 1, Kind::Solid).with_table_discard(give_back);
-        Ok(Devices { pool_slots, pool, file })
+        let mut key = [0u8; 32];
+        for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
+            bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
+        }
+        let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
+        let slots = SwapDevice::new(FILE, slots, 1, Kind::Solid).with_table_discard(give_back);
+        let areas = Beyond { segment, index, open };
+        let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
+        let file = FileTier { slots, device, areas, roomy: true.into(), leaving: false.into() };
+        file.open_files();
+        Ok(Devices { pool_slots, pool, file, segment })
+    }
+
+    /// Whether there is anything beyond compressed memory that takes pages.
+    pub fn is_backed(&self) -> bool {
+        self.segment.has_area()
     }
 
     /// The slots of a swap type.
-    ///
-    /// # Panics
-    /// When an entry of the file's type turns up and the run has no file: the entry is damaged.
     pub fn slots(&self, ty: SwapType) -> &SwapDevice {
-        if ty == POOL { &self.pool_slots } else { &self.file.as_ref().expect("a swap entry of type 1 needs a swap file").slots }
+        if ty == POOL { &self.pool_slots } else { &self.file.slots }
     }
 
     /// Slots for a folio of `2^order` pages in compressed memory.
@@ -153,18 +188,15 @@ impl Devices {
 
     /// A slot for one page in the file.
     pub fn alloc_file(&self, folio: FolioId) -> Option<SwapEntry> {
-        let file = self.file.as_ref()?;
-        file.slots.alloc_folio(CPU, Order::ZERO, folio, GROUP).ok().map(|offset| SwapEntry::new(FILE, offset))
+        self.file.slots.alloc_folio(CPU, Order::ZERO, folio, GROUP).ok().map(|offset| SwapEntry::new(FILE, offset))
     }
 
     /// Drops the data of a slot that holds a shadow, and the slot.
     #[track_caller]
     pub fn drop_swapped(&self, entry: SwapEntry) {
         let (ty, offset) = (entry.ty(), entry.offset());
-        let held = match &self.file {
-            Some(file) if ty == FILE => file.device.free(Slot(offset.0)),
-            _ => self.pool.free(Slot(offset.0)),
-        };
+        let slot = Slot(offset.0);
+        let held = if ty == FILE { self.file.device.free(slot) } else { self.pool.free(slot) };
         if !held {
             let caller = std::panic::Location::caller();
             crate::fatal(&format!("swap entry {entry:?} is in use and its device holds nothing for it (found at {caller})"));
@@ -174,15 +206,16 @@ impl Devices {
 
     /// True while the file has room for what its pages' program has again, at the last [`Devices::metadata_bytes`].
     pub fn file_is_roomy(&self) -> bool {
-        self.file.as_ref().is_some_and(|file| file.roomy.load(Relaxed))
+        self.file.roomy.load(Relaxed) && self.is_backed()
     }
 
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
     pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page, unpacker: &mut Unpacker) -> bool {
         let slot = Slot(entry.offset().0);
-        match &self.file {
-            Some(file) if entry.ty() == FILE => file.device.unchanged(slot, page),
-            _ => self.pool.load(slot, buffer, unpacker).is_ok() && buffer == page,
+        if entry.ty() == FILE {
+            self.file.device.unchanged(slot, page)
+        } else {
+            self.pool.load(slot, buffer, unpacker).is_ok() && buffer == page
         }
     }
 
@@ -219,11 +252,10 @@ impl Devices {
 
     /// Bytes of tables and handles. Looks how full the file is, too.
     pub fn metadata_bytes(&self) -> usize {
-        let file = self.file.as_ref().map_or(0, |file| {
-            let stats = file.device.stats();
-            file.roomy.store(stats.block_bytes < file.bytes / 4 * 3, Relaxed);
-            file.slots.metadata_bytes() + stats.metadata_bytes
-        });
+        let stats = self.file.device.stats();
+        let bytes = u64::from(self.segment.extents()) * EXTENT_BYTES;
+        self.file.roomy.store(stats.block_bytes < bytes / 4 * 3, Relaxed);
+        let file = self.file.slots.metadata_bytes() + stats.metadata_bytes;
         self.pool_slots.metadata_bytes() + self.pool.metadata_bytes() + file
     }
 }

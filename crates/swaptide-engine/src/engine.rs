@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::A
 use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
-use swaptide_ipc::{Counter, OfOrder, ProcSlot, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
 use swaptide_store::codec::Choice;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -45,8 +45,8 @@ pub struct Start {
     pub segment: &'static Segment,
     /// The process's place in it at first; a forked child gets another ([`Engine::set_index`]).
     pub index: SlotIndex,
-    /// The swap file, in the descriptor table of the engine's threads.
-    pub file: Option<OwnedFd>,
+    /// Asks the supervisor for the descriptor of a swap area.
+    pub open_area: fn(AreaId) -> Option<OwnedFd>,
     /// A number no other process of the run uses: it keeps the nonces of the file's cipher apart.
     pub salt: u64,
     /// Writes one line to the log, if there is one.
@@ -141,7 +141,7 @@ impl Engine {
     ///
     /// # Errors
     /// When memory or a userfaultfd is refused.
-    pub fn new(mut start: Start) -> Result<Engine, EngineError> {
+    pub fn new(start: Start) -> Result<Engine, EngineError> {
         let staging = Staging::new()?;
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
@@ -152,7 +152,7 @@ impl Engine {
         let header = &start.segment.header;
         let slot = start.segment.slot(start.index);
         let index = Arc::new(AtomicU32::new(start.index.0));
-        let devices = Devices::new(start.segment, index.clone(), start.file.take(), start.salt)?;
+        let devices = Devices::new(start.segment, index.clone(), start.open_area, start.salt)?;
         let percent = match header.pool_percent.load(Relaxed) {
             0 => 75,
             percent => u64::from(percent),
@@ -274,14 +274,14 @@ impl Engine {
             settled: mm.queues.any_settled(),
         };
         let share = mm.split.decide(at);
-        if self.devices.file.is_some() {
+        if self.devices.is_backed() {
             charge.set_pool_share(share);
         }
     }
 
     /// True when there is no place for what would leave the program: it stays, past the limit if need be.
     pub fn is_full(&self) -> bool {
-        let full = (self.devices.file.is_none() || self.file_rests()) && self.charge.pool_is_full();
+        let full = (!self.devices.is_backed() || self.file_rests()) && self.charge.pool_is_full();
         if full {
             self.tell_full("swap space is full: memory stays past the budget");
         }
@@ -321,7 +321,7 @@ impl Engine {
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
         let slot = self.slot();
-        let file_pages = self.devices.file.as_ref().map_or(0, |f| f.slots.usage().used as usize);
+        let file_pages = self.devices.file.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;
         slot.managed_bytes.store(present as u64 * page, Relaxed);
         slot.staging_bytes.store(full as u64 * page, Relaxed);

@@ -248,7 +248,7 @@ impl Handler {
             self.make_room(1);
             return self.bring_page(page, 1);
         }
-        let most = self.gate.most(engine.charge.window_pages(), engine.devices.file.is_some());
+        let most = self.gate.most(engine.charge.window_pages(), engine.devices.is_backed());
         let evidence = self.locality.swap_in(page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
@@ -677,7 +677,7 @@ impl Handler {
     /// Reads pages from the file: each with its place from `first` on. Gives the first place that could not be read.
     fn read_file(&mut self, first: PageNo, pages: &mut [(usize, Slot, &mut Page)]) -> Option<usize> {
         let engine = self.engine;
-        let Some(file) = &engine.devices.file else { crate::fatal("an entry of the swap file without a swap file") };
+        let file = &engine.devices.file;
         let began = now();
         let mut requests: Vec<(Slot, &mut Page)> = pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
         let Err(error) = self.place.normally(|| file.device.read(&mut requests)) else {

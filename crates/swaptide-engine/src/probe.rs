@@ -174,10 +174,9 @@ mod tests {
     use super::*;
     use std::sync::Arc;
     use std::sync::atomic::AtomicU32;
-    use std::sync::atomic::Ordering::Relaxed;
 
     use swaptide_core::{FolioId, Shadow};
-    use swaptide_ipc::Segment;
+    use swaptide_ipc::{NewArea, Segment, Transport};
     use swaptide_sys::mem::{SharedMap, memfd_create};
 
     const FOLIO: FolioId = FolioId(7);
@@ -187,10 +186,11 @@ mod tests {
         let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
         let segment = Segment::raw(map).expect("segment");
-        segment.header.extents.store(8, Relaxed);
+        let area = NewArea { transport: Transport::File, priority: 0, extents: 8, base_bytes: 0 };
+        segment.add_area(area).expect("an area");
         let index = segment.claim(10, 0).expect("slot");
-        let file = memfd_create(c"swap", 16 << 20).expect("memfd");
-        let devices = Devices::new(segment, Arc::new(AtomicU32::new(index.0)), Some(file), 1).expect("devices");
+        let devices = Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20).ok(), 1)
+            .expect("devices");
         (devices, PageTable::new())
     }
 

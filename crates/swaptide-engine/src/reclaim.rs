@@ -266,7 +266,7 @@ impl Worker {
                     Step::Nothing => {}
                 }
             }
-            if self.shrink_pool(engine) {
+            if self.shrink_pool(engine) || brief && engine.devices.file.leave_areas() {
                 continue;
             }
             return true;
@@ -282,13 +282,15 @@ struct Keeper {
     ticks: u32,
     /// When the division between resident and compressed memory was looked at last.
     divided: Nanos,
+    /// The changes of the swap areas seen so far.
+    areas: u32,
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
 }
 
 impl Keeper {
     fn new() -> Keeper {
-        Keeper { statm: StatmFd::open_self().ok(), rest_at_adoption: 0, ticks: 0, divided: now(), still: None }
+        Keeper { statm: StatmFd::open_self().ok(), rest_at_adoption: 0, ticks: 0, divided: now(), areas: 0, still: None }
     }
 
     /// Sees to it that the handler comes to its turn (see [`crate::place`]). Takes no lock: the handler may hold it.
@@ -317,6 +319,10 @@ impl Keeper {
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         engine.charge.measure(statm);
+        let areas = engine.start.segment.areas_epoch();
+        if std::mem::replace(&mut self.areas, areas) != areas {
+            engine.devices.file.look_at_areas();
+        }
         if engine.charge.pool_cap() != 0 {
             engine.charge.others_pool(engine.pool_of_others());
         }

@@ -81,8 +81,7 @@ impl Writeback {
         if drop_copies(engine) {
             return true;
         }
-        let Some(file) = &engine.devices.file else { return false };
-        if engine.file_rests() {
+        if !engine.devices.is_backed() || engine.file_rests() {
             return false;
         }
         let mut chosen = 0;
@@ -105,7 +104,7 @@ impl Writeback {
             .map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy)))
             .collect();
         let going = pages.len();
-        let written = file.device.write(&pages);
+        let written = engine.devices.file.device.write(&pages);
         drop(pages);
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;

@@ -1,19 +1,19 @@
-//! What `--swap` names, and the file behind it.
+//! What `--swap` names, and the files and block devices behind it.
 //!
-//! Owns the grammar of a device, the choice of the default place, and the opening of the swap file: unlinked before anything is
-//! written to it, so that no crash leaves it behind; sparse; with direct I/O where the file system has it.
+//! Owns the grammar of a device, the choice of the default place, and the opening: of a swap file, unlinked before anything is
+//! written to it, so that no crash leaves it behind, and sparse; of a block device, which must carry the mark of swap space (mkswap(8)) so that
+//! nobody's data is overwritten by a slip, and keeps it. With direct I/O where it can be had.
 //!
 //! Locks: none.
 
 use std::fmt;
 use std::fs::File;
-use std::io;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
-use serde::Serialize;
-use swaptide_ipc::{EXTENT_BYTES, MAX_EXTENTS};
+use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS};
 use swaptide_store::codec::Choice;
 
 use crate::size::{SizeError, human, parse_bytes};
@@ -23,6 +23,11 @@ pub const SMALLEST_FILE: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
 pub const SMALLEST_POOL: u64 = 1 << 20;
 const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The priority of a device for which none is given.
+pub const DEFAULT_PRIORITY: i32 = -1;
+/// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
+const SWAP_MARK: &[u8; 10] = b"SWAPSPACE2";
+const SWAP_MARK_AT: u64 = 4086;
 
 /// One `--swap`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +55,11 @@ pub enum DeviceKind {
         /// Its size, where one was given.
         bytes: Option<u64>,
     },
+    /// A block device.
+    Block {
+        /// Its path.
+        path: PathBuf,
+    },
 }
 
 /// Why devices cannot be had.
@@ -74,8 +84,16 @@ pub enum DeviceError {
     TooLarge(String),
     /// Two of a kind.
     Twice(&'static str),
-    /// The file is asked to come before compressed memory.
-    Order,
+    /// More than can be had.
+    TooMany,
+    /// Something is asked to come before compressed memory.
+    Order(String),
+    /// A block device that cannot be used.
+    Block(PathBuf, io::Error),
+    /// A block device without the mark of swap space.
+    NoMark(PathBuf),
+    /// What was named is no block device.
+    NotBlock(PathBuf),
     /// The file exists already.
     Exists(PathBuf),
     /// The file cannot be made.
@@ -94,9 +112,9 @@ pub enum DeviceError {
 impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE or file:PATH[:SIZE]"),
+            DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE] or /dev/BLOCK"),
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
-            DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -32768 to 32767"),
+            DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767"),
             DeviceError::Codec(text, name) => {
                 write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
             }
@@ -109,7 +127,18 @@ impl fmt::Display for DeviceError {
             DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
             DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
-            DeviceError::Order => write!(f, "the file has a higher priority than zram; compressed memory always comes first"),
+            DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
+            DeviceError::Order(name) => write!(f, "{name} has a higher priority than zram; compressed memory always comes first"),
+            DeviceError::Block(path, error) if error.raw_os_error() == Some(libc::EBUSY) => {
+                write!(f, "{}: in use: mounted, or swap space of the kernel's or of another run", path.display())
+            }
+            DeviceError::Block(path, error) => write!(f, "{}: cannot be used: {error}", path.display()),
+            DeviceError::NoMark(path) => {
+                write!(f, "{0}: is not marked as swap space; if nothing on it is needed any more: mkswap {0}", path.display())
+            }
+            DeviceError::NotBlock(path) => {
+                write!(f, "{}: is no block device; a swap file is named as file:PATH[:SIZE]", path.display())
+            }
             DeviceError::Exists(path) => {
                 write!(f, "file:{}: exists already; name a directory, or a file that can be made", path.display())
             }
@@ -130,8 +159,8 @@ impl std::error::Error for DeviceError {}
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
     let (device, priority) = match text.rsplit_once(",prio=") {
         Some((device, number)) => match number.parse::<i16>() {
-            Ok(number) => (device, Some(number.into())),
-            Err(_) => return Err(DeviceError::Priority(text.to_owned())),
+            Ok(number) if number >= -1 => (device, Some(number.into())),
+            _ => return Err(DeviceError::Priority(text.to_owned())),
         },
         None => (text, None),
     };
@@ -168,7 +197,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else if device.starts_with("nbd") {
         return Err(DeviceError::NotYet(text.to_owned(), "network block devices"));
     } else if device.starts_with('/') {
-        return Err(DeviceError::NotYet(text.to_owned(), "block devices"));
+        DeviceKind::Block { path: PathBuf::from(device) }
     } else {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
@@ -182,32 +211,40 @@ fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
 /// The swap space of a run.
 #[derive(Debug)]
 pub struct SwapSpace {
-    /// The file, if there is one.
-    pub file: Option<SwapFile>,
+    /// What is beyond compressed memory.
+    pub beyond: Vec<Backing>,
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
     /// How compressed memory is compressed.
     pub codec: Choice,
 }
 
-/// The swap file: open, without a name.
+/// What a [`Backing`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackingKind {
+    /// A file without a name.
+    File,
+    /// A block device.
+    Block,
+}
+
+/// A device beyond compressed memory: open, and nobody else's.
 #[derive(Debug)]
-pub struct SwapFile {
-    /// The open file.
+pub struct Backing {
+    /// What people call it.
+    pub name: String,
+    /// What it is.
+    pub kind: BackingKind,
+    /// Where it is.
+    pub place: PathBuf,
+    /// Open for reading and writing.
     pub file: File,
     /// Its extents.
     pub extents: u32,
-    /// What a report says about it.
-    pub facts: FileFacts,
-}
-
-/// What a report says about the swap file.
-#[derive(Clone, Debug, Serialize)]
-pub struct FileFacts {
-    /// The directory it is in.
-    pub place: PathBuf,
-    /// Its size in bytes.
-    pub size_bytes: u64,
+    /// Where the first of them begins, in bytes.
+    pub base_bytes: u64,
+    /// The higher one is used first.
+    pub priority: i32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
 }
@@ -219,30 +256,57 @@ pub struct FileFacts {
 pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
     let mut chosen = Choice::default();
-    let mut file: Option<(&Path, Option<u64>, Option<i32>)> = None;
     for device in devices {
-        match &device.kind {
-            DeviceKind::Zram { .. } if pool.is_some() => return Err(DeviceError::Twice("zram")),
-            DeviceKind::File { .. } if file.is_some() => return Err(DeviceError::Twice("file")),
-            DeviceKind::Zram { bytes, codec } => {
-                pool = Some((*bytes, device.priority));
-                chosen = *codec;
+        if let DeviceKind::Zram { bytes, codec } = &device.kind {
+            if pool.is_some() {
+                return Err(DeviceError::Twice("zram"));
             }
-            DeviceKind::File { path, bytes } => file = Some((path, *bytes, device.priority)),
+            pool = Some((*bytes, device.priority));
+            chosen = *codec;
         }
     }
-    if let (Some((_, Some(zram))), Some((_, _, Some(file)))) = (pool, file)
-        && file > zram
+    let beyond: Vec<&Device> = devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
+    if beyond.len() > MAX_AREAS {
+        return Err(DeviceError::TooMany);
+    }
+    if let Some((_, Some(zram))) = pool
+        && let Some(first) = beyond.iter().find(|device| device.priority.is_some_and(|priority| priority > zram))
     {
-        return Err(DeviceError::Order);
+        return Err(DeviceError::Order(first.name()));
     }
     let pool_cap = pool.map_or(0, |(bytes, _)| bytes);
-    let file = match (file, pool) {
-        (Some((path, bytes, _)), _) => Some(open_file(path, bytes, budget)?),
-        (None, Some(_)) => None,
-        (None, None) => Some(open_default(budget)?),
+    let beyond = match (beyond.is_empty(), pool) {
+        (false, _) => beyond.into_iter().map(|device| open_beyond(device, budget)).collect::<Result<_, _>>()?,
+        (true, Some(_)) => Vec::new(),
+        (true, None) => vec![open_default(budget)?],
     };
-    Ok(SwapSpace { file, pool_cap, codec: chosen })
+    Ok(SwapSpace { beyond, pool_cap, codec: chosen })
+}
+
+impl Device {
+    /// What people call it: as it was given, without size and priority.
+    pub fn name(&self) -> String {
+        match &self.kind {
+            DeviceKind::Zram { .. } => "zram".into(),
+            DeviceKind::File { path, .. } => format!("file:{}", path.display()),
+            DeviceKind::Block { path } => path.display().to_string(),
+        }
+    }
+}
+
+/// Opens a device beyond compressed memory. A file for which no size is given may grow to 16 times `budget`.
+///
+/// # Errors
+/// See [`DeviceError`]; compressed memory is none that can be added ([`DeviceError::Twice`]).
+pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError> {
+    let mut backing = match &device.kind {
+        DeviceKind::Zram { .. } => return Err(DeviceError::Twice("zram")),
+        DeviceKind::File { path, bytes } => open_file(path, *bytes, budget)?,
+        DeviceKind::Block { path } => open_block(path)?,
+    };
+    backing.name = device.name();
+    backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
+    Ok(backing)
 }
 
 /// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
@@ -259,7 +323,7 @@ fn in_memory(place: &Path) -> bool {
     rustix::fs::statfs(place).is_ok_and(|fs| matches!(fs.f_type as u32, TMPFS | RAMFS))
 }
 
-fn open_default(budget: u64) -> Result<SwapFile, DeviceError> {
+fn open_default(budget: u64) -> Result<Backing, DeviceError> {
     let mut first = None;
     for place in default_places() {
         match open_file(&place, None, budget) {
@@ -276,13 +340,10 @@ pub fn free_space(place: &Path) -> io::Result<u64> {
     Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
 }
 
-fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<SwapFile, DeviceError> {
+fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, DeviceError> {
     let create = |error: io::Error| DeviceError::Create(path.to_owned(), error);
     let place = match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => path,
-        Ok(found) if found.file_type().is_block_device() => {
-            return Err(DeviceError::NotYet(path.display().to_string(), "block devices"));
-        }
         Ok(_) => return Err(DeviceError::Exists(path.to_owned())),
         Err(_) => path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")),
     };
@@ -298,9 +359,47 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<SwapFile, D
     }
     let (file, direct_io) = if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
     let extents = (bytes / EXTENT_BYTES) as u32;
-    let size_bytes = u64::from(extents) * EXTENT_BYTES;
-    file.set_len(size_bytes).map_err(create)?;
-    Ok(SwapFile { file, extents, facts: FileFacts { place: place.to_owned(), size_bytes, direct_io } })
+    file.set_len(u64::from(extents) * EXTENT_BYTES).map_err(create)?;
+    Ok(Backing {
+        name: format!("file:{}", path.display()),
+        kind: BackingKind::File,
+        place: place.to_owned(),
+        file,
+        extents,
+        base_bytes: 0,
+        priority: DEFAULT_PRIORITY,
+        direct_io,
+    })
+}
+
+/// Opens a block device. Its first extent's worth stays as it is: the mark is there.
+fn open_block(path: &Path) -> Result<Backing, DeviceError> {
+    let failed = |error: io::Error| DeviceError::Block(path.to_owned(), error);
+    if !std::fs::metadata(path).map_err(failed)?.file_type().is_block_device() {
+        return Err(DeviceError::NotBlock(path.to_owned()));
+    }
+    // Exclusive: what is mounted, or somebody's swap space, is refused.
+    let mut file = File::options().read(true).write(true).custom_flags(OFlags::EXCL.bits() as i32).open(path).map_err(failed)?;
+    let mut mark = [0; SWAP_MARK.len()];
+    file.read_exact_at(&mut mark, SWAP_MARK_AT).map_err(failed)?;
+    if mark != *SWAP_MARK {
+        return Err(DeviceError::NoMark(path.to_owned()));
+    }
+    let bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
+    if bytes < SMALLEST_FILE {
+        return Err(DeviceError::TooSmall(path.display().to_string(), SMALLEST_FILE));
+    }
+    let extents = (bytes / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32;
+    Ok(Backing {
+        name: path.display().to_string(),
+        kind: BackingKind::Block,
+        place: path.to_owned(),
+        file,
+        extents,
+        base_bytes: EXTENT_BYTES,
+        priority: DEFAULT_PRIORITY,
+        direct_io: true,
+    })
 }
 
 /// A file without a name in a directory.
@@ -350,7 +449,7 @@ mod tests {
     fn devices_are_read_as_documented() {
         let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both };
         assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
-        assert_eq!(parse("zram:1G,prio=-7").expect("zram"), Device { kind: zram, priority: Some(-7) });
+        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1) });
         for codec in Choice::ALL {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec };
             let name = codec.name();
@@ -384,7 +483,7 @@ mod tests {
             ("zram:1G,level=3", "not a size"),
             ("file:/x,codec=zstd", "chosen for zram"),
             ("file:/x:1G,codec=zstd", "chosen for zram"),
-            ("/dev/sdb1", "block devices"),
+            ("zram:1G,prio=-2", "from -1 to 32767"),
             ("nbd://host/x", "network block devices"),
             ("nbd+unix:///x", "network block devices"),
         ] {
@@ -395,14 +494,17 @@ mod tests {
     }
 
     #[test]
-    fn only_one_of_a_kind_and_compressed_memory_first() {
+    fn one_compressed_memory_which_comes_first_and_any_number_of_others() {
         let devices = |texts: &[&str]| -> Vec<Device> { texts.iter().map(|t| parse(t).expect("device")).collect() };
         let refused = |texts: &[&str]| open(&devices(texts), 1 << 30).expect_err("refused").to_string();
         assert!(refused(&["zram:1G", "zram:1G"]).contains("more than one zram"));
-        assert!(refused(&["file:/var/tmp", "file:/tmp"]).contains("more than one file"));
-        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("comes first"));
+        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("file:/tmp has a higher priority"));
+        assert!(refused(&["file:/tmp:16M"; 17]).contains("more than 16"));
+        let two = open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
+        let told: Vec<_> = two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
+        assert_eq!(told, [("file:/var/tmp", 3, 8), ("file:/tmp", -1, 16)]);
         let only_memory = open(&devices(&["zram:1G"]), 1 << 30).expect("zram");
-        assert!(only_memory.file.is_none() && only_memory.pool_cap == 1 << 30);
+        assert!(only_memory.beyond.is_empty() && only_memory.pool_cap == 1 << 30);
     }
 
     #[test]
@@ -411,7 +513,7 @@ mod tests {
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
             let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30)
                 .expect("file");
-            let swap = space.file.expect("file");
+            let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
             let metadata = swap.file.metadata().expect("metadata");
             assert_eq!((metadata.nlink(), metadata.len(), metadata.blocks()), (0, 64 << 20, 0));
@@ -422,6 +524,17 @@ mod tests {
             assert_eq!(swap.file.write_at(bytes, 4096).expect("write"), 4096);
         }
         assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0, "nothing is left behind");
+    }
+
+    #[test]
+    fn what_is_no_block_device_or_not_marked_is_refused() {
+        let refused = |path: &str| {
+            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None }], 1 << 30)
+                .expect_err("refused")
+                .to_string()
+        };
+        assert!(refused("/dev/null").contains("no block device"));
+        assert!(refused("/no/such/device").contains("cannot be used"));
     }
 
     #[test]

@@ -180,7 +180,7 @@ fn swap_space() -> Finding {
         match crate::device::open(&[crate::device::Device { kind: file_in(&place), priority: None }], 1 << 30) {
             Ok(space) => {
                 let free = free_space(&place).unwrap_or(0);
-                let direct = space.file.is_some_and(|file| file.facts.direct_io);
+                let direct = space.beyond.iter().all(|file| file.direct_io);
                 let how = if direct { "direct I/O" } else { "through the page cache, for the file system has no direct I/O" };
                 return Finding::new(
                     name,

@@ -11,16 +11,15 @@
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use rustix::fs::FallocateFlags;
-use swaptide_ipc::{Counter, EXTENT_BYTES, ExtentId, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{Counter, EXTENT_BYTES, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
 
+use crate::areas::Areas;
 use crate::budget::{self, Process, Standing};
 use crate::report::{ProcessView, Totals, View};
 use crate::tree::Tree;
@@ -48,7 +47,7 @@ struct Watch {
 /// The keeper.
 pub struct Keeper {
     segment: &'static Segment,
-    swap: Option<Arc<File>>,
+    areas: Arc<Areas>,
     budget: u64,
     strict: bool,
     tree: Tree,
@@ -61,10 +60,10 @@ pub struct Keeper {
 
 impl Keeper {
     /// A keeper of the tree under process `root`.
-    pub fn new(root: u32, segment: &'static Segment, swap: Option<Arc<File>>, budget: u64, strict: bool) -> Keeper {
+    pub fn new(root: u32, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
         Keeper {
             segment,
-            swap,
+            areas,
             budget,
             strict,
             tree: Tree::new(root),
@@ -180,11 +179,10 @@ impl Keeper {
             footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
             pool += own[0];
         }
-        let file = u64::from(self.segment.header.extents_used.load(Relaxed)) * EXTENT_BYTES;
+        self.areas.measure();
         self.gone.peak_resident = self.gone.peak_resident.max(resident);
         self.gone.peak_footprint = self.gone.peak_footprint.max(footprint);
         self.gone.peak_pool = self.gone.peak_pool.max(pool);
-        self.gone.peak_file = self.gone.peak_file.max(file);
     }
 
     /// `--strict`: swap space is out and the budget is exceeded.
@@ -230,7 +228,7 @@ impl Keeper {
             resident_bytes: processes.iter().map(|process| process.resident_bytes).sum(),
             peak_resident_bytes: totals.peak_resident,
             peak_footprint_bytes: totals.peak_footprint,
-            file_bytes: u64::from(self.segment.header.extents_used.load(Relaxed)) * EXTENT_BYTES,
+            file_bytes: u64::from(self.segment.extents_used()) * EXTENT_BYTES,
             processes,
             stats: Counter::ALL.iter().map(|counter| (counter.name().to_owned(), totals.get(*counter))).collect(),
             fault_us: totals.fault_times(),
@@ -240,6 +238,7 @@ impl Keeper {
 
     fn totals(&self) -> Totals {
         let mut totals = self.gone.clone();
+        totals.areas = self.areas.view().into_iter().map(|(_, view)| view).collect();
         for (_, slot) in self.segment.claimed() {
             totals.add(slot);
         }
@@ -251,10 +250,8 @@ impl Keeper {
         self.watches.remove(&index);
         let mut freed = Vec::new();
         self.segment.release(index, |extent| freed.push(extent));
-        if let Some(swap) = &self.swap {
-            for extent in freed {
-                self.segment.while_unheld(extent, || punch(swap, extent));
-            }
+        for extent in freed {
+            self.segment.while_unheld(extent, || self.areas.punch(extent));
         }
     }
 }
@@ -272,26 +269,17 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) {
     }
 }
 
-fn punch(swap: &File, extent: ExtentId) {
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // A file system that cannot punch keeps the space until the run ends; nothing else depends on it.
-    let _ = rustix::fs::fallocate(swap, flags, u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
+    use crate::testing::segment;
+    use std::fs::File;
     use std::os::unix::fs::{FileExt, MetadataExt};
     use std::process::{Child, Command, Stdio};
-    use swaptide_sys::mem::{SharedMap, memfd_create};
+    use swaptide_ipc::{AreaId, AreaMask};
 
-    fn segment(extents: u32) -> &'static Segment {
-        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
-        let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
-        let segment = Segment::raw(map).expect("segment");
-        segment.header.extents.store(extents, Relaxed);
-        segment
+    fn no_areas(segment: &'static Segment) -> Arc<Areas> {
+        Arc::new(Areas::new(segment))
     }
 
     fn sleeper() -> Child {
@@ -305,26 +293,29 @@ mod tests {
 
     #[test]
     fn a_process_that_dies_leaves_its_counters_and_no_extent() {
-        let scratch = crate::testing::Scratch::new("keeper");
-        let file = File::options().read(true).write(true).create_new(true).open(scratch.path("swap")).expect("file");
-        file.set_len(4 * EXTENT_BYTES).expect("length");
-        let segment = segment(4);
+        let segment = segment();
+        let areas = no_areas(segment);
+        let device = crate::device::parse("file:/var/tmp:16M").expect("a device");
+        areas.add(crate::device::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
+        let file = File::from(areas.open(AreaId(0)).expect("open"));
         let child = sleeper();
         let index = segment.claim(child.id(), 0).expect("slot");
-        let extent = segment.lease_extent(index).expect("extent");
-        file.write_all_at(&[7; 65536], u64::from(extent.0) * EXTENT_BYTES).expect("write");
+        segment.lease_extent(index, AreaMask::ALL).expect("extent");
+        let page = swaptide_sys::mem::Mapping::reserve(65536).expect("pages");
+        // SAFETY: the mapping is so long and readable, and nothing else refers to it.
+        file.write_all_at(unsafe { std::slice::from_raw_parts(page.as_ptr(), 65536) }, 0).expect("write");
         file.sync_all().expect("sync");
         assert!(file.metadata().expect("metadata").blocks() > 0);
         segment.slot(index).count(Counter::Pswpout, 16);
-        let mut keeper = Keeper::new(child.id(), segment, Some(Arc::new(file)), 64 << 20, false);
+        let mut keeper = Keeper::new(child.id(), segment, areas, 64 << 20, false);
         keeper.tick();
         assert_eq!(keeper.totals().get(Counter::Pswpout), 16);
-        assert_eq!(segment.header.extents_used.load(Relaxed), 1);
+        assert_eq!(segment.extents_used(), 1);
         end(child);
         keeper.tick();
         assert_eq!(keeper.totals().get(Counter::Pswpout), 16, "the dead are counted once");
-        assert_eq!(segment.header.extents_used.load(Relaxed), 0);
-        assert_eq!(keeper.swap.as_ref().expect("file").metadata().expect("metadata").blocks(), 0, "the space is free again");
+        assert_eq!(segment.extents_used(), 0);
+        assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
         assert_eq!(segment.claimed().count(), 0);
     }
 
@@ -337,13 +328,13 @@ mod tests {
             .spawn()
             .expect("python3 is needed for this test");
         std::io::Read::read_exact(child.stdout.as_mut().expect("stdout"), &mut [0]).expect("ready");
-        let segment = segment(0);
+        let segment = segment();
         let index = segment.claim(child.id(), 0).expect("slot");
         let slot = segment.slot(index);
-        let mut roomy = Keeper::new(child.id(), segment, None, 512 << 20, false);
+        let mut roomy = Keeper::new(child.id(), segment, no_areas(segment), 512 << 20, false);
         roomy.tick();
         assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
-        let mut keeper = Keeper::new(child.id(), segment, None, 64 << 20, false);
+        let mut keeper = Keeper::new(child.id(), segment, no_areas(segment), 64 << 20, false);
         keeper.tick();
         assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
         let limit = slot.limit_bytes.load(Relaxed);
@@ -356,11 +347,11 @@ mod tests {
 
     #[test]
     fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
-        let segment = segment(0);
+        let segment = segment();
         let child = sleeper();
         let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
         slot.count(Counter::SwapFull, 1);
-        let mut keeper = Keeper::new(child.id(), segment, None, 64 << 20, true);
+        let mut keeper = Keeper::new(child.id(), segment, no_areas(segment), 64 << 20, true);
         keeper.tick();
         assert!(!keeper.totals().strict_kill, "within the budget");
         slot.count(Counter::SwapFull, 1);

@@ -8,7 +8,8 @@
 //! |---|---|
 //! | [`size`] | sizes as people write them |
 //! | [`target`] | the program, and why some cannot be run |
-//! | [`device`] | `--swap`, and the swap file |
+//! | [`device`] | `--swap`, and the files and block devices behind it |
+//! | [`areas`] | the swap areas of a run, added and taken away |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
@@ -21,6 +22,7 @@
 //!
 //! Locks: none; threads talk through channels, processes through the segment's atomics and a socket.
 
+pub mod areas;
 pub mod budget;
 pub mod control;
 pub mod device;

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
 use swaptide_store::codec::Choice;
 
-use crate::device::FileFacts;
+use crate::areas::AreaView;
 use crate::size::{human, human_count};
 
 /// Everything that is counted in a run.
@@ -31,8 +31,8 @@ pub struct Totals {
     pub peak_footprint: u64,
     /// Most compressed memory at one time, in bytes.
     pub peak_pool: u64,
-    /// Most of the swap file in use at one time, in bytes.
-    pub peak_file: u64,
+    /// The swap areas.
+    pub areas: Vec<AreaView>,
     /// Processes that could not be managed though they were asked to be.
     pub refused: u64,
     /// The tree was killed because swap space ran out under `--strict`.
@@ -48,7 +48,7 @@ impl Default for Totals {
             peak_resident: 0,
             peak_footprint: 0,
             peak_pool: 0,
-            peak_file: 0,
+            areas: Vec::new(),
             refused: 0,
             strict_kill: false,
         }
@@ -201,14 +201,9 @@ pub enum DeviceReport {
         /// Most in use at one time.
         peak_used_bytes: u64,
     },
-    /// The file.
-    File {
-        /// Where it is and how it is opened.
-        #[serde(flatten)]
-        facts: FileFacts,
-        /// Most in use at one time.
-        peak_used_bytes: u64,
-    },
+    /// A swap area, with a `type` of its own.
+    #[serde(untagged)]
+    Area(AreaView),
 }
 
 /// What stands fixed from the start of a run and belongs into its report.
@@ -220,8 +215,6 @@ pub struct Frame {
     pub pool_cap: u64,
     /// How the pool is compressed.
     pub codec: Choice,
-    /// The swap file.
-    pub file: Option<FileFacts>,
     /// The program's name.
     pub program: String,
 }
@@ -231,7 +224,7 @@ impl Report {
     pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
         let mut devices =
             vec![DeviceReport::Zram { size_bytes: frame.pool_cap, codec: frame.codec.name(), peak_used_bytes: totals.peak_pool }];
-        devices.extend(frame.file.clone().map(|facts| DeviceReport::File { facts, peak_used_bytes: totals.peak_file }));
+        devices.extend(totals.areas.iter().cloned().map(DeviceReport::Area));
         Report {
             exit_status,
             wall_s: (wall_s * 1e6).round() / 1e6,
@@ -362,8 +355,7 @@ mod tests {
     use swaptide_sys::mem::{SharedMap, memfd_create};
 
     fn frame() -> Frame {
-        let file = FileFacts { place: "/var/tmp".into(), size_bytes: 1 << 32, direct_io: true };
-        Frame { budget: 512 << 20, pool_cap: 0, codec: Choice::default(), file: Some(file), program: "python3".into() }
+        Frame { budget: 512 << 20, pool_cap: 0, codec: Choice::default(), program: "python3".into() }
     }
 
     fn swapped_totals() -> Totals {
@@ -371,6 +363,7 @@ mod tests {
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
         let segment = Segment::raw(map).expect("segment");
         let mut totals = Totals { peak_resident: 509 << 20, peak_footprint: (19 << 30) / 10, peak_pool: 5, ..Totals::default() };
+        totals.areas.push(AreaView { kind: "file".into(), place: "/var/tmp".into(), size_bytes: 1 << 32, ..AreaView::default() });
         for pid in [7, 8] {
             let slot = segment.slot(segment.claim(pid, 0).expect("slot"));
             slot.count(Counter::Engaged, 1);
@@ -403,7 +396,8 @@ mod tests {
             assert!(keys.contains(&key), "{key} in {keys:?}");
         }
         assert_eq!(json["stats"]["pswpout"], 50_000);
-        assert_eq!(json["devices"][1]["place"], "/var/tmp");
+        assert_eq!(json["devices"][0]["type"], "zram");
+        assert_eq!((&json["devices"][1]["type"], &json["devices"][1]["place"]), (&"file".into(), &"/var/tmp".into()));
         let p50 = json["fault_us"]["p50"].as_f64().expect("p50");
         assert!((5.0..8.0).contains(&p50), "{p50}");
         assert_eq!(json["fault_us"]["max"], 3000.0);

@@ -10,11 +10,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
-use swaptide_ipc::Request;
+use swaptide_ipc::{AreaId, Request};
 use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
+use crate::areas::Areas;
 use crate::doctor::REQUIRED;
 use crate::tree::descends;
 
@@ -49,12 +50,12 @@ impl Counter {
     }
 
     /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, swap: Option<&File>) -> Vec<u32> {
+    pub fn serve(&self, segment: &OwnedFd, areas: &Areas) -> Vec<u32> {
         let mut joined = Vec::new();
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(&client, peer.pid, segment, swap) {
+            if ours && let Some(Request::Segment) = answer(&client, peer.pid, segment, areas) {
                 joined.push(peer.pid);
             }
         }
@@ -68,7 +69,7 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: &Conn, pid: u32, segment: &OwnedFd, swap: Option<&File>) -> Option<Request> {
+fn answer(client: &Conn, pid: u32, segment: &OwnedFd, areas: &Areas) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
@@ -77,14 +78,21 @@ fn answer(client: &Conn, pid: u32, segment: &OwnedFd, swap: Option<&File>) -> Op
     let (length, _) = client.recv(&mut message, &mut fds).ok()?;
     let request = Request::from_byte(message[0])?;
     let [fd] = fds;
-    let more = if request == Request::Handshake { 8 } else { 0 };
+    let more = match request {
+        Request::Handshake => 8,
+        Request::Area => 1,
+        _ => 0,
+    };
     if length != 1 + more || fd.is_some() != (request == Request::Handshake) {
         return None;
     }
     let opened;
     let descriptor = match request {
         Request::Segment => segment.as_fd(),
-        Request::SwapFile => swap?.as_fd(),
+        Request::Area => {
+            opened = areas.open(AreaId(message[1]))?;
+            opened.as_fd()
+        }
         Request::Device => {
             opened = OwnedFd::from(File::options().read(true).write(true).open("/dev/userfaultfd").ok()?);
             opened.as_fd()
@@ -145,13 +153,13 @@ fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
 mod tests {
     use super::*;
 
-    fn ask(counter: &Counter, byte: &[u8], segment: &OwnedFd, swap: Option<&File>) -> (Vec<u32>, Option<OwnedFd>) {
+    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Areas) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
-        client.send(byte, &[]).expect("send");
-        let joined = counter.serve(segment, swap);
+        client.send(request, &[]).expect("send");
+        let joined = counter.serve(segment, areas);
         let (mut reply, mut fds) = ([0u8; 1], [None]);
         match client.recv(&mut reply, &mut fds) {
-            Ok((1, 1)) if reply == byte => (joined, fds[0].take()),
+            Ok((1, 1)) if reply == request[..1] => (joined, fds[0].take()),
             _ => (joined, None),
         }
     }
@@ -160,16 +168,21 @@ mod tests {
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
-        let swap = tempfile();
-        let (joined, fd) = ask(&counter, b"S", &segment, Some(&swap));
+        let none = Areas::new(crate::testing::segment());
+        let areas = Areas::new(crate::testing::segment());
+        let file = crate::device::parse("file:/tmp:16M").expect("a device");
+        areas.add(crate::device::open_beyond(&file, 1 << 30).expect("a file")).expect("an area");
+        let (joined, fd) = ask(&counter, b"S", &segment, &areas);
         assert_eq!(joined, [std::process::id()]);
         let received = File::from(fd.expect("the segment"));
         assert_eq!(received.metadata().expect("metadata").len(), 12288);
         assert_ne!(received.as_raw_fd(), segment.as_raw_fd());
-        let (joined, fd) = ask(&counter, b"F", &segment, Some(&swap));
+        let (joined, fd) = ask(&counter, b"A\0", &segment, &areas);
         assert!(joined.is_empty() && fd.is_some());
-        assert!(ask(&counter, b"F", &segment, None).1.is_none(), "there is no file");
-        assert!(ask(&counter, b"?", &segment, Some(&swap)).1.is_none(), "no request");
+        assert!(ask(&counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
+        for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?"] {
+            assert!(ask(&counter, bad, &segment, &areas).1.is_none(), "no such area, or no request");
+        }
     }
 
     #[test]
@@ -178,12 +191,13 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
-        counter.serve(&segment, None);
+        let areas = Areas::new(crate::testing::segment());
+        counter.serve(&segment, &areas);
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());
         for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
-            let fd = ask(&counter, byte, &segment, None).1.expect("a file of this process");
+            let fd = ask(&counter, byte, &segment, &areas).1.expect("a file of this process");
             let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
             assert_eq!(path, std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id())));
         }
@@ -211,7 +225,8 @@ mod tests {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let _silent = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
-        assert!(ask(&counter, b"S", &segment, None).1.is_some());
+        let areas = Areas::new(crate::testing::segment());
+        assert!(ask(&counter, b"S", &segment, &areas).1.is_some());
     }
 
     fn tempfile() -> File {

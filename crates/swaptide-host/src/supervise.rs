@@ -42,6 +42,7 @@ use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::uffd::{OpenError, Uffd};
 
+use crate::areas::{AreaError, Areas};
 use crate::budget::SMALLEST_BUDGET;
 use crate::control::{self, Door, Run};
 use crate::device::{self, DeviceError, SwapSpace};
@@ -103,6 +104,8 @@ pub enum RunError {
     SmallBudget(u64),
     /// A device.
     Swap(DeviceError),
+    /// There are too many of them.
+    Area(AreaError),
     /// The report cannot be written there.
     Report(PathBuf, io::Error),
     /// No program was named.
@@ -129,6 +132,7 @@ impl fmt::Display for RunError {
                 write!(f, "--ram: {} is too small; the least that works is {}", human(*bytes), human(SMALLEST_BUDGET))
             }
             RunError::Swap(error) => write!(f, "--swap: {error}"),
+            RunError::Area(error) => write!(f, "--swap: {error}"),
             RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
             RunError::NoCommand => write!(f, "no program to run; name it after --"),
             RunError::Target(error) => write!(f, "{error}"),
@@ -172,7 +176,7 @@ struct Prepared {
     frame: Frame,
     segment: &'static Segment,
     segment_fd: OwnedFd,
-    swap: Option<Arc<File>>,
+    areas: Arc<Areas>,
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
@@ -228,13 +232,12 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let space = device::open(&devices, budget).map_err(RunError::Swap)?;
     let (segment, segment_fd) =
         set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
-    let frame = Frame {
-        budget,
-        pool_cap: space.pool_cap,
-        codec: space.codec,
-        file: space.file.as_ref().map(|file| file.facts.clone()),
-        program: program_name(name),
-    };
+    let areas = Arc::new(Areas::new(segment));
+    let (pool_cap, codec) = (space.pool_cap, space.codec);
+    for backing in space.beyond {
+        areas.add(backing).map_err(RunError::Area)?;
+    }
+    let frame = Frame { budget, pool_cap, codec, program: program_name(name) };
     Ok(Prepared {
         target,
         arguments: arguments.to_vec(),
@@ -242,7 +245,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         frame,
         segment,
         segment_fd,
-        swap: space.file.map(|file| Arc::new(file.file)),
+        areas,
         report,
         quiet: config.quiet,
         strict: config.strict,
@@ -294,7 +297,6 @@ fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Res
     header.budget_bytes.store(budget, Relaxed);
     header.pool_cap_bytes.store(space.pool_cap, Relaxed);
     header.pool_codec.store(space.codec.number(), Relaxed);
-    header.extents.store(space.file.as_ref().map_or(0, |file| file.extents), Relaxed);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
@@ -302,7 +304,7 @@ fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Res
     header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
     header.page_cluster_plus.store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
     header.largest_order_plus.store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
-    header.pool_percent.store(if space.file.is_some() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
+    header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
     for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
@@ -489,7 +491,7 @@ impl Back {
         prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
         let (keeper, requests) = mpsc::channel();
         let thread =
-            Keeper::new(std::process::id(), prepared.segment, prepared.swap.clone(), prepared.frame.budget, prepared.strict);
+            Keeper::new(std::process::id(), prepared.segment, prepared.areas.clone(), prepared.frame.budget, prepared.strict);
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
         let run = Run { pid: front, program: prepared.frame.program.clone(), started: prepared.started };
         // Without a door nobody can ask, and that is all.
@@ -521,7 +523,7 @@ impl Back {
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 {
-                for pid in self.counter.serve(&self.prepared.segment_fd, self.prepared.swap.as_deref()) {
+                for pid in self.counter.serve(&self.prepared.segment_fd, &self.prepared.areas) {
                     let _ = self.keeper.send(keeper::Request::Joined(pid));
                 }
             }

@@ -1,8 +1,16 @@
-//! What the tests of this crate share: a directory that goes away.
+//! What the tests of this crate share: a segment, and a directory that goes away.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+/// An empty segment.
+pub(crate) fn segment() -> &'static swaptide_ipc::Segment {
+    use swaptide_ipc::Segment;
+    let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+    let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+    Segment::raw(map).expect("segment")
+}
 
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 

@@ -7,22 +7,23 @@ use std::sync::atomic::{
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::SharedMap;
 
+use crate::areas::{Area, MAX_AREAS};
 use crate::counters::{Counter, FaultHistogram};
 
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
-/// Bytes of one extent of the swap file: a cluster of 512 slots.
+/// Bytes of one extent of a swap area: a cluster of 512 slots.
 pub const EXTENT_BYTES: u64 = 2 << 20;
-/// Most extents of a swap file (128 GiB).
+/// Most extents of all areas together (128 GiB), the numbers between them among them.
 pub const MAX_EXTENTS: usize = 65536;
 
 const COUNTERS: usize = Counter::ALL.len();
 
-/// An extent of the swap file: its byte offset is the number times [`EXTENT_BYTES`].
+/// An extent of a swap area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ExtentId(pub u32);
 
@@ -55,15 +56,9 @@ pub struct Header {
     pub supervisor: AtomicU32,
     /// The tree's budget in bytes.
     pub budget_bytes: AtomicU64,
-    /// Extents of the swap file (0: there is none).
-    pub extents: AtomicU32,
     /// Share of a process's limit that its compressed pool may take, in percent.
     pub pool_percent: AtomicU32,
-    /// Extents in use.
-    pub extents_used: AtomicU32,
-    /// Where the next search for a free extent starts.
-    pub extent_hint: AtomicU32,
-    /// The swap file's key, drawn by the supervisor for this run; four little-endian words.
+    /// The key of all swap areas, drawn by the supervisor for this run; four little-endian words.
     pub key: [AtomicU64; 4],
     /// Counts processes that could not claim a slot.
     pub slots_exhausted: AtomicU64,
@@ -84,6 +79,16 @@ pub struct Header {
     pub largest_order_plus: AtomicU32,
     /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
     pub stale_every: AtomicU32,
+    /// Counts changes of the areas.
+    pub(crate) areas_epoch: AtomicU32,
+    /// How many areas are open.
+    pub(crate) area_count: AtomicU32,
+    /// Which of several areas of one priority has its turn.
+    pub(crate) area_turn: AtomicU32,
+    /// The open areas in the order of their priorities, four bits each.
+    pub(crate) area_order: AtomicU64,
+    /// The swap areas (see [`crate::areas`]).
+    pub(crate) areas: [Area; MAX_AREAS],
 }
 
 /// One process.
@@ -183,7 +188,7 @@ impl ProcSlot {
 pub struct Segment {
     /// What stands once.
     pub header: Header,
-    /// References to each extent of the swap file.
+    /// References to each extent.
     pub extent_refs: [AtomicU16; MAX_EXTENTS],
     /// The processes.
     pub procs: [ProcSlot; MAX_PROCS],
@@ -322,81 +327,14 @@ impl Segment {
         slot.set_state(ProcState::Free);
         slot.pid.store(0, Release);
     }
+}
 
-    fn release_extents(&self, index: SlotIndex, mut freed: impl FnMut(ExtentId)) {
-        for (word_index, word) in self.slot(index).held.iter().enumerate() {
-            let mut bits = word.swap(0, AcqRel);
-            while bits != 0 {
-                let extent = ExtentId((word_index * 64) as u32 + bits.trailing_zeros());
-                bits &= bits - 1;
-                if self.unref(extent) {
-                    freed(extent);
-                }
-            }
-        }
-    }
-
-    /// Takes a free extent for the process at `index`. `None` when the file is full.
-    pub fn lease_extent(&self, index: SlotIndex) -> Option<ExtentId> {
-        let total = self.header.extents.load(Relaxed).min(MAX_EXTENTS as u32);
-        let start = self.header.extent_hint.load(Relaxed);
-        for step in 0..total {
-            let number = (start.wrapping_add(step)) % total;
-            let refs = &self.extent_refs[number as usize];
-            if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, AcqRel, Relaxed).is_ok() {
-                self.header.extent_hint.store(number + 1, Relaxed);
-                self.header.extents_used.fetch_add(1, Relaxed);
-                self.set_held(index, ExtentId(number));
-                return Some(ExtentId(number));
-            }
-        }
-        None
-    }
-
-    /// Makes the process at `index` a further holder of an extent that the caller holds.
-    pub fn share_extent(&self, index: SlotIndex, extent: ExtentId) {
-        self.extent_refs[extent.0 as usize].fetch_add(1, AcqRel);
-        self.set_held(index, extent);
-    }
-
-    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more: its bytes are nobody's.
-    pub fn release_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
-        let word = &self.slot(index).held[extent.0 as usize / 64];
-        let bit = 1u64 << (extent.0 % 64);
-        if word.fetch_and(!bit, AcqRel) & bit == 0 {
-            return false;
-        }
-        self.unref(extent)
-    }
-
-    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes in the file goes in there, for
-    /// otherwise the extent could be leased and written in between. True when `f` ran.
-    pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
-        if self.extent_refs[extent.0 as usize].compare_exchange(0, 1, AcqRel, Relaxed).is_err() {
-            return false;
-        }
-        self.header.extents_used.fetch_add(1, Relaxed);
-        f();
-        self.unref(extent);
-        true
-    }
-
-    /// True when only one process holds the extent.
-    pub fn sole_holder(&self, extent: ExtentId) -> bool {
-        self.extent_refs[extent.0 as usize].load(Acquire) == 1
-    }
-
-    fn set_held(&self, index: SlotIndex, extent: ExtentId) {
-        self.slot(index).held[extent.0 as usize / 64].fetch_or(1 << (extent.0 % 64), AcqRel);
-    }
-
-    fn unref(&self, extent: ExtentId) -> bool {
-        if self.extent_refs[extent.0 as usize].fetch_sub(1, AcqRel) == 1 {
-            self.header.extents_used.fetch_sub(1, Relaxed);
-            return true;
-        }
-        false
-    }
+/// An empty segment.
+#[cfg(test)]
+pub(crate) fn test_segment() -> &'static Segment {
+    let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+    let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+    Segment::raw(map).expect("raw")
 }
 
 #[cfg(test)]
@@ -404,60 +342,9 @@ mod tests {
     use super::*;
     use swaptide_sys::mem::memfd_create;
 
-    fn segment() -> &'static Segment {
-        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
-        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
-        let segment = Segment::raw(map).expect("raw");
-        segment.header.extents.store(100, Relaxed);
-        segment
-    }
-
-    #[test]
-    fn an_extent_is_free_only_when_its_last_holder_let_go() {
-        let segment = segment();
-        let parent = segment.claim(10, 0).expect("slot");
-        let child = segment.claim(11, 10).expect("slot");
-        let extent = segment.lease_extent(parent).expect("extent");
-        segment.share_extent(child, extent);
-        assert!(!segment.sole_holder(extent));
-        assert!(!segment.release_extent(parent, extent));
-        assert!(!segment.release_extent(parent, extent), "a second release does nothing");
-        assert!(segment.sole_holder(extent));
-        let mut freed = Vec::new();
-        segment.release(child, |x| freed.push(x));
-        assert_eq!(freed, [extent]);
-        assert_eq!(segment.header.extents_used.load(Relaxed), 0);
-    }
-
-    #[test]
-    fn a_full_file_gives_no_extent_and_a_released_one_is_given_again() {
-        let segment = segment();
-        let holder = segment.claim(10, 0).expect("slot");
-        let mut all: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder)).collect();
-        all.sort();
-        all.dedup();
-        assert_eq!(all.len(), 100);
-        assert!(segment.release_extent(holder, all[42]));
-        assert_eq!(segment.lease_extent(holder), Some(all[42]));
-    }
-
-    #[test]
-    fn bytes_are_freed_only_of_an_extent_that_nobody_holds_or_can_get() {
-        let segment = segment();
-        let holder = segment.claim(10, 0).expect("slot");
-        let extent = segment.lease_extent(holder).expect("extent");
-        assert!(!segment.while_unheld(extent, || panic!("it is held")));
-        assert!(segment.release_extent(holder, extent));
-        let mut others = Vec::new();
-        assert!(segment.while_unheld(extent, || others.extend(std::iter::from_fn(|| segment.lease_extent(holder)))));
-        assert_eq!(others.len(), 99);
-        assert!(!others.contains(&extent));
-        assert_eq!(segment.lease_extent(holder), Some(extent));
-    }
-
     #[test]
     fn claimed_slots_are_told_from_free_ones_and_a_process_has_only_one() {
-        let segment = segment();
+        let segment = test_segment();
         let first = segment.claim(10, 0).expect("slot");
         let gone = segment.claim(11, 0).expect("slot");
         let last = segment.claim(12, 0).expect("slot");

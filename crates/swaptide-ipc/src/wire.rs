@@ -15,8 +15,8 @@ pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
 pub enum Request {
     /// The segment's memfd.
     Segment = b'S',
-    /// The swap file, opened for reading and writing.
-    SwapFile = b'F',
+    /// What a swap area is read and written through (see [`crate::Transport`]): its number follows.
+    Area = b'A',
     /// `/dev/userfaultfd`, for who may not open it any more.
     Device = b'U',
     /// Features for the userfaultfd that comes with the request, for who may not ask for them any more: the features' word follows.
@@ -34,7 +34,7 @@ pub enum Request {
 impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
-        use Request::{Device, Handshake, Identity, Maps, Pagemap, Segment, Statm, SwapFile};
-        [Segment, SwapFile, Device, Handshake, Pagemap, Maps, Statm, Identity].into_iter().find(|request| *request as u8 == byte)
+        use Request::{Area, Device, Handshake, Identity, Maps, Pagemap, Segment, Statm};
+        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity].into_iter().find(|request| *request as u8 == byte)
     }
 }

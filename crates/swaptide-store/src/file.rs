@@ -34,6 +34,7 @@ mod digests;
 mod extents;
 mod io;
 mod places;
+mod router;
 
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
 use self::places::{Place, Places};
+use self::router::Router;
+pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
@@ -189,6 +192,12 @@ impl FileDevice {
         Self::on(Box::new(SwapFile::new(fd)), key, salt, extents)
     }
 
+    /// A device whose extents lie on several areas.
+    #[must_use]
+    pub fn over(areas: Box<dyn Areas>, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+        Self::on(Box::new(Router::new(areas)), key, salt, extents)
+    }
+
     fn on(io: Box<dyn BlockIo>, key: [u8; 32], salt: u64, source: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
         let cipher = Cipher::new(&key, salt);
         // Kept in forked children, for the digests they inherit.
@@ -310,11 +319,44 @@ impl FileDevice {
 
     /// Moves the live pages of the extents that gain most by it together. `false` if no block became free.
     fn clean(&self, bounce: &mut Buffer) -> bool {
-        let mut wanted = self.pages_to_clean();
+        let victims = self.state.lock().extents.victims();
+        self.relocate(&victims, Purpose::Clean, bounce).gained
+    }
+
+    /// Says which extents shall be left ([`FileDevice::leave`] does it): nothing is written there any more. What is not named may be written again. Gives
+    /// the number of extents of ours that are.
+    pub fn set_leaving(&self, leaving: impl Fn(Extent) -> bool) -> usize {
+        let _writes = self.bounce.lock();
+        let (vacated, left) = self.state.lock().extents.set_leaving(leaving);
+        self.let_go(&vacated);
+        left
+    }
+
+    /// Moves the pages of a few of the extents that shall be left to others, those that forked processes share as well.
+    ///
+    /// Pages that cannot be read stay where they are: who wants them will be told.
+    pub fn leave(&self) -> Leaving {
+        let mut bounce = self.bounce.lock();
+        let some = self.state.lock().extents.leaving();
+        if some.is_empty() {
+            return Leaving::Done;
+        }
+        let before = self.state.lock().extents.leaving_count();
+        let moved = self.relocate(&some, Purpose::WriteAnyway, &mut bounce);
+        match self.state.lock().extents.leaving_count() {
+            0 => Leaving::Done,
+            left if left < before => Leaving::Left(left),
+            left => Leaving::Stuck { left, full: moved.full },
+        }
+    }
+
+    /// Moves the live pages of some extents to others.
+    fn relocate(&self, from: &[Extent], purpose: Purpose, bounce: &mut Buffer) -> Relocated {
+        let mut wanted = self.pages_of(from);
         wanted.sort_unstable_by_key(|w| w.place.span);
-        let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS) else { return false };
+        let mut result = Relocated { gained: false, full: false };
+        let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS) else { return result };
         let (out, inbox) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
-        let mut gained = false;
         let mut rest = &mut wanted[..];
         while !rest.is_empty() {
             // Few enough for the blocks kept for this.
@@ -343,18 +385,20 @@ impl FileDevice {
                     self.state.lock().extents.distrust(span.extent());
                 }
             }
-            match self.move_together(&opened, inbox, out) {
-                Some(freed) => gained |= freed,
-                None => break,
+            match self.move_together(&opened, purpose, inbox, out) {
+                Some(freed) => result.gained |= freed,
+                None => {
+                    result.full = true;
+                    break;
+                }
             }
         }
-        gained
+        result
     }
 
-    /// What lies in the extents to clean.
-    fn pages_to_clean(&self) -> Vec<Wanted> {
+    /// What lies in some extents.
+    fn pages_of(&self, victims: &[Extent]) -> Vec<Wanted> {
         let mut found = Vec::new();
-        let victims = self.state.lock().extents.victims();
         for cluster in 0.. {
             // The lock is dropped after every cluster, so that faults get in between.
             let state = self.state.lock();
@@ -372,14 +416,14 @@ impl FileDevice {
 
     /// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells whether blocks became free, or
     /// nothing if there is no room or the file does not take them.
-    fn move_together(&self, pages: &[&Wanted], inbox: &[u8], out: &mut [u8]) -> Option<bool> {
+    fn move_together(&self, pages: &[&Wanted], purpose: Purpose, inbox: &[u8], out: &mut [u8]) -> Option<bool> {
         let mut taken = Vec::with_capacity(pages.len());
         let (cipher, before) = {
             let mut state = self.state.lock();
             let mut pen = Pen::default();
             let before = state.extents.free_blocks();
             for w in pages {
-                match state.extents.take(w.place.span.len(), &mut pen, &*self.source, Purpose::Clean) {
+                match state.extents.take(w.place.span.len(), &mut pen, &*self.source, purpose) {
                     Ok(place) => taken.push(place),
                     Err(_) => {
                         drop(state);
@@ -550,16 +594,16 @@ impl FileDevice {
         self.let_go(&vacated);
     }
 
-    /// In a forked child, before its first I/O: abandons the io_uring of the parent without touching it. The next large batch
-    /// makes a new one.
-    pub fn forget_ring(&self) {
-        self.io.forget_ring();
+    /// Descriptors of all areas that are open and may be used by a forked child as well.
+    #[must_use]
+    pub fn shared(&self) -> Vec<HandedOver> {
+        self.io.shared()
     }
 
-    /// In a forked child whose descriptors are not the parent's: uses `fd` for the swap file. The old number is forgotten, not
-    /// closed: in this process it may be another file.
-    pub fn replace_fd(&self, fd: OwnedFd) {
-        self.io.replace_fd(fd);
+    /// In a forked child, before its first transfer: the parent's descriptors and its io_uring are forgotten, not closed, for their numbers may be
+    /// other files here; `handed` is used instead, and what is not in it is opened when it is needed.
+    pub fn abandon(&self, handed: Vec<HandedOver>) {
+        self.io.abandon(handed);
     }
 
     /// Gives every extent back that no other process shares, as the last act of a process. All slots are forgotten.
@@ -641,6 +685,30 @@ pub struct Quiesced<'a> {
     _state: Guard<'a, State>,
     _bounce: Guard<'a, Buffer>,
     _inbox: Guard<'a, Inbox>,
+}
+
+/// How far the leaving of extents has got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaving {
+    /// Nothing of ours lies there any more.
+    Done,
+    /// So many extents are still to be left.
+    Left(usize),
+    /// No further extent could be left: there is no room elsewhere (`full`), or pages there cannot be read.
+    Stuck {
+        /// Extents that are still to be left.
+        left: usize,
+        /// Whether room is what is missing.
+        full: bool,
+    },
+}
+
+/// What moving pages came to.
+struct Relocated {
+    /// Blocks became free.
+    gained: bool,
+    /// There was no room for more.
+    full: bool,
 }
 
 /// What could not be written.

@@ -18,7 +18,7 @@ use rustix::net::{
 use crate::procfs::retry;
 
 /// Descriptors one packet can carry.
-pub const MAX_FDS: usize = 8;
+pub const MAX_FDS: usize = 24;
 /// Room for the longest abstract name.
 pub const MAX_NAME: usize = 107;
 

@@ -11,7 +11,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use swaptide_ipc::SlotIndex;
+use swaptide_ipc::{MAX_AREAS, SlotIndex};
+use swaptide_store::file::{HandedOver, Opened};
 use swaptide_sys::mem::{Mapping, is_mapped_in};
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use swaptide_sys::sock::Conn;
@@ -32,7 +33,7 @@ use crate::pagetable::PageState;
 pub struct Inheritance {
     conn: Conn,
     uffd: Option<Uffd>,
-    file: Option<OwnedFd>,
+    areas: Vec<HandedOver>,
     served: Vec<PageNo>,
     changes: Vec<Change>,
 }
@@ -56,6 +57,14 @@ impl Inheritance {
     }
 }
 
+/// A number and so many words, and what follows.
+fn counted(words: &[usize]) -> (&[usize], &[usize]) {
+    match words.split_first() {
+        Some((count, rest)) => rest.split_at((*count).min(rest.len())),
+        None => (&[], &[]),
+    }
+}
+
 /// Waits until the parent's handler says that all memory is there. True when this process may allocate from its copy of the engine's memory.
 fn hear_off(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
@@ -76,10 +85,8 @@ impl Engine {
         unsafe { self.mm.force_unlock() };
         // SAFETY: as above; workers stood still, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
-        if let Some(file) = &self.devices.file {
-            // SAFETY: as above.
-            unsafe { file.device.force_unlock() };
-        }
+        // SAFETY: as above.
+        unsafe { self.devices.file.device.force_unlock() };
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);
@@ -132,12 +139,13 @@ impl Engine {
     pub fn inherit(&self, end: Option<Conn>, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
         let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
-        let mut fds = [None, None];
+        let mut fds: [Option<OwnedFd>; 1 + MAX_AREAS] = Default::default();
         let (n, _) = conn.recv(&mut total, &mut fds)?;
         if n == 8 && [OFF, OFF_TORN].contains(&u64::from_le_bytes(total)) {
             return Ok(None);
         }
-        let [uffd, file] = fds;
+        let mut fds = fds.into_iter();
+        let uffd = fds.next().flatten();
         let (Some(uffd), 8) = (uffd, n) else { return Err(Errno::PROTO) };
         let mut bytes = vec![0u8; u64::from_le_bytes(total) as usize];
         let mut at = 0;
@@ -151,10 +159,15 @@ impl Engine {
         }
         let words: Vec<usize> =
             bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
-        let count = words.first().copied().unwrap_or(0);
-        let served = words.iter().skip(1).take(count).map(|p| PageNo(*p)).collect();
-        let changes = words[(1 + count).min(words.len())..].chunks_exact(4).filter_map(decode).collect();
-        Ok(Some(Inheritance { conn, uffd: Some(Uffd::from_fd(uffd)), file, served, changes }))
+        let (areas, rest) = counted(&words);
+        let (served, changes) = counted(rest);
+        let areas = areas.iter().zip(fds).filter_map(|(word, fd)| {
+            Some(HandedOver { area: (word >> 32) as u8, generation: *word as u32, opened: Opened::File(fd?) })
+        });
+        let areas = areas.collect();
+        let served = served.iter().map(|p| PageNo(*p)).collect();
+        let changes = changes.chunks_exact(4).filter_map(decode).collect();
+        Ok(Some(Inheritance { conn, uffd: Some(Uffd::from_fd(uffd)), areas, served, changes }))
     }
 }
 
@@ -225,14 +238,7 @@ impl Handler {
         engine.set_uffd(uffd);
         let mut handler = Handler::new(engine)?;
         engine.mm.lock().staging.reopen()?;
-        if let Some(file) = &engine.devices.file {
-            match left.file.take() {
-                Some(fd) => {
-                    file.inherit(fd, salt).map_err(|_| EngineError::Devices("the swap file's descriptor could not be doubled"))?
-                }
-                None => return Err(EngineError::Devices("the swap file was not handed over")),
-            }
-        }
+        engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
         {
             let mut mm = engine.mm.lock();
             mm.recent.clear();

@@ -311,11 +311,7 @@ impl Handler {
                         _ if entry.ty() == POOL => {
                             engine.devices.pool.load(Slot(entry.offset().0), out, &mut self.unpacker).is_ok()
                         }
-                        _ => engine
-                            .devices
-                            .file
-                            .as_ref()
-                            .is_some_and(|f| f.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok()),
+                        _ => engine.devices.file.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok(),
                     };
                     if loaded {
                         // SAFETY: the buffer is the handler's own; the destination is another process's missing page.

@@ -183,20 +183,20 @@ impl Handler {
         }
         let index = SlotIndex(word(0));
         self.share_limit(index);
-        if let Some(file) = &engine.devices.file {
-            file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
-        }
-        let mut words: Vec<u64> = vec![served.len() as u64];
+        let file = &engine.devices.file;
+        file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
+        let areas = file.device.shared();
+        let mut words: Vec<u64> = vec![areas.len() as u64];
+        words.extend(areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)));
+        words.push(served.len() as u64);
         words.extend_from_slice(served);
         words.extend(child.layout().done().iter().flat_map(encode));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let file = engine.devices.file.as_ref().map(|f| f.fd.lock());
         let total = (bytes.len() as u64).to_le_bytes();
-        match &file {
-            Some(fd) => conn.send(&total, &[child.uffd.as_fd(), fd.as_fd()])?,
-            None => conn.send(&total, &[child.uffd.as_fd()])?,
-        }
-        drop(file);
+        let descriptors: Vec<_> =
+            [child.uffd.as_fd()].into_iter().chain(areas.iter().map(|handed| handed.opened.as_fd())).collect();
+        conn.send(&total, &descriptors)?;
+        drop(descriptors);
         for part in bytes.chunks(MESSAGE_BYTES) {
             conn.send(part, &[])?;
         }
@@ -206,11 +206,9 @@ impl Handler {
             return Ok(());
         }
         self.give_all(child);
-        if let Some(file) = &engine.devices.file {
-            file.device.leased(|extent| {
-                engine.start.segment.release_extent(index, ExtentId(extent.0));
-            });
-        }
+        file.device.leased(|extent| {
+            engine.start.segment.release_extent(index, ExtentId(extent.0));
+        });
         conn.send(&OFF.to_le_bytes(), &[])
     }
 }

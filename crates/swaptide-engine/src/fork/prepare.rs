@@ -36,9 +36,7 @@ impl Handler {
         while self.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
         let _ = self.mint.discard(0, self.mint.len());
-        if let Some(file) = &engine.devices.file {
-            file.device.freeze_all();
-        }
+        engine.devices.file.device.freeze_all();
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         engine.fork.parent.store(getpid().0, Relaxed);

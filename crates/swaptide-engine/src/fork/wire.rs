@@ -3,8 +3,9 @@
 //! | from | message |
 //! |---|---|
 //! | child | hello: its process slot, or a [`Decline`]; its process id; the fork's token |
-//! | parent | the length of what follows, with the userfaultfd and the swap file; or [`OFF`] or [`OFF_TORN`] |
-//! | parent | in parts of [`MESSAGE_BYTES`]: how many pages were copied, their numbers, and the changes of mappings that the child has |
+//! | parent | the length of what follows, with the userfaultfd and a descriptor for each swap area; or [`OFF`] or [`OFF_TORN`] |
+//! | parent | in parts of [`MESSAGE_BYTES`]: how many swap areas, their numbers and generations; how many pages were copied, their numbers; the changes of
+//! mappings that the child has |
 //! | child | [`TAKEN`], or [`DECLINED`] and then waits for [`OFF`] |
 //!
 //! Locks: none.

@@ -11,10 +11,10 @@
 //! Invariants:
 //! 1. `counts` of a block is the number of live objects that overlap it, `live_blocks` that of blocks where it is not zero,
 //!    `live_bytes` the sum of the objects' lengths; an object reserved for a write under way counts.
-//! 2. Shared and distrusted extents are never open, so nothing is laid into them.
+//! 2. Extents that are shared, distrusted or to be left are never open, so nothing is laid into them.
 //! 3. All objects of an extent are sealed with the extent's cipher.
 //! 4. An object is laid only into blocks of a run that were all free when the run was begun, under one hold of the lock.
-//! 5. `free` is the number of free blocks of all extents that are neither shared nor distrusted.
+//! 5. `free` is the number of free blocks of all extents that objects may be laid into.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -133,6 +133,8 @@ struct Leased {
     shared: bool,
     /// A write to it failed, or a read while cleaning, or its cipher is not ours any more.
     distrusted: bool,
+    /// Its objects shall be moved elsewhere.
+    leaving: bool,
     /// It is on the list of sparse extents.
     listed: bool,
     cipher: Arc<Cipher>,
@@ -142,7 +144,7 @@ struct Leased {
 
 impl Leased {
     fn writable(&self) -> bool {
-        !self.shared && !self.distrusted
+        !self.shared && !self.distrusted && !self.leaving
     }
 
     fn free_blocks(&self) -> usize {
@@ -332,6 +334,7 @@ impl Extents {
             live_bytes: 0,
             shared: false,
             distrusted: false,
+            leaving: false,
             listed: true,
             cipher: Arc::clone(&self.cipher),
             base: self.counter,
@@ -415,6 +418,41 @@ impl Extents {
         if self.open.is_some_and(|open| open.extent == extent.0) {
             self.open = None;
         }
+    }
+
+    /// Lays nothing into the extents that `leaving` names, until they are not named any more. Gives those of them that are empty, and the number of the
+    /// others.
+    pub(super) fn set_leaving(&mut self, leaving: impl Fn(Extent) -> bool) -> (Vec<Vacated>, usize) {
+        let mut empty = Vec::new();
+        for (&extent, leased) in &mut self.leased {
+            let before = leased.writable();
+            leased.leaving = leaving(Extent(extent));
+            match (before, leased.writable()) {
+                (true, false) => self.free -= leased.free_blocks(),
+                (false, true) => {
+                    self.free += leased.free_blocks();
+                    leased.listed = true;
+                    self.sparse.push(extent);
+                }
+                _ => {}
+            }
+            if leased.leaving && leased.live_blocks == 0 {
+                empty.push(extent);
+            }
+        }
+        if self.open.is_some_and(|open| self.leased.get(&open.extent).is_none_or(|leased| leased.leaving)) {
+            self.open = None;
+        }
+        (empty.into_iter().map(|extent| self.remove(extent)).collect(), self.leaving_count())
+    }
+
+    /// A few of the extents that shall be left.
+    pub(super) fn leaving(&self) -> Vec<Extent> {
+        self.leased.iter().filter(|(_, l)| l.leaving).take(VICTIMS).map(|(&extent, _)| Extent(extent)).collect()
+    }
+
+    pub(super) fn leaving_count(&self) -> usize {
+        self.leased.values().filter(|l| l.leaving).count()
     }
 
     /// Everything leased becomes shared. What is empty is still exclusively ours and let go instead.

@@ -4,10 +4,9 @@
 //! what turns those into whole transfers is here too. [`SwapFile`] is the real one: plain `pread` and `pwrite`, with
 //! `O_DIRECT` where the file system takes it, and an io_uring for batches of scattered reads.
 //!
-//! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's),
-//! used by one thread at a time, and never touched in a forked child: there its descriptor number may be another file.
+//! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's)
+//! and used by one thread at a time.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use io_uring::{IoUring, opcode, types};
@@ -15,6 +14,7 @@ use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
+use super::router::HandedOver;
 use crate::PAGE_SIZE;
 
 /// Scattered reads that make an io_uring worth entering.
@@ -46,11 +46,18 @@ pub(super) trait BlockIo: Send + Sync {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 
-    /// See [`super::FileDevice::forget_ring`].
-    fn forget_ring(&self) {}
+    /// The descriptor once more, where another process may use the same one.
+    fn share(&self) -> Option<OwnedFd> {
+        None
+    }
 
-    /// See [`super::FileDevice::replace_fd`].
-    fn replace_fd(&self, _fd: OwnedFd) {}
+    /// See [`super::FileDevice::shared`].
+    fn shared(&self) -> Vec<HandedOver> {
+        Vec::new()
+    }
+
+    /// See [`super::FileDevice::abandon`].
+    fn abandon(&self, _handed: Vec<HandedOver>) {}
 }
 
 /// Writes all of `bytes`. On failure, tells from which place of the file on.
@@ -104,7 +111,7 @@ fn finish_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>, mut got: usize) ->
 
 /// The real swap file.
 pub(super) struct SwapFile {
-    fd: Lock<Arc<OwnedFd>>,
+    fd: OwnedFd,
     /// `O_DIRECT` is set.
     direct: AtomicBool,
     ring: Lock<Ring>,
@@ -121,15 +128,12 @@ impl SwapFile {
     pub(super) fn new(fd: OwnedFd) -> SwapFile {
         // File systems without it refuse the flag here, or the first transfer.
         let direct = fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT)).is_ok();
-        SwapFile { fd: Lock::new(Arc::new(fd)), direct: AtomicBool::new(direct), ring: Lock::new(Ring::Untried) }
-    }
-
-    fn fd(&self) -> Arc<OwnedFd> {
-        Arc::clone(&self.fd.lock())
+        SwapFile { fd, direct: AtomicBool::new(direct), ring: Lock::new(Ring::Untried) }
     }
 
     /// After a refused transfer: whether to try again, without `O_DIRECT`.
-    fn drop_direct(&self, fd: &OwnedFd, errno: Errno) -> bool {
+    fn drop_direct(&self, errno: Errno) -> bool {
+        let fd = &self.fd;
         errno == Errno::INVAL
             && self.direct.swap(false, Ordering::Relaxed)
             && fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags - OFlags::DIRECT)).is_ok()
@@ -137,7 +141,7 @@ impl SwapFile {
 
     /// Reads all runs through the ring; what it leaves short is finished one by one.
     fn read_with_ring(&self, ring: &mut IoUring, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
-        let fd = self.fd();
+        let fd = &self.fd;
         for batch in runs.chunks_mut(RING_DEPTH as usize) {
             let mut got = [0usize; RING_DEPTH as usize];
             for (i, run) in batch.iter_mut().enumerate() {
@@ -177,23 +181,27 @@ impl SwapFile {
 
 impl BlockIo for SwapFile {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
-        let fd = self.fd();
-        match rustix::io::pread(&fd, &mut *buf, offset) {
-            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::pread(&fd, buf, offset),
+        let fd = &self.fd;
+        match rustix::io::pread(fd, &mut *buf, offset) {
+            Err(errno) if self.drop_direct(errno) => rustix::io::pread(fd, buf, offset),
             answer => answer,
         }
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
-        let fd = self.fd();
-        match rustix::io::pwrite(&fd, bytes, offset) {
-            Err(errno) if self.drop_direct(&fd, errno) => rustix::io::pwrite(&fd, bytes, offset),
+        let fd = &self.fd;
+        match rustix::io::pwrite(fd, bytes, offset) {
+            Err(errno) if self.drop_direct(errno) => rustix::io::pwrite(fd, bytes, offset),
             answer => answer,
         }
     }
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
-        fallocate(&*self.fd(), FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+        fallocate(&self.fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)
+    }
+
+    fn share(&self) -> Option<OwnedFd> {
+        self.fd.try_clone().ok()
     }
 
     fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
@@ -208,17 +216,5 @@ impl BlockIo for SwapFile {
             }
         }
         runs.iter_mut().try_for_each(|run| read_run(self, run))
-    }
-
-    fn forget_ring(&self) {
-        if let Ring::Ready(ring) = core::mem::replace(&mut *self.ring.lock(), Ring::Untried) {
-            core::mem::forget(ring);
-        }
-    }
-
-    fn replace_fd(&self, fd: OwnedFd) {
-        let direct = fcntl_getfl(&fd).is_ok_and(|flags| flags.contains(OFlags::DIRECT));
-        core::mem::forget(core::mem::replace(&mut *self.fd.lock(), Arc::new(fd)));
-        self.direct.store(direct, Ordering::Relaxed);
     }
 }

@@ -7,6 +7,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::codec::{Choice, Compressor, PackedKind};
 
+mod leaving;
+
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
 enum Fault {
@@ -299,6 +301,8 @@ enum Op {
     Free(Vec<u32>),
     Fault(Option<Fault>),
     Fork,
+    /// The extents of whose numbers so many bits are as these shall be left, as far as one step goes.
+    Leave(u32),
 }
 
 fn ops() -> impl Strategy<Value = Op> {
@@ -321,6 +325,7 @@ fn ops() -> impl Strategy<Value = Op> {
         3 => batch.prop_map(Op::Free),
         2 => fault.prop_map(Op::Fault),
         1 => Just(Op::Fork),
+        1 => (0u32..4).prop_map(Op::Leave),
     ]
 }
 
@@ -385,6 +390,11 @@ proptest! {
                     children.push((child, model.clone()));
                 }
                 Op::Fork => {}
+                Op::Leave(bits) => {
+                    device.set_leaving(|extent| extent.0 % 3 == bits);
+                    // Whatever it comes to: no page is lost.
+                    device.leave();
+                }
             }
             prop_assert_eq!(device.stats().pages, model.len());
             // Whatever was written, freed or moved since it was read: never an old page, never a page of nothing.
@@ -665,7 +675,6 @@ fn after_a_fork_neither_side_disturbs_the_other() {
     disk.0.lock().unwrap().frozen.extend([0, 1]);
     let child = forked(&parent, &disk, &source);
     child.rekey_salt(2);
-    child.forget_ring();
     // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk checks).
     write_raw(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
     write_raw(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
@@ -787,7 +796,7 @@ fn on_real_file(directory: &std::path::Path) {
     let error = read(&device, &slots).unwrap_err();
     assert_eq!(error, ReadError { slot: Slot(1100), kind: ReadErrorKind::Io(Errno::IO) });
     // A descriptor that takes nothing.
-    device.replace_fd(std::fs::File::open("/dev/null").unwrap().into());
+    let device = FileDevice::new(std::fs::File::open("/dev/null").unwrap().into(), [9; 32], 6, Box::new(Source::new(64)));
     assert_eq!(write_raw(&device, &[(5000, 1)]), Err(WriteError { slot: Slot(5000), errno: Errno::BADF }));
 }
 

@@ -1,0 +1,428 @@
+//! The swap areas of a run: devices beyond compressed memory, added and taken away while programs use them.
+//!
+//! Owns what is open behind each area of the segment's table, what people call it, and the way of taking one away: it is closed, every process that holds
+//! something there moves it to other areas, and only when nobody holds anything is it let go; or nothing has changed.
+//!
+//! Invariants
+//! 1. An area of the segment that is not `None` has its device open here.
+//! 2. A device is closed only after its area is `None`.
+//!
+//! Locks: `held`, for a look or a change of the list; not while waiting for processes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FallocateFlags;
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExtentId, NewArea, Segment, Transport};
+
+use crate::device::{Backing, BackingKind, DeviceError};
+use crate::size::human;
+
+/// An area takes no more pages after so many transfers that failed.
+const MOST_ERRORS: u32 = 8;
+/// How often processes are looked at that shall move what is theirs.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// When nothing has moved for so long, nothing will.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// An area as people see it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct AreaView {
+    /// What it was called when it was added.
+    pub name: String,
+    /// `file` or `block`.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// Where it is.
+    pub place: String,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// What of it is leased.
+    pub used_bytes: u64,
+    /// Most of it so far.
+    pub peak_used_bytes: u64,
+    /// The higher one is used first.
+    pub priority: i32,
+    /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies there is being moved.
+    pub state: String,
+    /// Transfers that failed.
+    pub errors: u32,
+    /// Whether it bypasses the page cache.
+    pub direct_io: bool,
+}
+
+/// Why an area was not added or not taken away. Nothing has changed then.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum AreaError {
+    /// The device cannot be had.
+    Device(DeviceError),
+    /// The table is full.
+    TooMany,
+    /// Nothing is called that.
+    Unknown(String, Vec<String>),
+    /// Several are called that.
+    Ambiguous(String),
+    /// It is being taken away already.
+    Leaving(String),
+    /// What lies there finds no room on others.
+    NoRoom {
+        /// What was to be taken away.
+        name: String,
+        /// Bytes that are still there.
+        left: u64,
+    },
+    /// Processes do not move what is theirs.
+    Stuck {
+        /// What was to be taken away.
+        name: String,
+        /// Bytes that are still there.
+        left: u64,
+        /// Who holds them.
+        holders: Vec<u32>,
+    },
+}
+
+impl fmt::Display for AreaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AreaError::Device(error) => write!(f, "{error}"),
+            AreaError::TooMany => {
+                write!(f, "no more swap areas can be had: at most 16, of 128G together; take one away with swapoff")
+            }
+            AreaError::Unknown(name, names) if names.is_empty() => write!(f, "{name:?}: the run has no swap area"),
+            AreaError::Unknown(name, names) => write!(f, "{name:?} is no swap area of this run; it has {}", names.join(", ")),
+            AreaError::Ambiguous(name) => {
+                write!(f, "several swap areas are called {name:?}; name one by its number, as swaptide ctl devices shows it")
+            }
+            AreaError::Leaving(name) => write!(f, "{name:?} is being taken away already"),
+            AreaError::NoRoom { name, left } => write!(
+                f,
+                "{name:?} stays: {} of it find no room on the other swap areas; add one with swapon, or let programs end",
+                human(*left)
+            ),
+            AreaError::Stuck { name, left, holders } => {
+                let holders: Vec<String> = holders.iter().map(u32::to_string).collect();
+                write!(
+                    f,
+                    "{name:?} stays: {} of it are held by processes that do not move them ({}): stopped ones, or pages that cannot be read",
+                    human(*left),
+                    holders.join(", ")
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for AreaError {}
+
+impl From<DeviceError> for AreaError {
+    fn from(error: DeviceError) -> Self {
+        AreaError::Device(error)
+    }
+}
+
+struct Held {
+    backing: Backing,
+    peak_extents: u32,
+    retired: bool,
+}
+
+/// See the module's description.
+pub struct Areas {
+    segment: &'static Segment,
+    held: Mutex<BTreeMap<AreaId, Held>>,
+}
+
+impl Areas {
+    /// No area yet.
+    pub fn new(segment: &'static Segment) -> Areas {
+        Areas { segment, held: Mutex::default() }
+    }
+
+    fn held(&self) -> MutexGuard<'_, BTreeMap<AreaId, Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a device and opens its area.
+    ///
+    /// # Errors
+    /// [`AreaError::TooMany`].
+    pub fn add(&self, backing: Backing) -> Result<AreaId, AreaError> {
+        let new = NewArea {
+            transport: Transport::File,
+            priority: backing.priority,
+            extents: backing.extents,
+            base_bytes: backing.base_bytes,
+        };
+        let mut held = self.held();
+        let id = self.segment.add_area(new).ok_or(AreaError::TooMany)?;
+        held.insert(id, Held { backing, peak_extents: 0, retired: false });
+        Ok(id)
+    }
+
+    /// A descriptor for a process of the run.
+    pub fn open(&self, id: AreaId) -> Option<OwnedFd> {
+        let held = self.held();
+        Some(held.get(&id)?.backing.file.try_clone().ok()?.into())
+    }
+
+    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile.
+    pub fn punch(&self, extent: ExtentId) {
+        let Some(place) = self.segment.place_of(extent) else { return };
+        let file = self.held().get(&place.area).and_then(|held| held.backing.file.try_clone().ok());
+        if let Some(file) = file {
+            punch(&file, place.offset);
+        }
+    }
+
+    /// Notes how full the areas are, and lets no more be written to those that failed too often.
+    pub fn measure(&self) {
+        for (id, held) in self.held().iter_mut() {
+            let area = self.segment.area(*id);
+            held.peak_extents = held.peak_extents.max(area.used());
+            if area.errors() >= MOST_ERRORS && !held.retired {
+                held.retired = true;
+                self.segment.close_area(*id);
+            }
+        }
+    }
+
+    /// All areas as they are, those with the highest priority first, with their numbers.
+    pub fn view(&self) -> Vec<(AreaId, AreaView)> {
+        let held = self.held();
+        let bytes = |extents: u32| u64::from(extents) * EXTENT_BYTES;
+        let mut views: Vec<_> = held
+            .iter()
+            .map(|(id, held)| {
+                let area = self.segment.area(*id);
+                let state = match area.state() {
+                    AreaState::Open => "open",
+                    _ if held.retired => "retired",
+                    _ => "leaving",
+                };
+                let view = AreaView {
+                    name: held.backing.name.clone(),
+                    kind: match held.backing.kind {
+                        BackingKind::File => "file".into(),
+                        BackingKind::Block => "block".into(),
+                    },
+                    place: held.backing.place.display().to_string(),
+                    size_bytes: bytes(held.backing.extents),
+                    used_bytes: bytes(area.used()),
+                    peak_used_bytes: bytes(held.peak_extents.max(area.used())),
+                    priority: held.backing.priority,
+                    state: state.into(),
+                    errors: area.errors(),
+                    direct_io: held.backing.direct_io,
+                };
+                (*id, view)
+            })
+            .collect();
+        views.sort_by_key(|(id, view)| (std::cmp::Reverse(view.priority), *id));
+        views
+    }
+
+    /// The area of a name or a number.
+    fn find(&self, name: &str) -> Result<AreaId, AreaError> {
+        let held = self.held();
+        if let Some(id) = name.parse().ok().map(AreaId).filter(|id| held.contains_key(id)) {
+            return Ok(id);
+        }
+        let mut called = held.iter().filter(|(_, held)| held.backing.name == name).map(|(id, _)| *id);
+        match (called.next(), called.next()) {
+            (Some(id), None) => Ok(id),
+            (Some(_), Some(_)) => Err(AreaError::Ambiguous(name.to_owned())),
+            _ => {
+                let names = held.values().map(|held| held.backing.name.clone()).collect();
+                Err(AreaError::Unknown(name.to_owned(), names))
+            }
+        }
+    }
+
+    /// Takes an area away: everything there is moved to others first. `progress` is told how many bytes are still there, every moment.
+    ///
+    /// # Errors
+    /// See [`AreaError`]; the area is as it was then.
+    pub fn remove(&self, name: &str, mut progress: impl FnMut(u64)) -> Result<(), AreaError> {
+        let id = self.find(name)?;
+        let area = self.segment.area(id);
+        let bytes = |extents: u32| u64::from(extents) * EXTENT_BYTES;
+        let retired = self.held().get(&id).is_some_and(|held| held.retired);
+        if area.state() != AreaState::Open && !retired {
+            return Err(AreaError::Leaving(name.to_owned()));
+        }
+        // Packed anew, pages take no more room than they did: what has no room for all of them now need not be begun with.
+        let free: u32 = self
+            .segment
+            .areas()
+            .filter(|(other, area)| *other != id && area.state() == AreaState::Open)
+            .map(|(_, area)| area.extents().saturating_sub(area.used()))
+            .sum();
+        if area.used() > 0 && free == 0 {
+            return Err(AreaError::NoRoom { name: name.to_owned(), left: bytes(area.used()) });
+        }
+        self.segment.close_area(id);
+        let (mut least, mut since) = (u32::MAX, Instant::now());
+        loop {
+            let used = area.used();
+            progress(bytes(used));
+            if self.segment.remove_area(id) {
+                self.held().remove(&id);
+                return Ok(());
+            }
+            if used < least {
+                (least, since) = (used, Instant::now());
+            } else if since.elapsed() > PATIENCE {
+                break;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        if !retired {
+            self.segment.reopen_area(id);
+        }
+        let left = bytes(area.used());
+        let others_full = self
+            .segment
+            .areas()
+            .filter(|(other, area)| *other != id && area.state() == AreaState::Open)
+            .all(|(_, area)| area.used() >= area.extents());
+        if others_full {
+            return Err(AreaError::NoRoom { name: name.to_owned(), left });
+        }
+        Err(AreaError::Stuck { name: name.to_owned(), left, holders: self.segment.holders(id) })
+    }
+}
+
+fn punch(file: &File, offset: u64) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    // A device that cannot keeps the space until the run ends; nothing else depends on it.
+    let _ = rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Scratch, segment};
+    use swaptide_ipc::{AreaMask, SlotIndex};
+
+    fn backing(scratch: &Scratch, name: &str, priority: i32, extents: u32) -> Backing {
+        let path = scratch.path(name);
+        let file = File::options().read(true).write(true).create_new(true).open(&path).expect("file");
+        file.set_len(u64::from(extents) * EXTENT_BYTES).expect("length");
+        Backing {
+            name: format!("file:{name}"),
+            kind: BackingKind::File,
+            place: path,
+            file,
+            extents,
+            base_bytes: 0,
+            priority,
+            direct_io: false,
+        }
+    }
+
+    fn areas(scratch: &Scratch, sizes: &[(&str, i32, u32)]) -> (Areas, &'static Segment) {
+        let segment = segment();
+        let areas = Areas::new(segment);
+        for (name, priority, extents) in sizes {
+            areas.add(backing(scratch, name, *priority, *extents)).expect("an area");
+        }
+        (areas, segment)
+    }
+
+    fn lease(segment: &Segment, index: SlotIndex, n: usize) -> Vec<ExtentId> {
+        (0..n).map(|_| segment.lease_extent(index, AreaMask::ALL).expect("an extent")).collect()
+    }
+
+    #[test]
+    fn areas_are_listed_by_priority_with_what_is_used() {
+        let scratch = Scratch::new("areas-list");
+        let (areas, segment) = areas(&scratch, &[("slow", -1, 4), ("fast", 10, 2)]);
+        let index = segment.claim(7, 0).expect("slot");
+        lease(segment, index, 3);
+        let views: Vec<_> = areas.view().into_iter().map(|(_, v)| (v.name, v.used_bytes / EXTENT_BYTES, v.state)).collect();
+        assert_eq!(views, [("file:fast".into(), 2, "open".into()), ("file:slow".into(), 1, "open".into())]);
+    }
+
+    #[test]
+    fn an_area_goes_when_its_holders_have_left_it() {
+        let scratch = Scratch::new("areas-off");
+        let (areas, segment) = areas(&scratch, &[("a", 5, 4), ("b", 1, 8)]);
+        let index = segment.claim(7, 0).expect("slot");
+        let held = lease(segment, index, 3);
+        let mut told = Vec::new();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for extent in held {
+                    std::thread::sleep(Duration::from_millis(60));
+                    segment.release_extent(index, extent);
+                }
+            });
+            areas.remove("file:a", |left| told.push(left / EXTENT_BYTES)).expect("gone");
+        });
+        assert_eq!((told.first(), told.last()), (Some(&3), Some(&0)));
+        assert!(told.is_sorted_by(|a, b| a >= b), "{told:?}");
+        assert_eq!(areas.view().len(), 1);
+        assert!(matches!(areas.remove("file:a", |_| ()), Err(AreaError::Unknown(..))));
+    }
+
+    #[test]
+    fn without_room_elsewhere_nothing_is_begun() {
+        let scratch = Scratch::new("areas-full");
+        let (areas, segment) = areas(&scratch, &[("only", 5, 4)]);
+        let index = segment.claim(7, 0).expect("slot");
+        lease(segment, index, 1);
+        assert!(matches!(areas.remove("file:only", |_| ()), Err(AreaError::NoRoom { .. })));
+        lease(segment, index, 3);
+        assert_eq!(areas.view()[0].1.state, "open");
+    }
+
+    #[test]
+    fn one_that_fails_too_often_is_retired() {
+        let scratch = Scratch::new("areas-retired");
+        let (areas, segment) = areas(&scratch, &[("bad", 5, 4), ("good", 1, 4)]);
+        let index = segment.claim(7, 0).expect("slot");
+        let (bad, good) = (areas.find("file:bad").expect("bad"), areas.find("file:good").expect("good"));
+        (0..MOST_ERRORS).for_each(|_| segment.area(bad).count_error());
+        areas.measure();
+        assert_eq!(areas.view()[0].1.state, "retired");
+        let extent = lease(segment, index, 1)[0];
+        assert_eq!(segment.place_of(extent).expect("a place").area, good);
+        areas.remove("file:bad", |_| ()).expect("it can be taken away");
+    }
+
+    #[test]
+    fn names_that_several_have_need_their_number() {
+        let scratch = Scratch::new("areas-names");
+        let (areas, _) = areas(&scratch, &[("x", 5, 4)]);
+        let mut twin = backing(&scratch, "y", 5, 4);
+        twin.name = "file:x".into();
+        let id = areas.add(twin).expect("an area");
+        assert!(matches!(areas.find("file:x"), Err(AreaError::Ambiguous(_))));
+        assert_eq!(areas.find(&id.0.to_string()).expect("by number"), id);
+    }
+
+    #[test]
+    fn punching_frees_the_extents_own_bytes_only() {
+        use std::os::unix::fs::{FileExt, MetadataExt};
+        let scratch = Scratch::new("areas-punch");
+        let (areas, segment) = areas(&scratch, &[("p", 5, 3)]);
+        let index = segment.claim(7, 0).expect("slot");
+        let held = lease(segment, index, 2);
+        let file = File::from(areas.open(AreaId(0)).expect("open"));
+        for extent in &held {
+            file.write_all_at(&[7; 65536], segment.place_of(*extent).expect("place").offset).expect("write");
+        }
+        file.sync_all().expect("sync");
+        let before = file.metadata().expect("metadata").blocks();
+        areas.punch(held[0]);
+        let after = file.metadata().expect("metadata").blocks();
+        assert!(after > 0 && after <= before / 2 + 16, "{before} then {after}");
+    }
+}

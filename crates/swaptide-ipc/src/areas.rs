@@ -1,0 +1,582 @@
+//! The table of swap areas: the devices beyond compressed memory, and which of their extents are whose.
+//!
+//! An *area* is a swap file, a block device or a network export. The extents of all areas have one numbering, in which those of an area follow each
+//! other; between two areas at least one number is nobody's, so that what lies on two devices never looks like one piece.
+//!
+//! Invariants
+//! 1. Only the supervisor adds, closes and removes areas; everybody leases.
+//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks once more whether the area is open after it has counted
+//!    itself in; so a closed area without a held extent stays without one.
+//! 3. An area's number may be used again, with a higher generation: who remembers anything of an area remembers the generation with it.
+//! 4. The order of areas is one word: who leases sees one whole order, at worst an older one.
+
+use std::sync::atomic::{
+    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
+};
+
+use crate::layout::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, ProcSlot, Segment, SlotIndex};
+
+/// Areas that there can be at one time.
+pub const MAX_AREAS: usize = 16;
+
+/// The number of an area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AreaId(pub u8);
+
+/// Where an area is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum AreaState {
+    /// Nobody's number.
+    None = 0,
+    /// Extents are leased.
+    Open = 1,
+    /// No extent is leased any more, and who holds one moves what lies there elsewhere.
+    Closed = 2,
+}
+
+/// What the descriptor of an area is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Transport {
+    /// A file or a block device, the same one for all processes.
+    File = 0,
+    /// A socket on which an NBD server waits for requests, another one for each process.
+    Nbd = 1,
+}
+
+/// What the segment says of an area.
+#[repr(C)]
+pub struct Area {
+    state: AtomicU32,
+    generation: AtomicU32,
+    transport: AtomicU32,
+    priority: AtomicI32,
+    /// Number of its first extent, and how many it has.
+    first: AtomicU32,
+    extents: AtomicU32,
+    /// Extents leased.
+    used: AtomicU32,
+    /// Where the next search for a free one starts, counted in the area.
+    hint: AtomicU32,
+    /// Transfers that failed.
+    errors: AtomicU32,
+    /// Where its first extent begins on the device, in bytes.
+    base_bytes: AtomicU64,
+}
+
+/// Where an extent lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtentPlace {
+    /// Its area.
+    pub area: AreaId,
+    /// The area's generation.
+    pub generation: u32,
+    /// Its first byte on the device.
+    pub offset: u64,
+}
+
+/// A set of areas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AreaMask(pub u32);
+
+impl AreaMask {
+    /// All areas.
+    pub const ALL: AreaMask = AreaMask(u32::MAX);
+
+    /// Whether an area is in it.
+    pub const fn contains(self, area: AreaId) -> bool {
+        self.0 >> area.0 & 1 == 1
+    }
+}
+
+/// An area as it is added.
+#[derive(Clone, Copy, Debug)]
+pub struct NewArea {
+    /// How it is read and written.
+    pub transport: Transport,
+    /// The higher one is used first.
+    pub priority: i32,
+    /// How many extents it has.
+    pub extents: u32,
+    /// Where the first one begins on the device, in bytes.
+    pub base_bytes: u64,
+}
+
+impl Area {
+    /// Where it is in its life.
+    pub fn state(&self) -> AreaState {
+        match self.state.load(SeqCst) {
+            1 => AreaState::Open,
+            2 => AreaState::Closed,
+            _ => AreaState::None,
+        }
+    }
+
+    /// How it is read and written.
+    pub fn transport(&self) -> Transport {
+        if self.transport.load(Relaxed) == Transport::Nbd as u32 { Transport::Nbd } else { Transport::File }
+    }
+
+    /// Its priority.
+    pub fn priority(&self) -> i32 {
+        self.priority.load(Relaxed)
+    }
+
+    /// Counts how often it was given to another device.
+    pub fn generation(&self) -> u32 {
+        self.generation.load(Acquire)
+    }
+
+    /// How many extents it has.
+    pub fn extents(&self) -> u32 {
+        self.extents.load(Relaxed)
+    }
+
+    /// How many of them are leased.
+    pub fn used(&self) -> u32 {
+        self.used.load(SeqCst)
+    }
+
+    /// Transfers that failed so far.
+    pub fn errors(&self) -> u32 {
+        self.errors.load(Relaxed)
+    }
+
+    /// One more transfer failed.
+    pub fn count_error(&self) {
+        self.errors.fetch_add(1, Relaxed);
+    }
+
+    fn range(&self) -> std::ops::Range<u32> {
+        let first = self.first.load(Relaxed);
+        first..first.saturating_add(self.extents())
+    }
+}
+
+/// The order of areas in one word: four bits an area, the first one lowest, and how many there are.
+#[derive(Clone, Copy)]
+struct Sequence {
+    numbers: u64,
+    len: u32,
+}
+
+impl Sequence {
+    fn at(self, place: u32) -> AreaId {
+        AreaId((self.numbers >> (4 * place) & 15) as u8)
+    }
+}
+
+impl Segment {
+    /// What stands of an area.
+    ///
+    /// # Panics
+    /// When the number is not below [`MAX_AREAS`].
+    pub fn area(&self, id: AreaId) -> &Area {
+        &self.header.areas[usize::from(id.0)]
+    }
+
+    /// The areas that there are.
+    pub fn areas(&self) -> impl Iterator<Item = (AreaId, &Area)> {
+        (0u8..).map(AreaId).zip(&self.header.areas).filter(|(_, area)| area.state() != AreaState::None)
+    }
+
+    /// Counts changes of the table.
+    pub fn areas_epoch(&self) -> u32 {
+        self.header.areas_epoch.load(Acquire)
+    }
+
+    /// Whether any area is open.
+    pub fn has_area(&self) -> bool {
+        self.header.area_count.load(Acquire) != 0
+    }
+
+    /// Extents of all open areas.
+    pub fn extents(&self) -> u32 {
+        self.areas().filter(|(_, area)| area.state() == AreaState::Open).map(|(_, area)| area.extents()).sum()
+    }
+
+    /// Extents leased, of all areas.
+    pub fn extents_used(&self) -> u32 {
+        self.areas().map(|(_, area)| area.used()).sum()
+    }
+
+    /// Where an extent lies; `None` when it is no area's.
+    pub fn place_of(&self, extent: ExtentId) -> Option<ExtentPlace> {
+        let (id, area) = self.area_of(extent)?;
+        let offset = area.base_bytes.load(Relaxed) + u64::from(extent.0 - area.first.load(Relaxed)) * EXTENT_BYTES;
+        Some(ExtentPlace { area: id, generation: area.generation(), offset })
+    }
+
+    fn area_of(&self, extent: ExtentId) -> Option<(AreaId, &Area)> {
+        self.areas().find(|(_, area)| area.range().contains(&extent.0))
+    }
+
+    /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents. Supervisor only.
+    pub fn add_area(&self, new: NewArea) -> Option<AreaId> {
+        let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
+        let mut taken: Vec<_> = self.areas().map(|(_, area)| area.range()).collect();
+        taken.sort_by_key(|range| range.start);
+        let mut first = 0;
+        for range in taken {
+            if range.start >= first + new.extents + 1 {
+                break;
+            }
+            first = range.end + 1;
+        }
+        if new.extents == 0 || first as usize + new.extents as usize > MAX_EXTENTS {
+            return None;
+        }
+        let area = &self.header.areas[id];
+        area.generation.fetch_add(1, Release);
+        area.transport.store(new.transport as u32, Relaxed);
+        area.priority.store(new.priority, Relaxed);
+        area.first.store(first, Relaxed);
+        area.extents.store(new.extents, Relaxed);
+        area.base_bytes.store(new.base_bytes, Relaxed);
+        for word in [&area.used, &area.hint, &area.errors] {
+            word.store(0, Relaxed);
+        }
+        area.state.store(AreaState::Open as u32, SeqCst);
+        self.sort_areas();
+        Some(AreaId(id as u8))
+    }
+
+    /// Closes an area. Supervisor only.
+    pub fn close_area(&self, id: AreaId) {
+        self.area(id).state.store(AreaState::Closed as u32, SeqCst);
+        self.sort_areas();
+    }
+
+    /// Opens an area again that was closed. Supervisor only.
+    pub fn reopen_area(&self, id: AreaId) {
+        self.area(id).state.store(AreaState::Open as u32, SeqCst);
+        self.sort_areas();
+    }
+
+    /// Removes an area; false when it is open, or some of it is still held. Supervisor only.
+    pub fn remove_area(&self, id: AreaId) -> bool {
+        let area = self.area(id);
+        let may = area.state() == AreaState::Closed && area.used() == 0;
+        if may {
+            area.state.store(AreaState::None as u32, SeqCst);
+            self.sort_areas();
+        }
+        may
+    }
+
+    /// Processes that hold extents of an area.
+    pub fn holders(&self, id: AreaId) -> Vec<u32> {
+        let range = self.area(id).range();
+        let holds =
+            |slot: &ProcSlot| range.clone().any(|extent| slot.held[extent as usize / 64].load(Relaxed) >> (extent % 64) & 1 == 1);
+        self.claimed().filter(|(_, slot)| holds(slot)).map(|(_, slot)| slot.pid.load(Relaxed)).collect()
+    }
+
+    /// Writes the order of open areas anew.
+    fn sort_areas(&self) {
+        let mut open: Vec<_> = self.areas().filter(|(_, area)| area.state() == AreaState::Open).collect();
+        open.sort_by_key(|(_, area)| std::cmp::Reverse(area.priority()));
+        let numbers = open.iter().rev().fold(0, |word, (id, _)| word << 4 | u64::from(id.0));
+        self.header.area_order.store(numbers, Relaxed);
+        self.header.area_count.store(open.len() as u32, Release);
+        self.header.areas_epoch.fetch_add(1, Release);
+    }
+
+    fn sequence(&self) -> Sequence {
+        let len = self.header.area_count.load(Acquire).min(MAX_AREAS as u32);
+        Sequence { numbers: self.header.area_order.load(Relaxed), len }
+    }
+
+    /// Takes a free extent for the process at `index`: of the area with the highest priority that has one and that `mask` permits. Areas of one priority
+    /// take turns. `None` when there is none.
+    pub fn lease_extent(&self, index: SlotIndex, mask: AreaMask) -> Option<ExtentId> {
+        let sequence = self.sequence();
+        let mut from = 0;
+        while from < sequence.len {
+            let priority = self.area(sequence.at(from)).priority();
+            let equals = (from..sequence.len).take_while(|&at| self.area(sequence.at(at)).priority() == priority).count() as u32;
+            let turn = if equals > 1 { self.header.area_turn.fetch_add(1, Relaxed) } else { 0 };
+            for step in 0..equals {
+                let id = sequence.at(from + turn.wrapping_add(step) % equals);
+                if mask.contains(id)
+                    && let Some(extent) = self.lease_in(index, self.area(id))
+                {
+                    return Some(extent);
+                }
+            }
+            from += equals;
+        }
+        None
+    }
+
+    fn lease_in(&self, index: SlotIndex, area: &Area) -> Option<ExtentId> {
+        let total = area.extents();
+        if area.used() >= total {
+            return None;
+        }
+        let first = area.first.load(Relaxed);
+        let start = area.hint.load(Relaxed);
+        for step in 0..total {
+            let number = start.wrapping_add(step) % total;
+            let extent = ExtentId(first + number);
+            let refs = &self.extent_refs[extent.0 as usize];
+            if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
+                area.used.fetch_add(1, SeqCst);
+                if area.state() != AreaState::Open {
+                    self.unref(extent);
+                    return None;
+                }
+                area.hint.store(number + 1, Relaxed);
+                self.set_held(index, extent);
+                return Some(extent);
+            }
+        }
+        None
+    }
+
+    /// Makes the process at `index` a further holder of an extent that the caller holds.
+    pub fn share_extent(&self, index: SlotIndex, extent: ExtentId) {
+        self.extent_refs[extent.0 as usize].fetch_add(1, SeqCst);
+        self.set_held(index, extent);
+    }
+
+    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more: its bytes are nobody's.
+    pub fn release_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
+        let word = &self.slot(index).held[extent.0 as usize / 64];
+        let bit = 1u64 << (extent.0 % 64);
+        if word.fetch_and(!bit, SeqCst) & bit == 0 {
+            return false;
+        }
+        self.unref(extent)
+    }
+
+    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes on the device goes in there, for
+    /// otherwise the extent could be leased and written in between. True when `f` ran.
+    pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
+        if self.extent_refs[extent.0 as usize].compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
+            return false;
+        }
+        self.count_used(extent, 1);
+        f();
+        self.unref(extent);
+        true
+    }
+
+    /// True when only one process holds the extent.
+    pub fn sole_holder(&self, extent: ExtentId) -> bool {
+        self.extent_refs[extent.0 as usize].load(Acquire) == 1
+    }
+
+    /// Gives back all holds of the process at `index`; calls `freed` for each extent that nobody holds any more.
+    pub(crate) fn release_extents(&self, index: SlotIndex, mut freed: impl FnMut(ExtentId)) {
+        for (word_index, word) in self.slot(index).held.iter().enumerate() {
+            let mut bits = word.swap(0, SeqCst);
+            while bits != 0 {
+                let extent = ExtentId((word_index * 64) as u32 + bits.trailing_zeros());
+                bits &= bits - 1;
+                if self.unref(extent) {
+                    freed(extent);
+                }
+            }
+        }
+    }
+
+    fn set_held(&self, index: SlotIndex, extent: ExtentId) {
+        self.slot(index).held[extent.0 as usize / 64].fetch_or(1 << (extent.0 % 64), SeqCst);
+    }
+
+    fn unref(&self, extent: ExtentId) -> bool {
+        // Before the count is lowered: a closed area without a held extent may be gone at once.
+        let area = self.area_of(extent);
+        if self.extent_refs[extent.0 as usize].fetch_sub(1, SeqCst) != 1 {
+            return false;
+        }
+        if let Some((_, area)) = area {
+            area.used.fetch_sub(1, SeqCst);
+        }
+        true
+    }
+
+    fn count_used(&self, extent: ExtentId, n: u32) {
+        if let Some((_, area)) = self.area_of(extent) {
+            area.used.fetch_add(n, SeqCst);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::test_segment;
+
+    fn area(extents: u32, priority: i32) -> NewArea {
+        NewArea { transport: Transport::File, priority, extents, base_bytes: 0 }
+    }
+
+    fn all(segment: &Segment, index: SlotIndex, mask: AreaMask) -> Vec<AreaId> {
+        let leased = std::iter::from_fn(|| segment.lease_extent(index, mask));
+        leased.map(|extent| segment.place_of(extent).expect("a place").area).collect()
+    }
+
+    #[test]
+    fn the_higher_priority_goes_first_and_equals_take_turns() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let low = segment.add_area(area(2, -1)).expect("area");
+        let one = segment.add_area(area(3, 5)).expect("area");
+        let other = segment.add_area(area(3, 5)).expect("area");
+        let high = segment.add_area(area(1, 100)).expect("area");
+        assert_eq!(segment.extents(), 9);
+        let order = all(segment, holder, AreaMask::ALL);
+        assert_eq!(order[0], high);
+        assert!(order[1..7].chunks(2).all(|pair| pair.contains(&one) && pair.contains(&other)), "{order:?}");
+        assert_eq!(order[7..], [low, low]);
+        assert_eq!(segment.extents_used(), 9);
+    }
+
+    #[test]
+    fn what_the_mask_does_not_permit_is_left_alone() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let first = segment.add_area(area(2, 5)).expect("area");
+        let second = segment.add_area(area(2, 1)).expect("area");
+        assert_eq!(all(segment, holder, AreaMask(1 << second.0)), [second, second]);
+        assert_eq!(segment.area(first).used(), 0);
+        assert_eq!(segment.lease_extent(holder, AreaMask(0)), None);
+    }
+
+    #[test]
+    fn extents_of_two_areas_are_never_neighbours_and_lie_where_their_area_says() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let first = segment.add_area(area(2, 5)).expect("area");
+        let second = segment.add_area(NewArea { base_bytes: EXTENT_BYTES, ..area(2, 1) }).expect("area");
+        let leased: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+        assert_eq!(leased, [0, 1, 3, 4].map(ExtentId));
+        let places: Vec<_> = leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
+        assert_eq!(places.iter().map(|place| place.area).collect::<Vec<_>>(), [first, first, second, second]);
+        assert_eq!(places.iter().map(|place| place.offset).collect::<Vec<_>>(), [0, 1, 1, 2].map(|n| n * EXTENT_BYTES));
+        assert_eq!(segment.place_of(ExtentId(2)), None);
+    }
+
+    #[test]
+    fn an_area_goes_only_when_closed_and_empty_and_its_number_comes_back_with_another_generation() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let id = segment.add_area(area(4, 5)).expect("area");
+        let (generation, epoch) = (segment.area(id).generation(), segment.areas_epoch());
+        let extent = segment.lease_extent(holder, AreaMask::ALL).expect("extent");
+        assert!(!segment.remove_area(id), "it is open");
+        segment.close_area(id);
+        assert_ne!(segment.areas_epoch(), epoch);
+        assert!(!segment.has_area());
+        assert_eq!(segment.lease_extent(holder, AreaMask::ALL), None);
+        assert!(segment.place_of(extent).is_some(), "what is held can still be read");
+        assert!(!segment.remove_area(id), "it is held");
+        assert!(segment.release_extent(holder, extent));
+        assert!(segment.remove_area(id));
+        assert_eq!(segment.place_of(extent), None);
+        assert_eq!(segment.add_area(area(9, 1)), Some(id));
+        assert_eq!(segment.area(id).generation(), generation + 1);
+    }
+
+    #[test]
+    fn a_closed_area_can_be_opened_again() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let id = segment.add_area(area(4, 5)).expect("area");
+        segment.close_area(id);
+        segment.reopen_area(id);
+        assert_eq!(all(segment, holder, AreaMask::ALL).len(), 4);
+    }
+
+    #[test]
+    fn numbers_are_found_between_others_and_end() {
+        let segment = test_segment();
+        let ids: Vec<_> = (0..3).map(|_| segment.add_area(area(10, 0)).expect("area")).collect();
+        segment.close_area(ids[1]);
+        assert!(segment.remove_area(ids[1]));
+        assert_eq!(segment.add_area(area(11, 0)).map(|id| segment.area(id).range().start), Some(33), "too large for the gap");
+        segment.close_area(ids[1]);
+        assert!(segment.remove_area(ids[1]));
+        assert_eq!(segment.add_area(area(10, 0)).map(|id| segment.area(id).range().start), Some(11));
+        assert_eq!(segment.add_area(area(MAX_EXTENTS as u32, 0)), None);
+        for _ in 3..MAX_AREAS {
+            segment.add_area(area(1, 0)).expect("area");
+        }
+        assert_eq!(segment.add_area(area(1, 0)), None);
+    }
+
+    #[test]
+    fn leasing_races_with_closing_and_no_extent_is_left_behind() {
+        let segment = test_segment();
+        let id = segment.add_area(area(64, 0)).expect("area");
+        for round in 0..200 {
+            segment.reopen_area(id);
+            std::thread::scope(|scope| {
+                for pid in 0..3 {
+                    scope.spawn(move || {
+                        let index = segment.claim(100 + pid, 0).expect("slot");
+                        while let Some(extent) = segment.lease_extent(index, AreaMask::ALL) {
+                            segment.release_extent(index, extent);
+                        }
+                    });
+                }
+                if round % 2 == 0 {
+                    std::thread::yield_now();
+                }
+                segment.close_area(id);
+            });
+            assert_eq!(segment.area(id).used(), 0);
+        }
+    }
+
+    #[test]
+    fn an_extent_is_free_only_when_its_last_holder_let_go() {
+        let segment = test_segment();
+        segment.add_area(area(100, 0)).expect("area");
+        let parent = segment.claim(10, 0).expect("slot");
+        let child = segment.claim(11, 10).expect("slot");
+        let extent = segment.lease_extent(parent, AreaMask::ALL).expect("extent");
+        segment.share_extent(child, extent);
+        assert!(!segment.sole_holder(extent));
+        assert!(!segment.release_extent(parent, extent));
+        assert!(!segment.release_extent(parent, extent), "a second release does nothing");
+        assert!(segment.sole_holder(extent));
+        let mut freed = Vec::new();
+        segment.release(child, |x| freed.push(x));
+        assert_eq!(freed, [extent]);
+        assert_eq!(segment.extents_used(), 0);
+    }
+
+    #[test]
+    fn a_full_area_gives_no_extent_and_a_released_one_is_given_again() {
+        let segment = test_segment();
+        segment.add_area(area(100, 0)).expect("area");
+        let holder = segment.claim(10, 0).expect("slot");
+        let mut all: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), 100);
+        assert!(segment.release_extent(holder, all[42]));
+        assert_eq!(segment.lease_extent(holder, AreaMask::ALL), Some(all[42]));
+    }
+
+    #[test]
+    fn bytes_are_freed_only_of_an_extent_that_nobody_holds_or_can_get() {
+        let segment = test_segment();
+        segment.add_area(area(100, 0)).expect("area");
+        let holder = segment.claim(10, 0).expect("slot");
+        let extent = segment.lease_extent(holder, AreaMask::ALL).expect("extent");
+        assert!(!segment.while_unheld(extent, || panic!("it is held")));
+        assert!(segment.release_extent(holder, extent));
+        let mut others = Vec::new();
+        assert!(
+            segment.while_unheld(extent, || others.extend(std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL))))
+        );
+        assert_eq!(others.len(), 99);
+        assert!(!others.contains(&extent));
+        assert_eq!(segment.lease_extent(holder, AreaMask::ALL), Some(extent));
+    }
+}

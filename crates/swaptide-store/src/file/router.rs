@@ -1,0 +1,308 @@
+//! Which device an extent lies on, and the open descriptors of the devices.
+//!
+//! A device is opened when its first extent is read or written, and again when its number has been given to another one. In a forked child nothing of
+//! the parent's is used: its descriptors may be other files there.
+//!
+//! Invariant: a transfer goes to the device whose generation is that of the extent's place at that moment.
+//!
+//! Locks: that of a device's descriptor, held while it is opened, not across transfers.
+
+use std::sync::Arc;
+
+use swaptide_sys::lock::Lock;
+use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
+
+use super::io::{BlockIo, Run, SwapFile};
+use super::{EXTENT_BYTES, Extent};
+
+/// Areas that there can be.
+pub const MAX_AREAS: usize = 16;
+
+/// Where an extent lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The number of its area, below [`MAX_AREAS`].
+    pub area: u8,
+    /// Tells the areas apart that have had this number.
+    pub generation: u32,
+    /// Its first byte there.
+    pub offset: u64,
+}
+
+/// What an area is read and written through.
+pub enum Opened {
+    /// A file or a block device.
+    File(OwnedFd),
+}
+
+impl AsFd for Opened {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Opened::File(fd) => fd.as_fd(),
+        }
+    }
+}
+
+/// The areas that extents lie on.
+pub trait Areas: Send + Sync {
+    /// Where an extent lies that is leased.
+    fn locate(&self, extent: Extent) -> Option<Location>;
+
+    /// Opens an area for this process. May wait for somebody else.
+    fn open(&self, area: u8) -> Option<Opened>;
+
+    /// A transfer failed.
+    fn failed(&self, area: u8);
+}
+
+/// A descriptor that a forked child is given.
+pub struct HandedOver {
+    /// The area's number.
+    pub area: u8,
+    /// Its generation.
+    pub generation: u32,
+    /// The child's own descriptor.
+    pub opened: Opened,
+}
+
+type Io = Arc<dyn BlockIo>;
+
+impl core::fmt::Debug for HandedOver {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "area {} of generation {}", self.area, self.generation)
+    }
+}
+
+/// See the module's description.
+pub(super) struct Router {
+    areas: Box<dyn Areas>,
+    open: [Lock<Option<(u32, Io)>>; MAX_AREAS],
+}
+
+fn io_of(opened: Opened) -> Io {
+    match opened {
+        Opened::File(fd) => Arc::new(SwapFile::new(fd)),
+    }
+}
+
+impl Router {
+    pub(super) fn new(areas: Box<dyn Areas>) -> Router {
+        Router { areas, open: Default::default() }
+    }
+
+    /// The device of a byte, and the byte's place there.
+    fn find(&self, offset: u64) -> Result<(u8, Io, u64), Errno> {
+        let place = self.areas.locate(Extent((offset / EXTENT_BYTES) as u32)).ok_or(Errno::NODEV)?;
+        let io = self.device(place.area, place.generation)?;
+        Ok((place.area, io, place.offset + offset % EXTENT_BYTES))
+    }
+
+    fn device(&self, area: u8, generation: u32) -> Result<Io, Errno> {
+        let mut open = self.open.get(usize::from(area)).ok_or(Errno::NODEV)?.lock();
+        match &*open {
+            Some((of, io)) if *of == generation => Ok(Arc::clone(io)),
+            _ => {
+                let io = io_of(self.areas.open(area).ok_or(Errno::NODEV)?);
+                *open = Some((generation, Arc::clone(&io)));
+                Ok(io)
+            }
+        }
+    }
+
+    /// Notes a failure that speaks against the device.
+    fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
+        if let Err(errno) = &result
+            && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::NOMEM)
+        {
+            self.areas.failed(area);
+        }
+        result
+    }
+}
+
+impl BlockIo for Router {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
+        let (area, io, at) = self.find(offset)?;
+        self.judged(area, io.read_at(at, buf))
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        let (area, io, at) = self.find(offset)?;
+        self.judged(area, io.write_at(at, bytes))
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        // One that cannot punch is none the worse for it.
+        let (_, io, at) = self.find(offset)?;
+        io.punch(at, len)
+    }
+
+    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+        let mut rest = runs;
+        while let Some(first) = rest.first() {
+            let (area, io, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
+            let mut there = Vec::with_capacity(rest.len());
+            for run in rest.iter_mut() {
+                // Extents of two areas are never neighbours, so a run lies on one.
+                match self.find(run.offset) {
+                    Ok((other, _, offset)) if other == area => {
+                        there.push(Run { offset, first: run.first, buf: &mut *run.buf });
+                    }
+                    _ => break,
+                }
+            }
+            let n = there.len();
+            if let Err((block, errno)) = io.read_runs(&mut there) {
+                return self.judged(area, Err(errno)).map_err(|errno| (block, errno));
+            }
+            rest = &mut rest[n..];
+        }
+        Ok(())
+    }
+
+    fn shared(&self) -> Vec<HandedOver> {
+        let open = (0..).zip(&self.open);
+        let shared = open.filter_map(|(area, open)| {
+            let (generation, io) = open.lock().clone()?;
+            Some(HandedOver { area, generation, opened: Opened::File(io.share()?) })
+        });
+        shared.collect()
+    }
+
+    fn abandon(&self, handed: Vec<HandedOver>) {
+        for open in &self.open {
+            // Not dropped: what it would close is another file here, or the parent's ring.
+            std::mem::forget(open.lock().take());
+        }
+        for HandedOver { area, generation, opened } in handed {
+            if let Some(open) = self.open.get(usize::from(area)) {
+                *open.lock() = Some((generation, io_of(opened)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PAGE_SIZE;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    /// Even extents lie on area 0, odd ones on area 1; each in a file of its own.
+    struct Two {
+        files: [File; 2],
+        generation: AtomicU32,
+        opened: Mutex<Vec<u8>>,
+        failed: Mutex<Vec<u8>>,
+    }
+
+    impl Areas for &'static Two {
+        fn locate(&self, extent: Extent) -> Option<Location> {
+            let generation = self.generation.load(Relaxed);
+            let offset = u64::from(extent.0 / 2) * EXTENT_BYTES;
+            (extent.0 < 8).then_some(Location { area: (extent.0 % 2) as u8, generation, offset })
+        }
+
+        fn open(&self, area: u8) -> Option<Opened> {
+            self.opened.lock().unwrap().push(area);
+            Some(Opened::File(self.files[usize::from(area)].try_clone().ok()?.into()))
+        }
+
+        fn failed(&self, area: u8) {
+            self.failed.lock().unwrap().push(area);
+        }
+    }
+
+    fn file() -> File {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let name = format!("swaptide-router-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
+        let path = std::env::temp_dir().join(name);
+        let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.set_len(4 * EXTENT_BYTES).unwrap();
+        file
+    }
+
+    fn two() -> &'static Two {
+        let files = [file(), file()];
+        let (generation, opened, failed) = Default::default();
+        Box::leak(Box::new(Two { files, generation, opened, failed }))
+    }
+
+    fn block(byte: u8) -> super::super::Buffer {
+        let mut buffer = super::super::Buffer::default();
+        buffer.blocks(1).unwrap().fill(byte);
+        buffer
+    }
+
+    #[test]
+    fn what_is_written_goes_to_the_extents_device_and_comes_from_there() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        for extent in 0..8u8 {
+            let at = u64::from(extent) * EXTENT_BYTES + PAGE_SIZE as u64;
+            assert_eq!(router.write_at(at, block(extent + 1).blocks(1).unwrap()), Ok(PAGE_SIZE));
+        }
+        for extent in 0..8u8 {
+            let mut page = block(0);
+            let at = u64::from(extent / 2) * EXTENT_BYTES + PAGE_SIZE as u64;
+            two.files[usize::from(extent % 2)].read_exact_at(page.blocks(1).unwrap(), at).unwrap();
+            assert!(page.blocks(1).unwrap().iter().all(|byte| *byte == extent + 1));
+        }
+        let mut buffer = super::super::Buffer::default();
+        let mut runs: Vec<_> = buffer
+            .blocks(8)
+            .unwrap()
+            .chunks_mut(PAGE_SIZE)
+            .enumerate()
+            .map(|(i, buf)| Run { offset: i as u64 * EXTENT_BYTES + PAGE_SIZE as u64, first: i, buf })
+            .collect();
+        router.read_runs(&mut runs).unwrap();
+        assert!(runs.iter().all(|run| run.buf[77] == run.first as u8 + 1));
+        assert_eq!(*two.opened.lock().unwrap(), [0, 1], "each is opened once");
+    }
+
+    #[test]
+    fn a_number_that_another_device_has_got_is_opened_again() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        router.write_at(0, block(1).blocks(1).unwrap()).unwrap();
+        two.generation.store(1, Relaxed);
+        router.write_at(0, block(2).blocks(1).unwrap()).unwrap();
+        assert_eq!(*two.opened.lock().unwrap(), [0, 0]);
+    }
+
+    #[test]
+    fn an_extent_of_no_area_is_an_error_and_failures_are_told() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        assert_eq!(router.read_at(8 * EXTENT_BYTES, block(0).blocks(1).unwrap()), Err(Errno::NODEV));
+        assert!(two.failed.lock().unwrap().is_empty());
+        let read_only = File::open("/dev/null").unwrap();
+        router.abandon(vec![HandedOver { area: 1, generation: 0, opened: Opened::File(read_only.into()) }]);
+        assert_eq!(router.write_at(EXTENT_BYTES, block(1).blocks(1).unwrap()), Err(Errno::BADF));
+        assert_eq!(*two.failed.lock().unwrap(), [1]);
+    }
+
+    #[test]
+    fn a_child_uses_what_it_was_given_and_opens_the_rest() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        for extent in [0, 1] {
+            router.write_at(extent * EXTENT_BYTES, block(1).blocks(1).unwrap()).unwrap();
+        }
+        let own = file();
+        let opened = Opened::File(own.try_clone().unwrap().into());
+        router.abandon(vec![HandedOver { area: 0, generation: 0, opened }]);
+        for extent in [0, 1] {
+            router.write_at(extent * EXTENT_BYTES, block(9).blocks(1).unwrap()).unwrap();
+        }
+        let mut page = block(0);
+        own.read_exact_at(page.blocks(1).unwrap(), 0).unwrap();
+        assert_eq!(page.blocks(1).unwrap()[5], 9);
+        assert_eq!(*two.opened.lock().unwrap(), [0, 1, 1]);
+    }
+}
