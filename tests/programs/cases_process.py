@@ -6,6 +6,7 @@ import os
 import pty
 import random
 import select
+import shutil
 import signal
 import subprocess
 import termios
@@ -230,6 +231,78 @@ def ctl(context):
     context.expect(status == 2 and len(errors.splitlines()) == 1, f"it is over, and status is {status}: {text}{errors}")
 
 
+def areas(context):
+    """Swap areas come and go while programs, and the children they fork, use them; what cannot go stays, and says why."""
+    if context.native:
+        return
+    place = context.directory
+    for name in "abc":
+        (place / name).mkdir()
+
+    def devices(pid):
+        until = time.monotonic() + 10
+        while True:
+            status, text, errors = ask(context, "devices", "--pid", pid, "--json")
+            if status == 0:
+                return {view["name"]: view for view in json.loads(text)}
+            # The run may not have begun yet.
+            context.expect(time.monotonic() < until, f"ctl devices: status {status}: {errors}")
+            time.sleep(0.02)
+
+    def asked(status, *words):
+        said = ask(context, *words)
+        context.expect(said[0] == status and len(said[2].splitlines()) == (status != 0), f"{words}: {said}")
+        return said[2]
+
+    for program, mode in (("torture", "single"), ("forks", "nested")):
+        argv = [context.binary(program), 96, 9, context.seed, mode]
+        first, second, third = (f"file:{place}/{name}" for name in "abc")
+        started = context.start(argv, options=["--swap", "zram:4M", "--swap", f"{first}:1G,prio=5"])
+        pid = str(started.pid)
+        until = time.monotonic() + 20
+        while not (seen := devices(pid)) or seen[first]["used_bytes"] < 16 << 20:
+            context.expect(time.monotonic() < until, f"nothing goes to the swap area: {seen}")
+            time.sleep(0.05)
+        context.expect("no room" in asked(2, "swapoff", first, "--pid", pid), "the only one is in use")
+        asked(2, "swapoff", "nonsense", "--pid", pid)
+        asked(2, "swapon", f"file:{place}/no/such/place", "--pid", pid)
+        asked(2, "swapon", "zram:4M", "--pid", pid)
+        context.expect(list(devices(pid)) == [first], "nothing has changed")
+        for before, after, priority in ((first, second, 3), (second, third, 9), (third, first, 1)):
+            asked(0, "swapon", f"{after}:1G,prio={priority}", "--pid", pid)
+            asked(0, "swapoff", before, "--pid", pid)
+            seen = devices(pid)
+            context.expect(list(seen) == [after] and seen[after]["used_bytes"] > 0, f"{before} has not gone to {after}: {seen}")
+        done = started.finish()
+        context.expect(f"OK {program} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+
+
+def block_device(context):
+    """A block device is swap space when it is marked as such, whole and nobody else's; it keeps the mark."""
+    image = context.directory / "image"
+    if context.native or os.geteuid() != 0 or not shutil.which("losetup") or not shutil.which("mkswap"):
+        return
+    with open(image, "wb") as file:
+        file.truncate(512 << 20)
+    made = subprocess.run(["losetup", "-f", "--show", str(image)], capture_output=True, text=True)
+    if made.returncode != 0:
+        return
+    device = made.stdout.strip()
+    try:
+        argv = [context.binary("torture"), 96, 4, context.seed, "single"]
+        refused = subprocess.run([context.swaptide, "run", "--swap", device, "--", "true"], capture_output=True, text=True)
+        context.expect(refused.returncode == 2 and f"mkswap {device}" in refused.stderr, f"it is not marked: {refused}")
+        subprocess.run(["mkswap", device], check=True, capture_output=True)
+        for _ in range(2):
+            started = context.start(argv, options=["--swap", "zram:4M", "--swap", device])
+            done = started.finish()
+            context.expect("OK torture single" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+            seen = json.loads(started.report_path.read_text())["devices"][1]
+            context.expect(seen["type"] == "block" and seen["peak_used_bytes"] > 16 << 20, f"hardly used: {seen}")
+    finally:
+        subprocess.run(["losetup", "-d", device], check=True)
+
+
 def swap_full(context):
     """Swap space that is too small: the program keeps its memory and goes past the budget, and with --strict it is killed."""
     if context.native:
@@ -324,6 +397,8 @@ CASES = [
     Case("summary", summary, 32, swaps=False),
     Case("bad-input", bad_input, 32, swaps=False),
     Case("ctl", ctl, 32, allowance=4),
+    Case("areas", areas, 32, forks=True, allowance=128),
+    Case("block-device", block_device, 32, allowance=64),
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),
     Case("pipes", pipes, 32, swaps=False),

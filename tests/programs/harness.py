@@ -83,7 +83,7 @@ class Program:
         self.pid = process.pid
         self.directory = directory
         self._context = context
-        self._report_path = report_path
+        self.report_path = report_path
         self._native = native
         self._started = time.monotonic()
         self._sampler = Sampler(process.pid)
@@ -102,7 +102,7 @@ class Program:
         code = 128 - code if code < 0 else code
         done = Finished(code, self.directory / "stdout", self.directory / "stderr", wall, self.directory)
         if context.hung is None:
-            context.judge(done, status, self._native, self._report_path, sampled)
+            context.judge(done, status, self._native, self.report_path, sampled)
         return done
 
 

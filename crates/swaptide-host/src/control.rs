@@ -5,7 +5,7 @@
 //!
 //! A run whose door cannot be opened goes on without one: nothing of it depends on being asked.
 //!
-//! Locks: none; the thread asks the keeper through its channel.
+//! Locks: none; the threads ask the keeper through its channel.
 
 use std::fmt;
 use std::fs::{DirBuilder, Permissions};
@@ -13,32 +13,46 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::socket_peercred;
 use serde::{Deserialize, Serialize};
 
+use crate::areas::{AreaError, AreaView, Areas};
+use crate::device;
 use crate::keeper;
 use crate::report::View;
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
-const LONGEST: u64 = 4096;
+const LONGEST: u64 = 8192;
+/// Clients at one time; others are hung up on.
+const MOST_CLIENTS: usize = 16;
 
 /// What a run can be asked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Question {
     /// What it has, uses and did so far.
     Stats,
+    /// Its swap areas.
+    Devices,
+    /// Add a swap area: a device as `--swap` takes it, with an absolute path.
+    Swapon(String),
+    /// Take one away, by its name or number. Answered with [`Answer::Left`] any number of times, then with [`Answer::Done`].
+    Swapoff(String),
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Answer {
     Stats(Box<View>),
+    Devices(Vec<(u8, AreaView)>),
+    /// Bytes that are still on what is taken away.
+    Left(u64),
+    Done,
     Error(String),
 }
 
@@ -54,6 +68,8 @@ pub enum ControlError {
     Several(Vec<u32>),
     /// The directory of the sockets cannot be used.
     Directory(PathBuf, io::Error),
+    /// The run will not do it, and says why.
+    Refused(String),
     /// The run does not answer as it should.
     Run(u32, String),
 }
@@ -70,6 +86,7 @@ impl fmt::Display for ControlError {
                 write!(f, "several runs are there ({}); choose one with --pid", pids.join(", "))
             }
             ControlError::Directory(path, error) => write!(f, "{}: {error}", path.display()),
+            ControlError::Refused(why) => write!(f, "{why}"),
             ControlError::Run(pid, why) => write!(f, "the run {pid} does not answer: {why}"),
         }
     }
@@ -127,13 +144,15 @@ pub struct Run {
     pub program: String,
     /// When it began.
     pub started: Instant,
+    /// The tree's budget in bytes.
+    pub budget: u64,
 }
 
 /// Opens the door of a run and starts the thread that answers there.
 ///
 /// # Errors
 /// Why there is none.
-pub fn open(run: Run, keeper: mpsc::Sender<keeper::Request>) -> io::Result<Door> {
+pub fn open(run: Run, areas: Arc<Areas>, keeper: mpsc::Sender<keeper::Request>) -> io::Result<Door> {
     own(&directory())?;
     let path = path_of(run.pid);
     // One that has this name belongs to a run that was killed: the number is this run's now.
@@ -145,15 +164,26 @@ pub fn open(run: Run, keeper: mpsc::Sender<keeper::Request>) -> io::Result<Door>
     let door = Door { path };
     std::fs::set_permissions(&door.path, Permissions::from_mode(0o600))?;
     std::thread::Builder::new().name("door".into()).spawn(move || {
+        let talking = Arc::new(());
         for client in listener.incoming().flatten() {
-            // A client that misbehaves or went away is its own trouble.
-            let _ = converse(client, &run, &keeper);
+            let at = Arc::clone(&talking);
+            if Arc::strong_count(&at) > MOST_CLIENTS + 1 {
+                continue;
+            }
+            let (run, areas, keeper) = (run.clone(), Arc::clone(&areas), keeper.clone());
+            let talk = move || {
+                // A client that misbehaves or went away is its own trouble.
+                let _ = converse(client, &run, &areas, &keeper);
+                drop(at);
+            };
+            // Without a thread it is hung up on.
+            let _ = std::thread::Builder::new().name("client".into()).spawn(talk);
         }
     })?;
     Ok(door)
 }
 
-fn converse(client: UnixStream, run: &Run, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
+fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
     let uid = socket_peercred(&client)?.uid;
     if !uid.is_root() && uid != rustix::process::geteuid() {
         return Ok(());
@@ -174,11 +204,34 @@ fn converse(client: UnixStream, run: &Run, keeper: &mpsc::Sender<keeper::Request
                 Err(_) => Answer::Error("it is ending".into()),
             }
         }
+        Ok(Question::Devices) => Answer::Devices(areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
+        Ok(Question::Swapon(text)) => done(swapon(areas, &text, run.budget)),
+        Ok(Question::Swapoff(name)) => {
+            let mut told = u64::MAX;
+            done(areas.remove(&name, |left| {
+                // Who asked may have gone; it goes on all the same.
+                if std::mem::replace(&mut told, left) != left {
+                    let _ = tell(&client, &Answer::Left(left));
+                }
+            }))
+        }
         Err(error) => Answer::Error(format!("not a question: {error}")),
     };
-    let mut text = serde_json::to_vec(&answer)?;
+    tell(&client, &answer)
+}
+
+fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
+    let mut text = serde_json::to_vec(answer)?;
     text.push(b'\n');
-    (&client).write_all(&text)
+    client.write_all(&text)
+}
+
+fn done(result: Result<(), AreaError>) -> Answer {
+    result.map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done)
+}
+
+fn swapon(areas: &Areas, text: &str, budget: u64) -> Result<(), AreaError> {
+    areas.add(device::open_beyond(&device::parse(text)?, budget)?).map(drop)
 }
 
 /// The runs of this user, by the process that the user started, in ascending order. Doors that were left behind are removed.
@@ -211,32 +264,81 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
 /// # Errors
 /// See [`ControlError`].
 pub fn stats(pid: Option<u32>) -> Result<View, ControlError> {
+    stats_of(find(pid)?)
+}
+
+fn stats_of(run: u32) -> Result<View, ControlError> {
+    match ask(run, &Question::Stats, |_| ())? {
+        Answer::Stats(view) => Ok(*view),
+        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    }
+}
+
+/// The run of a process that it started or that is in it, or, where none is named, the only one there is.
+fn find(pid: Option<u32>) -> Result<u32, ControlError> {
     let runs = runs()?;
     match (pid, runs.as_slice()) {
-        (Some(pid), runs) if runs.contains(&pid) => ask(pid),
+        (Some(pid), runs) if runs.contains(&pid) => Ok(pid),
         (Some(pid), runs) => {
-            let inside = |view: &View| view.processes.iter().any(|process| process.pid == pid);
-            runs.iter().filter_map(|run| ask(*run).ok()).find(inside).ok_or(ControlError::NotFound(pid))
+            let inside = |run: &&u32| stats_of(**run).is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid));
+            runs.iter().find(inside).copied().ok_or(ControlError::NotFound(pid))
         }
         (None, []) => Err(ControlError::NoRun),
-        (None, [run]) => ask(*run),
+        (None, [run]) => Ok(*run),
         (None, runs) => Err(ControlError::Several(runs.to_vec())),
     }
 }
 
-fn ask(run: u32) -> Result<View, ControlError> {
+/// The swap areas of a run, with their numbers, in the order in which they are used.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn devices(pid: Option<u32>) -> Result<Vec<(u8, AreaView)>, ControlError> {
+    let run = find(pid)?;
+    match ask(run, &Question::Devices, |_| ())? {
+        Answer::Devices(devices) => Ok(devices),
+        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    }
+}
+
+/// Adds a swap area to a run: a device as `swaptide run --swap` takes it.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn add_device(pid: Option<u32>, text: &str) -> Result<(), ControlError> {
+    // The run is in another directory.
+    let text = device::absolute(text).map_err(|error| ControlError::Refused(error.to_string()))?;
+    ask(find(pid)?, &Question::Swapon(text), |_| ()).map(drop)
+}
+
+/// Takes a swap area away from a run, by its name or number; `progress` is told how many bytes are still there.
+///
+/// # Errors
+/// See [`ControlError`]; the area is as it was then.
+pub fn remove_device(pid: Option<u32>, name: &str, progress: impl FnMut(u64)) -> Result<(), ControlError> {
+    ask(find(pid)?, &Question::Swapoff(name.to_owned()), progress).map(drop)
+}
+
+/// Asks a run; answers that something is still left go to `progress`.
+fn ask(run: u32, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
     let failed = |error: io::Error| ControlError::Run(run, error.to_string());
     let stream = UnixStream::connect(path_of(run)).map_err(failed)?;
-    stream.set_read_timeout(Some(2 * PATIENCE)).map_err(failed)?;
-    let mut question = serde_json::to_vec(&Question::Stats).map_err(|error| failed(error.into()))?;
+    // What is taken away may not get any less for a while.
+    let patience = if matches!(question, Question::Swapoff(_)) { 15 * PATIENCE } else { 2 * PATIENCE };
+    stream.set_read_timeout(Some(patience)).map_err(failed)?;
+    let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;
     question.push(b'\n');
     (&stream).write_all(&question).map_err(failed)?;
-    let mut line = String::new();
-    BufReader::new(&stream).read_line(&mut line).map_err(failed)?;
-    match serde_json::from_str(&line) {
-        Ok(Answer::Stats(view)) => Ok(*view),
-        Ok(Answer::Error(why)) => Err(ControlError::Run(run, why)),
-        Err(error) => Err(failed(error.into())),
+    let mut reader = BufReader::new(&stream);
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).map_err(failed)?;
+        match serde_json::from_str(&line) {
+            Ok(Answer::Left(bytes)) => progress(bytes),
+            Ok(Answer::Error(why)) => return Err(ControlError::Refused(why)),
+            Ok(answer) => return Ok(answer),
+            Err(error) => return Err(failed(error.into())),
+        }
     }
 }
 
@@ -245,8 +347,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn questions_are_one_word_of_json() {
+    fn questions_are_a_line_of_json() {
         assert_eq!(serde_json::to_string(&Question::Stats).expect("JSON"), "\"stats\"");
+        assert_eq!(serde_json::to_string(&Question::Swapoff("file:/tmp".into())).expect("JSON"), "{\"swapoff\":\"file:/tmp\"}");
         assert!(serde_json::from_str::<Question>("\"swapoff everything\"").is_err());
     }
 

@@ -204,6 +204,21 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     Ok(Device { kind, priority })
 }
 
+/// A device with an absolute path, for somebody in another directory.
+///
+/// # Errors
+/// Those of [`parse`], and why the current directory is not known.
+pub fn absolute(text: &str) -> Result<String, DeviceError> {
+    parse(text)?;
+    match text.strip_prefix("file:") {
+        Some(rest) if !rest.starts_with('/') => {
+            let here = std::env::current_dir().map_err(|error| DeviceError::Create(rest.into(), error))?;
+            Ok(format!("file:{}/{rest}", here.display()))
+        }
+        _ => Ok(text.to_owned()),
+    }
+}
+
 fn at_least(text: &str, bytes: u64, least: u64) -> Result<u64, DeviceError> {
     if bytes < least { Err(DeviceError::TooSmall(text.to_owned(), least)) } else { Ok(bytes) }
 }

@@ -493,9 +493,10 @@ impl Back {
         let thread =
             Keeper::new(std::process::id(), prepared.segment, prepared.areas.clone(), prepared.frame.budget, prepared.strict);
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
-        let run = Run { pid: front, program: prepared.frame.program.clone(), started: prepared.started };
+        let run =
+            Run { pid: front, program: prepared.frame.program.clone(), started: prepared.started, budget: prepared.frame.budget };
         // Without a door nobody can ask, and that is all.
-        let door = control::open(run, keeper.clone()).ok();
+        let door = control::open(run, prepared.areas.clone(), keeper.clone()).ok();
         let back = Back {
             prepared,
             front,

@@ -219,7 +219,7 @@ impl Segment {
         taken.sort_by_key(|range| range.start);
         let mut first = 0;
         for range in taken {
-            if range.start >= first + new.extents + 1 {
+            if range.start > first + new.extents {
                 break;
             }
             first = range.end + 1;

@@ -6,6 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
+use swaptide_host::areas::AreaView;
 use swaptide_host::control;
 use swaptide_host::report::View;
 use swaptide_host::size::human;
@@ -25,6 +26,32 @@ enum What {
     Stats(StatsArgs),
     /// Your runs
     List,
+    /// A run's swap areas, in the order in which they are used
+    Devices(StatsArgs),
+    /// Give a run that is under way another swap area
+    Swapon(SwaponArgs),
+    /// Take a swap area away from a run, after what lies there has been moved to others
+    Swapoff(SwapoffArgs),
+}
+
+#[derive(Args)]
+struct SwaponArgs {
+    /// The device, as swaptide run --swap takes it: file:PATH[:SIZE] or /dev/BLOCK, with ,prio=N
+    #[arg(value_name = "DEV")]
+    device: String,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
+}
+
+#[derive(Args)]
+struct SwapoffArgs {
+    /// Its name or number, as swaptide ctl devices shows it
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -41,13 +68,12 @@ struct StatsArgs {
 pub fn main(args: &CtlArgs) -> ExitCode {
     let text = match &args.what {
         What::List => list(),
-        What::Stats(args) => control::stats(args.pid).map(|view| {
-            if args.json {
-                serde_json::to_string_pretty(&view).map_or_else(|error| error.to_string(), |text| text + "\n")
-            } else {
-                table(&view)
-            }
+        What::Stats(args) => control::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) }),
+        What::Devices(args) => control::devices(args.pid).map(|devices| {
+            if args.json { json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>()) } else { areas(&devices) }
         }),
+        What::Swapon(args) => control::add_device(args.pid, &args.device).map(|()| String::new()),
+        What::Swapoff(args) => swapoff(args).map(|()| String::new()),
     };
     match text {
         Ok(text) => {
@@ -57,6 +83,43 @@ pub fn main(args: &CtlArgs) -> ExitCode {
         }
         Err(error) => refuse("ctl", &error.to_string()),
     }
+}
+
+fn json(value: &impl serde::Serialize) -> String {
+    serde_json::to_string_pretty(value).map_or_else(|error| error.to_string(), |text| text + "\n")
+}
+
+/// Progress goes to a terminal only.
+fn swapoff(args: &SwapoffArgs) -> Result<(), control::ControlError> {
+    let mut terminal = Some(std::io::stderr()).filter(std::io::IsTerminal::is_terminal);
+    let result = control::remove_device(args.pid, &args.name, |left| {
+        if let Some(terminal) = &mut terminal {
+            let _ = write!(terminal, "\r{} left  ", human(left));
+        }
+    });
+    if let Some(terminal) = &mut terminal {
+        let _ = write!(terminal, "\r{:20}\r", "");
+    }
+    result
+}
+
+/// As /proc/swaps, with the number of each.
+fn areas(devices: &[(u8, AreaView)]) -> String {
+    let mut text =
+        format!("{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n", "Filename", "Type", "Size", "Used", "Priority", "State", "Nr");
+    for (number, view) in devices {
+        text += &format!(
+            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n",
+            view.name,
+            view.kind,
+            view.size_bytes / 1024,
+            view.used_bytes / 1024,
+            view.priority,
+            view.state,
+            number
+        );
+    }
+    text
 }
 
 /// A line for each run.
