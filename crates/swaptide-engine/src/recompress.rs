@@ -5,7 +5,8 @@
 //! old end, and put into the log of *settled* chunks, from which write-back takes its pages first. What gets smaller by less than an
 //! eighth stays as it is. No page is tried twice: compressed memory notes it.
 //!
-//! Where the last pages got hardly smaller, most chunks are settled untried, and one in sixteen is looked at.
+//! Where the last pages got hardly smaller, or where pages come back from the file so late that no packing would have kept them, most chunks are settled
+//! untried, and one in sixteen is looked at.
 //!
 //! Owns: the buffers of one batch, and how much was saved lately.
 //!
@@ -92,7 +93,7 @@ impl Recompress {
                 }
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 looked += 1;
-                if self.gain < POOR && self.skipped < SAMPLE {
+                if (self.gain < POOR || !mm.split.tighter_helps()) && self.skipped < SAMPLE {
                     self.skipped += 1;
                 } else {
                     self.skipped = 0;

@@ -23,6 +23,8 @@ pub const MOST: u32 = 700;
 const STEP: u32 = 16;
 /// Refaults that say something.
 const ENOUGH: u64 = 48;
+/// Refaults from the file that are remembered.
+const REMEMBERED: u64 = 4096;
 /// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
 const FAULT_NS: u64 = 8_000;
 /// What bringing one page in from compressed memory and taking another one out costs.
@@ -50,6 +52,9 @@ pub struct Split {
     missed_below: u64,
     /// The distance of the oldest page of compressed memory.
     age: u64,
+    /// Refaults from the file of distances below twice that age, and of larger ones; smoothed.
+    soon: u64,
+    late: u64,
 }
 
 impl Default for Split {
@@ -105,6 +110,8 @@ impl Split {
             tail_from: u64::MAX,
             missed_below: 0,
             age: 0,
+            soon: 0,
+            late: 0,
         }
     }
 
@@ -115,6 +122,12 @@ impl Split {
             self.near += 1;
         } else if distance < 2 * self.near_below {
             self.next += 1;
+        }
+        if from_file && distance >= self.age {
+            *(if distance < 2 * self.age { &mut self.soon } else { &mut self.late }) += 1;
+            if self.soon + self.late > REMEMBERED {
+                (self.soon, self.late) = (self.soon / 2, self.late / 2);
+            }
         }
         match from_file {
             true if (self.age..self.missed_below).contains(&distance) => self.missed += 1,
@@ -127,6 +140,12 @@ impl Split {
     /// where it came from. One that comes back sooner is wanted often, and belongs into compressed memory.
     pub fn belongs_to_file(&self, distance: u64) -> bool {
         distance >= self.age
+    }
+
+    /// False when the pages that come back from the file had been out for much longer than compressed memory could have kept them, however
+    /// tightly it packs them.
+    pub fn tighter_helps(&self) -> bool {
+        self.soon * 8 >= self.late || self.soon + self.late < ENOUGH
     }
 
     /// A fault brought in `pages`.
@@ -249,6 +268,18 @@ mod tests {
             split.refault(i, false);
         }
         assert_eq!(split.decide(AT), 512);
+    }
+
+    #[test]
+    fn packing_tighter_helps_unless_pages_come_back_from_the_file_very_late() {
+        let mut split = ready();
+        assert!(split.tighter_helps(), "nothing is known yet");
+        (0..100).for_each(|_| split.refault(90_000, true));
+        assert!(!split.tighter_helps());
+        (0..20).for_each(|_| split.refault(30_000, true));
+        assert!(split.tighter_helps());
+        (0..10_000).for_each(|_| split.refault(90_000, true));
+        assert!(!split.tighter_helps(), "what was long ago is forgotten");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! byte to the next blocks of the open extent, so pages written together lie together and go out in few large writes. A batch
 //! begins with a new block: no block is ever written to that holds something live.
 //!
-//! Every page is sealed with AES-256-GCM-SIV. The tag stays in RAM: what the disk returns is either exactly what was written
+//! Every page is sealed with AES-256-GCM. The tag stays in RAM: what the disk returns is either exactly what was written
 //! to this place for this slot last, or an error. There is no key on disk and nothing there outlives the processes.
 //!
 //! When the file may not grow and the free space is scattered in blocks that also hold live pages, a write *cleans* first: it

@@ -1,62 +1,61 @@
-//! Sealing and opening packed pages: AES-256-GCM-SIV with a key of this process's own.
+//! Sealing and opening packed pages: AES-256-GCM with a key of this process's own.
 //!
-//! The processes that share a swap file share its key. Each derives its own from it and a salt that no other has, so a
+//! The processes that share the swap areas share their key. Each derives its own from it and a salt that no other has, so a
 //! counter is enough for the nonce. The place is authenticated with the object: one that turns up elsewhere does not open.
+//!
+//! Invariant: a counter is used for one object only, as long as the cipher lives. Two objects under one nonce would give their difference away, and the
+//! key of the authentication.
 
-use aes_gcm_siv::aead::inout::InOutBuf;
-use aes_gcm_siv::aead::{AeadInOut, KeyInit};
-use aes_gcm_siv::{Aes256GcmSiv, Nonce};
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::hmac;
 
 /// Proves that an object is the one that was sealed.
 pub(super) type Tag = [u8; 16];
 
 pub(super) struct Cipher {
-    aead: Aes256GcmSiv,
+    aead: LessSafeKey,
+    /// What other secrets come from.
+    secret: hmac::Key,
 }
 
 impl Cipher {
     pub(super) fn new(key: &[u8; 32], salt: u64) -> Cipher {
-        // The key stream of a nonce that page nonces (which end in zeros) never equal.
-        let mut nonce = [0xff; 12];
-        nonce[..8].copy_from_slice(&salt.to_le_bytes());
-        let mut own = [0; 32];
-        Aes256GcmSiv::new(key.into())
-            .encrypt_inout_detached(&Nonce::from(nonce), b"swaptide file key", own.as_mut_slice().into())
-            .expect("32 bytes are within the cipher's limits");
-        Cipher { aead: Aes256GcmSiv::new(&own.into()) }
+        let common = hmac::Key::new(hmac::HMAC_SHA256, key);
+        let own = |purpose: &[u8]| hmac::sign(&common, &[purpose, &salt.to_le_bytes()].concat());
+        let key = UnboundKey::new(&AES_256_GCM, own(b"swaptide pages ").as_ref()).expect("the key is as long as the cipher's");
+        let secret = hmac::Key::new(hmac::HMAC_SHA256, own(b"swaptide others ").as_ref());
+        Cipher { aead: LessSafeKey::new(key), secret }
     }
 
     /// A secret of its own, for digests. The same for every cipher of this key and salt.
     pub(super) fn digest_key(&self) -> [u8; 16] {
-        let mut key = [0; 16];
-        self.aead
-            .encrypt_inout_detached(&Nonce::from([0xff; 12]), b"swaptide digest key", key.as_mut_slice().into())
-            .expect("16 bytes are within the cipher's limits");
-        key
+        let whole = hmac::sign(&self.secret, b"digests");
+        *whole.as_ref().first_chunk().expect("it has 32 bytes")
     }
 
     /// Encrypts `object` into `sealed`, which is as long. `counter` must never have been used with this cipher before.
     pub(super) fn seal(&self, counter: u64, place: [u8; 8], object: &[u8], sealed: &mut [u8]) -> Tag {
-        let buffer = InOutBuf::new(object, sealed).expect("both are as long");
-        self.aead.encrypt_inout_detached(&nonce(counter), &place, buffer).expect("an object is within the cipher's limits").into()
+        sealed.copy_from_slice(object);
+        let tag = self.aead.seal_in_place_separate_tag(nonce(counter), Aad::from(place), sealed);
+        tag.expect("an object is within the cipher's limits").as_ref().try_into().expect("a tag has 16 bytes")
     }
 
     /// Decrypts in place; `false` when it is not the object that was sealed: its contents are then undefined.
     pub(super) fn open(&self, counter: u64, place: [u8; 8], tag: &Tag, object: &mut [u8]) -> bool {
-        self.aead.decrypt_inout_detached(&nonce(counter), &place, object.into(), &(*tag).into()).is_ok()
+        self.aead.open_in_place_separate_tag(nonce(counter), Aad::from(place), (*tag).into(), object, 0..).is_ok()
     }
 
     /// As [`Self::open`], from one buffer into another of the same length.
     pub(super) fn open_into(&self, counter: u64, place: [u8; 8], tag: &Tag, sealed: &[u8], object: &mut [u8]) -> bool {
-        let Ok(buffer) = InOutBuf::new(sealed, object) else { return false };
-        self.aead.decrypt_inout_detached(&nonce(counter), &place, buffer, &(*tag).into()).is_ok()
+        object.copy_from_slice(sealed);
+        self.open(counter, place, tag, object)
     }
 }
 
 fn nonce(counter: u64) -> Nonce {
-    let mut nonce = [0; 12];
+    let mut nonce = [0; NONCE_LEN];
     nonce[..8].copy_from_slice(&counter.to_le_bytes());
-    nonce.into()
+    Nonce::assume_unique_for_key(nonce)
 }
 
 #[cfg(test)]

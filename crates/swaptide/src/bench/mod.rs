@@ -87,6 +87,8 @@ pub enum Name {
     Within,
     /// Starting `true`, with and without swaptide
     Startup,
+    /// More than compressed memory holds: growth, refault in order and at random while it is written back to a file
+    Pressure,
     /// Throughput of one job against its budget
     Sweep,
 }
@@ -158,6 +160,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
         Name::Fill => bench.memory(Phase::Fill, &[Phase::Fill]),
         Name::Seq => bench.memory(Phase::Seq, &[Phase::Fill, Phase::Seq]),
         Name::Random => bench.memory(Phase::Random, &[Phase::Fill, Phase::Random]),
+        Name::Pressure => bench.pressure(),
         Name::Within => bench.within(),
         Name::Startup => bench.startup(),
         Name::Sweep => bench.sweep(),
@@ -190,16 +193,17 @@ fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
 /// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked for by name, it ends
 /// the call.
 fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failure> {
-    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Sweep);
+    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Pressure | Name::Sweep);
     let kernel = |p: &&PeerArg| **p != PeerArg::None;
     if !compares && args.peer.iter().any(|p| kernel(&p)) {
         return Err(Failure(2, "--peer: this benchmark compares with the same program without swaptide only".into()));
     }
     if args.peer.is_empty() && args.name != Name::Sweep && compares {
-        return match Peer::Zram.check(machine) {
-            Ok(_) => Ok(vec![Peer::Zram]),
+        let usual = if args.name == Name::Pressure { Peer::Zswap } else { Peer::Zram };
+        return match usual.check(machine) {
+            Ok(_) => Ok(vec![usual]),
             Err(e) => {
-                eprintln!("swaptide bench: no comparison with the kernel: --peer kernel-zram: {e}");
+                eprintln!("swaptide bench: no comparison with the kernel: --peer {}: {e}", usual.name());
                 Ok(vec![])
             }
         };
@@ -263,7 +267,8 @@ impl Runs {
         let words: Vec<&str> = self.codec.as_deref().into_iter().chain(folios.map(Folios::name)).collect();
         let detail = words.join(" ");
         let (limit, pool, pool_inside) = (median(&self.limits), median(&self.pools), self.pool_inside);
-        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail })
+        let written: Vec<f64> = self.outcomes.iter().map(|o| (o.written_pages * workload::PAGE as u64) as f64).collect();
+        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail, written: median(&written) })
     }
 }
 
@@ -271,7 +276,8 @@ impl Bench<'_> {
     fn job(&self, data: u64, phases: &[Phase]) -> Job {
         let (touches, seconds_cap) = (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
         let content = self.args.ratio.first().copied().unwrap_or(Content::Four);
-        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap }
+        // Nothing may be pushed out to the file: zswap stands for the compressed cache.
+        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap, zswap_percent: 50 }
     }
 
     /// One phase's throughput, with as much data as asked for.
@@ -294,6 +300,33 @@ impl Bench<'_> {
         }
         if args.strict_budget {
             report.strict = Some(self.ours(&job, self.ram, &value)?.side(None)?);
+        }
+        self.note_peers(&mut report);
+        Ok(report)
+    }
+
+    /// All phases of a job whose data does not fit compressed memory, so that it goes on to a file: the kernel's zswap may take a hundredth of
+    /// the machine's memory, which is the least that it can be told.
+    fn pressure(&self) -> Result<Report, Failure> {
+        let data = self.args.data.unwrap_or(2 << 30);
+        let content = self.args.ratio.first().copied().unwrap_or(Content::Two);
+        let job = Job { content, zswap_percent: 1, ..self.job(data, &[Phase::Fill, Phase::Seq, Phase::Random]) };
+        let value =
+            |o: &Outcome| if o.ended { Err("the job did not come to its end".to_owned()) } else { Ok(o.total_mb_per_s()) };
+        let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
+        let mut report = self.report("pressure", &title, "MB/s", Better::Higher, data);
+        for &peer in &self.peers {
+            let (pair, capped) = self.beside(peer, &job, self.ram, &value)?;
+            let written = |side: &Side| human(side.written);
+            let (theirs, ours) = (written(&pair.peer), written(&pair.swaptide));
+            report.notes.push(format!("written to the file in a run, median: {} {theirs}, swaptide {ours}", peer.name()));
+            report.pairs.push(pair);
+            if capped {
+                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap));
+            }
+        }
+        if self.peers.is_empty() {
+            report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
         }
         self.note_peers(&mut report);
         Ok(report)

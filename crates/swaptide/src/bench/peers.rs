@@ -120,8 +120,15 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Sets `peer` up with room for `bytes` of swapped data. A swap file is made in `dir`.
-    pub fn new(restorer: &Restorer, peer: Peer, folios: Folios, bytes: u64, dir: &std::path::Path) -> Result<Self, String> {
+    /// Sets `peer` up with room for `bytes` of swapped data. A swap file is made in `dir`; zswap may take `zswap_percent` of the machine's memory.
+    pub fn new(
+        restorer: &Restorer,
+        peer: Peer,
+        folios: Folios,
+        bytes: u64,
+        dir: &std::path::Path,
+        zswap_percent: u32,
+    ) -> Result<Self, String> {
         // Made first: what a set-up that fails half-way did is undone too.
         let scope = restorer.scope();
         folios.apply(restorer)?;
@@ -132,7 +139,7 @@ impl Setup {
                 (None, Pool::None)
             }
             Peer::Zswap => {
-                let codec = zswap(restorer)?;
+                let codec = zswap(restorer, zswap_percent)?;
                 let before = zswap_pool(&restorer.machine().read("/proc/meminfo")?);
                 swap_file(restorer, bytes, dir)?;
                 (Some(codec), Pool::Zswap(before))
@@ -174,13 +181,12 @@ fn zram(restorer: &Restorer, bytes: u64) -> Result<(Option<String>, Pool), Strin
 }
 
 /// Switches zswap on and returns the codec it uses.
-fn zswap(restorer: &Restorer) -> Result<String, String> {
+fn zswap(restorer: &Restorer, percent: u32) -> Result<String, String> {
     let compressor = format!("{ZSWAP}/compressor");
     // A kernel without lz4 for zswap refuses it, or falls back when zswap is switched on: what it says then counts.
     let old = restorer.machine().read(&compressor)?;
     let _ = restorer.change(Undo::Write { path: compressor.clone().into(), value: old }, |m| m.write(&compressor, "lz4"));
-    // Nothing may be pushed out to the file: this peer stands for the compressed cache.
-    restorer.set(&format!("{ZSWAP}/max_pool_percent"), "50")?;
+    restorer.set(&format!("{ZSWAP}/max_pool_percent"), &percent.to_string())?;
     restorer.set(&format!("{ZSWAP}/enabled"), "Y")?;
     restorer.machine().read(&compressor)
 }

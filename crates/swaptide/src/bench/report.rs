@@ -48,6 +48,8 @@ pub struct Side {
     pub pool_inside: bool,
     /// Codec and folio size of a kernel peer.
     pub detail: String,
+    /// Bytes that went to a device in a run.
+    pub written: u64,
 }
 
 impl Side {

@@ -65,7 +65,7 @@ impl Fake {
     }
 
     fn setup(&self, restorer: &Restorer, peer: Peer, folios: Folios) -> Result<Setup, String> {
-        Setup::new(restorer, peer, folios, 1 << 20, Path::new("/var/tmp"))
+        Setup::new(restorer, peer, folios, 1 << 20, Path::new("/var/tmp"), 50)
     }
 
     fn assert_as_before(&self) {
@@ -126,7 +126,7 @@ fn a_setup_that_fails_half_way_leaves_nothing() {
     let dir = fake.root.join("var/tmp/broken");
     std::fs::create_dir(&dir).unwrap();
     let restorer = Restorer::new(fake.machine.clone());
-    let error = Setup::new(&restorer, Peer::Zswap, Folios::Large, 1 << 20, Path::new("/var/tmp/broken")).err().unwrap();
+    let error = Setup::new(&restorer, Peer::Zswap, Folios::Large, 1 << 20, Path::new("/var/tmp/broken"), 50).err().unwrap();
     assert!(error.contains("swapon failed") && error.contains("--swap-dir"), "{error}");
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
     std::fs::remove_dir(&dir).unwrap();

@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::cgroup::{Cgroup, Hierarchy};
 use super::peers::{Folios, Peer, Setup};
-use super::restore::{Restorer, Undo};
+use super::restore::{Machine, Restorer, Undo};
 use super::workload::{Content, DONE, Phase, PhaseResult};
 
 /// The work of one run.
@@ -31,6 +31,14 @@ pub struct Job {
     pub touches: usize,
     /// Limit of time of one phase.
     pub seconds_cap: u64,
+    /// What the kernel's zswap may take of the machine's memory, in percent.
+    pub zswap_percent: u32,
+}
+
+/// Pages that the kernel has written to swap devices since it started.
+fn written(machine: &Machine) -> u64 {
+    let text = machine.read("/proc/vmstat").unwrap_or_default();
+    text.lines().find_map(|line| line.strip_prefix("pswpout ")?.trim().parse().ok()).unwrap_or(0)
 }
 
 impl Job {
@@ -53,6 +61,8 @@ pub struct Outcome {
     pub pool_bytes: u64,
     /// The most resident memory, as the cgroup or swaptide counts it; swaptide's includes its pool.
     pub peak_resident: Option<u64>,
+    /// Pages that went to a device.
+    pub written_pages: u64,
     /// The codec, where the kernel names one.
     pub codec: Option<String>,
     /// Whether the pool counted against the limit.
@@ -127,10 +137,12 @@ impl Runner {
     /// Under the kernel's swap, in a cgroup of `limit` bytes.
     pub fn kernel(&self, job: &Job, cgroups: &Hierarchy, peer: Peer, folios: Folios, limit: u64) -> Result<Outcome, String> {
         // Room for twice the data: large folios want whole clusters.
-        let setup = Setup::new(&self.restorer, peer, folios, job.data * 2 + (64 << 20), &self.dir)?;
+        let setup = Setup::new(&self.restorer, peer, folios, job.data * 2 + (64 << 20), &self.dir, job.zswap_percent)?;
+        let before = written(self.restorer.machine());
         let scope = self.restorer.scope();
         let group = Cgroup::create(&self.restorer, cgroups, limit)?;
         let mut outcome = self.work(self.command(None), job, Some(&group.procs()), || setup.pool_bytes())?;
+        outcome.written_pages = written(self.restorer.machine()).saturating_sub(before);
         outcome.peak_resident = group.peak(self.restorer.machine());
         outcome.codec.clone_from(&setup.codec);
         outcome.pool_inside = peer.pool_is_charged(cgroups);
@@ -152,6 +164,7 @@ impl Runner {
             serde_json::from_str(&text).map_err(|e| format!("{} is not the report of a run: {e}", report.display()))?;
         outcome.peak_resident = json["peak_resident_bytes"].as_u64();
         outcome.pool_bytes = json["peak_pool_bytes"].as_u64().unwrap_or(0);
+        outcome.written_pages = json["stats"]["pswpout"].as_u64().unwrap_or(0);
         outcome.pool_inside = true;
         Ok(outcome)
     }

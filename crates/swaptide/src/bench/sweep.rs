@@ -48,7 +48,7 @@ impl Bench<'_> {
         report.budget = first;
         for &content in &contents {
             let seconds_cap = args.seconds_cap.unwrap_or(SECONDS);
-            let job = Job { data, content, phases: PHASES.to_vec(), repeat: 1, touches, seconds_cap };
+            let job = Job { data, content, phases: PHASES.to_vec(), repeat: 1, touches, seconds_cap, zswap_percent: 50 };
             for &budget in &budgets {
                 self.cell(&mut report, &job, budget)?;
                 // A sweep takes minutes: one that is stopped leaves what it has.
