@@ -730,8 +730,6 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(512))]
-
         #[test]
         fn tiers_are_what_a_map_of_every_priority_says(
             writes in proptest::collection::vec(proptest::collection::vec((op(), separator()), 1..6), 1..10),
