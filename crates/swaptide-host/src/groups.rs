@@ -553,7 +553,7 @@ mod tests {
         use swaptide_ipc::{NewArea, Transport};
         let mut groups = groups(&["/a"]);
         let segment = groups.segment;
-        let mut add = |priority| segment.add_area(NewArea { transport: Transport::File, priority, extents: 9, base_bytes: 0 });
+        let add = |priority| segment.add_area(NewArea { transport: Transport::File, priority, extents: 9, base_bytes: 0 });
         let (slow, fast) = (add(5).expect("area"), add(200).expect("area"));
         groups.set_tiers("+SSD:100 +HDD:-1").expect("tiers");
         let a = groups.find(&path("/a")).expect("a");
