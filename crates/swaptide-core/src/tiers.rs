@@ -271,6 +271,41 @@ impl Tiers {
         Ok(applied)
     }
 
+    /// Has those tiers that a text makes where there are none, instead of these; one that both have keeps its index. `devices` are the priorities of
+    /// those in use.
+    ///
+    /// # Errors
+    /// As [`Tiers::apply`]; for a device that would be in a tier of another name, the token is the name of its present one.
+    pub fn replace(&mut self, text: &str, devices: &[Priority]) -> Result<Applied, TierError> {
+        let mut fresh = Tiers::new();
+        fresh.apply(text, &[])?;
+        let mut next = Tiers::new();
+        for tier in fresh.places.iter().flatten() {
+            if let Some(index) = self.find(tier.name.as_str()) {
+                next.places[usize::from(index.0)] = Some(*tier);
+            }
+        }
+        for tier in fresh.places.iter().flatten().filter(|tier| self.find(tier.name.as_str()).is_none()) {
+            if let Some(free) = next.places.iter_mut().find(|place| place.is_none()) {
+                *free = Some(*tier);
+            }
+        }
+        for device in devices {
+            let (old, new) = (self.name_of(*device), next.name_of(*device));
+            if let Some(old) = old.filter(|old| new != Some(*old)) {
+                return Err(TierError { token: old.to_owned(), number: 1, rule: Rule::InUse(*device) });
+            }
+        }
+        let gone = self.iter().filter(|tier| next.find(tier.name).is_none());
+        let applied = Applied { freed: gone.fold(0, |freed, tier| freed | 1 << tier.index.get()) };
+        *self = next;
+        Ok(applied)
+    }
+
+    fn name_of(&self, priority: Priority) -> Option<&str> {
+        self.iter().find(|tier| tier.start <= priority).map(|tier| tier.name)
+    }
+
     /// A tier that was removed and added again is another one, even where it has the same index.
     fn still_in(&self, device: Priority, tier: TierIndex, applied: Applied) -> bool {
         applied.freed & (1 << tier.get()) == 0 && self.tier_of(device) == Some(tier)
@@ -544,6 +579,20 @@ mod tests {
         let mut first = Tiers::new();
         first.apply("+SSD:100 +FAST:150 +REST:-1", &devices).expect("devices without a tier get one");
         assert_eq!(first.tier_of(at(200)), first.find("FAST"));
+    }
+
+    #[test]
+    fn other_tiers_instead_of_these_keep_the_indices_of_equal_names() {
+        let mut all = tiers("+SSD:100 +HDD:50 +NET:-1");
+        assert_eq!(all.replace("+TAPE:-1 +HDD:40 +SSD:90", &[at(60)]).expect("tiers"), Applied { freed: 4 });
+        assert_eq!(ranges(&all), [("SSD", 0, 90, 32767), ("HDD", 1, 40, 89), ("TAPE", 2, -1, 39)]);
+        let before = all;
+        assert_eq!(all.replace("+HDD:70 +TAPE:-1", &[at(60)]).expect_err("it is in HDD").token, "HDD");
+        assert_eq!(all.replace("", &[at(60)]).expect_err("it is in HDD").rule, Rule::InUse(at(60)));
+        all.replace("+HDD:70", &[]).expect_err("uncovered");
+        assert_eq!(all, before);
+        all.replace("", &[]).expect("none");
+        assert!(all.is_empty());
     }
 
     #[test]

@@ -290,12 +290,28 @@ impl Groups {
         Ok(())
     }
 
-    /// Gives a group other settings as a whole.
-    pub fn replace(&mut self, index: GroupIndex, settings: Settings) {
+    /// Gives a group other settings as a whole, and another owner where one is named.
+    pub fn replace(&mut self, index: GroupIndex, settings: Settings, owner: Option<u32>) {
         if let Some(group) = self.groups.get_mut(index.0 as usize).and_then(Option::as_mut) {
             group.settings = settings;
+            group.owner = owner.unwrap_or(group.owner);
             self.publish();
         }
+    }
+
+    /// Whether all of these groups can be had at a time.
+    ///
+    /// # Errors
+    /// [`GroupError::Full`].
+    pub fn check_room<'a>(&self, paths: impl IntoIterator<Item = &'a GroupPath>) -> Result<(), GroupError> {
+        let mut all: std::collections::BTreeSet<GroupPath> = self.iter().map(|(_, group)| group.path.clone()).collect();
+        for path in paths {
+            all.extend(std::iter::successors(Some(path.clone()), GroupPath::parent));
+            if all.len() > MAX_GROUPS {
+                return Err(GroupError::Full(path.clone()));
+            }
+        }
+        Ok(())
     }
 
     /// Changes the tiers. Exclusions of those that went are forgotten everywhere.
@@ -305,6 +321,20 @@ impl Groups {
     pub fn set_tiers(&mut self, text: &str) -> Result<(), GroupError> {
         let devices: Vec<Priority> = self.areas().into_iter().map(|(_, priority)| priority).collect();
         let applied = self.tiers.apply(text, &devices).map_err(GroupError::Tiers)?;
+        for group in self.groups.iter_mut().flatten() {
+            group.settings.tiers.forget(applied.freed);
+        }
+        self.publish();
+        Ok(())
+    }
+
+    /// Has other tiers instead of these.
+    ///
+    /// # Errors
+    /// [`GroupError::Tiers`].
+    pub fn replace_tiers(&mut self, text: &str) -> Result<(), GroupError> {
+        let devices: Vec<Priority> = self.areas().into_iter().map(|(_, priority)| priority).collect();
+        let applied = self.tiers.replace(text, &devices).map_err(GroupError::Tiers)?;
         for group in self.groups.iter_mut().flatten() {
             group.settings.tiers.forget(applied.freed);
         }

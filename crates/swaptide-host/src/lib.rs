@@ -12,6 +12,7 @@
 //! | [`areas`] | the swap areas of a run, added and taken away |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
 //! | [`groups`] | tiers, groups, their settings and what they have |
+//! | [`config`] | the configuration file |
 //! | [`division`] | a budget over a hierarchy of groups (pure) |
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
@@ -26,6 +27,7 @@
 
 pub mod areas;
 pub mod budget;
+pub mod config;
 pub mod control;
 pub mod device;
 pub mod division;
