@@ -32,6 +32,7 @@
 //! | moving   | compaction, swapoff |
 //! | device   | one device: counters, look-up, discard |
 //! | space    | several devices: priority, rotation, masks |
+//! | tiers    | ranges of priorities by name, masks of them |
 //! | sync     | spin lock, lazily published memory |
 
 #![deny(unsafe_code)]
@@ -50,6 +51,7 @@ mod reclaim;
 mod space;
 mod sync;
 mod table;
+mod tiers;
 
 pub use device::{FreeNotify, Kind, SearchOrder, SwapDevice, Usage};
 pub use entry::{Slot, SlotInfo};
@@ -65,3 +67,4 @@ pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
 pub use sync::{Guard, OwnLine, SpinLock, lock_waits, set_yield};
 pub use table::TableDiscard;
+pub use tiers::{Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView, Tiers};

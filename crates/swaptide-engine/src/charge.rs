@@ -28,6 +28,8 @@ pub struct Charge {
     /// Share of compressed memory in 1/1024 of what is divided.
     pool_share: AtomicU32,
     pool_cap: AtomicU64,
+    /// Bytes that this process's pool may take for its group's sake.
+    pool_max: AtomicU64,
     pool_of_others: AtomicU64,
     pages: AtomicU64,
     pool: AtomicU64,
@@ -43,6 +45,7 @@ impl Charge {
             limit: AtomicU64::new(limit),
             pool_share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
             pool_cap: AtomicU64::new(pool_cap),
+            pool_max: AtomicU64::new(u64::MAX),
             pool_of_others: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             pool: AtomicU64::new(0),
@@ -73,6 +76,7 @@ impl Charge {
         if limit != 0 {
             self.limit.store(limit, Relaxed);
         }
+        self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
     }
 
     /// Publishes managed pages (the program's and full frames), how many of them are free frames, and the pool's bytes.
@@ -143,7 +147,7 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = self.divisible() / 1024 * u64::from(self.pool_share());
+        let share = (self.divisible() / 1024 * u64::from(self.pool_share())).min(self.pool_max.load(Relaxed));
         match self.pool_cap() {
             0 => share,
             cap => share.min(cap.saturating_sub(self.pool_of_others.load(Relaxed))),
@@ -155,7 +159,8 @@ impl Charge {
     pub fn pool_is_full(&self) -> bool {
         let pool = self.pool();
         let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
-        pool > self.pool_limit() && (self.pool_cap() != 0 || resident < self.divisible() / LEAST_RESIDENT)
+        let bounded = self.pool_cap() != 0 || self.pool_max.load(Relaxed) != u64::MAX;
+        pool > self.pool_limit() && (bounded || resident < self.divisible() / LEAST_RESIDENT)
     }
 
     /// Bytes to be divided between managed pages and compressed memory: the limit less what is not under management, but not less than half.
@@ -176,7 +181,8 @@ impl Charge {
 
     /// True when compressed memory is so far above its share that nothing may go to it before something went to the file.
     pub fn pool_overflows(&self) -> bool {
-        self.pool() > self.pool_limit() + self.limit() / 32
+        let margin = (self.limit() / 32).min((self.pool_max.load(Relaxed) / 8).max(256 << 10));
+        self.pool() > self.pool_limit() + margin
     }
 
     /// True while compressed memory may hold one more copy of a page that the program has again: `kept` of the `pages` it holds are such. They save
@@ -219,5 +225,24 @@ mod tests {
         assert!(!bounded.pool_is_full());
         bounded.others_pool(2 << 20);
         assert!(bounded.pool_is_full(), "the bound is for all processes together");
+    }
+
+    #[test]
+    fn a_group_bounds_the_pool_of_a_process() {
+        let fd = swaptide_sys::mem::memfd_create(c"test", swaptide_ipc::Segment::BYTES as u64).expect("memfd");
+        let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), swaptide_ipc::Segment::BYTES).expect("map");
+        let segment = swaptide_ipc::Segment::raw(map).expect("segment");
+        let slot = segment.slot(segment.claim(10, 0).expect("slot"));
+        let charge = Charge::new(64 << 20, 75, 0);
+        charge.publish(4096, 0, 10 << 20);
+        charge.take_limit(slot);
+        assert_eq!(charge.pool_limit(), 48 << 20);
+        slot.pool_max_plus.store((8 << 20) + 1, Relaxed);
+        charge.take_limit(slot);
+        assert_eq!(charge.pool_limit(), 8 << 20);
+        assert!(charge.pool_is_full() && charge.pool_overflows());
+        slot.pool_max_plus.store(0, Relaxed);
+        charge.take_limit(slot);
+        assert!(!charge.pool_is_full());
     }
 }

@@ -14,11 +14,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
-use swaptide_ipc::{AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
+use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
@@ -49,15 +50,33 @@ struct Beyond {
     segment: &'static Segment,
     index: Arc<AtomicU32>,
     open: fn(AreaId) -> Option<OwnedFd>,
+    /// Held over any change of what is held: it must not change while it moves to another group.
+    change: Arc<Lock<()>>,
+}
+
+impl Beyond {
+    fn index(&self) -> SlotIndex {
+        SlotIndex(self.index.load(Relaxed))
+    }
+
+    /// Goes over to the group that the process belongs to now. Under `change`.
+    fn follow_group(&self) {
+        if self.segment.is_moving(self.index()) {
+            self.segment.regroup(self.index());
+        }
+    }
 }
 
 impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
-        self.segment.lease_extent(SlotIndex(self.index.load(Relaxed)), AreaMask::ALL).map(|extent| Extent(extent.0))
+        let _change = self.change.lock();
+        self.follow_group();
+        self.segment.lease_charged(self.index()).map(|extent| Extent(extent.0))
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
-        self.segment.release_extent(SlotIndex(self.index.load(Relaxed)), ExtentId(extent.0));
+        let _change = self.change.lock();
+        self.segment.release_charged(self.index(), self.index(), ExtentId(extent.0));
     }
 }
 
@@ -108,6 +127,12 @@ pub struct FileTier {
 }
 
 impl FileTier {
+    /// Has what is held of the areas charged to the group that the process belongs to now.
+    pub fn follow_group(&self) {
+        let _change = self.areas.change.lock();
+        self.areas.follow_group();
+    }
+
     /// Opens the areas that are files: a program may make itself unable to ask for them.
     fn open_files(&self) {
         let files = self.areas.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
@@ -164,7 +189,7 @@ impl Devices {
         }
         let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
         let slots = SwapDevice::new(FILE, slots, 1, Kind::Solid).with_table_discard(give_back);
-        let areas = Beyond { segment, index, open };
+        let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())) };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier { slots, device, areas, roomy: true.into(), leaving: false.into() };
         file.open_files();

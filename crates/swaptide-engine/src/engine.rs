@@ -202,7 +202,12 @@ impl Engine {
 
     /// The process's place in the segment.
     pub fn slot(&self) -> &'static ProcSlot {
-        self.start.segment.slot(SlotIndex(self.index.load(Relaxed)))
+        self.start.segment.slot(self.slot_index())
+    }
+
+    /// The number of that place.
+    pub fn slot_index(&self) -> SlotIndex {
+        SlotIndex(self.index.load(Relaxed))
     }
 
     /// The program's userfaultfd.
@@ -298,7 +303,7 @@ impl Engine {
 
     /// Bytes that the pools of the tree's other processes take.
     pub fn pool_of_others(&self) -> u64 {
-        let own = SlotIndex(self.index.load(Relaxed));
+        let own = self.slot_index();
         self.start.segment.claimed().filter(|(index, _)| *index != own).map(|(_, slot)| slot.pool_bytes.load(Relaxed)).sum()
     }
 
@@ -338,8 +343,11 @@ impl Engine {
         self.file_rests_until.store(now().0.saturating_add(FILE_RESTS.as_nanos() as u64), Relaxed);
     }
 
-    /// True for a while after the swap file took nothing.
+    /// True for a while after the swap file took nothing, and where the group's pages stay in memory.
     pub fn file_rests(&self) -> bool {
+        if self.slot().no_writeback.load(Relaxed) != 0 {
+            return true;
+        }
         let until = self.file_rests_until.load(Relaxed);
         until != 0 && now().0 < until
     }

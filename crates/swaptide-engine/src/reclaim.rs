@@ -318,6 +318,9 @@ impl Keeper {
         self.ticks = self.ticks.wrapping_add(1);
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
+        if engine.start.segment.is_moving(engine.slot_index()) {
+            engine.devices.file.follow_group();
+        }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
         if std::mem::replace(&mut self.areas, areas) != areas {

@@ -1,19 +1,23 @@
-//! How the tree's budget is shared among its processes. Pure arithmetic: what the processes use goes in, what to do comes out.
+//! How a budget is shared among the processes of groups. Pure arithmetic: what the processes use goes in, what to do comes out.
 //!
 //! Owns the policy and nothing else. The concepts:
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
-//! - the *share* is what the budget leaves for the engaged processes when all others have theirs;
+//! - the *share* of a group is what its maximum leaves for the engaged processes in it when all others have theirs; the root's maximum is
+//!   the budget;
 //! - the *pressure* of a process is how many bytes a second it swaps out or faults back: what it would use if it could.
 //!
 //! Invariants
-//! 1. Nothing is engaged while the tree's use is under [`trigger`].
-//! 2. The limits together exceed the share only where the floors do ([`FLOOR`]), or where limits that were given before are
+//! 1. Nothing of a group is engaged while its use, and that of all above it, is under [`trigger`].
+//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR`]), or where limits that were given before are
 //!    still being lowered and the use is not over the share.
-//! 3. A limit is raised only into room that no other process has: neither as limit nor as use.
+//! 3. A limit is raised only into room that no other process has, in any group above: neither as limit nor as use.
+//! 4. `high` lowers limits by and by and never at once; no more is given than it permits.
 //!
 //! Locks: none.
 
 use std::time::Duration;
+
+use crate::division::{Claim, Node, divide};
 
 /// What an engaged process keeps whatever happens, if it uses as much: with less, faults alone would fill its time.
 pub const FLOOR: u64 = 8 << 20;
@@ -32,6 +36,30 @@ pub const YIELD_TIME: Duration = Duration::from_millis(50);
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
 
+/// What a group may have. The first of a list is the root; a parent stands before its children.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    /// The number of its parent; of the root, its own.
+    pub parent: usize,
+    /// Most memory; of the root, the budget.
+    pub max: u64,
+    /// Memory from which on limits sink.
+    pub high: u64,
+    /// Memory that is kept for it.
+    pub low: u64,
+}
+
+impl Bounds {
+    /// A budget without groups.
+    pub fn budget(bytes: u64) -> Bounds {
+        Bounds { parent: 0, max: bytes, high: u64::MAX, low: 0 }
+    }
+
+    fn most(&self) -> u64 {
+        self.max.min(self.high)
+    }
+}
+
 /// How a process stands to the budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
@@ -46,6 +74,8 @@ pub enum Standing {
 /// One process, as the budget sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Process {
+    /// The number of its group.
+    pub group: usize,
     /// How it stands.
     pub standing: Standing,
     /// Resident anonymous memory in bytes.
@@ -65,26 +95,71 @@ pub struct Decision {
     pub engage: Vec<usize>,
     /// Limits of the engaged processes, those in `engage` among them.
     pub limits: Vec<(usize, u64)>,
+    /// Groups that get less than is kept for them.
+    pub starved: Vec<usize>,
 }
 
 /// The use of the tree at which managing begins: late, for a program within its budget pays nothing; early enough that the
 /// engine is at work before the budget is full.
 pub fn trigger(budget: u64) -> u64 {
+    if budget == u64::MAX {
+        return budget;
+    }
     (budget / 100 * 85).saturating_sub(8 << 20).max(budget / 2)
 }
 
+/// For each group, the sum over the processes in it and below it.
+fn sums(groups: &[Bounds], of: impl Iterator<Item = (usize, u64)>) -> Vec<u64> {
+    let mut sums = vec![0u64; groups.len()];
+    for (group, value) in of {
+        sums[group] = sums[group].saturating_add(value);
+    }
+    for at in (1..groups.len()).rev() {
+        let parent = groups[at].parent;
+        sums[parent] = sums[parent].saturating_add(sums[at]);
+    }
+    sums
+}
+
+/// Whether `group` is `ancestor` or below it.
+fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
+    while group > ancestor {
+        group = groups[group].parent;
+    }
+    group == ancestor
+}
+
 /// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.
-pub fn decide(budget: u64, processes: &[Process], elapsed: Duration) -> Decision {
-    let total: u64 = processes.iter().map(|p| p.used).sum();
-    let engage = if total > trigger(budget) { choose(budget, total, processes) } else { Vec::new() };
-    let managed: Vec<usize> =
-        (0..processes.len()).filter(|at| processes[*at].standing == Standing::Engaged || engage.contains(at)).collect();
-    let others: u64 = total - managed.iter().map(|at| processes[*at].used).sum::<u64>();
-    // A hundredth stays back: what a process takes between two looks of its reclaim.
-    let share = (budget - budget / 100).saturating_sub(others);
+pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
+    let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
+    let mut engage = Vec::new();
+    for (at, (group, total)) in groups.iter().zip(&totals).enumerate() {
+        if *total > trigger(group.most()) {
+            let within: Vec<usize> = (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
+            let chosen = choose(group.most(), *total, processes, &within);
+            engage.extend(chosen.into_iter().filter(|p| !engage.contains(p)).collect::<Vec<_>>());
+        }
+    }
+    let is_managed = |at: &usize| processes[*at].standing == Standing::Engaged || engage.contains(at);
+    let managed: Vec<usize> = (0..processes.len()).filter(is_managed).collect();
+    let others =
+        sums(groups, (0..processes.len()).filter(|at| !is_managed(at)).map(|at| (processes[at].group, processes[at].used)));
+    let shares: Vec<Bounds> = groups.iter().zip(&others).map(|(group, others)| share(group, *others)).collect();
     let group: Vec<Process> = managed.iter().map(|at| processes[*at]).collect();
-    let limits = managed.into_iter().zip(limits(share, &group, elapsed)).collect();
-    Decision { engage, limits }
+    let limits = limits(&shares, &group, elapsed);
+    let given = sums(groups, group.iter().zip(&limits).map(|(p, limit)| (p.group, *limit)));
+    let used = sums(groups, group.iter().map(|p| (p.group, p.used)));
+    let starves = |at: &usize| given[*at] < shares[*at].low.min(used[*at]);
+    Decision { starved: (0..groups.len()).filter(starves).collect(), limits: managed.into_iter().zip(limits).collect(), engage }
+}
+
+/// What of a group's bounds is left for the engaged processes. A hundredth stays back: what a process takes between two looks of its reclaim.
+fn share(group: &Bounds, others: u64) -> Bounds {
+    let left = |bound: u64| match bound {
+        u64::MAX => u64::MAX,
+        bound => (bound - bound / 100).saturating_sub(others),
+    };
+    Bounds { parent: group.parent, max: left(group.max), high: left(group.high), low: group.low.saturating_sub(others) }
 }
 
 /// True for a process that would have grown past the budget by the time it is managed.
@@ -93,15 +168,19 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
     p.standing == Standing::Watching && p.used >= WORTH_IN_NEED && ahead > 0 && total + ahead > budget
 }
 
-/// Those that grow too fast to wait; and the biggest processes, until those that are engaged cover four fifths of the use.
-fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
+/// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too fast to wait; and the biggest, until those that
+/// are engaged cover four fifths of the use.
+fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { WORTH_IN_NEED } else { WORTH };
-    let mut covered: u64 = processes.iter().filter(|p| p.standing == Standing::Engaged).map(|p| p.used).sum();
-    let mut candidates: Vec<usize> =
-        (0..processes.len()).filter(|at| processes[*at].standing == Standing::Watching && processes[*at].used >= worth).collect();
+    let used = |standing: Standing| {
+        let those = within.iter().filter(move |at| processes[**at].standing == standing);
+        those.map(|at| (*at, processes[*at].used))
+    };
+    let mut covered: u64 = used(Standing::Engaged).map(|(_, used)| used).sum();
+    let mut candidates: Vec<usize> = used(Standing::Watching).filter(|(_, used)| *used >= worth).map(|(at, _)| at).collect();
     candidates.sort_by_key(|at| std::cmp::Reverse(processes[*at].used));
     let enough = total / 5 * 4;
-    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| is_urgent(budget, total, &processes[*at])).collect();
+    let mut engage: Vec<usize> = within.iter().copied().filter(|at| is_urgent(budget, total, &processes[*at])).collect();
     covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
     candidates.retain(|at| !engage.contains(at));
     engage.extend(candidates.into_iter().take_while(|at| {
@@ -112,43 +191,44 @@ fn choose(budget: u64, total: u64, processes: &[Process]) -> Vec<usize> {
     engage
 }
 
-/// Limits of the engaged processes, which have `share` bytes together.
+/// Limits of the engaged processes; `shares` are what these may have in each group.
 ///
-/// Everybody's demand is what it uses, its pressure, and an equal part of what is free; the share goes by demand. A process
+/// Everybody's demand is what it uses, its pressure, and an equal part of what is free; memory goes by demand ([`divide`]). A process
 /// without pressure thus keeps what it has until one with pressure needs it, and then yields by and by: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
-pub fn limits(share: u64, group: &[Process], elapsed: Duration) -> Vec<u64> {
-    let least = floor_of(share, group.len());
-    let targets = targets(share, group);
-    let used: u64 = group.iter().map(|p| p.used).sum();
+pub fn limits(shares: &[Bounds], group: &[Process], elapsed: Duration) -> Vec<u64> {
+    let least = floors(shares, group);
+    let targets = targets(shares, group, &least);
+    let used = sums(shares, group.iter().map(|p| (p.group, p.used)));
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
-    if used > share + share / 50 {
-        return group
-            .iter()
-            .zip(targets)
-            .map(|(p, target)| if p.limit == 0 { target } else { target.min(p.limit).max(floor(p, least)) })
-            .collect();
-    }
-    let lowered: Vec<u64> = group
-        .iter()
-        .zip(&targets)
-        .map(|(p, target)| {
+    let over: Vec<bool> =
+        shares.iter().zip(&used).map(|(share, used)| *used > share.max.saturating_add(share.max / 50)).collect();
+    let in_breach = |p: &Process| (0..shares.len()).any(|at| over[at] && is_in(shares, p.group, at));
+    let breaches: Vec<bool> = group.iter().map(in_breach).collect();
+    let lowered: Vec<u64> = (0..group.len())
+        .map(|at| {
+            let (p, target) = (&group[at], targets[at]);
+            if breaches[at] {
+                return if p.limit == 0 { target } else { target.min(p.limit).max(floor(p, least[at])) };
+            }
             let old = if p.limit == 0 { p.used } else { p.limit };
             let step = part(old / 8, elapsed.min(YIELD_TIME).as_micros() as u64, YIELD_TIME.as_micros() as u64);
-            (*target).max(old - step).min(old).max(floor(p, least))
+            target.max(old - step).min(old).max(floor(p, least[at]))
         })
         .collect();
     let base: Vec<u64> = group.iter().zip(&lowered).map(|(p, limit)| p.used.max(*limit)).collect();
-    let room = share.saturating_sub(base.iter().sum());
-    let wishes: Vec<u64> = targets.iter().zip(&base).map(|(target, base)| target.saturating_sub(*base)).collect();
-    let wished: u64 = wishes.iter().sum();
-    let given = room.min(wished);
-    (0..group.len())
-        .map(|at| match part(given, wishes[at], wished) {
-            0 => lowered[at],
-            raise => base[at] + raise,
-        })
-        .collect()
+    let mut raises: Vec<u64> =
+        (0..group.len()).map(|at| if breaches[at] { 0 } else { targets[at].saturating_sub(base[at]) }).collect();
+    let has = sums(shares, group.iter().zip(&base).map(|(p, base)| (p.group, *base)));
+    for at in (0..shares.len()).rev() {
+        let room = shares[at].most().saturating_sub(has[at]);
+        let within: Vec<usize> = (0..group.len()).filter(|p| is_in(shares, group[*p].group, at)).collect();
+        let wished: u64 = within.iter().map(|p| raises[*p]).sum();
+        if wished > room {
+            within.into_iter().for_each(|p| raises[p] = part(room, raises[p], wished));
+        }
+    }
+    (0..group.len()).map(|at| if raises[at] == 0 { lowered[at] } else { base[at] + raises[at] }).collect()
 }
 
 /// What each of `count` processes keeps that have `share` bytes together: half of the share is divided by demand.
@@ -156,23 +236,34 @@ fn floor_of(share: u64, count: usize) -> u64 {
     (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
 }
 
+/// The same for each process, where groups within groups have shares.
+fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
+    let counts = sums(shares, group.iter().map(|p| (p.group, 1)));
+    let floors: Vec<u64> = shares.iter().zip(counts).map(|(share, count)| floor_of(share.most(), count as usize)).collect();
+    let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| floors[at]).min();
+    group.iter().map(|p| least(p).unwrap_or(FLOOR)).collect()
+}
+
 fn floor(p: &Process, least: u64) -> u64 {
     p.used.min(least)
 }
 
-fn targets(share: u64, group: &[Process]) -> Vec<u64> {
-    let least = floor_of(share, group.len());
-    let floor = |p: &Process| floor(p, least);
-    let floors: u64 = group.iter().map(floor).sum();
-    if share <= floors || group.is_empty() {
-        return group.iter().map(floor).collect();
-    }
+fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
+    let Some(root) = shares.first().map(Bounds::most) else { return Vec::new() };
     let used: u64 = group.iter().map(|p| p.used).sum();
-    let slack = share.saturating_sub(used) / group.len() as u64;
-    // Pressure counts for at most the whole share, so that one who reads without end does not starve all others.
-    let demand: Vec<u64> = group.iter().map(|p| p.used - floor(p) + p.pressure.min(share) + slack).collect();
-    let demanded: u64 = demand.iter().sum();
-    group.iter().zip(demand).map(|(p, demand)| floor(p) + part(share - floors, demand, demanded)).collect()
+    let slack = root.saturating_sub(used) / group.len().max(1) as u64;
+    let claim = |(p, least): (&Process, &u64)| Claim {
+        node: p.group,
+        floor: floor(p, *least),
+        used: p.used,
+        // Pressure counts for at most the whole share, so that one who reads without end does not starve all others.
+        demand: p.used - floor(p, *least) + p.pressure.min(root) + slack,
+    };
+    let claims: Vec<Claim> = group.iter().zip(least).map(claim).collect();
+    let nodes: Vec<Node> = shares.iter().map(|share| Node { parent: share.parent, cap: share.most(), low: share.low }).collect();
+    let given = divide(root, &nodes, &claims);
+    // Where not even the floors fit, they are kept all the same.
+    given.into_iter().zip(&claims).map(|(given, claim)| given.max(claim.floor)).collect()
 }
 
 /// `whole * piece / pieces` without overflow; 0 when there are no pieces.
@@ -180,16 +271,21 @@ fn part(whole: u64, piece: u64, pieces: u64) -> u64 {
     if pieces == 0 { 0 } else { (whole as u128 * piece as u128 / pieces as u128) as u64 }
 }
 
-/// When to look again: before the tree can have grown through half of what is free. Where the engaged processes hold their own
+/// When to look again: before a group can have grown through half of what is free. Where the engaged processes hold their own
 /// limits and all others are small and stay so, a slower pulse is enough.
-pub fn interval(budget: u64, processes: &[Process]) -> Duration {
-    let total: u64 = processes.iter().map(|p| p.used).sum();
-    let others: u64 = processes.iter().filter(|p| p.standing != Standing::Engaged).map(|p| p.used).sum();
+pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
+    let of = |p: &Process| (p.group, p.used);
+    let totals = sums(groups, processes.iter().map(of));
+    let others = sums(groups, processes.iter().filter(|p| p.standing != Standing::Engaged).map(of));
     let grows = processes.iter().any(|p| p.standing == Standing::Watching && p.growth > 0);
-    let calm = total > others && others < budget / 16 && !grows;
-    let shortest = if calm { 5_000 } else { 1_000 };
-    let micros = budget.saturating_sub(total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
-    Duration::from_micros((micros as u64).clamp(shortest, 50_000))
+    let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
+        let calm = total > others && *others < group.max / 16 && !grows;
+        let shortest = if calm { 5_000 } else { 1_000 };
+        let micros = group.max.saturating_sub(*total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
+        Duration::from_micros((micros.min(50_000) as u64).max(shortest))
+    };
+    let populated = groups.iter().zip(&totals).zip(&others).filter(|((_, total), _)| **total > 0);
+    populated.map(wait).min().unwrap_or(Duration::from_millis(50))
 }
 
 /// Follows a rate: up at once, down over a second.
@@ -210,20 +306,25 @@ mod tests {
     const TICK: Duration = Duration::from_millis(5);
 
     fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Process {
-        Process { standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB, growth: 0 }
+        Process { group: 0, standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB, growth: 0 }
+    }
+
+    /// A share of engaged processes without groups.
+    fn whole(share: u64) -> [Bounds; 1] {
+        [Bounds::budget(share)]
     }
 
     #[test]
     fn a_tree_within_its_budget_is_left_alone() {
         let tree = [process(Standing::Watching, 200, 0, 0), process(Standing::Beyond, 150, 0, 0)];
-        assert_eq!(decide(512 * MIB, &tree, TICK), Decision::default());
+        assert_eq!(decide(&whole(512 * MIB), &tree, TICK), Decision::default());
     }
 
     #[test]
     fn the_biggest_is_engaged_and_gets_what_the_others_leave() {
         let tree =
             [process(Standing::Watching, 2, 0, 0), process(Standing::Watching, 440, 0, 0), process(Standing::Beyond, 10, 0, 0)];
-        let decision = decide(512 * MIB, &tree, TICK);
+        let decision = decide(&whole(512 * MIB), &tree, TICK);
         assert_eq!(decision.engage, [1]);
         let share = 512 * MIB - 512 * MIB / 100 - 12 * MIB;
         assert_eq!(decision.limits.len(), 1);
@@ -239,26 +340,26 @@ mod tests {
             process(Standing::Watching, 120, 0, 0),
             process(Standing::Watching, 20, 0, 0),
         ];
-        assert_eq!(decide(400 * MIB, &tree, TICK).engage, [1, 2, 0]);
+        assert_eq!(decide(&whole(400 * MIB), &tree, TICK).engage, [1, 2, 0]);
     }
 
     #[test]
     fn a_small_process_that_grows_past_the_budget_is_engaged_before_it_has() {
         let mut tree = [process(Standing::Engaged, 100, 0, 120), process(Standing::Watching, 2, 0, 0)];
-        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "it does not grow");
+        assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "it does not grow");
         tree[1].growth = 500 * MIB;
-        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "there is room for it");
+        assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "there is room for it");
         tree[0].used = 120 * MIB;
-        assert_eq!(decide(128 * MIB, &tree, TICK).engage, [1]);
-        assert_eq!(interval(128 * MIB, &tree), Duration::from_millis(1));
+        assert_eq!(decide(&whole(128 * MIB), &tree, TICK).engage, [1]);
+        assert_eq!(interval(&whole(128 * MIB), &tree), Duration::from_millis(1));
     }
 
     #[test]
     fn small_processes_are_engaged_only_in_need() {
         let mut tree = vec![process(Standing::Watching, 2, 0, 0); 60];
-        assert!(decide(128 * MIB, &tree, TICK).engage.is_empty(), "120M of 128M in pieces of 2M");
+        assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "120M of 128M in pieces of 2M");
         tree.extend([process(Standing::Watching, 2, 0, 0); 10]);
-        assert!(decide(128 * MIB, &tree, TICK).engage.len() >= 50, "over the budget");
+        assert!(decide(&whole(128 * MIB), &tree, TICK).engage.len() >= 50, "over the budget");
     }
 
     #[test]
@@ -267,7 +368,7 @@ mod tests {
         let share = 500 * MIB;
         for tick in 0..2000 {
             group[1].pressure = 800 * MIB;
-            let given = limits(share, &group, TICK);
+            let given = limits(&whole(share), &group, TICK);
             for (p, limit) in group.iter_mut().zip(given) {
                 p.limit = limit;
                 // Who may use more, and has pressure, does; who is over its limit shrinks at once.
@@ -283,26 +384,95 @@ mod tests {
     #[test]
     fn a_share_that_shrinks_lowers_limits_at_once_when_the_use_is_over_it() {
         let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 100, 0, 100)];
-        let given = limits(200 * MIB, &group, TICK);
+        let given = limits(&whole(200 * MIB), &group, TICK);
         assert!(given.iter().sum::<u64>() <= 200 * MIB);
         assert!(given[0] > 2 * given[1]);
+    }
+
+    /// The root, two groups in it, and one in the first of them.
+    fn hierarchy(budget: u64, bounds: [(u64, u64, u64); 3]) -> Vec<Bounds> {
+        let group = |parent, (max, high, low): (u64, u64, u64)| {
+            let size = |mib: u64| if mib == 0 { u64::MAX } else { mib * MIB };
+            Bounds { parent, max: size(max), high: size(high), low: low * MIB }
+        };
+        vec![Bounds::budget(budget * MIB), group(0, bounds[0]), group(0, bounds[1]), group(1, bounds[2])]
+    }
+
+    fn member(group: usize, p: Process) -> Process {
+        Process { group, ..p }
+    }
+
+    #[test]
+    fn a_group_at_its_maximum_is_engaged_while_the_budget_is_free() {
+        let groups = hierarchy(1000, [(100, 0, 0), (0, 0, 0), (0, 0, 0)]);
+        let tree = [
+            member(3, process(Standing::Watching, 90, 0, 0)),
+            member(2, process(Standing::Watching, 300, 0, 0)),
+            member(1, process(Standing::Beyond, 5, 0, 0)),
+        ];
+        let decision = decide(&groups, &tree, TICK);
+        assert_eq!(decision.engage, [0]);
+        assert!(decision.limits[0].1.abs_diff(94 * MIB) <= 16, "{}", decision.limits[0].1);
+        assert!(decide(&groups, &tree[1..], TICK).engage.is_empty());
+    }
+
+    #[test]
+    fn past_a_maximum_limits_sink_at_once_and_past_high_by_and_by() {
+        let engaged = |group, used| member(group, process(Standing::Engaged, used, 0, used));
+        let tree = [engaged(1, 200), engaged(2, 300)];
+        let at_once = decide(&hierarchy(1000, [(100, 0, 0), (0, 0, 0), (0, 0, 0)]), &tree, TICK).limits;
+        assert_eq!((at_once[0].1 / MIB, at_once[1].1 / MIB > 290), (99, true));
+        let groups = hierarchy(1000, [(0, 100, 0), (0, 0, 0), (0, 0, 0)]);
+        let first = decide(&groups, &tree, TICK).limits[0].1;
+        assert!(first < 200 * MIB && first > 190 * MIB, "{}", first / MIB);
+        let mut tree = tree;
+        for _ in 0..200 {
+            let limits = decide(&groups, &tree, TICK).limits;
+            for (at, limit) in limits {
+                tree[at].limit = limit;
+                tree[at].used = tree[at].used.min(limit);
+            }
+        }
+        assert!(tree[0].limit <= 100 * MIB && tree[0].limit > 95 * MIB, "{}", tree[0].limit / MIB);
+    }
+
+    #[test]
+    fn what_is_kept_for_a_group_stays_with_it_and_its_lack_is_told() {
+        let groups = hierarchy(400, [(0, 0, 200), (0, 0, 0), (0, 0, 0)]);
+        let mut tree = [member(3, process(Standing::Engaged, 200, 0, 200)), member(2, process(Standing::Engaged, 195, 0, 195))];
+        for _ in 0..400 {
+            tree[1].pressure = 2000 * MIB;
+            let decision = decide(&groups, &tree, TICK);
+            assert!(decision.starved.is_empty());
+            for (at, limit) in decision.limits {
+                tree[at].limit = limit;
+                tree[at].used = if at == 1 { limit } else { tree[at].used.min(limit) };
+            }
+        }
+        assert!(tree[0].limit >= 199 * MIB, "{}", tree[0].limit / MIB);
+        let groups = hierarchy(100, [(0, 0, 200), (0, 0, 0), (0, 0, 0)]);
+        assert_eq!(decide(&groups, &tree, TICK).starved, [1]);
     }
 
     #[test]
     fn when_nothing_is_left_everybody_keeps_its_floor() {
         let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
-        assert_eq!(limits(0, &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
-        assert_eq!(limits(16 * MIB, &group, TICK).iter().min(), Some(&(3 * MIB)), "who uses less than its floor keeps that");
+        assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
+        assert_eq!(
+            limits(&whole(16 * MIB), &group, TICK).iter().min(),
+            Some(&(3 * MIB)),
+            "who uses less than its floor keeps that"
+        );
     }
 
     #[test]
     fn the_next_look_comes_sooner_the_fuller_the_budget() {
-        let free = interval(512 * MIB, &[process(Standing::Watching, 10, 0, 0)]);
-        let tight = interval(512 * MIB, &[process(Standing::Watching, 430, 0, 0)]);
-        let full = interval(512 * MIB, &[process(Standing::Watching, 520, 0, 0)]);
+        let free = interval(&whole(512 * MIB), &[process(Standing::Watching, 10, 0, 0)]);
+        let tight = interval(&whole(512 * MIB), &[process(Standing::Watching, 430, 0, 0)]);
+        let full = interval(&whole(512 * MIB), &[process(Standing::Watching, 520, 0, 0)]);
         assert!(free > tight && tight > full);
         assert_eq!(full, Duration::from_millis(1));
-        assert_eq!(interval(512 * MIB, &[process(Standing::Engaged, 510, 0, 0)]), Duration::from_millis(5));
+        assert_eq!(interval(&whole(512 * MIB), &[process(Standing::Engaged, 510, 0, 0)]), Duration::from_millis(5));
     }
 
     #[test]
@@ -313,15 +483,61 @@ mod tests {
     }
 
     fn any_group() -> impl Strategy<Value = Vec<Process>> {
-        let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB])
-            .prop_map(|(used, pressure, limit)| Process { standing: Standing::Engaged, used, pressure, limit, growth: 0 });
+        let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB]).prop_map(
+            |(used, pressure, limit)| Process { group: 0, standing: Standing::Engaged, used, pressure, limit, growth: 0 },
+        );
         proptest::collection::vec(one, 1..12)
+    }
+
+    fn any_hierarchy() -> impl Strategy<Value = (Vec<Bounds>, Vec<Process>)> {
+        let bound = || prop_oneof![2 => Just(u64::MAX), 2 => 40 * MIB..4096 * MIB];
+        let group = (any::<prop::sample::Index>(), bound(), bound(), prop_oneof![2 => Just(0), 1 => 0..1024 * MIB]);
+        let groups = (16 * MIB..8192 * MIB, proptest::collection::vec(group, 0..6)).prop_map(|(budget, list)| {
+            let mut groups = vec![Bounds::budget(budget)];
+            for (parent, max, high, low) in list {
+                let parent = parent.index(groups.len());
+                groups.push(Bounds { parent, max, high, low });
+            }
+            groups
+        });
+        (groups, proptest::collection::vec(any::<prop::sample::Index>(), 12), any_group()).prop_map(|(groups, at, mut tree)| {
+            tree.iter_mut().zip(at).for_each(|(p, at)| p.group = at.index(groups.len()));
+            (groups, tree)
+        })
     }
 
     proptest! {
         #[test]
+        fn in_every_group_looks_settle_under_its_maximum_and_high((groups, tree) in any_hierarchy()) {
+            let mut tree = tree;
+            for _ in 0..160 {
+                for (at, limit) in decide(&groups, &tree, YIELD_TIME).limits {
+                    tree[at].limit = limit;
+                    tree[at].used = tree[at].used.min(limit);
+                }
+            }
+            for (at, group) in groups.iter().enumerate() {
+                let within: Vec<&Process> = tree.iter().filter(|p| is_in(&groups, p.group, at)).collect();
+                let sum: u64 = within.iter().map(|p| p.limit).sum();
+                let floors = within.len() as u64 * CROWDED_FLOOR;
+                prop_assert!(sum <= group.most().max(floors).saturating_add(1), "group {at}: {sum} of {}", group.most());
+            }
+        }
+
+        #[test]
+        fn no_limit_rises_into_what_others_have((groups, tree) in any_hierarchy()) {
+            let limits = decide(&groups, &tree, TICK).limits;
+            for (at, group) in groups.iter().enumerate() {
+                let within = limits.iter().filter(|(p, _)| is_in(&groups, tree[*p].group, at));
+                let rises = within.clone().any(|(p, limit)| tree[*p].limit != 0 && *limit > tree[*p].limit.max(tree[*p].used));
+                let sum: u64 = within.map(|(p, limit)| (*limit).max(tree[*p].used)).sum();
+                prop_assert!(!rises || sum <= group.most(), "group {at}");
+            }
+        }
+
+        #[test]
         fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(share in 0u64..8192 * MIB, group in any_group()) {
-            let given = limits(share, &group, YIELD_TIME);
+            let given = limits(&whole(share), &group, YIELD_TIME);
             let sum: u64 = given.iter().sum();
             let least = floor_of(share, group.len());
             let floors: u64 = group.iter().map(|p| floor(p, least)).sum();
@@ -341,7 +557,7 @@ mod tests {
         fn repeated_looks_settle_under_the_share(share in 200 * MIB..8192 * MIB, group in any_group()) {
             let mut group = group;
             for _ in 0..120 {
-                let given = limits(share, &group, YIELD_TIME);
+                let given = limits(&whole(share), &group, YIELD_TIME);
                 for (p, limit) in group.iter_mut().zip(given) {
                     p.limit = limit;
                     p.used = p.used.min(limit);
@@ -354,13 +570,13 @@ mod tests {
         #[test]
         fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
             let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-                standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0, growth: 0,
+                group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0, growth: 0,
             }).collect();
-            let decision = decide(budget, &tree, TICK);
+            let decision = decide(&whole(budget), &tree, TICK);
             let total: u64 = tree.iter().map(|p| p.used).sum();
             prop_assert!(decision.engage.is_empty() || total > trigger(budget));
             prop_assert!(decision.engage.iter().all(|at| tree[*at].standing == Standing::Watching));
-            let _ = interval(budget, &tree);
+            let _ = interval(&whole(budget), &tree);
         }
     }
 }

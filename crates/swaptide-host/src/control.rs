@@ -18,10 +18,12 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::socket_peercred;
 use serde::{Deserialize, Serialize};
+use swaptide_core::Tiers;
 
 use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
-use crate::keeper;
+use crate::groups::{GroupError, GroupPath, GroupView};
+use crate::keeper::{self, Keeper, Squeezed};
 use crate::report::View;
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
@@ -43,6 +45,25 @@ pub enum Question {
     Swapon(String),
     /// Take one away, by its name or number. Answered with [`Answer::Left`] any number of times, then with [`Answer::Done`].
     Swapoff(String),
+    /// The tiers; with a text, change them first.
+    Tiers(Option<String>),
+    /// A group and those below it; with settings, make it if there is none, and change it first.
+    Group {
+        /// Its path.
+        path: String,
+        /// Keys and values, all or none. The key `processes` moves a process there.
+        #[serde(default)]
+        set: Vec<(String, String)>,
+    },
+    /// Remove a group that nobody is in.
+    Remove(String),
+    /// Take so many bytes of memory from a group.
+    Reclaim {
+        /// Its path.
+        path: String,
+        /// How many.
+        bytes: u64,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -53,7 +74,47 @@ enum Answer {
     /// Bytes that are still on what is taken away.
     Left(u64),
     Done,
+    Tiers(TiersView),
+    Groups(Vec<GroupView>),
+    Reclaimed {
+        bytes: u64,
+        enough: bool,
+    },
     Error(String),
+}
+
+/// The tiers at a moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TiersView {
+    /// As a table for people.
+    pub table: String,
+    /// Each, highest first.
+    pub tiers: Vec<TierRow>,
+}
+
+/// One tier.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierRow {
+    /// Its name.
+    pub name: String,
+    /// Its place in masks.
+    pub index: u32,
+    /// Its lowest priority.
+    pub start: i32,
+    /// Its highest priority.
+    pub end: i32,
+}
+
+impl TiersView {
+    fn of(tiers: &Tiers) -> TiersView {
+        let row = |tier: swaptide_core::TierView<'_>| TierRow {
+            name: tier.name.to_owned(),
+            index: tier.index.get(),
+            start: tier.start.get(),
+            end: tier.end.get(),
+        };
+        TiersView { table: tiers.to_string(), tiers: tiers.iter().map(row).collect() }
+    }
 }
 
 /// Why nothing could be learned.
@@ -140,6 +201,8 @@ impl Drop for Door {
 pub struct Run {
     /// The process that the user started.
     pub pid: u32,
+    /// Whose descendants its processes are.
+    pub root: u32,
     /// The program's name.
     pub program: String,
     /// When it began.
@@ -194,16 +257,25 @@ fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<
     BufReader::new((&client).take(LONGEST)).read_line(&mut line)?;
     let answer = match serde_json::from_str(&line) {
         Ok(Question::Stats) => {
-            let (answer, view) = mpsc::channel();
-            let _ = keeper.send(keeper::Request::View(answer));
-            match view.recv_timeout(PATIENCE) {
-                Ok(view) => {
+            let root = run.root;
+            match keeper::ask(keeper, move |keeper| keeper.view(root)) {
+                Some(view) => {
                     let (program, wall_s) = (run.program.clone(), run.started.elapsed().as_secs_f64());
                     Answer::Stats(Box::new(View { pid: run.pid, program, wall_s, ..view }))
                 }
-                Err(_) => Answer::Error("it is ending".into()),
+                None => ending(),
             }
         }
+        Ok(Question::Tiers(text)) => keeper::ask(keeper, move |keeper| tiers(keeper, text.as_deref())).unwrap_or_else(ending),
+        Ok(Question::Group { path, set }) => {
+            keeper::ask(keeper, move |keeper| group(keeper, &path, &set, uid.as_raw())).unwrap_or_else(ending)
+        }
+        Ok(Question::Remove(path)) => keeper::ask(keeper, move |keeper| {
+            let removed = GroupPath::parse(&path).map_err(GroupError::Path).and_then(|path| keeper.groups().remove(&path));
+            removed.map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done)
+        })
+        .unwrap_or_else(ending),
+        Ok(Question::Reclaim { path, bytes }) => reclaim(keeper, path, bytes),
         Ok(Question::Devices) => Answer::Devices(areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
         Ok(Question::Swapon(text)) => done(swapon(areas, &text, run.budget)),
         Ok(Question::Swapoff(name)) => {
@@ -218,6 +290,70 @@ fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<
         Err(error) => Answer::Error(format!("not a question: {error}")),
     };
     tell(&client, &answer)
+}
+
+fn ending() -> Answer {
+    Answer::Error("it is ending".into())
+}
+
+fn tiers(keeper: &mut Keeper, text: Option<&str>) -> Answer {
+    match text.map_or(Ok(()), |text| keeper.groups().set_tiers(text)) {
+        Ok(()) => Answer::Tiers(TiersView::of(keeper.groups().tiers())),
+        Err(error) => Answer::Error(error.to_string()),
+    }
+}
+
+fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32) -> Answer {
+    match set_group(keeper, path, set, uid).and_then(|path| keeper.group_views(&path).map_err(|error| error.to_string())) {
+        Ok(views) => Answer::Groups(views),
+        Err(error) => Answer::Error(error),
+    }
+}
+
+/// Carries out settings, all or none; a group that was made for one that is refused goes again.
+fn set_group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32) -> Result<GroupPath, String> {
+    let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
+    if set.is_empty() {
+        return Ok(path);
+    }
+    let (moves, settings): (Vec<_>, Vec<_>) = set.iter().partition(|(key, _)| key == "processes");
+    let number = |text: &str| text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is no process number"));
+    let pids = moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
+    if let Some(stranger) = pids.iter().find(|pid| !keeper.keeps(**pid)) {
+        return Err(format!("{path}: processes: {stranger} is no process of this run; swaptide ctl stats shows them"));
+    }
+    let before: Vec<GroupPath> = keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
+    let index = keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?;
+    let pairs = settings.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    if let Err(error) = keeper.groups().set(index, pairs) {
+        let mut made: Vec<GroupPath> = keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
+        made.retain(|path| !before.contains(path));
+        // The deepest first; nobody is in them yet.
+        made.sort_by_key(|path| std::cmp::Reverse(path.depth()));
+        made.iter().for_each(|path| drop(keeper.groups().remove(path)));
+        return Err(error.to_string());
+    }
+    pids.into_iter().for_each(|pid| keeper.move_process(pid, index));
+    Ok(path)
+}
+
+/// Waits until it is done: the keeper tells when nothing more goes out.
+fn reclaim(keeper: &mpsc::Sender<keeper::Request>, path: String, bytes: u64) -> Answer {
+    let (done, result) = mpsc::channel();
+    let begun = keeper::ask(keeper, move |keeper| {
+        let path = GroupPath::parse(&path).map_err(GroupError::Path)?;
+        let index = keeper.groups().find(&path)?;
+        keeper.squeeze(index, bytes, done);
+        Ok::<(), GroupError>(())
+    });
+    match begun {
+        None => ending(),
+        Some(Err(error)) => Answer::Error(error.to_string()),
+        Some(Ok(())) => match result.recv() {
+            Ok(Squeezed { bytes, enough }) => Answer::Reclaimed { bytes, enough },
+            Err(_) => ending(),
+        },
+    }
 }
 
 fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
@@ -319,12 +455,59 @@ pub fn remove_device(pid: Option<u32>, name: &str, progress: impl FnMut(u64)) ->
     ask(find(pid)?, &Question::Swapoff(name.to_owned()), progress).map(drop)
 }
 
+/// The tiers of a run; with a text, after they were changed by it.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, ControlError> {
+    let run = find(pid)?;
+    match ask(run, &Question::Tiers(text.map(str::to_owned)), |_| ())? {
+        Answer::Tiers(view) => Ok(view),
+        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    }
+}
+
+/// A group of a run and those below it; with settings, after these were made.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn run_group(pid: Option<u32>, path: &str, set: &[(String, String)]) -> Result<Vec<GroupView>, ControlError> {
+    let run = find(pid)?;
+    match ask(run, &Question::Group { path: path.to_owned(), set: set.to_vec() }, |_| ())? {
+        Answer::Groups(views) => Ok(views),
+        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    }
+}
+
+/// Removes a group of a run.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn remove_group(pid: Option<u32>, path: &str) -> Result<(), ControlError> {
+    ask(find(pid)?, &Question::Remove(path.to_owned()), |_| ()).map(drop)
+}
+
+/// Takes memory from a group of a run; answers with how much went out, and whether that is what was asked for.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn reclaim_group(pid: Option<u32>, path: &str, bytes: u64) -> Result<(u64, bool), ControlError> {
+    let run = find(pid)?;
+    match ask(run, &Question::Reclaim { path: path.to_owned(), bytes }, |_| ())? {
+        Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
+        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    }
+}
+
 /// Asks a run; answers that something is still left go to `progress`.
 fn ask(run: u32, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
     let failed = |error: io::Error| ControlError::Run(run, error.to_string());
     let stream = UnixStream::connect(path_of(run)).map_err(failed)?;
     // What is taken away may not get any less for a while.
-    let patience = if matches!(question, Question::Swapoff(_)) { 15 * PATIENCE } else { 2 * PATIENCE };
+    let patience = match question {
+        Question::Swapoff(_) | Question::Reclaim { .. } => 15 * PATIENCE,
+        _ => 2 * PATIENCE,
+    };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;
     let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;
     question.push(b'\n');

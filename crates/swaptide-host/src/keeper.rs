@@ -1,78 +1,139 @@
-//! The thread that keeps a tree within its budget.
+//! The thread that keeps processes within their budgets: those of one run, or of all runs of a host.
 //!
-//! Owns the members ([`Tree`]), the supervisor's side of every process slot, the totals of processes that are gone, and the swap
-//! file's holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries out the decision through the
-//! segment: `limit_bytes`, `wanted`, and the bell.
+//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them ([`Places`]), the supervisor's side of every process slot, the totals of
+//! processes that are gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries out
+//! the decision through the segment: `limit_bytes`, `wanted`, the bell, and what follows from a process's group.
 //!
 //! Invariants
-//! 1. A slot is released after its process is gone; its counters go into the totals first.
-//! 2. The file's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
+//! 1. A slot is released after its process is gone; its counters go into the totals of its run first.
+//! 2. An area's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
+//! 3. Groups and tiers change between two ticks only.
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
-use std::collections::HashMap;
+mod places;
+mod squeeze;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use swaptide_ipc::{Counter, EXTENT_BYTES, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
 
 use crate::areas::Areas;
-use crate::budget::{self, Process, Standing};
+use crate::budget::{self, Bounds, Process, Standing};
+use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::report::{ProcessView, Totals, View};
 use crate::tree::Tree;
+
+use places::Places;
+pub use squeeze::Squeezed;
+use squeeze::Squeezes;
+
+/// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the keeper is asked.
 pub enum Request {
     /// A process joined: look at it now.
     Joined(u32),
-    /// Look once more and tell the totals so far.
-    Totals(Sender<Totals>),
-    /// Look once more and tell how everything is.
-    View(Sender<View>),
+    /// Do this between two ticks.
+    Do(Box<dyn FnOnce(&mut Keeper) + Send>),
     /// End.
     Stop,
+}
+
+/// Asks the keeper something and waits; `None` when it has ended.
+pub fn ask<T: Send + 'static>(keeper: &Sender<Request>, f: impl FnOnce(&mut Keeper) -> T + Send + 'static) -> Option<T> {
+    let (answer, result) = channel();
+    let task = move |keeper: &mut Keeper| {
+        // Who asked may have stopped waiting.
+        let _ = answer.send(f(keeper));
+    };
+    keeper.send(Request::Do(Box::new(task))).ok()?;
+    result.recv_timeout(PATIENCE).ok()
 }
 
 /// What the keeper knows of a slot between two ticks.
 struct Watch {
     pid: u32,
+    run: u32,
     moved_pages: u64,
     pressure: u64,
     used: u64,
+}
+
+/// A run: the processes under one supervisor.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// Whose descendants its processes are.
+    pub root: u32,
+    /// The group that they are in, unless they were moved; where there is none, that of their cgroup.
+    pub group: Option<GroupIndex>,
+    /// The most that they may have together, where that is not its group's matter.
+    pub max: Option<u64>,
+    /// They are killed when there is no swap space left and they have more than they may.
+    pub strict: bool,
+}
+
+/// A run, and what it did so far.
+struct Kept {
+    run: Run,
+    /// What its dead have counted, and the most that there was at a time.
+    totals: Totals,
+    swap_full: u64,
+}
+
+/// A member at a tick.
+struct Member {
+    pid: u32,
+    slot: Option<SlotIndex>,
+    run: u32,
+    group: GroupIndex,
 }
 
 /// The keeper.
 pub struct Keeper {
     segment: &'static Segment,
     areas: Arc<Areas>,
+    areas_epoch: u32,
     budget: u64,
-    strict: bool,
     tree: Tree,
+    groups: Groups,
+    places: Places,
+    squeezes: Squeezes,
+    runs: BTreeMap<u32, Kept>,
     watches: HashMap<SlotIndex, Watch>,
-    refused: std::collections::HashSet<u32>,
-    gone: Totals,
+    refused: HashSet<u32>,
     last_tick: Instant,
-    swap_full: u64,
 }
 
 impl Keeper {
-    /// A keeper of the tree under process `root`.
-    pub fn new(root: u32, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
+    /// A keeper of nobody yet.
+    pub fn new(segment: &'static Segment, areas: Arc<Areas>, groups: Groups, budget: u64) -> Keeper {
         Keeper {
             segment,
             areas,
+            areas_epoch: 0,
             budget,
-            strict,
-            tree: Tree::new(root),
+            tree: Tree::default(),
+            groups,
+            places: Places::default(),
+            squeezes: Squeezes::default(),
+            runs: BTreeMap::new(),
             watches: HashMap::new(),
-            refused: Default::default(),
-            gone: Totals::default(),
+            refused: HashSet::new(),
             last_tick: Instant::now(),
-            swap_full: 0,
         }
+    }
+
+    /// Keeps a run, too.
+    pub fn add_run(&mut self, run: Run) {
+        self.tree.add_root(run.root);
+        self.runs.insert(run.root, Kept { run, totals: Totals::default(), swap_full: 0 });
     }
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
@@ -83,16 +144,9 @@ impl Keeper {
         loop {
             match requests.recv_timeout(interval) {
                 Ok(Request::Joined(pid)) => drop(self.tree.admit(pid)),
-                Ok(Request::Totals(answer)) => {
+                Ok(Request::Do(task)) => {
                     self.tick();
-                    // Who asked may have stopped waiting.
-                    let _ = answer.send(self.totals());
-                    continue;
-                }
-                Ok(Request::View(answer)) => {
-                    self.tick();
-                    let _ = answer.send(self.view());
-                    continue;
+                    task(&mut self);
                 }
                 Ok(Request::Stop) | Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => {}
@@ -105,42 +159,101 @@ impl Keeper {
     fn tick(&mut self) -> Duration {
         let elapsed = self.last_tick.elapsed();
         self.last_tick = Instant::now();
+        if std::mem::replace(&mut self.areas_epoch, self.segment.areas_epoch()) != self.areas_epoch {
+            self.groups.publish();
+        }
         let slots: HashMap<u32, SlotIndex> =
             self.segment.claimed().map(|(index, slot)| (slot.pid.load(Relaxed), index)).collect();
         self.tree.look();
         for pid in slots.keys() {
             self.tree.admit(*pid);
         }
-        self.tree.sample();
+        self.places.forget(&self.tree.sample());
         for pid in self.tree.leaderless() {
             // If nobody else is left but who hears this, it ends the process.
             if let Some(slot) = slots.get(&pid) {
                 self.segment.slot(*slot).tell_leaderless();
             }
         }
-        let members: Vec<(u32, Option<SlotIndex>)> = self.tree.pids().map(|pid| (pid, slots.get(&pid).copied())).collect();
-        let processes: Vec<Process> = members.iter().map(|(pid, slot)| self.judge(*pid, *slot, elapsed)).collect();
+        let pids: Vec<u32> = self.tree.pids().collect();
+        let members: Vec<Member> = pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
+        let (bounds, nodes) = self.bounds();
+        let processes: Vec<Process> = members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
         for (pid, slot) in &slots {
             if !self.tree.contains(*pid) {
                 self.release(*slot);
             }
         }
+        if self.segment.audit_is_due() {
+            self.audit();
+        }
         self.measure(&processes, &members);
-        let decision = budget::decide(self.budget, &processes, elapsed);
-        for (at, limit) in decision.limits {
-            if let Some(slot) = members[at].1.map(|index| self.segment.slot(index)) {
-                command(slot, limit, decision.engage.contains(&at));
+        let decision = budget::decide(&bounds, &processes, elapsed);
+        for (at, limit) in &decision.limits {
+            if let Some(slot) = members[*at].slot.map(|index| self.segment.slot(index)) {
+                command(slot, *limit, decision.engage.contains(at));
             }
         }
-        if self.strict {
-            self.enforce(&processes);
+        self.bound_pools(&members, &decision.limits);
+        self.account(&members, &processes, |group| {
+            nodes.get(&Node::Group(group)).is_some_and(|at| decision.starved.contains(at))
+        });
+        for root in self.runs.keys().copied().collect::<Vec<_>>() {
+            self.enforce(root, &members, &processes);
         }
-        budget::interval(self.budget, &processes)
+        budget::interval(&bounds, &processes).min(self.squeezes.step(&self.groups))
     }
 
-    fn judge(&mut self, pid: u32, slot: Option<SlotIndex>, elapsed: Duration) -> Process {
+    /// What is known of a process; who has none gets its group.
+    fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> Member {
+        let run = self.tree.root_of(pid);
+        let group = self.places.look(pid, self.runs.get(&run).and_then(|kept| kept.run.group), &self.groups);
+        if let Some(slot) = slot.map(|index| self.segment.slot(index)) {
+            let no_writeback = u32::from(!self.groups.writes_back(group));
+            if slot.group_wanted.load(Relaxed) != group.0 || slot.no_writeback.load(Relaxed) != no_writeback {
+                slot.group_wanted.store(group.0, Relaxed);
+                slot.no_writeback.store(no_writeback, Relaxed);
+                slot.ring();
+            }
+        }
+        Member { pid, slot, run, group }
+    }
+
+    /// What each group may have, and below its group each run that has a maximum of its own; and where these stand.
+    fn bounds(&self) -> (Vec<Bounds>, HashMap<Node, usize>) {
+        let mut bounds = Vec::new();
+        let mut nodes = HashMap::new();
+        for index in self.groups.downwards() {
+            let Some(group) = self.groups.get(index) else { continue };
+            let own = if index == GroupIndex::ROOT { self.budget } else { u64::MAX };
+            let high = group.settings.ram_high.unwrap_or(u64::MAX);
+            nodes.insert(Node::Group(index), bounds.len());
+            bounds.push(Bounds {
+                parent: group.parent.and_then(|parent| nodes.get(&Node::Group(parent)).copied()).unwrap_or(0),
+                max: group.settings.ram_max.unwrap_or(u64::MAX).min(own),
+                high: self.squeezes.bound(index).map_or(high, |bound| bound.min(high)),
+                low: if self.squeezes.bound(index).is_some() { 0 } else { group.settings.ram_low },
+            });
+        }
+        for (root, kept) in &self.runs {
+            if let (Some(max), Some(group)) = (kept.run.max, kept.run.group) {
+                nodes.insert(Node::Run(*root), bounds.len());
+                let parent = nodes.get(&Node::Group(group)).copied().unwrap_or(0);
+                bounds.push(Bounds { parent, max, high: u64::MAX, low: 0 });
+            }
+        }
+        (bounds, nodes)
+    }
+
+    fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
+        let pid = member.pid;
         let used = self.tree.used(pid);
-        let Some(index) = slot else { return Process { standing: Standing::Beyond, used, pressure: 0, limit: 0, growth: 0 } };
+        let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
+        let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
+        let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
+        let Some(index) = member.slot else {
+            return Process { group, standing: Standing::Beyond, used, pressure: 0, limit: 0, growth: 0 };
+        };
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
             (ProcState::Engaged, _) => Standing::Engaged,
@@ -148,14 +261,18 @@ impl Keeper {
             (ProcState::Watching, _) => Standing::Engaged,
             (ProcState::Refused | ProcState::Free, _) => Standing::Beyond,
         };
-        if slot.state() == ProcState::Refused && self.refused.insert(pid) {
-            self.gone.refused += 1;
+        if slot.state() == ProcState::Refused
+            && self.refused.insert(pid)
+            && let Some(kept) = self.runs.get_mut(&member.run)
+        {
+            kept.totals.refused += 1;
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let watch = self.watches.entry(index).or_insert(Watch { pid, moved_pages: moved, pressure: 0, used });
+        let new = || Watch { pid, run: member.run, moved_pages: moved, pressure: 0, used };
+        let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
-            *watch = Watch { pid, moved_pages: moved, pressure: 0, used };
+            *watch = new();
         }
         let bytes = moved.saturating_sub(watch.moved_pages) * PAGE_SIZE as u64;
         watch.moved_pages = moved;
@@ -163,49 +280,118 @@ impl Keeper {
         watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
         let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
-        Process { standing, used, pressure: watch.pressure, limit: slot.limit_bytes.load(Relaxed), growth: growth as u64 }
+        let limit = slot.limit_bytes.load(Relaxed);
+        Process { group, standing, used, pressure: watch.pressure, limit, growth: growth as u64 }
     }
 
-    fn measure(&mut self, processes: &[Process], members: &[(u32, Option<SlotIndex>)]) {
-        let resident: u64 = processes.iter().map(|p| p.used).sum();
-        let (mut footprint, mut pool) = (0, 0);
-        for (process, (_, slot)) in processes.iter().zip(members) {
-            let Some(slot) = slot.map(|index| self.segment.slot(index)) else {
-                footprint += process.used;
+    /// Notes the most that each run has at a time.
+    fn measure(&mut self, processes: &[Process], members: &[Member]) {
+        #[derive(Default)]
+        struct Sum {
+            resident: u64,
+            footprint: u64,
+            pool: u64,
+        }
+        let mut sums: BTreeMap<u32, Sum> = BTreeMap::new();
+        for (process, member) in processes.iter().zip(members) {
+            let sum = sums.entry(member.run).or_default();
+            sum.resident += process.used;
+            let Some(slot) = member.slot.map(|index| self.segment.slot(index)) else {
+                sum.footprint += process.used;
                 continue;
             };
             let own = [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(|word| word.load(Relaxed));
             let swapped = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
-            footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
-            pool += own[0];
+            sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
+            sum.pool += own[0];
         }
         self.areas.measure();
-        self.gone.peak_resident = self.gone.peak_resident.max(resident);
-        self.gone.peak_footprint = self.gone.peak_footprint.max(footprint);
-        self.gone.peak_pool = self.gone.peak_pool.max(pool);
-    }
-
-    /// `--strict`: swap space is out and the budget is exceeded.
-    fn enforce(&mut self, processes: &[Process]) {
-        let used: u64 = processes.iter().map(|p| p.used).sum();
-        let full = self.totals().get(Counter::SwapFull);
-        if full > self.swap_full && used > self.budget + self.budget / 20 {
-            self.gone.strict_kill = true;
-            self.tree.kill_all();
-        }
-        if used <= self.budget {
-            self.swap_full = full;
+        for (run, sum) in sums {
+            if let Some(Kept { totals, .. }) = self.runs.get_mut(&run) {
+                totals.peak_resident = totals.peak_resident.max(sum.resident);
+                totals.peak_footprint = totals.peak_footprint.max(sum.footprint);
+                totals.peak_pool = totals.peak_pool.max(sum.pool);
+            }
         }
     }
 
-    /// All but what the keeper does not know: the run's number, name and age.
-    fn view(&self) -> View {
-        let totals = self.totals();
+    /// Divides what groups may have of compressed memory among their processes, as memory is divided.
+    fn bound_pools(&self, members: &[Member], limits: &[(usize, u64)]) {
+        let mut given: HashMap<GroupIndex, u64> = HashMap::new();
+        let above = |member: &Member| self.groups.ancestry(member.group).collect::<Vec<_>>();
+        let bound = |group: GroupIndex| self.groups.get(group).and_then(|group| group.settings.zswap_max);
+        for (at, limit) in limits {
+            for group in above(&members[*at]).into_iter().filter(|group| bound(*group).is_some()) {
+                *given.entry(group).or_default() += limit;
+            }
+        }
+        for (at, limit) in limits {
+            let part = |group: GroupIndex| {
+                let (most, all) = (bound(group)?, given.get(&group).copied()?.max(1));
+                Some((u128::from(most) * u128::from(*limit) / u128::from(all)) as u64)
+            };
+            let most = above(&members[*at]).into_iter().filter_map(part).min();
+            if let Some(slot) = members[*at].slot.map(|index| self.segment.slot(index)) {
+                slot.pool_max_plus.store(most.map_or(0, |most| most.saturating_add(1)), Relaxed);
+            }
+        }
+    }
+
+    fn account(&mut self, members: &[Member], processes: &[Process], starved: impl Fn(GroupIndex) -> bool) {
+        let mut own: BTreeMap<GroupIndex, Usage> = BTreeMap::new();
+        for (member, process) in members.iter().zip(processes) {
+            let usage = own.entry(member.group).or_default();
+            usage.ram += process.used;
+            usage.processes += 1;
+            if let Some(slot) = member.slot.map(|index| self.segment.slot(index)) {
+                usage.zswap += slot.pool_bytes.load(Relaxed);
+                usage.swapped += slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+            }
+        }
+        self.groups.account(&own, starved);
+    }
+
+    /// `--strict`: swap space is out and the run has more than it may.
+    fn enforce(&mut self, root: u32, members: &[Member], processes: &[Process]) {
+        let used: u64 = members.iter().zip(processes).filter(|(member, _)| member.run == root).map(|(_, p)| p.used).sum();
+        let Some(most) = self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run)) else { return };
+        let full = self.totals(root).get(Counter::SwapFull);
+        let Some(kept) = self.runs.get_mut(&root) else { return };
+        if full > kept.swap_full && used > most + most / 20 {
+            kept.totals.strict_kill = true;
+            self.tree.kill_all(root);
+        }
+        if used <= most {
+            kept.swap_full = full;
+        }
+    }
+
+    /// The most that a run may have.
+    fn most_of(&self, run: &Run) -> u64 {
+        let group = run.group.and_then(|group| self.groups.least(group, |settings| settings.ram_max));
+        [Some(self.budget), run.max, group].into_iter().flatten().min().unwrap_or(self.budget)
+    }
+
+    /// Puts right what a process left behind that died while it leased or released.
+    fn audit(&self) {
+        let mut freed = Vec::new();
+        // Where others are in the middle of a change all the time, the next tick tries again.
+        if self.segment.audit(|extent| freed.push(extent)) {
+            for extent in freed {
+                self.segment.while_unheld(extent, || self.areas.punch(extent));
+            }
+        }
+    }
+
+    /// A run, all but what the keeper does not know: its number, name and age.
+    pub fn view(&self, root: u32) -> View {
+        let totals = self.totals(root);
         let slots: HashMap<u32, &ProcSlot> = self.segment.claimed().map(|(_, slot)| (slot.pid.load(Relaxed), slot)).collect();
         let process = |pid: u32| {
             let resident_bytes = self.tree.used(pid);
+            let group = self.groups.get(self.places.of(pid)).map_or_else(String::new, |group| group.path.to_string());
             let Some(slot) = slots.get(&pid) else {
-                return ProcessView { pid, state: "unmanaged".into(), resident_bytes, ..ProcessView::default() };
+                return ProcessView { pid, group, state: "unmanaged".into(), resident_bytes, ..ProcessView::default() };
             };
             let state = match slot.state() {
                 ProcState::Engaged => "engaged",
@@ -214,6 +400,7 @@ impl Keeper {
             };
             ProcessView {
                 pid,
+                group,
                 state: state.into(),
                 limit_bytes: slot.limit_bytes.load(Relaxed),
                 resident_bytes,
@@ -222,9 +409,9 @@ impl Keeper {
                 swapped_file_bytes: slot.swapped_file_bytes.load(Relaxed),
             }
         };
-        let processes: Vec<ProcessView> = self.tree.pids().map(process).collect();
+        let processes: Vec<ProcessView> = self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).map(process).collect();
         View {
-            budget_bytes: self.budget,
+            budget_bytes: self.runs.get(&root).map_or(self.budget, |kept| self.most_of(&kept.run)),
             resident_bytes: processes.iter().map(|process| process.resident_bytes).sum(),
             peak_resident_bytes: totals.peak_resident,
             peak_footprint_bytes: totals.peak_footprint,
@@ -236,24 +423,73 @@ impl Keeper {
         }
     }
 
-    fn totals(&self) -> Totals {
-        let mut totals = self.gone.clone();
+    /// What a run did so far.
+    pub fn totals(&self, root: u32) -> Totals {
+        let mut totals = self.runs.get(&root).map_or_else(Totals::default, |kept| kept.totals.clone());
         totals.areas = self.areas.view().into_iter().map(|(_, view)| view).collect();
         for (_, slot) in self.segment.claimed() {
-            totals.add(slot);
+            if self.tree.root_of(slot.pid.load(Relaxed)) == root {
+                totals.add(slot);
+            }
         }
+        totals.groups = self.groups.iter().map(|(index, _)| self.groups.view(index)).collect();
         totals
     }
 
     fn release(&mut self, index: SlotIndex) {
-        self.gone.add(self.segment.slot(index));
-        self.watches.remove(&index);
+        let pid = self.segment.slot(index).pid.load(Relaxed);
+        // Who came and went between two ticks was seen in no run; where there is only one, it was that.
+        let only = self.runs.keys().next().copied().filter(|_| self.runs.len() == 1);
+        let seen = self.watches.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run);
+        if let Some(kept) = seen.or(only).and_then(|run| self.runs.get_mut(&run)) {
+            kept.totals.add(self.segment.slot(index));
+        }
+        self.refused.remove(&pid);
         let mut freed = Vec::new();
         self.segment.release(index, |extent| freed.push(extent));
         for extent in freed {
             self.segment.while_unheld(extent, || self.areas.punch(extent));
         }
     }
+
+    /// The groups and the tiers.
+    pub fn groups(&mut self) -> &mut Groups {
+        &mut self.groups
+    }
+
+    /// Whether a process is kept here.
+    pub fn keeps(&self, pid: u32) -> bool {
+        self.tree.contains(pid)
+    }
+
+    /// Moves a process that is kept here to a group, where it and whom it starts from here on stay.
+    pub fn move_process(&mut self, pid: u32, group: GroupIndex) {
+        if self.keeps(pid) {
+            self.places.fix(pid, group);
+        }
+    }
+
+    /// The groups from one downwards, as they are.
+    ///
+    /// # Errors
+    /// [`GroupError::NotFound`].
+    pub fn group_views(&self, path: &GroupPath) -> Result<Vec<GroupView>, GroupError> {
+        let top = self.groups.find(path)?;
+        let below = self.groups.iter().filter(|(index, _)| self.groups.ancestry(*index).any(|above| above == top));
+        Ok(below.map(|(index, _)| self.groups.view(index)).collect())
+    }
+
+    /// Takes memory from a group until `bytes` went out; `done` is told how much did.
+    pub fn squeeze(&mut self, group: GroupIndex, bytes: u64, done: Sender<Squeezed>) {
+        self.squeezes.begin(group, bytes, done, &self.groups);
+    }
+}
+
+/// Where a bound stands in the division of the budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Node {
+    Group(GroupIndex),
+    Run(u32),
 }
 
 /// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet.
@@ -282,6 +518,13 @@ mod tests {
         Arc::new(Areas::new(segment))
     }
 
+    /// One that keeps the child and whom it starts: they are this process's.
+    fn keeper(child: &Child, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
+        let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
+        keeper.add_run(Run { root: child.id(), group: None, max: None, strict });
+        keeper
+    }
+
     fn sleeper() -> Child {
         Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().expect("sleep")
     }
@@ -307,13 +550,14 @@ mod tests {
         file.sync_all().expect("sync");
         assert!(file.metadata().expect("metadata").blocks() > 0);
         segment.slot(index).count(Counter::Pswpout, 16);
-        let mut keeper = Keeper::new(child.id(), segment, areas, 64 << 20, false);
+        let root = child.id();
+        let mut keeper = keeper(&child, segment, areas, 64 << 20, false);
         keeper.tick();
-        assert_eq!(keeper.totals().get(Counter::Pswpout), 16);
+        assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16);
         assert_eq!(segment.extents_used(), 1);
         end(child);
         keeper.tick();
-        assert_eq!(keeper.totals().get(Counter::Pswpout), 16, "the dead are counted once");
+        assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16, "the dead are counted once");
         assert_eq!(segment.extents_used(), 0);
         assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
         assert_eq!(segment.claimed().count(), 0);
@@ -331,17 +575,18 @@ mod tests {
         let segment = segment();
         let index = segment.claim(child.id(), 0).expect("slot");
         let slot = segment.slot(index);
-        let mut roomy = Keeper::new(child.id(), segment, no_areas(segment), 512 << 20, false);
+        let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
         roomy.tick();
         assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
-        let mut keeper = Keeper::new(child.id(), segment, no_areas(segment), 64 << 20, false);
+        let root = child.id();
+        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
         keeper.tick();
         assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
         let limit = slot.limit_bytes.load(Relaxed);
         assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
         keeper.tick();
         assert_eq!(slot.bell.load(Relaxed), 1, "no bell without news");
-        assert!(keeper.totals().peak_resident > 60 << 20);
+        assert!(keeper.totals(root).peak_resident > 60 << 20);
         end(child);
     }
 
@@ -351,12 +596,15 @@ mod tests {
         let child = sleeper();
         let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
         slot.count(Counter::SwapFull, 1);
-        let mut keeper = Keeper::new(child.id(), segment, no_areas(segment), 64 << 20, true);
+        let root = child.id();
+        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, true);
         keeper.tick();
-        assert!(!keeper.totals().strict_kill, "within the budget");
+        assert!(!keeper.totals(root).strict_kill, "within the budget");
         slot.count(Counter::SwapFull, 1);
-        keeper.enforce(&[Process { standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0, growth: 0 }]);
-        assert!(keeper.totals().strict_kill);
+        let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
+        let process = Process { group: 0, standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0, growth: 0 };
+        keeper.enforce(root, &[member], &[process]);
+        assert!(keeper.totals(root).strict_kill);
         let mut child = child;
         let status = child.wait().expect("wait");
         assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));

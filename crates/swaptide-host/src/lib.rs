@@ -11,6 +11,9 @@
 //! | [`device`] | `--swap`, and the files and block devices behind it |
 //! | [`areas`] | the swap areas of a run, added and taken away |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
+//! | [`groups`] | tiers, groups, their settings and what they have |
+//! | [`config`] | the configuration file |
+//! | [`division`] | a budget over a hierarchy of groups (pure) |
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
 //! | [`socket`] | where processes ask for the segment |
@@ -24,9 +27,12 @@
 
 pub mod areas;
 pub mod budget;
+pub mod config;
 pub mod control;
 pub mod device;
+pub mod division;
 pub mod doctor;
+pub mod groups;
 pub mod keeper;
 pub mod report;
 pub mod signals;

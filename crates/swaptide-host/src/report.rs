@@ -17,6 +17,7 @@ use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
 use swaptide_store::codec::Choice;
 
 use crate::areas::AreaView;
+use crate::groups::GroupView;
 use crate::size::{human, human_count};
 
 /// Everything that is counted in a run.
@@ -33,6 +34,8 @@ pub struct Totals {
     pub peak_pool: u64,
     /// The swap areas.
     pub areas: Vec<AreaView>,
+    /// The groups.
+    pub groups: Vec<GroupView>,
     /// Processes that could not be managed though they were asked to be.
     pub refused: u64,
     /// The tree was killed because swap space ran out under `--strict`.
@@ -49,6 +52,7 @@ impl Default for Totals {
             peak_footprint: 0,
             peak_pool: 0,
             areas: Vec::new(),
+            groups: Vec::new(),
             refused: 0,
             strict_kill: false,
         }
@@ -125,8 +129,8 @@ pub struct Report {
     pub fault_us: FaultTimes,
     /// Where pages went.
     pub devices: Vec<DeviceReport>,
-    /// Groups: a run has none of its own.
-    pub groups: Vec<String>,
+    /// The groups, as they were at the end.
+    pub groups: Vec<GroupView>,
     /// What went wrong, in numbers.
     pub errors: BTreeMap<&'static str, u64>,
 }
@@ -163,6 +167,8 @@ pub struct View {
 pub struct ProcessView {
     /// Its number.
     pub pid: u32,
+    /// Its group.
+    pub group: String,
     /// `engaged`: its memory is managed; `watching`: it fits; `unmanaged`: it cannot be managed.
     pub state: String,
     /// Its limit; 0 when it has none.
@@ -235,7 +241,7 @@ impl Report {
             stats: Counter::ALL.iter().map(|counter| (counter.name(), totals.get(*counter))).collect(),
             fault_us: totals.fault_times(),
             devices,
-            groups: Vec::new(),
+            groups: totals.groups.clone(),
             errors: BTreeMap::from([
                 ("pages_poisoned", totals.get(Counter::PagesPoisoned)),
                 ("write_errors", totals.get(Counter::WriteErrors)),

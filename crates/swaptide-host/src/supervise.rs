@@ -36,7 +36,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{ENV_SOCKET, MAGIC, Segment, VERSION};
+use swaptide_ipc::{ENV_SOCKET, GroupIndex, MAGIC, Segment, VERSION};
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::sock::poll_readable;
@@ -44,9 +44,11 @@ use swaptide_sys::uffd::{OpenError, Uffd};
 
 use crate::areas::{AreaError, Areas};
 use crate::budget::SMALLEST_BUDGET;
+use crate::config::{Config, ConfigError};
 use crate::control::{self, Door, Run};
 use crate::device::{self, DeviceError, SwapSpace};
 use crate::doctor::REQUIRED;
+use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
 use crate::report::{Frame, Report, Sink, program_name, summary};
 use crate::signals::{self, Change, Inherited, Signals};
@@ -90,6 +92,12 @@ pub struct RunConfig {
     pub page_cluster: Option<u8>,
     /// Largest order of a swap-in, for comparisons.
     pub largest_order: Option<u8>,
+    /// `--group`: where its processes are, whatever their cgroup.
+    pub group: Option<String>,
+    /// `--tiers`: a text that makes tiers.
+    pub tiers: Option<String>,
+    /// `--config`.
+    pub config: Option<PathBuf>,
     /// The program and its arguments.
     pub command: Vec<OsString>,
 }
@@ -106,6 +114,10 @@ pub enum RunError {
     Swap(DeviceError),
     /// There are too many of them.
     Area(AreaError),
+    /// `--config`.
+    Config(ConfigError),
+    /// `--tiers`, or what `--config` says of groups.
+    Groups(&'static str, GroupError),
     /// The report cannot be written there.
     Report(PathBuf, io::Error),
     /// No program was named.
@@ -133,6 +145,8 @@ impl fmt::Display for RunError {
             }
             RunError::Swap(error) => write!(f, "--swap: {error}"),
             RunError::Area(error) => write!(f, "--swap: {error}"),
+            RunError::Config(error) => write!(f, "--config: {error}"),
+            RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
             RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
             RunError::NoCommand => write!(f, "no program to run; name it after --"),
             RunError::Target(error) => write!(f, "{error}"),
@@ -177,6 +191,8 @@ struct Prepared {
     segment: &'static Segment,
     segment_fd: OwnedFd,
     areas: Arc<Areas>,
+    groups: Groups,
+    group: Option<GroupIndex>,
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
@@ -216,11 +232,17 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
 fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let started = Instant::now();
     let inherited_fds = inherited_descriptors();
-    let budget = parse_share(config.ram.as_deref().unwrap_or(DEFAULT_RAM), ram_total()).map_err(RunError::Ram)?;
+    let file = match &config.config {
+        Some(path) => Config::load(path, ram_total()).map_err(RunError::Config)?,
+        None => Config::default(),
+    };
+    let ram = config.ram.as_deref().or(file.ram.as_deref());
+    let budget = parse_share(ram.unwrap_or(DEFAULT_RAM), ram_total()).map_err(RunError::Ram)?;
     if budget < SMALLEST_BUDGET {
         return Err(RunError::SmallBudget(budget));
     }
-    let devices: Vec<_> = config.swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
+    let swap = if config.swap.is_empty() { &file.swap } else { &config.swap };
+    let devices: Vec<_> = swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
     let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
     let target = target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
     let preload = preload(&find_agent()?)?;
@@ -237,6 +259,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     for backing in space.beyond {
         areas.add(backing).map_err(RunError::Area)?;
     }
+    let mut groups = Groups::new(segment, budget);
+    let group = set_up_groups(config, &file, &mut groups)?;
     let frame = Frame { budget, pool_cap, codec, program: program_name(name) };
     Ok(Prepared {
         target,
@@ -246,12 +270,29 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         segment,
         segment_fd,
         areas,
+        groups,
+        group,
         report,
         quiet: config.quiet,
         strict: config.strict,
         started,
         inherited_fds,
     })
+}
+
+/// The groups and tiers of a run, and the group of its processes.
+fn set_up_groups(config: &RunConfig, file: &Config, groups: &mut Groups) -> Result<Option<GroupIndex>, RunError> {
+    let owner = rustix::process::geteuid().as_raw();
+    file.apply(groups, owner).map_err(|error| RunError::Groups("--config", error))?;
+    if let Some(text) = &config.tiers {
+        groups.set_tiers(text).map_err(|error| RunError::Groups("--tiers", error))?;
+    }
+    let Some(text) = &config.group else {
+        // With no other group there is nothing to look for in anybody's cgroup.
+        return Ok((groups.iter().count() == 1).then_some(GroupIndex::ROOT));
+    };
+    let path = GroupPath::parse(text).map_err(|error| RunError::Groups("--group", GroupError::Path(error)))?;
+    groups.ensure(&path, owner).map(Some).map_err(|error| RunError::Groups("--group", error))
 }
 
 /// The preloaded library: the one that is named, or beside this executable, or in the library directory beside it.
@@ -477,7 +518,7 @@ struct Back {
 }
 
 impl Back {
-    fn run(prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
+    fn run(mut prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
         let started = set_child_subreaper(true).map_err(io::Error::from).and_then(|()| start(&prepared, inherited, &channel));
         let (counter, program) = match started {
             Ok(started) => started,
@@ -490,11 +531,17 @@ impl Back {
         raise_descriptor_limit();
         prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
         let (keeper, requests) = mpsc::channel();
-        let thread =
-            Keeper::new(std::process::id(), prepared.segment, prepared.areas.clone(), prepared.frame.budget, prepared.strict);
+        let groups = std::mem::replace(&mut prepared.groups, Groups::new(prepared.segment, 0));
+        let mut thread = Keeper::new(prepared.segment, prepared.areas.clone(), groups, prepared.frame.budget);
+        thread.add_run(keeper::Run { root: std::process::id(), group: prepared.group, max: None, strict: prepared.strict });
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
-        let run =
-            Run { pid: front, program: prepared.frame.program.clone(), started: prepared.started, budget: prepared.frame.budget };
+        let run = Run {
+            pid: front,
+            root: std::process::id(),
+            program: prepared.frame.program.clone(),
+            started: prepared.started,
+            budget: prepared.frame.budget,
+        };
         // Without a door nobody can ask, and that is all.
         let door = control::open(run, prepared.areas.clone(), keeper.clone()).ok();
         let back = Back {
@@ -596,9 +643,8 @@ impl Back {
 
     /// The program has ended: the report, and the front's release.
     fn finish(&mut self, status: u8, stays: bool) {
-        let (answer, totals) = mpsc::channel();
-        let _ = self.keeper.send(keeper::Request::Totals(answer));
-        let totals = totals.recv().unwrap_or_default();
+        let root = std::process::id();
+        let totals = keeper::ask(&self.keeper, move |keeper| keeper.totals(root)).unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
         let status = if totals.strict_kill { 137 } else { status };
         let frame = &self.prepared.frame;

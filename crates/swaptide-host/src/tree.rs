@@ -1,7 +1,8 @@
-//! The processes of a run and the memory they use.
+//! The processes of one run or several, and the memory they use.
 //!
-//! Owns the set of living members: every descendant of the supervisor, which is their subreaper, so that nobody leaves the tree by
-//! losing a parent. A member is known by its pidfd; its number alone never stands for it.
+//! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is their subreaper, so that nobody leaves the tree by
+//! losing a parent; and, should that be killed, everything that descends from who was a member. A member is known by its pidfd; its number
+//! alone never stands for it.
 //!
 //! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for processes that were forked and
 //! did not exec: they share pages, which would count once for each of them. Such processes have the same start of stack, for fork
@@ -16,11 +17,11 @@
 //!
 //! Locks: none.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, pss_anon, same_memory, tree_of};
+use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory};
 use swaptide_sys::sock::poll_readable;
 
 /// Less than this needs no exact count.
@@ -31,6 +32,8 @@ const PSS_AGE: Duration = Duration::from_millis(10);
 const SCAN_AGE: Duration = Duration::from_millis(10);
 
 struct Member {
+    /// Whose tree it is in; 0 where that is not known.
+    root: u32,
     statm: StatmFd,
     pidfd: OwnedFd,
     /// Start of the stack: the same in processes that were forked from each other and did not exec.
@@ -53,8 +56,9 @@ struct Pss {
 }
 
 /// The members.
+#[derive(Default)]
 pub struct Tree {
-    root: u32,
+    roots: BTreeSet<u32>,
     members: BTreeMap<u32, Member>,
     newest_pid: Option<u32>,
     scanned: Option<Instant>,
@@ -64,16 +68,53 @@ pub struct Tree {
 impl Tree {
     /// The tree of all descendants of process `root`, which is not one itself.
     pub fn new(root: u32) -> Tree {
-        Tree { root, members: BTreeMap::new(), newest_pid: None, scanned: None, scan_cost: Duration::ZERO }
+        let mut tree = Tree::default();
+        tree.add_root(root);
+        tree
+    }
+
+    /// The descendants of one more process are members.
+    pub fn add_root(&mut self, root: u32) {
+        self.roots.insert(root);
+        (self.newest_pid, self.scanned) = (None, None);
+    }
+
+    /// The descendants of a process that is gone: those that live on stay members.
+    pub fn forget_root(&mut self, root: u32) {
+        self.roots.remove(&root);
     }
 
     /// Makes a process a member, if it lives. False when it does not.
     pub fn admit(&mut self, pid: u32) -> bool {
+        self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid))
+    }
+
+    fn insert(&mut self, pid: u32, root: u32) -> bool {
         if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
-            let Some(member) = Member::open(pid) else { return false };
+            let Some(member) = Member::open(pid, root) else { return false };
             vacant.insert(member);
         }
         true
+    }
+
+    /// The root of a process, by its ancestors.
+    fn root_above(&self, pid: u32) -> u32 {
+        let mut at = pid;
+        for _ in 0..1024 {
+            match parent_of(at) {
+                Some(parent) if self.roots.contains(&parent) => return parent,
+                Some(parent) if self.members.contains_key(&parent) => return self.root_of(parent),
+                Some(parent) if parent > 1 => at = parent,
+                _ => break,
+            }
+        }
+        // Where there is only one, everybody who comes is of it.
+        if self.roots.len() == 1 { self.roots.first().copied().unwrap_or(0) } else { 0 }
+    }
+
+    /// The root in whose tree a member is; 0 where that is not known.
+    pub fn root_of(&self, pid: u32) -> u32 {
+        self.members.get(&pid).map_or(0, |member| member.root)
     }
 
     /// Looks for new members, if any process was started since the last look and the last look was cheap or long ago.
@@ -84,9 +125,18 @@ impl Tree {
             return;
         }
         let started = Instant::now();
-        for member in tree_of(self.root).unwrap_or_default() {
-            if member.pid != self.root && !member.zombie {
-                self.admit(member.pid);
+        let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+        for process in processes().unwrap_or_default().into_iter().filter(|process| !process.zombie) {
+            children.entry(process.ppid).or_default().push(process.pid);
+        }
+        let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
+        open.extend(self.members.iter().map(|(pid, member)| (*pid, member.root)));
+        while let Some((parent, root)) = open.pop() {
+            for child in children.remove(&parent).unwrap_or_default() {
+                if !self.roots.contains(&child) {
+                    self.insert(child, root);
+                    open.push((child, root));
+                }
             }
         }
         self.newest_pid = newest;
@@ -172,9 +222,9 @@ impl Tree {
         self.members.keys().copied()
     }
 
-    /// Kills every member.
-    pub fn kill_all(&self) {
-        for member in self.members.values() {
+    /// Kills every member of a root's tree.
+    pub fn kill_all(&self, root: u32) {
+        for member in self.members.values().filter(|member| member.root == root) {
             // Who is gone already is no error.
             let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
         }
@@ -182,11 +232,11 @@ impl Tree {
 }
 
 impl Member {
-    fn open(pid: u32) -> Option<Member> {
+    fn open(pid: u32, root: u32) -> Option<Member> {
         let pidfd = pidfd_open(pid).ok()?;
         let statm = StatmFd::open(pid).ok()?;
         let member =
-            Member { statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, guest: false, leaderless: false };
+            Member { root, statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, guest: false, leaderless: false };
         // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
         if member.is_dead() { None } else { Some(member) }
     }
@@ -339,6 +389,37 @@ mod tests {
         assert!(resident >= 2 * size, "{resident}");
         assert!(used >= size && used < size + size / 2, "{used}");
         parent.0.stdin.as_mut().expect("stdin").flush().expect("flush");
+    }
+
+    #[test]
+    fn members_know_their_root_and_outlive_it() {
+        let shell = |command: &str| Killed(Command::new("sh").args(["-c", command]).spawn().expect("sh"));
+        let (one, other) = (shell("sleep 600 & wait"), shell("sleep 600 & wait"));
+        let mut tree = Tree::default();
+        tree.add_root(one.0.id());
+        tree.add_root(other.0.id());
+        let deadline = Instant::now() + Duration::from_secs(90);
+        while tree.members.len() < 2 {
+            tree.look();
+            assert!(Instant::now() < deadline, "both shells' children are found");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for pid in tree.pids() {
+            assert_eq!(Some(tree.root_of(pid)), parent_of(pid));
+        }
+        let orphan = tree.pids().find(|pid| tree.root_of(*pid) == other.0.id()).expect("a child");
+        drop(other);
+        tree.forget_root(parent_of(orphan).unwrap_or(0));
+        tree.sample();
+        assert!(tree.contains(orphan));
+        tree.kill_all(tree.root_of(orphan));
+        while tree.contains(orphan) {
+            tree.sample();
+            assert!(Instant::now() < deadline, "it is killed");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert_eq!(tree.members.len(), 1, "the other one lives");
+        tree.kill_all(one.0.id());
     }
 
     #[test]

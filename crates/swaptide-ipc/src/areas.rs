@@ -398,6 +398,27 @@ impl Segment {
         true
     }
 
+    /// Corrects the references of an extent by as many as `missing` says; true when that leaves none. (See [`crate::groups`].)
+    pub(crate) fn correct_refs(&self, extent: ExtentId, missing: i16) -> bool {
+        let before = self.extent_refs[extent.0 as usize].fetch_add(missing as u16, SeqCst);
+        before.wrapping_add(missing as u16) == 0
+    }
+
+    /// How many more extents of each area are held, by the numbers of holders, than are counted as used.
+    pub(crate) fn missing_used(&self, held: &[u16]) -> Vec<(AreaId, i32)> {
+        let missing = |area: &Area| {
+            let held = held.get(area.range().start as usize..area.range().end as usize).unwrap_or_default();
+            let used = held.iter().filter(|holders| **holders > 0).count() as u32;
+            used.wrapping_sub(area.used()) as i32
+        };
+        self.areas().map(|(id, area)| (id, missing(area))).filter(|(_, missing)| *missing != 0).collect()
+    }
+
+    /// Corrects it.
+    pub(crate) fn correct_used(&self, id: AreaId, missing: i32) {
+        self.area(id).used.fetch_add(missing as u32, SeqCst);
+    }
+
     fn count_used(&self, extent: ExtentId, n: u32) {
         if let Some((_, area)) = self.area_of(extent) {
             area.used.fetch_add(n, SeqCst);

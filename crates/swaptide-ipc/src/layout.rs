@@ -9,6 +9,7 @@ use swaptide_sys::mem::SharedMap;
 
 use crate::areas::{Area, MAX_AREAS};
 use crate::counters::{Counter, FaultHistogram};
+use crate::groups::Groups;
 
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
@@ -108,6 +109,16 @@ pub struct ProcSlot {
     pub leaderless: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
+    /// The group that its extents are charged to, and the one that it belongs to. They differ until the process has seen it.
+    pub group: AtomicU32,
+    /// See `group`; written by the supervisor.
+    pub group_wanted: AtomicU32,
+    /// Not 0: nothing goes to the swap areas, neither from compressed memory nor past it.
+    pub no_writeback: AtomicU32,
+    /// Changes of what it holds (see [`crate::groups`]).
+    pub(crate) changes: AtomicU64,
+    /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
+    pub pool_max_plus: AtomicU64,
     /// Bytes of anonymous memory that the process may keep resident, everything included.
     pub limit_bytes: AtomicU64,
     /// Bytes of the program's memory that is managed and resident.
@@ -153,6 +164,16 @@ impl ProcSlot {
         self.state.store(state as u32, Release);
     }
 
+    /// What a forked child has of its parent: the group, and what comes of it.
+    fn inherit(&self, parent: &ProcSlot) {
+        for (own, parents) in
+            [(&self.group, &parent.group), (&self.group_wanted, &parent.group_wanted), (&self.no_writeback, &parent.no_writeback)]
+        {
+            own.store(parents.load(Relaxed), Relaxed);
+        }
+        self.pool_max_plus.store(parent.pool_max_plus.load(Relaxed), Relaxed);
+    }
+
     /// The process holds nothing at the moment.
     fn clear_use(&self) {
         for word in [
@@ -192,6 +213,8 @@ pub struct Segment {
     pub extent_refs: [AtomicU16; MAX_EXTENTS],
     /// The processes.
     pub procs: [ProcSlot; MAX_PROCS],
+    /// The groups.
+    pub groups: Groups,
 }
 
 /// Why a segment cannot be used.
@@ -264,7 +287,7 @@ impl Segment {
         let end = (self.header.slots_end.load(Relaxed) as usize).min(MAX_PROCS);
         if let Some(index) = self.procs[..end].iter().position(|slot| slot.pid.load(Relaxed) == pid) {
             let index = SlotIndex(index as u32);
-            self.release_extents(index, |_| {});
+            self.forget_holds(index, |_| {});
             let slot = self.slot(index);
             slot.wanted.store(0, Relaxed);
             slot.limit_bytes.store(0, Relaxed);
@@ -280,6 +303,11 @@ impl Segment {
         for (index, slot) in self.procs.iter().take(max).enumerate() {
             if slot.pid.load(Relaxed) == 0 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok() {
                 slot.forked_from.store(forked_from, Relaxed);
+                if let Some(parent) =
+                    self.procs[..end].iter().find(|parent| forked_from != 0 && parent.pid.load(Relaxed) == forked_from)
+                {
+                    slot.inherit(parent);
+                }
                 self.header.slots_end.fetch_max(index as u32 + 1, Relaxed);
                 slot.set_state(ProcState::Watching);
                 return Some(SlotIndex(index as u32));
@@ -310,7 +338,11 @@ impl Segment {
     /// Supervisor only (invariant 3).
     pub fn release(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
-        self.release_extents(index, freed);
+        self.forget_holds(index, freed);
+        slot.group.store(0, Relaxed);
+        slot.group_wanted.store(0, Relaxed);
+        slot.no_writeback.store(0, Relaxed);
+        slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);
         }

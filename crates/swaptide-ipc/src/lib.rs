@@ -1,7 +1,7 @@
 //! The shared memory segment between a supervisor and the processes of its tree, and the words they exchange on its socket.
 //!
 //! Owns: the layout of the segment ([`Segment`]), the life of a process slot ([`ProcSlot`]), the reference counts of the
-//! swap areas' extents and the table of the areas, and the names of the counters. It owns no memory: the supervisor creates the memfd, everybody maps it.
+//! swap areas' extents and the table of the areas, the charges of groups, and the names of the counters. It owns no memory: the supervisor creates the memfd, everybody maps it.
 //!
 //! Invariants
 //! 1. A process slot is written only by the process that claimed it (counters, state) and by the supervisor (limit, bell,
@@ -15,11 +15,13 @@
 
 pub mod areas;
 mod counters;
+pub mod groups;
 mod layout;
 mod wire;
 
 pub use areas::{Area, AreaId, AreaMask, AreaState, ExtentPlace, MAX_AREAS, NewArea, Transport};
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
+pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{
     EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, ProcSlot, ProcState, Segment, SegmentError, SlotIndex, VERSION,
 };

@@ -125,23 +125,11 @@ pub fn start_time(pid: u32) -> Option<u64> {
     proc_info(pid).map(|info| info.start_time)
 }
 
-/// `root` and all its descendants as they are at this moment, parents before children. A process
-/// whose parent ended belongs to the nearest subreaper (see [`set_child_subreaper`]).
-pub fn tree_of(root: u32) -> Result<Vec<ProcInfo>, Errno> {
-    let mut others = Vec::new();
-    let mut tree = Vec::new();
-    for_each_pid(|pid| {
-        // Gone between the listing and the look: not part of the tree any more.
-        if let Some(info) = proc_info(pid) {
-            if pid == root { tree.push(info) } else { others.push(info) }
-        }
-    })?;
-    let mut next = 0;
-    while let Some(parent) = tree.get(next).map(|p| p.pid) {
-        next += 1;
-        tree.extend(others.extract_if(.., |info| info.ppid == parent));
-    }
-    Ok(tree)
+/// All processes that this one can see, in the order of the listing.
+pub fn processes() -> Result<Vec<ProcInfo>, Errno> {
+    let mut all = Vec::new();
+    for_each_pid(|pid| all.extend(proc_info(pid)))?;
+    Ok(all)
 }
 
 fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
@@ -239,12 +227,12 @@ mod tests {
     }
 
     #[test]
-    fn a_child_is_in_the_tree_until_it_ends() {
+    fn a_child_is_listed_until_it_ends() {
         let me = std::process::id();
         let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let tree = tree_of(me).unwrap();
-        assert_eq!((tree[0].pid, tree[0].start_time), (me, start_time(me).unwrap()));
-        let found = tree.iter().find(|p| p.pid == child.id()).unwrap();
+        let all = processes().unwrap();
+        assert_eq!(all.iter().find(|p| p.pid == me).unwrap().start_time, start_time(me).unwrap());
+        let found = all.iter().find(|p| p.pid == child.id()).unwrap();
         assert_eq!(found.ppid, me);
         let pidfd = pidfd_open(child.id()).unwrap();
         pidfd_send_signal(pidfd.as_fd(), 0).unwrap();
@@ -252,6 +240,6 @@ mod tests {
         assert!(crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(90))).unwrap() == 1);
         child.wait().unwrap();
         assert_eq!(pidfd_send_signal(pidfd.as_fd(), 0), Err(Errno::SRCH));
-        assert!(!tree_of(me).unwrap().iter().any(|p| p.pid == child.id()));
+        assert!(!processes().unwrap().iter().any(|p| p.pid == child.id()));
     }
 }

@@ -32,6 +32,58 @@ enum What {
     Swapon(SwaponArgs),
     /// Take a swap area away from a run, after what lies there has been moved to others
     Swapoff(SwapoffArgs),
+    /// A run's tiers, or change them: '+SSD:100 +HDD:50 +NET:-1', '-HDD', 'SSD:80'
+    Tiers(TiersArgs),
+    /// A run's groups, or change one
+    Group(GroupArgs),
+    /// Take memory from a group until so much went out
+    Reclaim(ReclaimArgs),
+}
+
+#[derive(Args)]
+struct TiersArgs {
+    /// Changes with blanks or commas between: +NAME:PRIO adds a tier, -NAME removes one, NAME:PRIO moves its start. All or none are made
+    #[arg(value_name = "TEXT", allow_hyphen_values = true)]
+    text: Option<String>,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct GroupArgs {
+    /// The group: /NAME, /NAME/NAME, or / for all
+    #[arg(value_name = "PATH", default_value = "/")]
+    path: String,
+    /// A key, to read it; KEY=VALUE, to set it, all or none: ram.max, ram.high, ram.low, swap.max, swap.high, swap.tiers, zswap.max, zswap.writeback;
+    /// processes=PID moves a process there
+    #[arg(value_name = "KEY[=VALUE]", allow_hyphen_values = true)]
+    keys: Vec<String>,
+    /// Remove it; nobody may be in it
+    #[arg(long, conflicts_with = "keys")]
+    remove: bool,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct ReclaimArgs {
+    /// The group
+    #[arg(value_name = "PATH")]
+    path: String,
+    /// How much: 512M
+    #[arg(value_name = "SIZE")]
+    size: String,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -74,6 +126,11 @@ pub fn main(args: &CtlArgs) -> ExitCode {
         }),
         What::Swapon(args) => control::add_device(args.pid, &args.device).map(|()| String::new()),
         What::Swapoff(args) => swapoff(args).map(|()| String::new()),
+        What::Tiers(args) => {
+            control::run_tiers(args.pid, args.text.as_deref()).map(|view| if args.json { json(&view.tiers) } else { view.table })
+        }
+        What::Group(args) => group(args),
+        What::Reclaim(args) => return reclaim(args),
     };
     match text {
         Ok(text) => {
@@ -120,6 +177,61 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
         );
     }
     text
+}
+
+/// Reads or sets keys of a group; without keys, everything of it and of those below it.
+fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
+    let refused = |why: String| Err(control::ControlError::Refused(why));
+    if args.remove {
+        return control::remove_group(args.pid, &args.path).map(|()| String::new());
+    }
+    let (set, read): (Vec<&String>, Vec<&String>) = args.keys.iter().partition(|key| key.contains('='));
+    if !set.is_empty() && !read.is_empty() {
+        return refused(format!("{}: either keys to read or KEY=VALUE to set; {:?} has no value", args.path, read[0]));
+    }
+    let pairs: Vec<(String, String)> =
+        set.iter().filter_map(|text| text.split_once('=')).map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    let views = control::run_group(args.pid, &args.path, &pairs)?;
+    if !pairs.is_empty() {
+        return Ok(String::new());
+    }
+    let Some(own) = views.first() else { return Ok(String::new()) };
+    if !read.is_empty() {
+        let mut text = String::new();
+        for key in read {
+            match own.values.get(key) {
+                Some(value) => text += &format!("{value}\n"),
+                None => {
+                    let keys: Vec<&str> = own.values.keys().map(String::as_str).collect();
+                    return refused(format!("{}: there is no {key:?}; a group has {}", args.path, keys.join(", ")));
+                }
+            }
+        }
+        return Ok(text);
+    }
+    if args.json {
+        return Ok(json(&views));
+    }
+    let one = |view: &swaptide_host::groups::GroupView| {
+        let lines: String = view.values.iter().map(|(key, value)| format!("  {key} {value}\n")).collect();
+        format!("{}\n{lines}", view.path)
+    };
+    Ok(views.iter().map(one).collect())
+}
+
+/// Like the write to a cgroup's memory.reclaim: a failure when less went out than was asked for.
+fn reclaim(args: &ReclaimArgs) -> ExitCode {
+    let bytes = match swaptide_host::size::parse_bytes(&args.size) {
+        Ok(bytes) => bytes,
+        Err(error) => return refuse("ctl", &error.to_string()),
+    };
+    match control::reclaim_group(args.pid, &args.path, bytes) {
+        Ok((bytes, enough)) => {
+            let _ = writeln!(std::io::stdout(), "{} went out", human(bytes));
+            if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(error) => refuse("ctl", &error.to_string()),
+    }
 }
 
 /// A line for each run.

@@ -75,6 +75,15 @@ struct RunArgs {
     /// as far as the faults carry them, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
     page_cluster: Option<u8>,
+    /// Names for ranges of the priorities of --swap, for groups to keep off: '+SSD:100 +HDD:50 +NET:-1'
+    #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
+    tiers: Option<String>,
+    /// The group that the program and all it starts are in, whatever their cgroup: /NAME or /NAME/NAME
+    #[arg(long, value_name = "PATH")]
+    group: Option<String>,
+    /// Memory, devices, tiers and groups from a file (TOML); what is given here as well counts instead
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Largest order of a swap-in (the lab's baseline has 0)
     #[arg(long, value_name = "ORDER", hide = true, value_parser = clap::value_parser!(u8).range(0..=9))]
     largest_order: Option<u8>,
@@ -112,8 +121,20 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> ExitCode {
-    let RunArgs { ram, swap, report, quiet, strict, page_cluster, largest_order, command } = args;
-    match supervise::run(&RunConfig { ram, swap, report, quiet, strict, page_cluster, largest_order, command }) {
+    let RunArgs { ram, swap, report, quiet, strict, page_cluster, tiers, group, config, largest_order, command } = args;
+    match supervise::run(&RunConfig {
+        ram,
+        swap,
+        report,
+        quiet,
+        strict,
+        page_cluster,
+        largest_order,
+        group,
+        tiers,
+        config,
+        command,
+    }) {
         Ok(status) => ExitCode::from(status),
         Err(error) => refuse("run", &error.to_string()),
     }

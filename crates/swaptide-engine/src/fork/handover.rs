@@ -183,8 +183,9 @@ impl Handler {
         }
         let index = SlotIndex(word(0));
         self.share_limit(index);
+        let own = engine.slot_index();
         let file = &engine.devices.file;
-        file.device.leased(|extent| engine.start.segment.share_extent(index, ExtentId(extent.0)));
+        file.device.leased(|extent| engine.start.segment.share_charged(own, index, ExtentId(extent.0)));
         let areas = file.device.shared();
         let mut words: Vec<u64> = vec![areas.len() as u64];
         words.extend(areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)));
@@ -207,7 +208,7 @@ impl Handler {
         }
         self.give_all(child);
         file.device.leased(|extent| {
-            engine.start.segment.release_extent(index, ExtentId(extent.0));
+            engine.start.segment.release_charged(own, index, ExtentId(extent.0));
         });
         conn.send(&OFF.to_le_bytes(), &[])
     }

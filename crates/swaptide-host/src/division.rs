@@ -1,0 +1,336 @@
+//! How a budget is divided over a hierarchy of groups and the processes in them. Pure arithmetic.
+//!
+//! Who is to have something says by how much it cannot do with less (its *floor*) and what it would use beyond that (its *demand*). A group has
+//! a *cap*, which nothing goes past, and a *low* protection: of what its processes use, so much is given before anybody gets by demand.
+//!
+//! From the root down, what a group has is divided among the processes in it and the groups below it:
+//! 1. everybody's floor; where even these do not fit, parts of them;
+//! 2. protections, as far as they fit: parts of them, if not;
+//! 3. the rest in proportion to the demand beyond that. Who reaches its cap leaves what it would have got to the others.
+//!
+//! Invariants
+//! 1. Nobody has more than the cap of any group above it, together with everybody else there.
+//! 2. All together have no more than the budget.
+//! 3. A group's protection is honoured where the protections and floors of its neighbours leave room for it.
+//!
+//! Locks: none.
+
+/// A group. The first of a list is the root; a parent stands before its children.
+#[derive(Clone, Copy, Debug)]
+pub struct Node {
+    /// The number of its parent; of the root, its own.
+    pub parent: usize,
+    /// The most that it may have.
+    pub cap: u64,
+    /// What it keeps of its use.
+    pub low: u64,
+}
+
+/// A process.
+#[derive(Clone, Copy, Debug)]
+pub struct Claim {
+    /// The number of its group.
+    pub node: usize,
+    /// What it cannot do without.
+    pub floor: u64,
+    /// What it uses.
+    pub used: u64,
+    /// What it would use beyond its floor: not less than what it does use beyond it.
+    pub demand: u64,
+}
+
+/// Somebody who takes part in the division of one group.
+#[derive(Clone, Copy, Default)]
+struct Part {
+    floor: u64,
+    /// Protected beyond the floor.
+    extra: u64,
+    used: u64,
+    demand: u64,
+    /// The most that it can pass on.
+    cap: u64,
+}
+
+impl Part {
+    fn least(&self) -> u64 {
+        self.floor + self.extra
+    }
+
+    /// The demand that the protection does not meet.
+    fn weight(&self) -> u64 {
+        self.demand.saturating_sub(self.extra)
+    }
+}
+
+/// What everybody gets of `budget`.
+pub fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
+    let mut members: Vec<Vec<Member>> = vec![Vec::new(); nodes.len()];
+    for (at, claim) in claims.iter().enumerate() {
+        members[claim.node].push(Member::Claim(at));
+    }
+    for (at, node) in nodes.iter().enumerate().skip(1) {
+        members[node.parent].push(Member::Node(at));
+    }
+    let leaf = |claim: &Claim| {
+        let cap = if claim.demand == 0 { claim.floor } else { u64::MAX };
+        Part { floor: claim.floor, extra: 0, used: claim.used, demand: claim.demand, cap }
+    };
+    let mut totals = vec![Part::default(); nodes.len()];
+    for at in (0..nodes.len()).rev() {
+        let parts = parts(&members[at], claims, &totals, leaf);
+        let sum = |of: fn(&Part) -> u64| parts.iter().fold(0u64, |sum, part| sum.saturating_add(of(part)));
+        let Node { low, .. } = nodes[at];
+        let cap = nodes[at].cap.min(sum(|p| p.cap));
+        let (floor, used) = (sum(|p| p.floor).min(cap), sum(|p| p.used));
+        let protected = sum(Part::least).max(low.min(used)).min(cap);
+        totals[at] = Part { floor, extra: protected.saturating_sub(floor), used, demand: sum(|p| p.demand), cap };
+    }
+    let mut given = vec![0; nodes.len()];
+    let mut result = vec![0; claims.len()];
+    if let (Some(own), Some(root)) = (given.first_mut(), nodes.first()) {
+        *own = budget.min(root.cap);
+    }
+    for at in 0..nodes.len() {
+        let shares = share_out(given[at], &parts(&members[at], claims, &totals, leaf));
+        for (member, share) in members[at].iter().zip(shares) {
+            match member {
+                Member::Claim(at) => result[*at] = share,
+                Member::Node(at) => given[*at] = share,
+            }
+        }
+    }
+    result
+}
+
+#[derive(Clone, Copy)]
+enum Member {
+    Claim(usize),
+    Node(usize),
+}
+
+fn parts(members: &[Member], claims: &[Claim], totals: &[Part], leaf: impl Fn(&Claim) -> Part) -> Vec<Part> {
+    let part = |member: &Member| match member {
+        Member::Claim(at) => leaf(&claims[*at]),
+        Member::Node(at) => totals[*at],
+    };
+    members.iter().map(part).collect()
+}
+
+/// One group's division.
+fn share_out(whole: u64, parts: &[Part]) -> Vec<u64> {
+    let floors = total(parts.iter().map(|p| p.floor));
+    if floors >= u128::from(whole) {
+        return parts.iter().map(|p| portion(whole, p.floor.into(), floors)).collect();
+    }
+    let left = whole - floors as u64;
+    let extras = total(parts.iter().map(|p| p.extra));
+    if extras >= u128::from(left) {
+        return parts.iter().map(|p| p.floor + portion(left, p.extra.into(), extras)).collect();
+    }
+    let mut left = left - extras as u64;
+    let mut shares: Vec<u64> = parts.iter().map(Part::least).collect();
+    let mut open: Vec<usize> = (0..parts.len()).filter(|at| parts[*at].weight() > 0).collect();
+    loop {
+        let weights = total(open.iter().map(|at| parts[*at].weight()));
+        let room = |at: usize| parts[at].cap.saturating_sub(parts[at].least());
+        let due = |at: usize| portion(left, parts[at].weight().into(), weights);
+        let (full, rest): (Vec<usize>, Vec<usize>) = open.iter().partition(|at| due(**at) >= room(**at));
+        if full.is_empty() {
+            rest.iter().for_each(|at| shares[*at] += due(*at));
+            return shares;
+        }
+        let taken: u64 = full.iter().map(|at| room(*at)).sum();
+        full.iter().for_each(|at| shares[*at] += room(*at));
+        left -= taken;
+        open = rest;
+    }
+}
+
+fn total(values: impl Iterator<Item = u64>) -> u128 {
+    values.map(u128::from).sum()
+}
+
+/// `whole * piece / pieces` without overflow; 0 when there are no pieces.
+fn portion(whole: u64, piece: u128, pieces: u128) -> u64 {
+    (u128::from(whole) * piece).checked_div(pieces).unwrap_or(0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn root() -> Node {
+        Node { parent: 0, cap: u64::MAX, low: 0 }
+    }
+
+    fn node(parent: usize, cap: u64, low: u64) -> Node {
+        Node { parent, cap: cap.saturating_mul(MIB), low: low * MIB }
+    }
+
+    fn claim(node: usize, floor: u64, used: u64, demand: u64) -> Claim {
+        Claim { node, floor: floor * MIB, used: used * MIB, demand: demand * MIB }
+    }
+
+    fn mib(shares: &[u64]) -> Vec<u64> {
+        shares.iter().map(|share| (share + MIB / 2) / MIB).collect()
+    }
+
+    #[test]
+    fn without_groups_the_rest_goes_by_demand() {
+        let claims = [claim(0, 8, 100, 300), claim(0, 8, 10, 100), claim(0, 4, 4, 0)];
+        assert_eq!(mib(&divide(420 * MIB, &[root()], &claims)), [308, 108, 4]);
+    }
+
+    #[test]
+    fn who_reaches_a_cap_leaves_the_rest_to_the_others() {
+        let nodes = [root(), node(0, 50, 0), node(0, u64::MAX, 0), node(2, 100, 0)];
+        let claims = [claim(1, 0, 90, 300), claim(2, 0, 90, 100), claim(3, 0, 90, 600)];
+        assert_eq!(mib(&divide(1000 * MIB, &nodes, &claims)), [50, 850, 100]);
+        // A cap above binds what is below it together.
+        let nodes = [root(), node(0, 60, 0), node(1, u64::MAX, 0)];
+        let claims = [claim(1, 0, 90, 100), claim(2, 0, 90, 200)];
+        assert_eq!(mib(&divide(1000 * MIB, &nodes, &claims)), [20, 40]);
+    }
+
+    #[test]
+    fn a_protected_group_keeps_what_it_uses_up_to_its_protection() {
+        let nodes = [root(), node(0, u64::MAX, 100), node(0, u64::MAX, 0)];
+        let claims = [claim(1, 8, 120, 112), claim(2, 8, 80, 10_000)];
+        let shares = mib(&divide(200 * MIB, &nodes, &claims));
+        assert!(shares[0] >= 100 && shares[1] <= 100, "{shares:?}");
+        // What it does not use is not kept for it.
+        let claims = [claim(1, 8, 20, 12), claim(2, 8, 80, 10_000)];
+        let shares = mib(&divide(200 * MIB, &nodes, &claims));
+        assert!(shares[0] >= 20 && shares[1] >= 175, "{shares:?}");
+        // Two protections that do not fit together are both met in part.
+        let nodes = [root(), node(0, u64::MAX, 300), node(0, u64::MAX, 100)];
+        let claims = [claim(1, 0, 300, 300), claim(2, 0, 100, 100)];
+        assert_eq!(mib(&divide(200 * MIB, &nodes, &claims)), [150, 50]);
+    }
+
+    #[test]
+    fn floors_that_do_not_fit_are_met_in_part() {
+        let claims = [claim(0, 30, 30, 0), claim(0, 10, 10, 500)];
+        assert_eq!(mib(&divide(20 * MIB, &[root()], &claims)), [15, 5]);
+    }
+
+    #[test]
+    fn nobody_and_nothing() {
+        assert!(divide(100, &[root()], &[]).is_empty());
+        assert!(divide(100, &[], &[]).is_empty());
+        assert_eq!(divide(0, &[root()], &[claim(0, 1, 1, 1)]), [0]);
+    }
+
+    fn tree() -> impl Strategy<Value = (Vec<Node>, Vec<Claim>)> {
+        let node = (
+            any::<prop::sample::Index>(),
+            prop_oneof![3 => Just(u64::MAX), 4 => 0..2000u64],
+            prop_oneof![2 => Just(0), 1 => 0..800u64],
+        );
+        let nodes = proptest::collection::vec(node, 0..12).prop_map(|list| {
+            let mut nodes = vec![root()];
+            for (parent, cap, low) in list {
+                let parent = parent.index(nodes.len());
+                nodes.push(Node { parent, cap: cap.saturating_mul(MIB), low: low * MIB });
+            }
+            nodes
+        });
+        let claim = (any::<prop::sample::Index>(), 0..8u64, 0..1000u64, 0..2000u64);
+        (nodes, proptest::collection::vec(claim, 1..24)).prop_map(|(nodes, list)| {
+            let claims = list.into_iter().map(|(at, floor, more, demand)| Claim {
+                node: at.index(nodes.len()),
+                floor: floor * MIB,
+                used: (floor + more) * MIB,
+                demand: (more + demand) * MIB,
+            });
+            let claims = claims.collect();
+            (nodes, claims)
+        })
+    }
+
+    fn below(nodes: &[Node], mut at: usize, ancestor: usize) -> bool {
+        loop {
+            match at {
+                _ if at == ancestor => return true,
+                0 => return false,
+                _ => at = nodes[at].parent,
+            }
+        }
+    }
+
+    fn sum_in(nodes: &[Node], claims: &[Claim], values: &[u64], group: usize) -> u64 {
+        claims.iter().zip(values).filter(|(claim, _)| below(nodes, claim.node, group)).map(|(_, value)| value).sum()
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_goes_past_a_cap_or_the_budget((nodes, claims) in tree(), budget in 0..8000u64) {
+            let shares = divide(budget * MIB, &nodes, &claims);
+            prop_assert!(shares.iter().sum::<u64>() <= budget * MIB);
+            for (at, node) in nodes.iter().enumerate() {
+                prop_assert!(sum_in(&nodes, &claims, &shares, at) <= node.cap, "group {at}");
+            }
+        }
+
+        #[test]
+        fn a_protection_that_fits_is_honoured((nodes, claims) in tree()) {
+            // Under caps that leave room for it: here there are none, and the budget holds all floors and all protections.
+            let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { cap: u64::MAX, ..node }).collect();
+            let used: Vec<u64> = claims.iter().map(|claim| claim.used).collect();
+            let lows: u64 = nodes.iter().map(|node| node.low).sum();
+            let floors: u64 = claims.iter().map(|claim| claim.floor).sum();
+            let shares = divide(lows + floors, &nodes, &claims);
+            for (at, node) in nodes.iter().enumerate() {
+                let kept = node.low.min(sum_in(&nodes, &claims, &used, at));
+                let has = sum_in(&nodes, &claims, &shares, at);
+                prop_assert!(has + 64 >= kept, "group {at} has {has} and is to keep {kept}");
+            }
+        }
+
+        #[test]
+        fn everybody_has_a_fair_share_by_demand((nodes, claims) in tree(), budget in 400..8000u64) {
+            let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { cap: u64::MAX, low: 0, ..node }).collect();
+            let budget = budget * MIB;
+            let shares = divide(budget, &nodes, &claims);
+            let floors: u64 = claims.iter().map(|claim| claim.floor).sum();
+            let demanded: u64 = claims.iter().map(|claim| claim.demand).sum();
+            for (claim, share) in claims.iter().zip(&shares) {
+                let fair = claim.floor as f64 + (budget - floors) as f64 * claim.demand as f64 / demanded.max(1) as f64;
+                prop_assert!((*share as f64 - fair).abs() <= fair / 10.0 + 64.0, "{share} of {fair}");
+            }
+        }
+
+        #[test]
+        fn neighbours_below_their_caps_have_equal_shares_of_their_demand((nodes, claims) in tree(), budget in 0..8000u64) {
+            let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { low: 0, ..node }).collect();
+            let shares = divide(budget * MIB, &nodes, &claims);
+            // Processes of one group have no caps of their own: each has the same part of its demand, if all have their floors.
+            for (a, x) in claims.iter().zip(&shares) {
+                for (b, y) in claims.iter().zip(&shares) {
+                    if a.node == b.node && *x > a.floor && *y > b.floor && a.demand > 0 && b.demand > 0 {
+                        let (one, other) = ((x - a.floor) as f64 / a.demand as f64, (y - b.floor) as f64 / b.demand as f64);
+                        prop_assert!((one - other).abs() <= one.max(other) / 10.0 + 1e-4, "{one} and {other}");
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn what_is_free_goes_to_who_wants_it((nodes, claims) in tree(), budget in 0..8000u64) {
+            // Work-conserving: if something is left over, everybody who wants more is below a cap that is reached.
+            let shares = divide(budget * MIB, &nodes, &claims);
+            let left = budget * MIB - shares.iter().sum::<u64>();
+            let rounding = (claims.len() + nodes.len()) as u64 * 4;
+            for claim in claims.iter().filter(|claim| claim.demand > 0 && left > rounding) {
+                let bound = (0..nodes.len()).any(|at| {
+                    let has = sum_in(&nodes, &claims, &shares, at);
+                    below(&nodes, claim.node, at) && nodes[at].cap.saturating_sub(has) <= rounding
+                });
+                prop_assert!(bound, "{left} is left over");
+            }
+        }
+    }
+}
