@@ -10,6 +10,7 @@
 //! | [`target`] | the program, and why some cannot be run |
 //! | [`device`] | `--swap`, and the files and block devices behind it |
 //! | [`areas`] | the swap areas of a run, added and taken away |
+//! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
@@ -28,6 +29,7 @@ pub mod control;
 pub mod device;
 pub mod doctor;
 pub mod keeper;
+pub mod nbd;
 pub mod report;
 pub mod signals;
 pub mod size;
