@@ -303,6 +303,83 @@ def block_device(context):
         subprocess.run(["losetup", "-d", device], check=True)
 
 
+class Server:
+    """An NBD server that keeps its export in a file, so that it can be killed and started again."""
+
+    def __init__(self, context):
+        self.socket, self.image = context.directory / "nbd.socket", context.directory / "export"
+        with open(self.image, "wb") as file:
+            file.truncate(1 << 30)
+        self.process = None
+        self.start()
+
+    def url(self):
+        return f"nbd+unix:///?socket={self.socket}"
+
+    def start(self):
+        self.socket.unlink(missing_ok=True)
+        self.process = subprocess.Popen(["nbdkit", "--foreground", "--unix", str(self.socket), "file", str(self.image)],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not self.socket.exists():
+            time.sleep(0.01)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def network(context):
+    """A network export as swap space: its server is killed and comes back in the middle; for good, what is written goes elsewhere."""
+    if context.native:
+        return
+    server = Server(context)
+    try:
+        def finished(started, last):
+            done = started.finish()
+            context.expect(last in done.text(), f"it did not end with {last}: {done.text()[-300:]!r}")
+            report = json.loads(started.report_path.read_text())
+            context.expect(report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}")
+            return {device["type"]: device["peak_used_bytes"] for device in report["devices"]}
+
+        options = ["--swap", "zram:4M", "--swap", f"{server.url()},prio=9"]
+        for mode in ("single", "threads"):
+            started = context.start([context.binary("torture"), 96, 8, context.seed, mode], options=options)
+            time.sleep(3)
+            server.kill()
+            time.sleep(1.5)
+            server.start()
+            used = finished(started, f"OK torture {mode}")
+            context.expect(used["nbd"] > 8 << 20, f"the export is hardly used: {used}")
+        # What a program writes while the server is away goes to the next area; what it reads of the server waits.
+        script = """if True:
+            import os, time, zlib
+            blocks, sums, end = [], [], time.monotonic() + 14
+            for number in range(130):
+                blocks.append(os.urandom(1 << 20))
+                sums.append(zlib.crc32(blocks[-1]))
+                time.sleep(0.08)
+            time.sleep(max(0, end - time.monotonic()))
+            print("OK" if [zlib.crc32(block) for block in blocks] == sums else "WRONG")
+        """
+        options += ["--swap", f"file:{context.directory}:1G,prio=1"]
+        started = context.start([context.python, "-c", script], options=options)
+        time.sleep(4)
+        server.kill()
+        time.sleep(12)
+        server.start()
+        used = finished(started, "OK")
+        context.expect(used["nbd"] > 4 << 20 and used["file"] > 4 << 20, f"not both are used: {used}")
+        occupied = context.directory / "occupied"
+        occupied.write_bytes(b"a file system" + bytes(64 << 20))
+        server.kill()
+        server.image = occupied
+        server.start()
+        refused = subprocess.run([context.swaptide, "run", "--swap", server.url(), "--", "true"], capture_output=True, text=True)
+        context.expect(refused.returncode == 2 and "somebody's data" in refused.stderr, f"it is not empty: {refused}")
+    finally:
+        server.kill()
+
+
 def swap_full(context):
     """Swap space that is too small: the program keeps its memory and goes past the budget, and with --strict it is killed."""
     if context.native:
@@ -399,6 +476,7 @@ CASES = [
     Case("ctl", ctl, 32, allowance=4),
     Case("areas", areas, 32, forks=True, allowance=128),
     Case("block-device", block_device, 32, allowance=64),
+    Case("network", network, 32, needs=("nbdkit",), limit=120, allowance=128),
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),
     Case("pipes", pipes, 32, swaps=False),

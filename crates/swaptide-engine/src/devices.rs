@@ -14,11 +14,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
-use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened};
+use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -87,11 +89,33 @@ impl Areas for Beyond {
     }
 
     fn open(&self, area: u8) -> Option<Opened> {
-        (self.open)(AreaId(area)).map(Opened::File)
+        let (id, open) = (AreaId(area), self.open);
+        let fd = open(id)?;
+        let area = self.segment.area(id);
+        Some(match area.transport() {
+            Transport::File => Opened::File(fd),
+            Transport::Nbd => {
+                let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
+                let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
+                Opened::Nbd { connection: fd, export, dialer: Box::new(Redial { open, id }) }
+            }
+        })
     }
 
     fn failed(&self, area: u8) {
         self.segment.area(AreaId(area)).count_error();
+    }
+}
+
+/// Asks the supervisor for another connection to an export.
+struct Redial {
+    open: fn(AreaId) -> Option<OwnedFd>,
+    id: AreaId,
+}
+
+impl Dialer for Redial {
+    fn dial(&self) -> Result<OwnedFd, Errno> {
+        (self.open)(self.id).ok_or(Errno::HOSTUNREACH)
     }
 }
 

@@ -176,7 +176,7 @@ mod tests {
     use std::sync::atomic::AtomicU32;
 
     use swaptide_core::{FolioId, Shadow};
-    use swaptide_ipc::{NewArea, Segment, Transport};
+    use swaptide_ipc::{NewArea, Segment};
     use swaptide_sys::mem::{SharedMap, memfd_create};
 
     const FOLIO: FolioId = FolioId(7);
@@ -186,7 +186,7 @@ mod tests {
         let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
         let segment = Segment::raw(map).expect("segment");
-        let area = NewArea { transport: Transport::File, priority: 0, extents: 8, base_bytes: 0 };
+        let area = NewArea::of_file(0, 8);
         segment.add_area(area).expect("an area");
         let index = segment.claim(10, 0).expect("slot");
         let devices = Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20).ok(), 1)

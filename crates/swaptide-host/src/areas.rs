@@ -13,20 +13,23 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExtentId, NewArea, Segment, Transport};
+use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport};
+use swaptide_store::nbd::Export;
 
-use crate::device::{Backing, BackingKind, DeviceError};
+use crate::device::{Backing, BackingKind, DeviceError, Medium};
 use crate::size::human;
 
 /// An area takes no more pages after so many transfers that failed.
 const MOST_ERRORS: u32 = 8;
 /// How often processes are looked at that shall move what is theirs.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often a server is tried that is away.
+const TRY_AGAIN: Duration = Duration::from_secs(3);
 /// When nothing has moved for so long, nothing will.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -35,7 +38,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct AreaView {
     /// What it was called when it was added.
     pub name: String,
-    /// `file` or `block`.
+    /// `file`, `block` or `nbd`.
     #[serde(rename = "type")]
     pub kind: String,
     /// Where it is.
@@ -48,7 +51,7 @@ pub struct AreaView {
     pub peak_used_bytes: u64,
     /// The higher one is used first.
     pub priority: i32,
-    /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies there is being moved.
+    /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies there is being moved; `away`: its server does not answer.
     pub state: String,
     /// Transfers that failed.
     pub errors: u32,
@@ -130,7 +133,12 @@ impl From<DeviceError> for AreaError {
 struct Held {
     backing: Backing,
     peak_extents: u32,
+    /// It failed too often.
     retired: bool,
+    /// Errors that do not count any more.
+    forgiven: u32,
+    /// When its server was last tried.
+    tried: Instant,
 }
 
 /// See the module's description.
@@ -154,42 +162,81 @@ impl Areas {
     /// # Errors
     /// [`AreaError::TooMany`].
     pub fn add(&self, backing: Backing) -> Result<AreaId, AreaError> {
-        let new = NewArea {
-            transport: Transport::File,
-            priority: backing.priority,
-            extents: backing.extents,
-            base_bytes: backing.base_bytes,
+        let (transport, export) = match &backing.medium {
+            Medium::File(_) => (Transport::File, ExportFacts::default()),
+            Medium::Nbd(_, export) => {
+                let Export { size: bytes, flags, structured, longest, connections } = *export;
+                (Transport::Nbd, ExportFacts { bytes, flags: flags.0, structured, longest, connections })
+            }
         };
+        let Backing { priority, extents, base_bytes, .. } = backing;
+        let new = NewArea { transport, priority, extents, base_bytes, export };
         let mut held = self.held();
         let id = self.segment.add_area(new).ok_or(AreaError::TooMany)?;
-        held.insert(id, Held { backing, peak_extents: 0, retired: false });
+        held.insert(id, Held { backing, peak_extents: 0, retired: false, forgiven: 0, tried: Instant::now() });
         Ok(id)
+    }
+
+    /// Whether opening an area for a process may take long: there is a server to be asked.
+    pub fn is_far(&self, id: AreaId) -> bool {
+        self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
     }
 
     /// A descriptor for a process of the run.
     pub fn open(&self, id: AreaId) -> Option<OwnedFd> {
-        let held = self.held();
-        Some(held.get(&id)?.backing.file.try_clone().ok()?.into())
+        let (connector, export) = match &self.held().get(&id)?.backing.medium {
+            Medium::File(file) => return Some(file.try_clone().ok()?.into()),
+            Medium::Nbd(connector, export) => (Arc::clone(connector), *export),
+        };
+        connector.connect_again(&export).ok()
     }
 
     /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile.
     pub fn punch(&self, extent: ExtentId) {
         let Some(place) = self.segment.place_of(extent) else { return };
-        let file = self.held().get(&place.area).and_then(|held| held.backing.file.try_clone().ok());
+        // An export's extent is trimmed when it is written anew: nobody waits for a server here.
+        let file = self.held().get(&place.area).and_then(|held| match &held.backing.medium {
+            Medium::File(file) => file.try_clone().ok(),
+            Medium::Nbd(..) => None,
+        });
         if let Some(file) = file {
             punch(&file, place.offset);
         }
     }
 
-    /// Notes how full the areas are, and lets no more be written to those that failed too often.
-    pub fn measure(&self) {
+    /// Notes how full the areas are, and lets no more be written to those that failed too often. What lies on one that is here is moved to others; one whose
+    /// server is away is looked after until the server is back.
+    pub fn measure(self: &Arc<Self>) {
         for (id, held) in self.held().iter_mut() {
             let area = self.segment.area(*id);
             held.peak_extents = held.peak_extents.max(area.used());
-            if area.errors() >= MOST_ERRORS && !held.retired {
+            let far = matches!(held.backing.medium, Medium::Nbd(..));
+            if area.errors() >= held.forgiven + MOST_ERRORS && !held.retired {
                 held.retired = true;
-                self.segment.close_area(*id);
+                held.tried = Instant::now();
+                if far { self.segment.pause_area(*id) } else { self.segment.close_area(*id) }
             }
+            if far && held.retired && held.tried.elapsed() > TRY_AGAIN {
+                held.tried = Instant::now();
+                let (areas, id) = (Arc::clone(self), *id);
+                // Without a thread it is tried at the next time.
+                let _ = std::thread::Builder::new().name("redial".into()).spawn(move || areas.try_again(id));
+            }
+        }
+    }
+
+    /// Opens an area again whose server answers.
+    fn try_again(&self, id: AreaId) {
+        if self.open(id).is_none() {
+            return;
+        }
+        let mut held = self.held();
+        if let Some(held) = held.get_mut(&id).filter(|held| held.retired)
+            && self.segment.area(id).state() == AreaState::Paused
+        {
+            held.retired = false;
+            held.forgiven = self.segment.area(id).errors();
+            self.segment.reopen_area(id);
         }
     }
 
@@ -203,6 +250,7 @@ impl Areas {
                 let area = self.segment.area(*id);
                 let state = match area.state() {
                     AreaState::Open => "open",
+                    AreaState::Paused => "away",
                     _ if held.retired => "retired",
                     _ => "leaving",
                 };
@@ -211,6 +259,7 @@ impl Areas {
                     kind: match held.backing.kind {
                         BackingKind::File => "file".into(),
                         BackingKind::Block => "block".into(),
+                        BackingKind::Nbd => "nbd".into(),
                     },
                     place: held.backing.place.display().to_string(),
                     size_bytes: bytes(held.backing.extents),
@@ -319,7 +368,7 @@ mod tests {
             name: format!("file:{name}"),
             kind: BackingKind::File,
             place: path,
-            file,
+            medium: Medium::File(file),
             extents,
             base_bytes: 0,
             priority,
@@ -327,9 +376,9 @@ mod tests {
         }
     }
 
-    fn areas(scratch: &Scratch, sizes: &[(&str, i32, u32)]) -> (Areas, &'static Segment) {
+    fn areas(scratch: &Scratch, sizes: &[(&str, i32, u32)]) -> (Arc<Areas>, &'static Segment) {
         let segment = segment();
-        let areas = Areas::new(segment);
+        let areas = Arc::new(Areas::new(segment));
         for (name, priority, extents) in sizes {
             areas.add(backing(scratch, name, *priority, *extents)).expect("an area");
         }

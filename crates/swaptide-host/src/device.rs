@@ -11,11 +11,15 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::{Mode, OFlags};
 use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS};
 use swaptide_store::codec::Choice;
+use swaptide_store::nbd::{Export, Nbd, Options};
 
+use crate::nbd::url::{Url, UrlError};
+use crate::nbd::{Connector, LocalDialer, NbdError};
 use crate::size::{SizeError, human, parse_bytes};
 
 /// The smallest swap file: a few extents for each of a few processes.
@@ -60,6 +64,8 @@ pub enum DeviceKind {
         /// Its path.
         path: PathBuf,
     },
+    /// An export of a network block device server.
+    Nbd(Url),
 }
 
 /// Why devices cannot be had.
@@ -76,8 +82,12 @@ pub enum DeviceError {
     Codec(String, String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
-    /// A kind that this version does not have.
-    NotYet(String, &'static str),
+    /// The URL of an export is none.
+    Url(UrlError),
+    /// The export cannot be used.
+    Nbd(NbdError),
+    /// An export that is not empty.
+    NotEmpty(String),
     /// Smaller than is of use.
     TooSmall(String, u64),
     /// Larger than can be addressed.
@@ -112,7 +122,9 @@ pub enum DeviceError {
 impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            DeviceError::Syntax(text) => write!(f, "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE] or /dev/BLOCK"),
+            DeviceError::Syntax(text) => {
+                write!(f, "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT")
+            }
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
             DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767"),
             DeviceError::Codec(text, name) => {
@@ -121,8 +133,10 @@ impl fmt::Display for DeviceError {
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
-            DeviceError::NotYet(text, what) => {
-                write!(f, "{text:?}: {what} cannot be used yet; use zram:SIZE or file:PATH[:SIZE]")
+            DeviceError::Url(error) => write!(f, "{error}"),
+            DeviceError::Nbd(error) => write!(f, "{error}"),
+            DeviceError::NotEmpty(url) => {
+                write!(f, "{url}: the export does not begin with zeros, so somebody's data may be there; give an empty one")
             }
             DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
             DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
@@ -194,8 +208,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             }
             _ => DeviceKind::File { path: PathBuf::from(rest), bytes: None },
         }
-    } else if device.starts_with("nbd") {
-        return Err(DeviceError::NotYet(text.to_owned(), "network block devices"));
+    } else if Url::is_meant(device) {
+        DeviceKind::Nbd(device.parse().map_err(DeviceError::Url)?)
     } else if device.starts_with('/') {
         DeviceKind::Block { path: PathBuf::from(device) }
     } else {
@@ -241,6 +255,25 @@ pub enum BackingKind {
     File,
     /// A block device.
     Block,
+    /// An export of an NBD server.
+    Nbd,
+}
+
+/// How a [`Backing`] is reached.
+pub enum Medium {
+    /// Open for reading and writing.
+    File(File),
+    /// Connections are made to it, one or more for each process.
+    Nbd(Arc<Connector>, Export),
+}
+
+impl fmt::Debug for Medium {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Medium::File(file) => write!(f, "{file:?}"),
+            Medium::Nbd(connector, _) => write!(f, "{}", connector.url()),
+        }
+    }
 }
 
 /// A device beyond compressed memory: open, and nobody else's.
@@ -252,8 +285,8 @@ pub struct Backing {
     pub kind: BackingKind,
     /// Where it is.
     pub place: PathBuf,
-    /// Open for reading and writing.
-    pub file: File,
+    /// How it is reached.
+    pub medium: Medium,
     /// Its extents.
     pub extents: u32,
     /// Where the first of them begins, in bytes.
@@ -305,6 +338,7 @@ impl Device {
             DeviceKind::Zram { .. } => "zram".into(),
             DeviceKind::File { path, .. } => format!("file:{}", path.display()),
             DeviceKind::Block { path } => path.display().to_string(),
+            DeviceKind::Nbd(url) => url.to_string(),
         }
     }
 }
@@ -318,6 +352,7 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
         DeviceKind::Zram { .. } => return Err(DeviceError::Twice("zram")),
         DeviceKind::File { path, bytes } => open_file(path, *bytes, budget)?,
         DeviceKind::Block { path } => open_block(path)?,
+        DeviceKind::Nbd(url) => open_nbd(url)?,
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
@@ -379,7 +414,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         name: format!("file:{}", path.display()),
         kind: BackingKind::File,
         place: place.to_owned(),
-        file,
+        medium: Medium::File(file),
         extents,
         base_bytes: 0,
         priority: DEFAULT_PRIORITY,
@@ -409,8 +444,37 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         name: path.display().to_string(),
         kind: BackingKind::Block,
         place: path.to_owned(),
-        file,
+        medium: Medium::File(file),
         extents,
+        base_bytes: EXTENT_BYTES,
+        priority: DEFAULT_PRIORITY,
+        direct_io: true,
+    })
+}
+
+/// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody needs the rest.
+fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
+    const LOOKED_AT: usize = 128 << 10;
+    let connector = Arc::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?);
+    let (connection, export) = connector.connect().map_err(DeviceError::Nbd)?;
+    if export.size < SMALLEST_FILE {
+        return Err(DeviceError::TooSmall(url.to_string(), SMALLEST_FILE));
+    }
+    let dialer = LocalDialer::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?, export);
+    let mut start = vec![0; LOOKED_AT];
+    let read = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection]).read_at(0, &mut start);
+    match read {
+        Ok(LOOKED_AT) if start.iter().all(|byte| *byte == 0) || start[SWAP_MARK_AT as usize..].starts_with(SWAP_MARK) => {}
+        Ok(LOOKED_AT) => return Err(DeviceError::NotEmpty(url.to_string())),
+        Ok(_) => return Err(DeviceError::Create(url.to_string().into(), io::ErrorKind::UnexpectedEof.into())),
+        Err(errno) => return Err(DeviceError::Create(url.to_string().into(), errno.into())),
+    }
+    Ok(Backing {
+        name: url.to_string(),
+        kind: BackingKind::Nbd,
+        place: url.to_string().into(),
+        extents: (export.size / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32,
+        medium: Medium::Nbd(connector, export),
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
@@ -499,8 +563,8 @@ mod tests {
             ("file:/x,codec=zstd", "chosen for zram"),
             ("file:/x:1G,codec=zstd", "chosen for zram"),
             ("zram:1G,prio=-2", "from -1 to 32767"),
-            ("nbd://host/x", "network block devices"),
-            ("nbd+unix:///x", "network block devices"),
+            ("nbd://", "host"),
+            ("nbd+unix:///x", "socket=PATH"),
         ] {
             let error = parse(text).expect_err(text).to_string();
             assert!(error.contains(part), "{text}: {error}");
@@ -530,13 +594,15 @@ mod tests {
                 .expect("file");
             let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
-            let metadata = swap.file.metadata().expect("metadata");
+            let Medium::File(file) = &swap.medium else { panic!("no file") };
+            let metadata = file.metadata().expect("metadata");
             assert_eq!((metadata.nlink(), metadata.len(), metadata.blocks()), (0, 64 << 20, 0));
             // Direct I/O wants aligned memory: a page of this process's own.
             let page = swaptide_sys::mem::Mapping::reserve(4096).expect("page");
             // SAFETY: the mapping is 4096 bytes long and readable, and nothing else refers to it.
             let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr(), 4096) };
-            assert_eq!(swap.file.write_at(bytes, 4096).expect("write"), 4096);
+            let Medium::File(file) = &swap.medium else { panic!("no file") };
+            assert_eq!(file.write_at(bytes, 4096).expect("write"), 4096);
         }
         assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0, "nothing is left behind");
     }

@@ -580,10 +580,10 @@ mod tests {
 
     #[test]
     fn areas_of_excluded_tiers_are_leased_from_by_nobody_in_the_group() {
-        use swaptide_ipc::{NewArea, Transport};
+        use swaptide_ipc::NewArea;
         let mut groups = groups(&["/a"]);
         let segment = groups.segment;
-        let add = |priority| segment.add_area(NewArea { transport: Transport::File, priority, extents: 9, base_bytes: 0 });
+        let add = |priority| segment.add_area(NewArea::of_file(priority, 9));
         let (slow, fast) = (add(5).expect("area"), add(200).expect("area"));
         groups.set_tiers("+SSD:100 +HDD:-1").expect("tiers");
         let a = groups.find(&path("/a")).expect("a");

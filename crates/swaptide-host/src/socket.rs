@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
@@ -50,12 +51,12 @@ impl Counter {
     }
 
     /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, areas: &Areas) -> Vec<u32> {
+    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<Areas>) -> Vec<u32> {
         let mut joined = Vec::new();
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(&client, peer.pid, segment, areas) {
+            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas) {
                 joined.push(peer.pid);
             }
         }
@@ -69,7 +70,7 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: &Conn, pid: u32, segment: &OwnedFd, areas: &Areas) -> Option<Request> {
+fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<Areas>) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
@@ -89,6 +90,17 @@ fn answer(client: &Conn, pid: u32, segment: &OwnedFd, areas: &Areas) -> Option<R
     let opened;
     let descriptor = match request {
         Request::Segment => segment.as_fd(),
+        Request::Area if areas.is_far(AreaId(message[1])) => {
+            let areas = Arc::clone(areas);
+            let open = move || {
+                if let Some(fd) = areas.open(AreaId(message[1])) {
+                    // Who asked may have gone.
+                    let _ = client.send(&message[..1], &[fd.as_fd()]);
+                }
+            };
+            std::thread::Builder::new().name("dial".into()).spawn(open).ok()?;
+            return Some(request);
+        }
         Request::Area => {
             opened = areas.open(AreaId(message[1]))?;
             opened.as_fd()
@@ -153,7 +165,7 @@ fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
 mod tests {
     use super::*;
 
-    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Areas) -> (Vec<u32>, Option<OwnedFd>) {
+    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<Areas>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
         let joined = counter.serve(segment, areas);
@@ -168,8 +180,8 @@ mod tests {
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
-        let none = Areas::new(crate::testing::segment());
-        let areas = Areas::new(crate::testing::segment());
+        let none = Arc::new(Areas::new(crate::testing::segment()));
+        let areas = Arc::new(Areas::new(crate::testing::segment()));
         let file = crate::device::parse("file:/tmp:16M").expect("a device");
         areas.add(crate::device::open_beyond(&file, 1 << 30).expect("a file")).expect("an area");
         let (joined, fd) = ask(&counter, b"S", &segment, &areas);
@@ -191,7 +203,7 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
-        let areas = Areas::new(crate::testing::segment());
+        let areas = Arc::new(Areas::new(crate::testing::segment()));
         counter.serve(&segment, &areas);
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
@@ -225,7 +237,7 @@ mod tests {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let _silent = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
-        let areas = Areas::new(crate::testing::segment());
+        let areas = Arc::new(Areas::new(crate::testing::segment()));
         assert!(ask(&counter, b"S", &segment, &areas).1.is_some());
     }
 

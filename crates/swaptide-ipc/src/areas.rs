@@ -33,6 +33,8 @@ pub enum AreaState {
     Open = 1,
     /// No extent is leased any more, and who holds one moves what lies there elsewhere.
     Closed = 2,
+    /// No extent is leased, and what lies there stays: its server is away, and may come back.
+    Paused = 3,
 }
 
 /// What the descriptor of an area is.
@@ -63,6 +65,26 @@ pub struct Area {
     errors: AtomicU32,
     /// Where its first extent begins on the device, in bytes.
     base_bytes: AtomicU64,
+    /// Of a network export: see [`ExportFacts`].
+    export_bytes: AtomicU64,
+    export_flags: AtomicU32,
+    export_longest: AtomicU32,
+    export_connections: AtomicU32,
+}
+
+/// What was negotiated with the server of a network export.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExportFacts {
+    /// Its bytes.
+    pub bytes: u64,
+    /// The transmission flags of the protocol.
+    pub flags: u16,
+    /// Whether replies may be structured.
+    pub structured: bool,
+    /// The longest transfer that the server takes.
+    pub longest: u32,
+    /// Connections to use at most.
+    pub connections: u32,
 }
 
 /// Where an extent lies.
@@ -101,6 +123,16 @@ pub struct NewArea {
     pub extents: u32,
     /// Where the first one begins on the device, in bytes.
     pub base_bytes: u64,
+    /// What is known of it if it is a network export.
+    pub export: ExportFacts,
+}
+
+impl NewArea {
+    /// A file, from its first byte on.
+    pub const fn of_file(priority: i32, extents: u32) -> NewArea {
+        let export = ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
+        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export }
+    }
 }
 
 impl Area {
@@ -109,6 +141,7 @@ impl Area {
         match self.state.load(SeqCst) {
             1 => AreaState::Open,
             2 => AreaState::Closed,
+            3 => AreaState::Paused,
             _ => AreaState::None,
         }
     }
@@ -146,6 +179,18 @@ impl Area {
     /// One more transfer failed.
     pub fn count_error(&self) {
         self.errors.fetch_add(1, Relaxed);
+    }
+
+    /// What was negotiated, of a network export.
+    pub fn export(&self) -> ExportFacts {
+        let flags = self.export_flags.load(Relaxed);
+        ExportFacts {
+            bytes: self.export_bytes.load(Relaxed),
+            flags: flags as u16,
+            structured: flags >> 16 != 0,
+            longest: self.export_longest.load(Relaxed),
+            connections: self.export_connections.load(Relaxed),
+        }
     }
 
     fn range(&self) -> std::ops::Range<u32> {
@@ -234,6 +279,10 @@ impl Segment {
         area.first.store(first, Relaxed);
         area.extents.store(new.extents, Relaxed);
         area.base_bytes.store(new.base_bytes, Relaxed);
+        area.export_bytes.store(new.export.bytes, Relaxed);
+        area.export_flags.store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
+        area.export_longest.store(new.export.longest, Relaxed);
+        area.export_connections.store(new.export.connections, Relaxed);
         for word in [&area.used, &area.hint, &area.errors] {
             word.store(0, Relaxed);
         }
@@ -248,7 +297,13 @@ impl Segment {
         self.sort_areas();
     }
 
-    /// Opens an area again that was closed. Supervisor only.
+    /// Leases nothing of an area for a while. Supervisor only.
+    pub fn pause_area(&self, id: AreaId) {
+        self.area(id).state.store(AreaState::Paused as u32, SeqCst);
+        self.sort_areas();
+    }
+
+    /// Opens an area again that was closed or paused. Supervisor only.
     pub fn reopen_area(&self, id: AreaId) {
         self.area(id).state.store(AreaState::Open as u32, SeqCst);
         self.sort_areas();
@@ -432,7 +487,7 @@ mod tests {
     use crate::layout::test_segment;
 
     fn area(extents: u32, priority: i32) -> NewArea {
-        NewArea { transport: Transport::File, priority, extents, base_bytes: 0 }
+        NewArea::of_file(priority, extents)
     }
 
     fn all(segment: &Segment, index: SlotIndex, mask: AreaMask) -> Vec<AreaId> {

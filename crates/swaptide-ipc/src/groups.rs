@@ -355,13 +355,13 @@ impl Audit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::areas::{NewArea, Transport};
+    use crate::areas::NewArea;
     use crate::layout::test_segment;
 
     const A: GroupIndex = GroupIndex(1);
     const B: GroupIndex = GroupIndex(2);
     const INNER: GroupIndex = GroupIndex(3);
-    const AREA: NewArea = NewArea { transport: Transport::File, priority: 0, extents: 100, base_bytes: 0 };
+    const AREA: NewArea = NewArea::of_file(0, 100);
 
     /// The root, `/a`, `/b` and `/a/inner`.
     fn grouped() -> &'static Segment {

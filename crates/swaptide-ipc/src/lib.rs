@@ -19,7 +19,7 @@ pub mod groups;
 mod layout;
 mod wire;
 
-pub use areas::{Area, AreaId, AreaMask, AreaState, ExtentPlace, MAX_AREAS, NewArea, Transport};
+pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Transport};
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{

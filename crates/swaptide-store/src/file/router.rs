@@ -14,6 +14,7 @@ use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use super::io::{BlockIo, Run, SwapFile};
 use super::{EXTENT_BYTES, Extent};
+use crate::nbd::{Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
 pub const MAX_AREAS: usize = 16;
@@ -33,12 +34,21 @@ pub struct Location {
 pub enum Opened {
     /// A file or a block device.
     File(OwnedFd),
+    /// An export of an NBD server: a connection, and the way to more of them.
+    Nbd {
+        /// A socket in the transmission phase.
+        connection: OwnedFd,
+        /// What was negotiated.
+        export: Export,
+        /// Makes further connections.
+        dialer: Box<dyn Dialer>,
+    },
 }
 
 impl AsFd for Opened {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Opened::File(fd) => fd.as_fd(),
+            Opened::File(fd) | Opened::Nbd { connection: fd, .. } => fd.as_fd(),
         }
     }
 }
@@ -82,6 +92,7 @@ pub(super) struct Router {
 fn io_of(opened: Opened) -> Io {
     match opened {
         Opened::File(fd) => Arc::new(SwapFile::new(fd)),
+        Opened::Nbd { connection, export, dialer } => Arc::new(Nbd::new(export, Options::default(), dialer, vec![connection])),
     }
 }
 
