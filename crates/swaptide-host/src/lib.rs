@@ -10,6 +10,7 @@
 //! | [`target`] | the program, and why some cannot be run |
 //! | [`device`] | `--swap`, and the files and block devices behind it |
 //! | [`areas`] | the swap areas of a run, added and taken away |
+//! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
 //! | [`groups`] | tiers, groups, their settings and what they have |
 //! | [`config`] | the configuration file |
@@ -34,6 +35,7 @@ pub mod division;
 pub mod doctor;
 pub mod groups;
 pub mod keeper;
+pub mod nbd;
 pub mod report;
 pub mod signals;
 pub mod size;

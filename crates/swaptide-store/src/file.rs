@@ -32,7 +32,7 @@
 mod cipher;
 mod digests;
 mod extents;
-mod io;
+pub(crate) mod io;
 mod places;
 mod router;
 
@@ -50,6 +50,7 @@ use self::places::{Place, Places};
 use self::router::Router;
 pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
+use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Blocks (of a page's size) in an extent.
@@ -196,6 +197,14 @@ impl FileDevice {
     #[must_use]
     pub fn over(areas: Box<dyn Areas>, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
         Self::on(Box::new(Router::new(areas)), key, salt, extents)
+    }
+
+    /// A device whose extents lie on an export of an NBD server.
+    ///
+    /// `key` and `salt` as for [`Self::new`].
+    #[must_use]
+    pub fn on_export(export: Nbd, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+        Self::on(Box::new(export), key, salt, extents)
     }
 
     fn on(io: Box<dyn BlockIo>, key: [u8; 32], salt: u64, source: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {

@@ -1,8 +1,8 @@
 //! Where the data of swap slots lives.
 //!
 //! Two devices, each addressed by [`Slot`]: [`zram::Zram`] keeps pages compressed in this process's own memory,
-//! [`file::FileDevice`] keeps them encrypted in extents of a swap file that several processes share. [`codec`] turns a page
-//! into what a device stores and back.
+//! [`file::FileDevice`] keeps them encrypted in extents that several processes share, of a swap file or of an export that [`nbd`]
+//! reaches. [`codec`] turns a page into what a device stores and back.
 //!
 //! A device knows nothing of swap counts, tiers or policy: the caller never loads a slot it has freed, and never writes one
 //! slot from two threads at once. What the devices promise in return:
@@ -17,6 +17,7 @@
 
 pub mod codec;
 pub mod file;
+pub mod nbd;
 pub mod zram;
 
 /// Bytes in a page, the unit a slot holds.

@@ -22,16 +22,16 @@ const RING_FROM: usize = 2;
 /// Reads in flight at most.
 const RING_DEPTH: u32 = 64;
 /// Neighbouring blocks to read: one read, if the kernel does not cut it short.
-pub(super) struct Run<'b> {
-    pub(super) offset: u64,
+pub(crate) struct Run<'b> {
+    pub(crate) offset: u64,
     /// The caller's number of the first block, for its errors.
-    pub(super) first: usize,
+    pub(crate) first: usize,
     /// Whole blocks.
-    pub(super) buf: &'b mut [u8],
+    pub(crate) buf: &'b mut [u8],
 }
 
 /// A file, one system call at a time. A transfer may be short.
-pub(super) trait BlockIo: Send + Sync {
+pub(crate) trait BlockIo: Send + Sync {
     /// Reads some bytes; 0 at the end of the file.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno>;
 

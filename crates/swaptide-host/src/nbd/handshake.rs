@@ -1,0 +1,389 @@
+//! The negotiation before the transmission phase: fixed newstyle, with options.
+//!
+//! Nothing is read beyond what the server must have sent for the step at hand, so no byte of the transmission phase is lost
+//! here, and nothing that came before a TLS session can be taken for a part of it.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, SendFlags};
+use rustls::{ClientConfig, ClientConnection};
+use swaptide_sys::Errno;
+
+use super::tls;
+use super::{NbdError, Url};
+
+const HELLO: &[u8; 8] = b"NBDMAGIC";
+const OPTIONS: &[u8; 8] = b"IHAVEOPT";
+const OLDSTYLE: &[u8; 8] = &[0x00, 0x00, 0x42, 0x02, 0x81, 0x86, 0x12, 0x53];
+const REPLY: u64 = 0x0003_e889_0455_65a9;
+
+/// In the server's flags and in ours.
+const FIXED_NEWSTYLE: u16 = 1 << 0;
+const NO_ZEROES: u16 = 1 << 1;
+
+const EXPORT_NAME: u32 = 1;
+const STARTTLS: u32 = 5;
+const GO: u32 = 7;
+const STRUCTURED_REPLY: u32 = 8;
+
+const ACK: u32 = 1;
+const INFO: u32 = 3;
+const ERROR: u32 = 1 << 31;
+const UNSUPPORTED: u32 = ERROR + 1;
+const POLICY: u32 = ERROR + 2;
+const PLATFORM: u32 = ERROR + 4;
+const TLS_REQUIRED: u32 = ERROR + 5;
+const UNKNOWN: u32 = ERROR + 6;
+const SHUTDOWN: u32 = ERROR + 7;
+const BLOCK_SIZE_REQUIRED: u32 = ERROR + 8;
+
+const INFO_EXPORT: u16 = 0;
+const INFO_BLOCK_SIZE: u16 = 3;
+
+/// The longest answer to an option that is read: a message or a description, both of at most 4096 bytes, and their numbers.
+const LONGEST_ANSWER: u32 = 8 << 10;
+/// Answers to one option.
+const MOST_ANSWERS: usize = 64;
+/// Bytes of a server's message that are shown.
+const LONGEST_TEXT: usize = 200;
+
+/// What was agreed on.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct Agreed {
+    /// Bytes of the export.
+    pub size: u64,
+    /// Its transmission flags.
+    pub flags: u16,
+    /// Replies may be structured.
+    pub structured: bool,
+    /// The shortest and the longest transfer the server takes, if it said.
+    pub transfers: Option<(u32, u32)>,
+}
+
+/// A socket with an end of time.
+pub struct Wire {
+    fd: OwnedFd,
+    deadline: Instant,
+}
+
+impl Wire {
+    /// Whatever is done with it fails after `deadline`.
+    #[must_use]
+    pub fn new(fd: OwnedFd, deadline: Instant) -> Wire {
+        Wire { fd, deadline }
+    }
+
+    /// The socket, of which nothing too much was read.
+    #[must_use]
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+
+    fn wait(&self, flags: PollFlags) -> io::Result<()> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), flags)], Some(&left)) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl Read for Wire {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match rustix::net::recv(&self.fd, &mut *buf, RecvFlags::DONTWAIT) {
+                Ok((n, _)) => return Ok(n),
+                Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::IN)?,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+impl Write for Wire {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        loop {
+            match rustix::net::send(&self.fd, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(n) => return Ok(n),
+                Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::OUT)?,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The wire, or the session over it.
+struct Line<'w> {
+    wire: &'w mut Wire,
+    session: Option<ClientConnection>,
+}
+
+impl Line<'_> {
+    fn receive<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) -> io::Result<()> {
+        match &mut self.session {
+            None => self.wire.read_exact(bytes),
+            Some(session) => rustls::Stream::new(session, self.wire).read_exact(bytes),
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match &mut self.session {
+            None => self.wire.write_all(bytes),
+            Some(session) => {
+                let mut stream = rustls::Stream::new(session, self.wire);
+                stream.write_all(bytes)?;
+                stream.flush()
+            }
+        }
+    }
+}
+
+/// The answer to an option.
+struct Answer {
+    kind: u32,
+    data: Vec<u8>,
+}
+
+/// One negotiation.
+pub struct Talk<'t> {
+    /// Which export.
+    pub url: &'t Url,
+    /// For when it comes to TLS.
+    pub tls: &'t Result<Arc<ClientConfig>, NbdError>,
+}
+
+impl Talk<'_> {
+    /// Negotiates; the TLS session over the wire comes with what was agreed on.
+    ///
+    /// # Errors
+    /// See [`NbdError`].
+    pub fn negotiate(&self, wire: &mut Wire) -> Result<(Agreed, Option<ClientConnection>), NbdError> {
+        let mut line = Line { wire, session: None };
+        let hello: [u8; 8] = line.receive().map_err(|error| self.talk(error))?;
+        if &hello != HELLO {
+            return Err(NbdError::NotNbd(self.url.to_string()));
+        }
+        let magic: [u8; 8] = line.receive().map_err(|error| self.talk(error))?;
+        if &magic == OLDSTYLE {
+            return Err(NbdError::Oldstyle(self.url.to_string()));
+        }
+        if &magic != OPTIONS {
+            return Err(NbdError::NotNbd(self.url.to_string()));
+        }
+        let server = u16::from_be_bytes(line.receive().map_err(|error| self.talk(error))?);
+        let ours = server & (FIXED_NEWSTYLE | NO_ZEROES);
+        line.send(&u32::from(ours).to_be_bytes()).map_err(|error| self.talk(error))?;
+        let zeroes = ours & NO_ZEROES == 0;
+        if ours & FIXED_NEWSTYLE == 0 {
+            // Such a server hangs up at any option but this one.
+            if self.url.tls {
+                return Err(NbdError::NoTls(self.url.to_string()));
+            }
+            return Ok((self.export_name(&mut line, false, zeroes)?, None));
+        }
+        if self.url.tls {
+            self.start_tls(&mut line)?;
+        }
+        let mut answer = self.option(&mut line, STRUCTURED_REPLY, &[])?;
+        if answer.kind == TLS_REQUIRED && line.session.is_none() {
+            self.start_tls(&mut line)?;
+            answer = self.option(&mut line, STRUCTURED_REPLY, &[])?;
+        }
+        let structured = match answer.kind {
+            ACK => true,
+            kind if kind & ERROR != 0 => false,
+            _ => return Err(self.broken("an answer that does not fit the option STRUCTURED_REPLY")),
+        };
+        let agreed = match self.go(&mut line, structured) {
+            Ok(Some(agreed)) => agreed,
+            Ok(None) => self.export_name(&mut line, structured, zeroes)?,
+            Err(NeedsTls::Yes) if line.session.is_none() => {
+                // It let us ask for structured replies without; they are asked for again under TLS.
+                self.start_tls(&mut line)?;
+                let structured = self.option(&mut line, STRUCTURED_REPLY, &[])?.kind == ACK;
+                match self.go(&mut line, structured) {
+                    Ok(Some(agreed)) => agreed,
+                    Ok(None) => self.export_name(&mut line, structured, zeroes)?,
+                    Err(NeedsTls::Yes) => return Err(self.broken("it asks for TLS within TLS")),
+                    Err(NeedsTls::No(error)) => return Err(error),
+                }
+            }
+            Err(NeedsTls::Yes) => return Err(self.broken("it asks for TLS within TLS")),
+            Err(NeedsTls::No(error)) => return Err(error),
+        };
+        Ok((agreed, line.session))
+    }
+
+    fn talk(&self, error: io::Error) -> NbdError {
+        // What rustls has to say comes wrapped.
+        match error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) {
+            Some(inner) => NbdError::Tls(self.url.to_string(), inner.clone()),
+            None => NbdError::Talk(self.url.to_string(), error),
+        }
+    }
+
+    fn broken(&self, what: &'static str) -> NbdError {
+        NbdError::Protocol(self.url.to_string(), what)
+    }
+
+    fn refused(&self, answer: &Answer) -> NbdError {
+        let why = match answer.kind {
+            UNSUPPORTED => "the server does not know an option that is needed",
+            POLICY => "the server does not allow it",
+            PLATFORM => "the server cannot do it on its machine",
+            TLS_REQUIRED => "the server wants TLS",
+            UNKNOWN => "the server has no export of that name",
+            SHUTDOWN => "the server is shutting down",
+            BLOCK_SIZE_REQUIRED => "the server wants a block size that it does not tell",
+            _ => "the server refuses",
+        };
+        let text = String::from_utf8_lossy(&answer.data);
+        let text = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_TEXT).collect::<String>();
+        NbdError::Refused { url: self.url.to_string(), why, text: text.trim().to_owned() }
+    }
+
+    fn request(&self, line: &mut Line<'_>, option: u32, data: &[u8]) -> Result<(), NbdError> {
+        let mut bytes = Vec::with_capacity(16 + data.len());
+        bytes.extend_from_slice(OPTIONS);
+        bytes.extend_from_slice(&option.to_be_bytes());
+        bytes.extend_from_slice(&(data.len() as u32).to_be_bytes());
+        bytes.extend_from_slice(data);
+        line.send(&bytes).map_err(|error| self.talk(error))
+    }
+
+    fn answer(&self, line: &mut Line<'_>, option: u32) -> Result<Answer, NbdError> {
+        let head: [u8; 20] = line.receive().map_err(|error| self.talk(error))?;
+        let number = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        if head[..8] != REPLY.to_be_bytes() {
+            return Err(self.broken("an answer that is none"));
+        }
+        if number(8) != option {
+            return Err(self.broken("an answer to an option that was not asked for"));
+        }
+        let (kind, len) = (number(12), number(16));
+        if len > LONGEST_ANSWER {
+            return Err(self.broken("an answer that is too long"));
+        }
+        let mut data = vec![0; len as usize];
+        line.fill(&mut data).map_err(|error| self.talk(error))?;
+        Ok(Answer { kind, data })
+    }
+
+    fn option(&self, line: &mut Line<'_>, option: u32, data: &[u8]) -> Result<Answer, NbdError> {
+        self.request(line, option, data)?;
+        self.answer(line, option)
+    }
+
+    fn start_tls(&self, line: &mut Line<'_>) -> Result<(), NbdError> {
+        let answer = self.option(line, STARTTLS, &[])?;
+        match answer.kind {
+            ACK if answer.data.is_empty() => {}
+            UNSUPPORTED | POLICY | PLATFORM => return Err(NbdError::NoTls(self.url.to_string())),
+            kind if kind & ERROR != 0 => return Err(self.refused(&answer)),
+            _ => return Err(self.broken("an answer that does not fit the option STARTTLS")),
+        }
+        let config = match self.tls {
+            Ok(config) => Arc::clone(config),
+            // It was not fatal when it was found; here is who needs it.
+            Err(_) => tls::client_config(self.url)?,
+        };
+        line.session = Some(tls::session(self.url, config, line.wire).map_err(|error| match error {
+            tls::SessionError::Name(error) => error,
+            tls::SessionError::Io(error) => self.talk(error),
+        })?);
+        Ok(())
+    }
+
+    /// Asks for the export; `None` if the server does not know how to be asked.
+    fn go(&self, line: &mut Line<'_>, structured: bool) -> Result<Option<Agreed>, NeedsTls> {
+        let name = self.url.export.as_bytes();
+        let mut data = Vec::with_capacity(name.len() + 8);
+        data.extend_from_slice(&(name.len() as u32).to_be_bytes());
+        data.extend_from_slice(name);
+        data.extend_from_slice(&1u16.to_be_bytes());
+        data.extend_from_slice(&INFO_BLOCK_SIZE.to_be_bytes());
+        self.request(line, GO, &data)?;
+        let (mut export, mut transfers) = (None, None);
+        for _ in 0..MOST_ANSWERS {
+            let answer = self.answer(line, GO)?;
+            match answer.kind {
+                INFO => match answer.data.split_first_chunk() {
+                    Some((kind, rest)) => match (u16::from_be_bytes(*kind), rest.len()) {
+                        (INFO_EXPORT, 10) => {
+                            let (size, flags) = rest.split_at(8);
+                            export = Some((
+                                u64::from_be_bytes(size.try_into().expect("8 bytes")),
+                                u16::from_be_bytes(flags.try_into().expect("2 bytes")),
+                            ));
+                        }
+                        (INFO_BLOCK_SIZE, 12) => {
+                            let number = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("4 bytes"));
+                            transfers = Some((number(0), number(8)));
+                        }
+                        (INFO_EXPORT | INFO_BLOCK_SIZE, _) => return Err(self.broken("information of a wrong length").into()),
+                        _ => {}
+                    },
+                    None => return Err(self.broken("information without a kind").into()),
+                },
+                ACK => {
+                    let (size, flags) = export.ok_or_else(|| self.broken("an export without a size"))?;
+                    return Ok(Some(Agreed { size, flags, structured, transfers }));
+                }
+                UNSUPPORTED => return Ok(None),
+                TLS_REQUIRED => return Err(NeedsTls::Yes),
+                kind if kind & ERROR != 0 => return Err(self.refused(&answer).into()),
+                _ => return Err(self.broken("an answer that does not fit the option GO").into()),
+            }
+        }
+        Err(self.broken("answers without end").into())
+    }
+
+    /// Asks for the export in the old way: a server that does not have it hangs up.
+    fn export_name(&self, line: &mut Line<'_>, structured: bool, zeroes: bool) -> Result<Agreed, NbdError> {
+        self.request(line, EXPORT_NAME, self.url.export.as_bytes())?;
+        let hung_up = |error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => NbdError::Refused {
+                url: self.url.to_string(),
+                why: "the server has no export of that name, or wants something it cannot say",
+                text: String::new(),
+            },
+            _ => self.talk(error),
+        };
+        let size = u64::from_be_bytes(line.receive().map_err(hung_up)?);
+        let flags = u16::from_be_bytes(line.receive().map_err(|error| self.talk(error))?);
+        if zeroes {
+            line.receive::<124>().map_err(|error| self.talk(error))?;
+        }
+        Ok(Agreed { size, flags, structured, transfers: None })
+    }
+}
+
+/// Why an export was not to be had.
+enum NeedsTls {
+    Yes,
+    No(NbdError),
+}
+
+impl From<NbdError> for NeedsTls {
+    fn from(error: NbdError) -> NeedsTls {
+        NeedsTls::No(error)
+    }
+}

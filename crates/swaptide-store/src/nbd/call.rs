@@ -1,0 +1,373 @@
+//! One call: some requests, brought to their ends over the connections that can be had.
+
+use core::ops::Range;
+use core::time::Duration;
+use std::vec::Vec;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use swaptide_sys::Errno;
+use swaptide_sys::thread::{Nanos, now, sleep};
+
+use super::lane::{Broken, Lane};
+use super::wire::{self, Garbled};
+use super::{Flags, Nbd, Relaxed};
+
+/// Requests carried out together at most. Cookies have room for so many.
+pub(super) const GROUP: usize = 1024;
+/// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough to choose from.
+const DEPTH: usize = 64;
+/// Requests that make another connection worth using: servers work on about as many of one connection at once.
+const WIDE_FROM: usize = 16;
+/// No extra connection is tried for so long after one was refused.
+const EXTRAS_REST: Duration = Duration::from_secs(10);
+/// Pieces a reply may be in, beside those that come in order.
+const MOST_PIECES: usize = 64;
+
+/// What is wanted of the server.
+pub(super) enum Job<'b> {
+    Read(&'b mut [u8]),
+    Write(&'b [u8]),
+    Trim(u32),
+    Flush,
+}
+
+/// Why a request failed.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) enum Failure {
+    /// The server says so.
+    Refused(Errno),
+    /// The server did not answer, for as long as there was patience.
+    Unreachable,
+}
+
+impl Failure {
+    pub(super) fn errno(self) -> Errno {
+        match self {
+            Failure::Refused(errno) => errno,
+            Failure::Unreachable => Errno::IO,
+        }
+    }
+}
+
+/// Where a request is.
+///
+/// ```text
+/// Waiting -> Queued -> Sent -> Done
+///    ^---------+--------'            its connection broke
+/// ```
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) enum State {
+    /// On no connection.
+    Waiting,
+    /// Will go out on the connection taken with this serial number.
+    Queued(u64),
+    /// Is out there.
+    Sent(u64),
+    Done(Result<(), Failure>),
+}
+
+pub(super) struct Request<'b> {
+    pub(super) job: Job<'b>,
+    pub(super) offset: u64,
+    pub(super) state: State,
+    /// The server has told an error; more of the reply may follow.
+    pub(super) error: Option<Errno>,
+    /// Was sent on a connection that broke.
+    again: bool,
+    /// What of a read came in order, and what came otherwise.
+    came: Range<u32>,
+    pieces: Vec<Range<u32>>,
+}
+
+impl<'b> Request<'b> {
+    pub(super) fn new(offset: u64, job: Job<'b>) -> Request<'b> {
+        Request { job, offset, state: State::Waiting, error: None, again: false, came: 0..0, pieces: Vec::new() }
+    }
+
+    /// The bytes of the export that it is about.
+    pub(super) fn len(&self) -> u32 {
+        match &self.job {
+            Job::Read(buf) => buf.len() as u32,
+            Job::Write(bytes) => bytes.len() as u32,
+            Job::Trim(len) => *len,
+            Job::Flush => 0,
+        }
+    }
+
+    /// The bytes that follow it on the wire.
+    pub(super) fn payload(&self) -> &[u8] {
+        if let Job::Write(bytes) = self.job { bytes } else { &[] }
+    }
+
+    /// How it is written on the wire.
+    pub(super) fn head(&self, cookie: u64, flags: u16) -> [u8; wire::REQUEST] {
+        let (command, flags) = match self.job {
+            Job::Read(_) => (wire::READ, 0),
+            Job::Write(_) => (wire::WRITE, flags),
+            Job::Trim(_) => (wire::TRIM, 0),
+            Job::Flush => (wire::FLUSH, 0),
+        };
+        wire::request(command, flags, cookie, self.offset, self.len())
+    }
+
+    /// Notes that the bytes of a read from `offset` of the export on come now. Tells where in its buffer they belong; refused
+    /// if that is not inside, or something came there before.
+    pub(super) fn receive(&mut self, offset: u64, len: u32) -> Result<Range<u32>, Garbled> {
+        let Job::Read(buf) = &self.job else { return Err(Garbled) };
+        let from = offset.checked_sub(self.offset).ok_or(Garbled)?;
+        let to = from.checked_add(len.into()).filter(|to| *to <= buf.len() as u64).ok_or(Garbled)?;
+        let part = from as u32..to as u32;
+        let apart = |other: &Range<u32>| part.end <= other.start || other.end <= part.start;
+        if part.is_empty() || !apart(&self.came) || !self.pieces.iter().all(apart) {
+            return Err(Garbled);
+        }
+        if part.start == self.came.end {
+            self.came.end = part.end;
+        } else if self.pieces.len() < MOST_PIECES {
+            self.pieces.push(part.clone());
+        } else {
+            return Err(Garbled);
+        }
+        Ok(part)
+    }
+
+    /// Whether all of it came, if it reads. No two of its pieces overlap, and all lie inside: their lengths tell.
+    pub(super) fn complete(&self) -> bool {
+        let Job::Read(buf) = &self.job else { return true };
+        self.came.len() + self.pieces.iter().map(ExactSizeIterator::len).sum::<usize>() == buf.len()
+    }
+
+    /// How it ended.
+    pub(super) fn outcome(&self) -> Result<(), Failure> {
+        if let State::Done(outcome) = self.state { outcome } else { Err(Failure::Unreachable) }
+    }
+
+    fn is_done(&self) -> bool {
+        matches!(self.state, State::Done(_))
+    }
+
+    /// Its connection broke.
+    fn set_back(&mut self) {
+        self.again |= matches!(self.state, State::Sent(_));
+        self.state = State::Waiting;
+        self.error = None;
+        self.came = 0..0;
+        self.pieces.clear();
+    }
+}
+
+/// Brings requests to their ends; each has an outcome then.
+pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
+    for group in requests.chunks_mut(GROUP) {
+        Call { nbd, requests: group, lanes: Vec::new(), calm: now(), patience, failures: 0 }.run();
+    }
+    let failed = |which: fn(Failure) -> bool| requests.iter().filter(|r| r.outcome().is_err_and(which)).count() as u64;
+    nbd.counters.refused.fetch_add(failed(|failure| failure != Failure::Unreachable), Relaxed);
+    let given_up = failed(|failure| failure == Failure::Unreachable);
+    nbd.counters.given_up.fetch_add(given_up, Relaxed);
+}
+
+struct Call<'c, 'b> {
+    nbd: &'c Nbd,
+    requests: &'c mut [Request<'b>],
+    lanes: Vec<Lane<'c>>,
+    /// When it last made progress.
+    calm: Nanos,
+    patience: Duration,
+    /// Connections that failed since.
+    failures: u32,
+}
+
+impl Call<'_, '_> {
+    fn run(mut self) {
+        let mut widened = false;
+        while self.requests.iter().any(|request| !request.is_done()) {
+            if self.patience_left().is_zero() || (self.lanes.is_empty() && !self.connect()) {
+                self.give_up();
+                break;
+            }
+            if !widened {
+                widened = true;
+                self.widen();
+            }
+            self.assign();
+            let flags = if self.nbd.options.durable && self.nbd.export.flags.has(Flags::SEND_FUA) { wire::FLAG_FUA } else { 0 };
+            let requests = &mut *self.requests;
+            let broken = self.lanes.iter_mut().position(|lane| lane.send(requests, flags).is_err());
+            match broken {
+                // What came before it broke may tell more.
+                Some(i) => self.hear(i, true),
+                None => self.listen(),
+            }
+        }
+        for lane in self.lanes {
+            lane.put_back();
+        }
+    }
+
+    fn patience_left(&self) -> Duration {
+        self.patience.saturating_sub(now().since(self.calm))
+    }
+
+    /// Has a first connection, however long it takes; `false` when there is no patience left.
+    fn connect(&mut self) -> bool {
+        let nbd = self.nbd;
+        loop {
+            let seen = nbd.pool.changes();
+            if let Some(link) = nbd.pool.take() {
+                self.lanes.push(Lane::new(link, nbd));
+                return true;
+            }
+            let left = self.patience_left();
+            if let Some(seat) = nbd.pool.seat() {
+                // At once the first time: a server that was started anew waits already.
+                if self.failures > 1 {
+                    sleep(Duration::from_millis(10 << (self.failures - 2).min(6)).min(left));
+                }
+                match nbd.dialer.dial() {
+                    Ok(fd) => {
+                        nbd.counters.dialed.fetch_add(1, Relaxed);
+                        self.lanes.push(Lane::new(seat.link(fd), nbd));
+                        return true;
+                    }
+                    Err(_) => {
+                        nbd.counters.dial_failed.fetch_add(1, Relaxed);
+                        self.failures += 1;
+                    }
+                }
+            } else {
+                nbd.pool.wait(seen, left);
+            }
+            if self.patience_left().is_zero() {
+                return false;
+            }
+        }
+    }
+
+    /// Takes more connections for a deep queue, those that can be had without waiting for others.
+    fn widen(&mut self) {
+        let nbd = self.nbd;
+        let wanted = self.requests.len().div_ceil(WIDE_FROM).min(nbd.pool.most() as usize);
+        while self.lanes.len() < wanted {
+            if let Some(link) = nbd.pool.take() {
+                self.lanes.push(Lane::new(link, nbd));
+                continue;
+            }
+            if now().0 < nbd.extras_rest.load(Relaxed) {
+                break;
+            }
+            let Some(seat) = nbd.pool.seat() else { break };
+            match nbd.dialer.dial() {
+                Ok(fd) => {
+                    nbd.counters.dialed.fetch_add(1, Relaxed);
+                    self.lanes.push(Lane::new(seat.link(fd), nbd));
+                }
+                Err(_) => {
+                    nbd.counters.dial_failed.fetch_add(1, Relaxed);
+                    nbd.extras_rest.store(now().0 + EXTRAS_REST.as_nanos() as u64, Relaxed);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Gives every connection its share of what waits.
+    fn assign(&mut self) {
+        for (i, request) in self.requests.iter_mut().enumerate() {
+            if request.state != State::Waiting {
+                continue;
+            }
+            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.under_way()) else { return };
+            if lane.under_way() >= DEPTH {
+                return;
+            }
+            lane.offer(i);
+            request.state = State::Queued(lane.serial());
+            if core::mem::take(&mut request.again) {
+                self.nbd.counters.replayed.fetch_add(1, Relaxed);
+            }
+        }
+    }
+
+    /// Waits until something can be received or sent, and receives.
+    fn listen(&mut self) {
+        let now_ = now();
+        let limit = self.nbd.options.request_limit;
+        let mut time = self.patience_left();
+        for lane in &self.lanes {
+            if lane.under_way() > 0 {
+                time = time.min(limit.saturating_sub(now_.since(lane.calm())));
+            }
+        }
+        let mut polls: Vec<PollFd<'_>> = Vec::with_capacity(self.lanes.len());
+        for lane in &self.lanes {
+            let out = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
+            polls.push(PollFd::from_borrowed_fd(lane.fd(), PollFlags::IN | out));
+        }
+        let time = Timespec { tv_sec: time.as_secs().min(1 << 30) as i64, tv_nsec: time.subsec_nanos().into() };
+        // A signal is as good as a time that is over: everything is looked at again.
+        let _ = poll(&mut polls, Some(&time));
+        let heard = polls.iter().enumerate().filter(|(_, poll)| poll.revents().intersects(!PollFlags::OUT));
+        let heard = heard.fold(0u32, |mask, (i, _)| mask | 1 << i);
+        // From the last: one that breaks is taken out of the list.
+        for i in (0..self.lanes.len()).rev() {
+            if heard & 1 << i != 0 {
+                self.hear(i, false);
+            } else if self.lanes[i].under_way() > 0 && now().since(self.lanes[i].calm()) >= limit {
+                self.broke(i, Broken::Late);
+            }
+        }
+    }
+
+    /// Receives what has come on a connection, which may be known to be broken.
+    fn hear(&mut self, i: usize, broken: bool) {
+        let lane = &mut self.lanes[i];
+        let before = lane.under_way();
+        let heard = lane.receive(self.requests);
+        if lane.under_way() < before {
+            self.calm = now();
+            self.failures = 0;
+        }
+        match heard {
+            Err(why) => self.broke(i, why),
+            Ok(()) if broken => self.broke(i, Broken::Ended),
+            Ok(()) => {}
+        }
+    }
+
+    /// What was under way on a connection waits for another.
+    fn broke(&mut self, i: usize, why: Broken) {
+        let lane = self.lanes.swap_remove(i);
+        let counters = &self.nbd.counters;
+        if lane.under_way() > 0 {
+            counters.broken.fetch_add(1, Relaxed);
+        }
+        match why {
+            Broken::Late => drop(counters.late.fetch_add(1, Relaxed)),
+            Broken::Garbled => drop(counters.garbled.fetch_add(1, Relaxed)),
+            Broken::Ended => {}
+        }
+        self.failures += 1;
+        let mut changes = false;
+        for request in &mut *self.requests {
+            if matches!(request.state, State::Queued(serial) | State::Sent(serial) if serial == lane.serial()) {
+                changes |= matches!(request.state, State::Sent(_)) && matches!(request.job, Job::Write(_) | Job::Trim(_));
+                request.set_back();
+            }
+        }
+        if why == Broken::Late && changes {
+            lane.drain(self.nbd.options.drain.min(self.patience_left()));
+        }
+        lane.end();
+    }
+
+    /// What is not done fails.
+    fn give_up(&mut self) {
+        for request in self.requests.iter_mut().filter(|request| !request.is_done()) {
+            request.state = State::Done(Err(Failure::Unreachable));
+        }
+        for lane in self.lanes.drain(..) {
+            if lane.under_way() > 0 { lane.end() } else { lane.put_back() }
+        }
+    }
+}

@@ -1,0 +1,791 @@
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SIZE: u64 = 1 << 20;
+const PAGE: u64 = PAGE_SIZE as u64;
+const ALL: Flags =
+    Flags(Flags::HAS_FLAGS.0 | Flags::SEND_FLUSH.0 | Flags::SEND_FUA.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0);
+
+fn export() -> Export {
+    Export { size: SIZE, flags: ALL, structured: true, longest: 32 << 20, connections: 1 }
+}
+
+/// Short enough for tests, long enough for a busy machine.
+fn options() -> Options {
+    Options {
+        request_limit: Duration::from_millis(400),
+        read_patience: Duration::from_secs(20),
+        write_patience: Duration::from_secs(20),
+        drain: Duration::from_millis(200),
+        durable: false,
+    }
+}
+
+/// A request as the server sees it.
+#[derive(Clone, Debug)]
+struct Asked {
+    flags: u16,
+    command: u16,
+    cookie: u64,
+    offset: u64,
+    len: u32,
+    data: Vec<u8>,
+}
+
+/// The server's end of a connection.
+struct Peer {
+    stream: UnixStream,
+    /// Which one it is: 0, 1, ...
+    number: u32,
+    disk: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Peer {
+    /// The next request; `None` at the end or at a farewell.
+    fn ask(&mut self) -> Option<Asked> {
+        let mut head = [0; 28];
+        self.stream.read_exact(&mut head).ok()?;
+        assert_eq!(head[..4], [0x25, 0x60, 0x95, 0x13], "no request");
+        let command = wire::u16_at(&head, 6).unwrap();
+        if command == wire::DISC {
+            return None;
+        }
+        let mut asked = Asked {
+            flags: wire::u16_at(&head, 4).unwrap(),
+            command,
+            cookie: wire::u64_at(&head, 8).unwrap(),
+            offset: wire::u64_at(&head, 16).unwrap(),
+            len: wire::u32_at(&head, 24).unwrap(),
+            data: Vec::new(),
+        };
+        assert!(asked.offset + u64::from(asked.len) <= SIZE, "{asked:?} is not inside");
+        if command == wire::WRITE {
+            asked.data = vec![0; asked.len as usize];
+            self.stream.read_exact(&mut asked.data).ok()?;
+        }
+        Some(asked)
+    }
+
+    /// Does what is asked, and returns the data for the reply.
+    fn carry_out(&self, asked: &Asked) -> Vec<u8> {
+        let mut disk = self.disk.lock().unwrap();
+        let place = asked.offset as usize..asked.offset as usize + asked.len as usize;
+        match asked.command {
+            wire::READ => disk[place].to_vec(),
+            wire::WRITE => {
+                disk[place].copy_from_slice(&asked.data);
+                Vec::new()
+            }
+            wire::TRIM => {
+                disk[place].fill(0);
+                Vec::new()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        // The client may have hung up, with good reason.
+        let _ = self.stream.write_all(bytes);
+    }
+
+    /// The right answer.
+    fn answer(&mut self, asked: &Asked) {
+        let data = self.carry_out(asked);
+        let reply = if asked.command == wire::READ {
+            chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes(), &data[..]].concat())
+        } else {
+            simple(asked.cookie, 0, &[])
+        };
+        self.send(&reply);
+    }
+
+    /// Answers everything, until the end.
+    fn serve(&mut self) {
+        while let Some(asked) = self.ask() {
+            self.answer(&asked);
+        }
+    }
+}
+
+fn simple(cookie: u64, error: u32, data: &[u8]) -> Vec<u8> {
+    [&0x6744_6698u32.to_be_bytes()[..], &error.to_be_bytes(), &cookie.to_be_bytes(), data].concat()
+}
+
+fn chunk(flags: u16, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
+    let len = (payload.len() as u32).to_be_bytes();
+    [&0x668e_33efu32.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes(), &cookie.to_be_bytes(), &len, payload].concat()
+}
+
+fn error_chunk(cookie: u64, error: u32, text: &[u8]) -> Vec<u8> {
+    chunk(1, 0x8001, cookie, &[&error.to_be_bytes()[..], &(text.len() as u16).to_be_bytes(), text].concat())
+}
+
+type Script = dyn Fn(&mut Peer) + Send + Sync;
+
+/// Makes connections to threads that follow a script; the script may refuse to be dialed.
+#[derive(Clone)]
+struct Lab {
+    script: Arc<Script>,
+    dialed: Arc<AtomicU32>,
+    refuses: Arc<dyn Fn(u32) -> Option<Errno> + Send + Sync>,
+    disk: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Lab {
+    fn new(script: impl Fn(&mut Peer) + Send + Sync + 'static) -> Lab {
+        let bytes = (0..SIZE).map(|i| ((i / 7) ^ (i / PAGE)) as u8).collect();
+        Lab { script: Arc::new(script), dialed: Arc::default(), refuses: Arc::new(|_| None), disk: Arc::new(Mutex::new(bytes)) }
+    }
+
+    fn refusing(mut self, refuses: impl Fn(u32) -> Option<Errno> + Send + Sync + 'static) -> Lab {
+        self.refuses = Arc::new(refuses);
+        self
+    }
+
+    fn client(&self, export: Export, options: Options) -> Nbd {
+        Nbd::new(export, options, Box::new(self.clone()), Vec::new())
+    }
+
+    fn on_disk(&self, offset: u64, len: usize) -> Vec<u8> {
+        self.disk.lock().unwrap()[offset as usize..][..len].to_vec()
+    }
+}
+
+impl Dialer for Lab {
+    fn dial(&self) -> Result<OwnedFd, Errno> {
+        let number = self.dialed.fetch_add(1, SeqCst);
+        if let Some(errno) = (self.refuses)(number) {
+            return Err(errno);
+        }
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut peer = Peer { stream: theirs, number, disk: Arc::clone(&self.disk) };
+        let script = Arc::clone(&self.script);
+        std::thread::spawn(move || script(&mut peer));
+        Ok(ours.into())
+    }
+}
+
+/// Reads with a guard on both sides of the buffer.
+fn guarded_read(nbd: &Nbd, offset: u64, len: usize) -> (Result<usize, Errno>, Vec<u8>) {
+    let mut buf = vec![0xEE; len + 128];
+    let answer = nbd.read_at(offset, &mut buf[64..64 + len]);
+    assert!(buf[..64].iter().chain(&buf[64 + len..]).all(|byte| *byte == 0xEE), "written outside of the buffer");
+    (answer, buf[64..64 + len].to_vec())
+}
+
+#[test]
+fn what_is_written_is_read_with_either_kind_of_reply() {
+    for structured in [true, false] {
+        let lab = Lab::new(move |peer| {
+            while let Some(asked) = peer.ask() {
+                if structured {
+                    peer.answer(&asked);
+                } else {
+                    let data = peer.carry_out(&asked);
+                    peer.send(&simple(asked.cookie, 0, &data));
+                }
+            }
+        });
+        let nbd = lab.client(Export { structured, ..export() }, options());
+        for (offset, len) in [(0, 4096), (4096, 300 << 10), (SIZE - 8192, 8192), (12 << 10, 1)] {
+            let data: Vec<u8> = (0..len).map(|i| (i * 31 + len) as u8).collect();
+            assert_eq!(nbd.write_at(offset, &data), Ok(len));
+            assert_eq!(lab.on_disk(offset, len), data);
+            assert_eq!(guarded_read(&nbd, offset, len), (Ok(len), data));
+        }
+        assert_eq!(nbd.trim(0, SIZE), Ok(()));
+        assert_eq!(guarded_read(&nbd, 4096, 4096), (Ok(4096), vec![0; 4096]));
+        assert_eq!(nbd.flush(), Ok(()));
+        // The end of the export.
+        assert_eq!(guarded_read(&nbd, SIZE - 4096, 8192).0, Ok(4096));
+        assert_eq!(guarded_read(&nbd, SIZE, 8192).0, Ok(0));
+        assert_eq!(nbd.write_at(u64::MAX - 4, &[1; 8]), Ok(0));
+        assert_eq!(nbd.read_many(&mut [(0, &mut [0; 8]), (SIZE - 4, &mut [0; 8])]), Err((1, Errno::INVAL)));
+        assert_eq!(nbd.write_many(&[(0, &[0; 8]), (SIZE - 4, &[0; 8])]), Err((1, Errno::NOSPC)));
+        assert_eq!(nbd.stats(), NbdStats { dialed: 1, ..NbdStats::default() });
+    }
+}
+
+#[test]
+fn all_requests_are_out_before_the_first_reply_and_replies_come_in_any_order() {
+    const N: usize = 60;
+    let lab = Lab::new(|peer| {
+        // Reading on without answering shows that the client waits for nothing.
+        let mut asked: Vec<Asked> = (0..N).map(|_| peer.ask().expect("all are sent")).collect();
+        asked.reverse();
+        asked.rotate_left(17);
+        for one in &asked {
+            peer.answer(one);
+        }
+        peer.serve();
+    });
+    let nbd = lab.client(export(), options());
+    let mut pages = vec![[0u8; PAGE_SIZE]; N];
+    let place = |i: usize| (i as u64 * 37 % 256) * PAGE;
+    let mut places: Vec<(u64, &mut [u8])> = pages.iter_mut().enumerate().map(|(i, page)| (place(i), &mut page[..])).collect();
+    assert_eq!(nbd.read_many(&mut places), Ok(()));
+    for (i, page) in pages.iter().enumerate() {
+        assert_eq!(page[..], lab.on_disk(place(i), PAGE_SIZE), "place {i}");
+    }
+    assert_eq!(nbd.stats(), NbdStats { dialed: 1, ..NbdStats::default() });
+}
+
+#[test]
+fn a_deep_queue_uses_as_many_connections_as_the_export_allows() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let lab = {
+        let seen = Arc::clone(&seen);
+        Lab::new(move |peer| {
+            while let Some(asked) = peer.ask() {
+                seen.lock().unwrap().push(peer.number);
+                peer.answer(&asked);
+            }
+        })
+    };
+    let nbd = lab.client(Export { connections: 4, ..export() }, options());
+    let data = vec![7; PAGE_SIZE];
+    let places: Vec<(u64, &[u8])> = (0..64).map(|i| (i * PAGE, &data[..])).collect();
+    assert_eq!(nbd.write_many(&places), Ok(()));
+    assert_eq!(nbd.stats().dialed, 4);
+    let count = |number| seen.lock().unwrap().iter().filter(|n| **n == number).count();
+    assert_eq!([count(0), count(1), count(2), count(3)], [16; 4]);
+    // A small call needs one of them, and none more is made.
+    assert_eq!(nbd.write_at(0, &data), Ok(PAGE_SIZE));
+    assert_eq!(nbd.stats().dialed, 4);
+
+    // Without the flag there is one, whatever else is said.
+    let single = lab.client(Export { connections: 4, flags: Flags(ALL.0 & !Flags::CAN_MULTI_CONN.0), ..export() }, options());
+    assert_eq!(single.write_many(&places), Ok(()));
+    assert_eq!(single.stats().dialed, 1);
+}
+
+#[test]
+fn a_server_that_allows_fewer_connections_than_it_says_costs_one_attempt() {
+    let lab = Lab::new(Peer::serve).refusing(|number| (number > 0).then_some(Errno::CONNREFUSED));
+    let nbd = lab.client(Export { connections: 4, ..export() }, options());
+    let mut pages = vec![[0u8; PAGE_SIZE]; 64];
+    for _ in 0..3 {
+        let mut places: Vec<(u64, &mut [u8])> = (0..).map(|i| i * PAGE).zip(pages.iter_mut().map(|page| &mut page[..])).collect();
+        assert_eq!(nbd.read_many(&mut places), Ok(()));
+    }
+    assert_eq!(nbd.stats(), NbdStats { dialed: 1, dial_failed: 1, ..NbdStats::default() });
+}
+
+#[test]
+fn what_was_under_way_when_a_connection_broke_goes_out_again() {
+    // Each connection answers a few more requests than the one before, and hangs up in the middle of the next reply.
+    let lab = Lab::new(|peer| {
+        for _ in 0..2 + 3 * peer.number {
+            let Some(asked) = peer.ask() else { return };
+            peer.answer(&asked);
+        }
+        let Some(asked) = peer.ask() else { return };
+        if asked.command == wire::READ {
+            let mut reply = chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[0x55; 4096]].concat());
+            reply.truncate(20 + 8 + 1234);
+            peer.send(&reply);
+        }
+    });
+    let nbd = lab.client(export(), options());
+    let data: Vec<[u8; PAGE_SIZE]> = (0..40).map(|i| [i as u8 + 1; PAGE_SIZE]).collect();
+    let places: Vec<(u64, &[u8])> = data.iter().enumerate().map(|(i, page)| (i as u64 * PAGE, &page[..])).collect();
+    assert_eq!(nbd.write_many(&places), Ok(()));
+    let mut back = vec![[0u8; PAGE_SIZE]; 40];
+    let mut places: Vec<(u64, &mut [u8])> = (0..).map(|i| i * PAGE).zip(back.iter_mut().map(|page| &mut page[..])).collect();
+    assert_eq!(nbd.read_many(&mut places), Ok(()));
+    assert!(back == data);
+    let stats = nbd.stats();
+    assert!(stats.replayed > 40 && stats.broken >= 5 && stats.dialed > stats.broken, "{stats:?}");
+    assert_eq!((stats.given_up, stats.refused, stats.garbled, stats.late), (0, 0, 0, 0));
+}
+
+#[test]
+fn a_server_that_comes_back_in_time_costs_time_and_nothing_else() {
+    // 12 attempts fail, that is about a second; writes wait as long here.
+    let lab = Lab::new(|peer| {
+        if peer.number == 0 {
+            peer.ask();
+            return;
+        }
+        peer.serve();
+    })
+    .refusing(|number| (1..9).contains(&number).then_some(Errno::CONNREFUSED));
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 8192, 20000);
+    assert_eq!((answer, &data), (Ok(20000), &lab.on_disk(8192, 20000)));
+    let stats = nbd.stats();
+    assert_eq!((stats.dialed, stats.dial_failed, stats.replayed), (2, 8, 1));
+}
+
+#[test]
+fn patience_ends_and_writes_do_not_try_for_a_while_then() {
+    let refuse = Arc::new(AtomicU32::new(1));
+    let lab = {
+        let refuse = Arc::clone(&refuse);
+        Lab::new(Peer::serve).refusing(move |_| (refuse.load(SeqCst) == 1).then_some(Errno::CONNREFUSED))
+    };
+    let patience = Duration::from_millis(150);
+    let nbd = lab.client(export(), Options { read_patience: 2 * patience, write_patience: patience, ..options() });
+    let start = Instant::now();
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::IO));
+    assert!(start.elapsed() >= 2 * patience);
+    let start = Instant::now();
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::IO));
+    assert!(start.elapsed() >= patience);
+    // The server is back, but that takes a while to be noticed by those who can go elsewhere; reads try at once.
+    refuse.store(0, SeqCst);
+    let dialed = lab.dialed.load(SeqCst);
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::IO));
+    assert_eq!(nbd.trim(0, 4096), Err(Errno::IO));
+    assert_eq!(nbd.write_many(&[(0, &[1; 4096])]), Err((0, Errno::IO)));
+    assert_eq!(lab.dialed.load(SeqCst), dialed);
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
+    std::thread::sleep(WRITES_REST);
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Ok(4096));
+    assert_eq!(nbd.stats().given_up, 2);
+}
+
+#[test]
+fn a_late_server_is_left_for_another_connection() {
+    // The first connection answers nothing; the second is slow, but not too slow; and trickling is no answer.
+    let lab = Lab::new(|peer| match peer.number {
+        0 => while peer.ask().is_some() {},
+        1 => {
+            let Some(asked) = peer.ask() else { return };
+            let whole = chunk(1, wire::CHUNK_DATA, asked.cookie, &[0; 8 + 4096]);
+            for byte in whole {
+                peer.send(&[byte]);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        _ => {
+            while let Some(asked) = peer.ask() {
+                std::thread::sleep(Duration::from_millis(50));
+                peer.answer(&asked);
+            }
+        }
+    });
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 4096, 4096);
+    assert_eq!((answer, &data), (Ok(4096), &lab.on_disk(4096, 4096)));
+    let stats = nbd.stats();
+    assert_eq!((stats.dialed, stats.late, stats.broken, stats.replayed), (3, 2, 2, 2));
+}
+
+#[test]
+fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
+    // The first connection holds its write back until the client hangs up, does it then, and only then ends.
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let lab = {
+        let order = Arc::clone(&order);
+        Lab::new(move |peer| {
+            let asked = peer.ask().expect("a write");
+            if peer.number == 0 {
+                assert!(peer.ask().is_none());
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            order.lock().unwrap().push(peer.number);
+            peer.answer(&asked);
+            if peer.number > 0 {
+                peer.serve();
+            }
+        })
+    };
+    let nbd = lab.client(export(), Options { drain: Duration::from_secs(20), ..options() });
+    assert_eq!(nbd.write_at(0, &[9; 4096]), Ok(4096));
+    assert_eq!(*order.lock().unwrap(), [0, 1]);
+    assert_eq!(nbd.stats().late, 1);
+}
+
+#[test]
+fn what_the_server_refuses_is_not_tried_again() {
+    let asked_for = Arc::new(AtomicU32::new(0));
+    for (number, errno) in [
+        (1, Errno::PERM),
+        (5, Errno::IO),
+        (12, Errno::NOMEM),
+        (22, Errno::INVAL),
+        (28, Errno::NOSPC),
+        (75, Errno::OVERFLOW),
+        (95, Errno::OPNOTSUPP),
+        (4711, Errno::IO),
+        (u32::MAX, Errno::IO),
+    ] {
+        for structured in [false, true] {
+            let count = Arc::clone(&asked_for);
+            let lab = Lab::new(move |peer| {
+                while let Some(asked) = peer.ask() {
+                    count.fetch_add(1, SeqCst);
+                    let reply =
+                        if structured { error_chunk(asked.cookie, number, b"no") } else { simple(asked.cookie, number, &[]) };
+                    peer.send(&reply);
+                }
+            });
+            asked_for.store(0, SeqCst);
+            let nbd = lab.client(export(), options());
+            assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(errno));
+            assert_eq!(nbd.write_at(0, &[1; 4096]), Err(errno));
+            assert_eq!(nbd.trim(0, 4096), Err(errno));
+            assert_eq!(nbd.flush(), Err(errno));
+            assert_eq!(asked_for.load(SeqCst), 4);
+            assert_eq!(nbd.stats(), NbdStats { dialed: 1, refused: 4, ..NbdStats::default() });
+        }
+    }
+}
+
+#[test]
+fn the_block_that_cannot_be_read_is_named() {
+    // Block 70 is bad: whoever reads across it gets an error.
+    let lab = Lab::new(|peer| {
+        while let Some(asked) = peer.ask() {
+            let bad = asked.offset <= 70 * PAGE && asked.offset + u64::from(asked.len) > 70 * PAGE;
+            if bad && asked.command == wire::READ {
+                peer.send(&error_chunk(asked.cookie, 5, b"bad block"));
+            } else {
+                peer.answer(&asked);
+            }
+        }
+    });
+    let nbd = lab.client(export(), options());
+    let (mut a, mut b, mut c) = (vec![0; 4 * PAGE_SIZE], vec![0; 100 * PAGE_SIZE], vec![0; PAGE_SIZE]);
+    let mut runs = [
+        Run { offset: 0, first: 0, buf: &mut a },
+        Run { offset: 20 * PAGE, first: 4, buf: &mut b },
+        Run { offset: 200 * PAGE, first: 104, buf: &mut c },
+    ];
+    assert_eq!(BlockIo::read_runs(&nbd, &mut runs), Err((4 + 50, Errno::IO)));
+    assert_eq!(c, lab.on_disk(200 * PAGE, PAGE_SIZE));
+    let mut runs = [Run { offset: SIZE - 2 * PAGE, first: 3, buf: &mut a }];
+    assert_eq!(BlockIo::read_runs(&nbd, &mut runs), Err((3 + 2, Errno::IO)));
+    // A write tells how far it came.
+    let lab = Lab::new(|peer| {
+        while let Some(asked) = peer.ask() {
+            let error = if asked.offset >= 256 << 10 { 28 } else { 0 };
+            peer.send(&simple(asked.cookie, error, &[]));
+        }
+    });
+    let nbd = lab.client(export(), options());
+    assert_eq!(nbd.write_at(0, &vec![1; 512 << 10]), Ok(256 << 10));
+    assert_eq!(nbd.write_at(256 << 10, &[1; 4096]), Err(Errno::NOSPC));
+}
+
+#[test]
+fn replies_in_pieces_are_put_together_and_holes_are_zeros() {
+    let lab = Lab::new(|peer| {
+        while let Some(asked) = peer.ask() {
+            let data = peer.carry_out(&asked);
+            let piece = |from: usize, to: usize| {
+                let place = asked.offset + from as u64;
+                chunk(0, wire::CHUNK_DATA, asked.cookie, &[&place.to_be_bytes()[..], &data[from..to]].concat())
+            };
+            let hole = [&(asked.offset + 4096).to_be_bytes()[..], &8192u32.to_be_bytes()].concat();
+            peer.send(&piece(20000, data.len()));
+            peer.send(&chunk(0, wire::CHUNK_HOLE, asked.cookie, &hole));
+            peer.send(&piece(0, 4096));
+            // Byte after byte, as a network may deliver it.
+            for byte in piece(4096 + 8192, 20000) {
+                peer.send(&[byte]);
+            }
+            peer.send(&chunk(1, wire::CHUNK_NONE, asked.cookie, &[]));
+        }
+    });
+    let nbd = lab.client(export(), Options { request_limit: Duration::from_secs(20), ..options() });
+    let (answer, data) = guarded_read(&nbd, 8192, 100_000);
+    let mut expected = lab.on_disk(8192, 100_000);
+    expected[4096..4096 + 8192].fill(0);
+    assert_eq!(answer, Ok(100_000));
+    assert!(data == expected);
+    assert_eq!(nbd.stats().dialed, 1);
+}
+
+/// What a hostile server answers to a read of 4096 bytes, and whether another connection has to be asked.
+fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
+    let cookie = asked.cookie;
+    let at = |offset: u64, len: usize| [&offset.to_be_bytes()[..], &vec![0x66; len]].concat();
+    let data = |offset: u64, len: usize| chunk(1, wire::CHUNK_DATA, cookie, &at(offset, len));
+    let part = |offset: u64, len: usize| chunk(0, wire::CHUNK_DATA, cookie, &at(offset, len));
+    let hole =
+        |offset: u64, len: u32| chunk(1, wire::CHUNK_HOLE, cookie, &[&offset.to_be_bytes()[..], &len.to_be_bytes()].concat());
+    let end = chunk(1, wire::CHUNK_NONE, cookie, &[]);
+    let here = asked.offset;
+    let mut endless = chunk(1, wire::CHUNK_DATA, cookie, &at(here, 4096));
+    endless[16..20].copy_from_slice(&u32::MAX.to_be_bytes());
+    let mut many = Vec::new();
+    for i in (0..4096).step_by(2) {
+        many.extend(part(here + i, 1));
+    }
+    vec![
+        ("no magic", vec![0; 64]),
+        ("a request", wire::request(0, 0, cookie, here, 4096).to_vec()),
+        ("another's cookie", simple(cookie + 1, 0, &[0x66; 4096])),
+        ("the cookie of another call", simple(cookie ^ 1 << 40, 0, &[0x66; 4096])),
+        ("the cookie of a number that there is not", simple(cookie | 1023, 0, &[0x66; 4096])),
+        ("more than was asked for", data(here, 4097)),
+        ("less than was asked for", data(here, 4095)),
+        ("the byte before", data(here - 1, 4096)),
+        ("the byte after", data(here + 1, 4096)),
+        ("far away", data(u64::MAX - 3, 4096)),
+        ("a length without end", endless),
+        ("the same twice", [part(here, 4096), data(here, 4096)].concat()),
+        ("an overlap", [part(here, 2048), data(here + 2047, 2049)].concat()),
+        ("an overlap behind", [part(here + 2048, 2048), data(here, 2049)].concat()),
+        ("a gap", [part(here, 2047), data(here + 2048, 2048)].concat()),
+        ("nothing", end.clone()),
+        ("nothing, with something", chunk(1, wire::CHUNK_NONE, cookie, b"x")),
+        ("nothing, without end", chunk(0, wire::CHUNK_NONE, cookie, &[])),
+        ("data of no bytes", data(here, 0)),
+        ("data without a place", chunk(1, wire::CHUNK_DATA, cookie, &[0; 7])),
+        ("a hole of no bytes", [hole(here, 0), end.clone()].concat()),
+        ("a hole that is too long", hole(here, 4097)),
+        ("a hole around the end of numbers", hole(u64::MAX, u32::MAX)),
+        ("a hole of a wrong length", chunk(1, wire::CHUNK_HOLE, cookie, &[0; 13])),
+        ("a kind that is not known", chunk(1, 7, cookie, &[0; 16])),
+        ("an error without a number", chunk(1, 0x8001, cookie, &[0; 5])),
+        ("an error of nothing", chunk(1, 0x8001, cookie, &[0; 6])),
+        ("an error with a long text", chunk(1, 0x8001, cookie, &[5; 9000])),
+        ("an error whose text is longer than it", chunk(1, 0x8001, cookie, &[0, 0, 0, 5, 0, 9, b'x'])),
+        ("pieces without end", many),
+        ("two replies", [data(here, 4096), data(here, 4096)].concat()),
+        ("it shuts down", simple(cookie, wire::SHUTDOWN, &[])),
+        ("it shuts down, in many words", error_chunk(cookie, wire::SHUTDOWN, b"good night")),
+        ("the end", Vec::new()),
+    ]
+}
+
+#[test]
+fn a_lie_is_never_believed() {
+    let count = lies(&Asked { flags: 0, command: 0, cookie: 0, offset: 4096, len: 4096, data: Vec::new() }).len();
+    for number in 0..count {
+        let name = Arc::new(Mutex::new(""));
+        let lab = {
+            let name = Arc::clone(&name);
+            Lab::new(move |peer| {
+                let Some(asked) = peer.ask() else { return };
+                if peer.number == 0 {
+                    let (what, lie) = lies(&asked).swap_remove(number);
+                    *name.lock().unwrap() = what;
+                    peer.send(&lie);
+                    return;
+                }
+                peer.answer(&asked);
+                peer.serve();
+            })
+        };
+        let nbd = lab.client(export(), options());
+        let (answer, data) = guarded_read(&nbd, 8192, 4096);
+        let name = *name.lock().unwrap();
+        assert_eq!(answer, Ok(4096), "{name}");
+        // Two replies: the first one is one, and nobody can tell that it is a lie but who sealed the page.
+        if name == "two replies" {
+            assert_eq!(data, [0x66; 4096], "{name}");
+            assert_eq!(guarded_read(&nbd, 8192, 4096).1, lab.on_disk(8192, 4096), "{name}");
+        } else {
+            assert_eq!(data, lab.on_disk(8192, 4096), "{name}");
+        }
+        assert_eq!(lab.dialed.load(SeqCst), 2, "{name}");
+    }
+}
+
+#[test]
+fn lies_about_writes_are_no_success() {
+    for number in 0..3 {
+        let lab = Lab::new(move |peer| {
+            let Some(asked) = peer.ask() else { return };
+            if peer.number == 0 {
+                let lie = match number {
+                    0 => chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[1; 4096]].concat()),
+                    1 => chunk(1, wire::CHUNK_HOLE, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[0, 0, 16, 0]].concat()),
+                    _ => simple(asked.cookie.wrapping_add(1), 0, &[]),
+                };
+                peer.send(&lie);
+                return;
+            }
+            peer.answer(&asked);
+        });
+        let nbd = lab.client(export(), options());
+        assert_eq!(nbd.write_at(4096, &[3; 4096]), Ok(4096));
+        assert_eq!(lab.on_disk(4096, 4096), [3; 4096]);
+        assert_eq!(nbd.stats().garbled, 1);
+    }
+}
+
+#[test]
+fn a_reply_to_what_was_not_sent_yet_is_a_lie() {
+    // The requests are too long for the sockets: the last is not out while the server answers it.
+    let lab = Lab::new(|peer| {
+        let Some(asked) = peer.ask() else { return };
+        if peer.number == 0 {
+            peer.send(&simple(asked.cookie + 7, 0, &[]));
+            std::thread::sleep(Duration::from_millis(100));
+            return;
+        }
+        peer.answer(&asked);
+        peer.serve();
+    });
+    let nbd = lab.client(export(), options());
+    let data = vec![5; 1 << 20];
+    assert_eq!(nbd.write_at(0, &data), Ok(1 << 20));
+    assert!(lab.on_disk(0, 1 << 20) == data);
+    assert_eq!(nbd.stats().garbled, 1);
+}
+
+#[test]
+fn only_lies_are_given_up_in_time() {
+    let lab = Lab::new(|peer| {
+        while peer.ask().is_some() {
+            peer.send(&[0x66; 100]);
+        }
+    });
+    let nbd = lab.client(export(), Options { read_patience: Duration::from_millis(300), ..options() });
+    let start = Instant::now();
+    assert_eq!(guarded_read(&nbd, 0, 65536).0, Err(Errno::IO));
+    assert!(start.elapsed() < Duration::from_secs(10));
+    let stats = nbd.stats();
+    // Not as fast as it can, either.
+    assert!((2..40).contains(&stats.dialed) && stats.garbled + 1 >= stats.dialed, "{stats:?}");
+}
+
+#[test]
+fn writes_can_be_asked_to_be_durable() {
+    let flags = Arc::new(AtomicU64::new(0));
+    let lab = {
+        let flags = Arc::clone(&flags);
+        Lab::new(move |peer| {
+            while let Some(asked) = peer.ask() {
+                flags.store(u64::from(asked.flags) << 16 | u64::from(asked.command), SeqCst);
+                peer.answer(&asked);
+            }
+        })
+    };
+    let durable = Options { durable: true, ..options() };
+    let nbd = lab.client(export(), durable);
+    nbd.write_at(0, &[1; 4096]).unwrap();
+    assert_eq!(flags.load(SeqCst), 1 << 16 | 1);
+    nbd.read_at(0, &mut [1; 4096]).unwrap();
+    assert_eq!(flags.load(SeqCst), 0);
+    let cannot = Export { flags: Flags(ALL.0 & !Flags::SEND_FUA.0 & !Flags::SEND_TRIM.0 & !Flags::SEND_FLUSH.0), ..export() };
+    let nbd = lab.client(cannot, durable);
+    nbd.write_at(0, &[1; 4096]).unwrap();
+    assert_eq!(flags.load(SeqCst), 1);
+    assert_eq!(nbd.trim(0, 4096), Err(Errno::OPNOTSUPP));
+    assert_eq!(nbd.flush(), Ok(()));
+    assert_eq!(flags.load(SeqCst), 1);
+}
+
+#[test]
+fn a_child_leaves_its_parents_connections_alone() {
+    let lab = Lab::new(Peer::serve);
+    let parent = lab.client(Export { connections: 2, ..export() }, options());
+    parent.read_at(0, &mut [0; 4096]).unwrap();
+    // A forked child has a copy of the client; here the client itself stands for it, and a handed-in descriptor for the parent's.
+    let idle = parent.pool.take().unwrap();
+    let number = swaptide_sys::AsRawFd::as_raw_fd(&idle.fd());
+    idle.put_back();
+    parent.forget();
+    // The number still is what it was: nothing was closed.
+    let flags = rustix::io::fcntl_getfd(borrow(number));
+    assert!(flags.is_ok());
+    parent.read_at(0, &mut [0; 4096]).unwrap();
+    assert_eq!(parent.stats().dialed, 2);
+    // The same by way of the device; and one that is handed in is used instead of a new one.
+    BlockIo::abandon(&parent, Vec::new());
+    parent.adopt(lab.dial().unwrap());
+    parent.read_at(0, &mut [0; 4096]).unwrap();
+    assert_eq!(parent.stats().dialed, 2);
+}
+
+fn borrow(number: i32) -> swaptide_sys::BorrowedFd<'static> {
+    // SAFETY: the test that calls this keeps the descriptor open: nobody closes what was forgotten.
+    unsafe { swaptide_sys::BorrowedFd::borrow_raw(number) }
+}
+
+#[test]
+fn threads_share_connections_and_take_turns() {
+    for connections in [1, 3] {
+        let lab = Lab::new(|peer| {
+            // Some connections do not live long.
+            for _ in 0..if peer.number % 3 == 1 { 40 } else { u32::MAX } {
+                let Some(asked) = peer.ask() else { return };
+                peer.answer(&asked);
+            }
+        });
+        let nbd = lab.client(Export { connections, ..export() }, options());
+        std::thread::scope(|s| {
+            for thread in 0..6u64 {
+                let nbd = &nbd;
+                s.spawn(move || {
+                    let base = thread * 40 * PAGE;
+                    for round in 0..30u64 {
+                        let data: Vec<[u8; PAGE_SIZE]> =
+                            (0..20).map(|i| [(thread * 97 + round * 13 + i) as u8; PAGE_SIZE]).collect();
+                        let places: Vec<(u64, &[u8])> =
+                            data.iter().enumerate().map(|(i, page)| (base + i as u64 * 2 * PAGE, &page[..])).collect();
+                        nbd.write_many(&places).unwrap();
+                        let mut back = vec![[0u8; PAGE_SIZE]; 20];
+                        let mut places: Vec<(u64, &mut [u8])> =
+                            back.iter_mut().enumerate().map(|(i, page)| (base + i as u64 * 2 * PAGE, &mut page[..])).collect();
+                        nbd.read_many(&mut places).unwrap();
+                        assert!(back == data, "thread {thread}, round {round}");
+                    }
+                });
+            }
+        });
+        let stats = nbd.stats();
+        assert!(nbd.pool.take().is_some(), "a connection is left");
+        if connections == 1 {
+            assert_eq!(stats.dialed, stats.broken + 1, "{stats:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever comes, the call ends, nothing outside of its buffers changes, and success means that every byte came.
+    #[test]
+    fn noise_is_survived(pieces in prop::collection::vec((0..8u8, any::<u64>(), any::<u16>(), any::<u32>(), 0..6000usize), 1..12),
+                         cut in any::<prop::sample::Index>()) {
+        let lab = Lab::new(move |peer| {
+            let Some(asked) = peer.ask() else { return };
+            if peer.number > 0 {
+                peer.answer(&asked);
+                return peer.serve();
+            }
+            let mut bytes = Vec::new();
+            for &(shape, number, small, long, len) in &pieces {
+                let near = asked.offset.wrapping_add(number % 6000);
+                bytes.extend(match shape {
+                    0 => simple(asked.cookie, long % 3, &vec![0x66; len]),
+                    1 => simple(number, long, &[]),
+                    2 => chunk(small & 1, small % 3, asked.cookie, &[&near.to_be_bytes()[..], &vec![0x66; len]].concat()),
+                    3 => chunk(small, small >> 8, asked.cookie, &vec![small as u8; len]),
+                    4 => chunk(0, wire::CHUNK_HOLE, asked.cookie, &[&near.to_be_bytes()[..], &(long % 8192).to_be_bytes()].concat()),
+                    5 => error_chunk(asked.cookie, long % 120, &vec![b'x'; len % 300]),
+                    6 => chunk(1, wire::CHUNK_NONE, asked.cookie, &[]),
+                    _ => number.to_be_bytes().to_vec(),
+                });
+            }
+            bytes.truncate(cut.index(bytes.len() + 1));
+            peer.send(&bytes);
+        });
+        let nbd = lab.client(export(), Options { request_limit: Duration::from_millis(100), ..options() });
+        let (answer, data) = guarded_read(&nbd, 16 * PAGE, 3 * PAGE_SIZE);
+        match answer {
+            Ok(n) => {
+                prop_assert_eq!(n, 3 * PAGE_SIZE);
+                // All of it came from the second connection, or all of it from the first, holes and lies.
+                let good = lab.on_disk(16 * PAGE, 3 * PAGE_SIZE);
+                prop_assert!(data == good || data.iter().all(|byte| [0, 0x66].contains(byte) || lab.dialed.load(SeqCst) == 1));
+            }
+            Err(errno) => prop_assert!(nbd.stats().refused == 1, "{:?}", errno),
+        }
+    }
+}
