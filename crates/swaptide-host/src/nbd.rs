@@ -137,9 +137,11 @@ impl NbdError {
     pub fn errno(&self) -> Errno {
         match self {
             NbdError::Resolve(..) => Errno::HOSTUNREACH,
-            NbdError::Connect(_, error) | NbdError::Talk(_, error) | NbdError::Pump(error) => {
-                Errno::from_io_error(error).unwrap_or(Errno::IO)
-            }
+            NbdError::Connect(_, error) | NbdError::Talk(_, error) | NbdError::Pump(error) => match error.kind() {
+                io::ErrorKind::TimedOut => Errno::TIMEDOUT,
+                io::ErrorKind::UnexpectedEof => Errno::CONNRESET,
+                _ => Errno::from_io_error(error).unwrap_or(Errno::IO),
+            },
             NbdError::Refused { .. } | NbdError::ReadOnly(_) | NbdError::NoTls(_) | NbdError::Tls(..) => Errno::ACCESS,
             NbdError::Changed(_) => Errno::STALE,
             _ => Errno::PROTO,
@@ -299,3 +301,6 @@ impl Dialer for LocalDialer {
         self.connector.connect_again(&self.export).map_err(|error| error.errno())
     }
 }
+
+#[cfg(test)]
+mod tests;

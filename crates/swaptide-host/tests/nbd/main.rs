@@ -1,11 +1,13 @@
 //! The network tier against real servers: what is agreed on, data in and out, delay, errors, death and return.
 
+mod authority;
 mod servers;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use authority::Authority;
 use servers::{Scratch, Server, have};
 use swaptide_host::nbd::{Connector, LocalDialer, NbdError, Url};
 use swaptide_store::codec::{Compressor, Packed};
@@ -415,4 +417,126 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     server.start_again();
     let failed = read(&[7]).unwrap_err();
     assert_eq!((failed.slot, failed.kind), (Slot(7), ReadErrorKind::Authentication));
+}
+
+/// Sessions that are being pumped in this process for servers of this test alone: threads inherit no name.
+fn pumps() -> usize {
+    let names =
+        std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| std::fs::read(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with(b"swaptide-tls")).count()
+}
+
+/// What every server has to get right under TLS.
+fn under_tls(server: &mut Server, export: &str, trusted: &Authority, blocks: u64) {
+    let ca = format!("&ca={}", trusted.path("ca-cert.pem"));
+    let good = server.url("nbds", export, &format!("{ca}&tls-hostname=swap.example"));
+    let (_, nbd) = connect(&good).unwrap();
+    Exercise::new(&nbd, blocks).run(40);
+    assert_eq!(nbd.stats().broken, 0, "{:?}", nbd.stats());
+    drop(nbd);
+
+    // The wrong name, the wrong authority, nobody's authority.
+    let error = connect(&server.url("nbds", export, &ca)).map(drop).unwrap_err();
+    assert!(matches!(&error, NbdError::Tls(_, rustls::Error::InvalidCertificate(_))), "{error}");
+    let scratch = Scratch::new("stranger");
+    let stranger = Authority::new(scratch.path("pki"));
+    let strange = format!("&ca={}&tls-hostname=swap.example", stranger.path("ca-cert.pem"));
+    let error = connect(&server.url("nbds", export, &strange)).map(drop).unwrap_err();
+    assert!(matches!(&error, NbdError::Tls(_, rustls::Error::InvalidCertificate(_))), "{error}");
+
+    // Where the server insists, TLS it is, with the same checks.
+    let url = server.url("nbd", export, &format!("{ca}&tls-hostname=swap.example"));
+    let (_, nbd) = connect(&url).unwrap();
+    Exercise::new(&nbd, blocks).run(3);
+    let error = connect(&server.url("nbd", export, &ca)).map(drop).unwrap_err();
+    assert!(matches!(&error, NbdError::Tls(..)), "{error}");
+    survive(server, &good, blocks);
+}
+
+#[test]
+fn nbdkit_under_tls() {
+    if !have("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new("kit-tls");
+    let authority = Authority::new(scratch.path("pki"));
+    authority.sign("server", "swap.example");
+    let file = scratch.file("disk", 16 * MIB);
+    let certificates = format!("--tls-certificates={}", authority.directory().display());
+    let args = ["--tls=require", &certificates, "--filter=delay", "file", file.to_str().unwrap(), "rdelay=1ms", "wdelay=1ms"];
+    let mut server = Server::nbdkit(&scratch, &args);
+    under_tls(&mut server, "", &authority, 16 * MIB / PAGE);
+}
+
+#[test]
+fn qemu_under_tls() {
+    if !have("qemu-nbd") {
+        return;
+    }
+    let scratch = Scratch::new("qemu-tls");
+    let authority = Authority::new(scratch.path("pki"));
+    authority.sign("server", "swap.example");
+    let file = scratch.file("disk", 16 * MIB);
+    let object = format!("tls-creds-x509,id=tls0,endpoint=server,verify-peer=no,dir={}", authority.directory().display());
+    let args = ["--object", &object, "--tls-creds", "tls0", "-f", "raw", "-x", "swap", "--shared=8", file.to_str().unwrap()];
+    let mut server = Server::qemu(&scratch, &args);
+    under_tls(&mut server, "swap", &authority, 16 * MIB / PAGE);
+}
+
+#[test]
+fn a_server_that_wants_to_know_its_clients_gets_a_certificate() {
+    if !have("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new("kit-peer");
+    let authority = Authority::new(scratch.path("pki"));
+    authority.sign("server", "swap.example");
+    authority.sign("client", "client.example");
+    let certificates = format!("--tls-certificates={}", authority.directory().display());
+    let server = Server::nbdkit(&scratch, &["--tls=require", "--tls-verify-peer", &certificates, "memory", "8M"]);
+    let base = format!("&ca={}&tls-hostname=swap.example", authority.path("ca-cert.pem"));
+    let error = connect(&server.url("nbds", "", &base)).map(drop).unwrap_err();
+    assert!(matches!(&error, NbdError::Tls(..) | NbdError::Talk(..)), "{error}");
+    let ours = format!("{base}&cert={}&key={}", authority.path("client-cert.pem"), authority.path("client-key.pem"));
+    let (_, nbd) = connect(&server.url("nbds", "", &ours)).unwrap();
+    Exercise::new(&nbd, 8 * MIB / PAGE).run(5);
+}
+
+#[test]
+fn a_server_without_tls_is_refused_where_tls_is_wanted_and_pumps_end() {
+    if !have("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new("no-tls");
+    let server = Server::nbdkit(&scratch, &["memory", "8M"]);
+    let error = connect(&server.url("nbds", "", "")).map(drop).unwrap_err();
+    assert!(matches!(&error, NbdError::NoTls(_) | NbdError::NoRoots), "{error}");
+
+    let authority = Authority::new(scratch.path("pki"));
+    authority.sign("server", "localhost");
+    let other = Scratch::new("pumps");
+    let certificates = format!("--tls-certificates={}", authority.directory().display());
+    let mut server = Server::nbdkit(&other, &["--tls=require", &certificates, "memory", "8M"]);
+    let url = server.url("nbds", "", &format!("&ca={}", authority.path("ca-cert.pem")));
+    // In this process other tests have pumps, too, which come and go: enough of ours that those do not matter.
+    let ended = |few: usize| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while pumps() > few {
+            assert!(Instant::now() < deadline, "{} pumps are left", pumps());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let connector = connector(&url).unwrap();
+    let many: Vec<_> = (0..30).map(|_| connector.connect().unwrap()).collect();
+    assert!(pumps() >= 30);
+    // The process ends them, or the server does.
+    drop(many);
+    ended(20);
+    let many: Vec<_> = (0..30).map(|_| connector.connect().unwrap()).collect();
+    assert!(pumps() >= 30);
+    server.kill();
+    ended(20);
+    for (fd, _) in many {
+        assert_eq!(rustix::io::read(&fd, &mut [0; 16][..]), Ok(0));
+    }
 }
