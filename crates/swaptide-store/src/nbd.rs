@@ -75,7 +75,8 @@ impl Flags {
     pub const SEND_FUA: Flags = Flags(1 << 3);
     /// Knows `TRIM`.
     pub const SEND_TRIM: Flags = Flags(1 << 5);
-    /// What one connection has written all others read, and a flush on one is a flush of all.
+    /// What one connection has written all others read, and a flush on one is a flush of all. Without it, two processes that
+    /// share extents (after a fork) may see different things there: the page's tag tells, but the page is lost.
     pub const CAN_MULTI_CONN: Flags = Flags(1 << 8);
 
     /// Whether all of `flags` are set.

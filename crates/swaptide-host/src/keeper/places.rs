@@ -56,7 +56,7 @@ impl Places {
 
     /// These processes are gone.
     pub fn forget(&mut self, pids: &[u32]) {
-        pids.iter().for_each(|pid| drop(self.0.remove(pid)));
+        self.0.retain(|pid, _| !pids.contains(pid));
     }
 }
 
