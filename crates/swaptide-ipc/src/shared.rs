@@ -39,6 +39,11 @@ pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::POISON);
 
+/// Advice before a mapping is moved or grown by `mremap`: nothing goes out until [`SETTLE`].
+pub const HOLD: i32 = -1;
+/// Advice after that.
+pub const SETTLE: i32 = -2;
+
 /// The answer to [`Request::Attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]

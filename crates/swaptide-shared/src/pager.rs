@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use rustix::fs::FallocateFlags;
 use swaptide_engine::locality::Reading;
-use swaptide_ipc::shared::{Attached, REGION_NAME};
+use swaptide_ipc::shared::{Attached, HOLD, REGION_NAME, SETTLE};
 use swaptide_ipc::{Counter, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -29,7 +29,7 @@ use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
 
 use crate::region::{Counts, PageState, Region, RegionId, SlotSpace};
 use crate::space::{Piece, Space, SpaceId, Standing, scan};
-use crate::store::{SLOTS, Store};
+use crate::store::{OpenArea, SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
 pub const GUARD_PATIENCE: Duration = Duration::from_secs(1);
@@ -47,8 +47,8 @@ pub(crate) const STOP_FAULTS: u32 = 2;
 pub struct Settings {
     /// The segment of the run; the pager's limit and counters are in a slot of it.
     pub segment: &'static Segment,
-    /// The swap file, if there is one.
-    pub file: Option<OwnedFd>,
+    /// How a swap area's descriptor is had.
+    pub open: OpenArea,
     /// Tells of what went wrong.
     pub log: fn(&str),
 }
@@ -121,12 +121,12 @@ impl Pager {
     /// # Errors
     /// When there is no slot in the segment, no memory, or no thread.
     pub fn start(settings: Settings) -> Result<Pager, Errno> {
-        let Settings { segment, file, log } = settings;
+        let Settings { segment, open, log } = settings;
         let index = segment.claim(std::process::id(), 0).ok_or(Errno::NOSPC)?;
         let inner = Arc::new(Inner {
             segment,
             index,
-            store: Store::new(segment, index, file)?,
+            store: Store::new(segment, index, open)?,
             log,
             state: Mutex::new(State::default()),
             work: Condvar::new(),
@@ -454,7 +454,22 @@ impl Inner {
         let Some(end) = addr.checked_add(len) else { return false };
         let (start, end) = (VirtAddr(addr), VirtAddr(end).page_up());
         let mut state = self.lock();
-        let space = state.spaces.values().find(|space| space.pid == Some(pid) && !space.stale);
+        let found = state.spaces.iter().find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+        let Some(id) = found.map(|(id, _)| *id) else { return false };
+        match advice {
+            HOLD => {
+                state.generation += 1;
+                state.spaces.entry(id).and_modify(|space| space.moving += 1);
+                return true;
+            }
+            SETTLE => {
+                state.spaces.entry(id).and_modify(|space| space.moving = space.moving.saturating_sub(1));
+                self.learn(&mut state, id);
+                return true;
+            }
+            _ => {}
+        }
+        let space = state.spaces.get(&id).filter(|space| !space.stale);
         let clip = |piece: &Piece| {
             let (from, to) = (piece.range.start.max(start), piece.range.end.min(end));
             (from < to).then(|| {

@@ -105,6 +105,9 @@ impl Worker {
             return Duration::from_millis(2);
         }
         inner.set_pool_limit(limit);
+        if inner.store.follow_areas() {
+            return Duration::ZERO;
+        }
         if inner.store.has_file() && inner.store.pool_excess() > 0 && self.write_back(inner) {
             return Duration::ZERO;
         }

@@ -79,6 +79,8 @@ pub struct Space {
     pub stale: bool,
     /// It cannot be managed: nothing of its regions goes out any more.
     pub broken: bool,
+    /// Threads of it that move or grow a mapping.
+    pub moving: u32,
     /// What was out of its regions has been brought back, because nobody stands guard.
     pub rescued: bool,
 }
@@ -86,7 +88,17 @@ pub struct Space {
 impl Space {
     /// A space without a guard.
     pub fn new(uffd: Uffd, pid: Option<u32>, layout: Vec<Piece>) -> Space {
-        Space { uffd, pid, guard: None, unguarded: Instant::now(), layout, stale: false, broken: false, rescued: false }
+        Space {
+            uffd,
+            pid,
+            guard: None,
+            unguarded: Instant::now(),
+            layout,
+            stale: false,
+            broken: false,
+            moving: 0,
+            rescued: false,
+        }
     }
 
     /// How it stands. The range asked about is of no consequence.
@@ -101,7 +113,7 @@ impl Space {
 
     /// True when nothing of its regions may go out: a program that would not be stopped by the pager's end, or an unknown layout.
     pub fn forbids(&self) -> bool {
-        self.guard.is_none() || self.stale || self.broken
+        self.guard.is_none() || self.stale || self.broken || self.moving > 0
     }
 
     /// The page at an address.

@@ -1,16 +1,16 @@
 //! Where pages of shared regions are while they are out.
 //!
-//! Owns: compressed memory of the pager's own, and its part of the swap file. A page's slot follows from its region and number, so no slots are
+//! Owns: compressed memory of the pager's own, and its part of the swap areas. A page's slot follows from its region and number, so no slots are
 //! allocated; which of the two devices has it, its state says.
 //!
 //! Locks: the devices' own.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use swaptide_ipc::{ExtentId, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
-use swaptide_store::file::{Extent, ExtentSource, FileDevice};
+use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::{Errno, OwnedFd};
@@ -20,25 +20,64 @@ use crate::region::PageState;
 /// Slots of compressed memory and of the file: 256 GiB of regions.
 pub const SLOTS: u32 = 1 << 26;
 
-struct Leases {
+/// How an area's descriptor is had.
+pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
+
+/// What the swap areas are to the pager: extents leased in the segment, and descriptors.
+#[derive(Clone)]
+struct Beyond {
     segment: &'static Segment,
     index: SlotIndex,
+    open: OpenArea,
+    /// Held over any change of what is held: it must not change while it moves to another group.
+    change: Arc<Mutex<()>>,
 }
 
-impl ExtentSource for Leases {
+impl Beyond {
+    fn change(&self) -> MutexGuard<'_, ()> {
+        let guard = self.change.lock().expect("no thread panics with it");
+        if self.segment.is_moving(self.index) {
+            self.segment.regroup(self.index);
+        }
+        guard
+    }
+}
+
+impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
-        self.segment.lease_extent(self.index).map(|extent| Extent(extent.0))
+        let _change = self.change();
+        self.segment.lease_charged(self.index).map(|extent| Extent(extent.0))
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
-        self.segment.release_extent(self.index, ExtentId(extent.0));
+        let _change = self.change();
+        self.segment.release_charged(self.index, self.index, ExtentId(extent.0));
+    }
+}
+
+impl Areas for Beyond {
+    fn locate(&self, extent: Extent) -> Option<Location> {
+        let place = self.segment.place_of(ExtentId(extent.0))?;
+        Some(Location { area: place.area.0, generation: place.generation, offset: place.offset })
+    }
+
+    fn open(&self, area: u8) -> Option<Opened> {
+        (self.open)(AreaId(area)).map(Opened::File)
+    }
+
+    fn failed(&self, area: u8) {
+        self.segment.area(AreaId(area)).count_error();
     }
 }
 
 /// See the module's description.
 pub struct Store {
     pool: Zram,
-    file: Option<FileDevice>,
+    file: FileDevice,
+    areas: Beyond,
+    /// The table of areas, as of the last look, and whether something lies on one that is being taken away.
+    looked: AtomicU32,
+    leaving: AtomicBool,
     /// Bytes that compressed memory may take.
     pool_limit: AtomicUsize,
     scratch: Mutex<Vec<u8>>,
@@ -56,11 +95,11 @@ pub enum Put {
 }
 
 impl Store {
-    /// Compressed memory, and a part of the swap file if there is one.
+    /// Compressed memory, and a part of the swap areas.
     ///
     /// # Errors
     /// When the address space for compressed memory is refused.
-    pub fn new(segment: &'static Segment, index: SlotIndex, file: Option<OwnedFd>) -> Result<Store, Errno> {
+    pub fn new(segment: &'static Segment, index: SlotIndex, open: OpenArea) -> Result<Store, Errno> {
         let pool = Zram::new(SLOTS).map_err(|_| Errno::NOMEM)?;
         let mut key = [0u8; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
@@ -68,13 +107,47 @@ impl Store {
         }
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
-        let file = file.map(|fd| FileDevice::new(fd, key, u64::from_le_bytes(salt), Box::new(Leases { segment, index })));
-        Ok(Store { pool, file, pool_limit: AtomicUsize::new(usize::MAX), scratch: Mutex::new(Vec::new()) })
+        let areas = Beyond { segment, index, open, change: Arc::default() };
+        let file = FileDevice::over(Box::new(areas.clone()), key, u64::from_le_bytes(salt), Box::new(areas.clone()));
+        Ok(Store {
+            pool,
+            file,
+            areas,
+            looked: AtomicU32::new(segment.areas_epoch()),
+            leaving: AtomicBool::new(false),
+            pool_limit: AtomicUsize::new(usize::MAX),
+            scratch: Mutex::default(),
+        })
     }
 
-    /// Whether there is a swap file.
+    /// Whether there is anything beyond compressed memory that takes pages. Where areas of the network are among it there is not: only processes
+    /// have connections.
     pub fn has_file(&self) -> bool {
-        self.file.is_some()
+        let Beyond { segment, index, .. } = &self.areas;
+        segment.has_area()
+            && segment.slot(*index).no_writeback.load(Relaxed) == 0
+            && segment.areas().all(|(_, area)| area.transport() == Transport::File)
+    }
+
+    /// Follows changes of the areas: moves some of what lies on one that is being taken away. False when there is nothing to move.
+    pub fn follow_areas(&self) -> bool {
+        let segment = self.areas.segment;
+        let epoch = segment.areas_epoch();
+        if self.looked.swap(epoch, Relaxed) != epoch {
+            let closed = |extent: Extent| {
+                let place = segment.place_of(ExtentId(extent.0));
+                place.is_some_and(|place| segment.area(place.area).state() == AreaState::Closed)
+            };
+            self.leaving.store(self.file.set_leaving(closed) > 0, Relaxed);
+        }
+        if !self.leaving.load(Relaxed) {
+            return false;
+        }
+        let left = self.file.leave();
+        if left == Leaving::Done {
+            self.leaving.store(false, Relaxed);
+        }
+        matches!(left, Leaving::Left(_))
     }
 
     /// Sets what compressed memory may take.
@@ -94,7 +167,7 @@ impl Store {
 
     /// Bytes of tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.pool.metadata_bytes() + self.file.as_ref().map_or(0, |file| file.stats().metadata_bytes)
+        self.pool.metadata_bytes() + self.file.stats().metadata_bytes
     }
 
     /// Puts a page into compressed memory, unless it belongs in the file.
@@ -102,31 +175,29 @@ impl Store {
         let packed = compressor.compress(page);
         match packed {
             Packed::Zero => return Put::In(PageState::Zero),
-            Packed::Raw(_) if self.file.is_some() => return Put::ForFile,
+            Packed::Raw(_) if self.has_file() => return Put::ForFile,
             _ => {}
         }
         // With a file behind it, what is over the limit is written back; without one, this is the end.
-        if self.file.is_none() && self.pool_excess() > 0 {
+        if self.pool_excess() > 0 && !self.has_file() {
             return Put::Full;
         }
         match self.pool.insert(slot, &packed) {
             Ok(()) => Put::In(PageState::Pool),
-            Err(_) if self.file.is_some() => Put::ForFile,
+            Err(_) if self.has_file() => Put::ForFile,
             Err(_) => Put::Full,
         }
     }
 
     /// Writes pages to the file as they are. False when that failed: then none of them is there.
     pub fn write(&self, pages: &[(Slot, &Page)]) -> bool {
-        let Some(file) = &self.file else { return false };
         let pages: Vec<(Slot, Packed<'_>)> = pages.iter().map(|(slot, page)| (*slot, Packed::Raw(page))).collect();
-        file.write(&pages).is_ok()
+        self.file.write(&pages).is_ok()
     }
 
     /// Copies pages from compressed memory to the file, as they are there. Answers for each whether it is in both now; a page that left meanwhile
     /// is not.
     pub fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
-        let Some(file) = &self.file else { return vec![false; slots.len()] };
         let mut bytes = self.scratch.lock().expect("no thread of the pager panics");
         bytes.clear();
         let mut kinds: Vec<Option<(PackedKind, usize)>> = Vec::with_capacity(slots.len());
@@ -140,7 +211,7 @@ impl Store {
             .zip(&kinds)
             .filter_map(|(slot, kind)| Some((*slot, packed(kind.as_ref()?.0, kind.as_ref()?.1)?)))
             .collect();
-        let written = file.write(&pages).is_ok();
+        let written = self.file.write(&pages).is_ok();
         kinds.iter().map(|kind| written && kind.is_some()).collect()
     }
 
@@ -160,12 +231,10 @@ impl Store {
                 _ => failed.push(*slot),
             }
         }
-        if let Some(file) = self.file.as_ref().filter(|_| !from_file.is_empty())
-            && file.read(&mut from_file).is_err()
-        {
+        if !from_file.is_empty() && self.file.read(&mut from_file).is_err() {
             // Some are there perhaps: one by one.
             for (slot, page) in from_file {
-                if file.read(&mut [(slot, page)]).is_err() {
+                if self.file.read(&mut [(slot, page)]).is_err() {
                     failed.push(slot);
                 }
             }
@@ -175,9 +244,9 @@ impl Store {
 
     /// Forgets a page's data.
     pub fn free(&self, slot: Slot, state: PageState) {
-        match (state, &self.file) {
-            (PageState::Pool, _) => drop(self.pool.free(slot)),
-            (PageState::File, Some(file)) => drop(file.free(slot)),
+        match state {
+            PageState::Pool => drop(self.pool.free(slot)),
+            PageState::File => drop(self.file.free(slot)),
             _ => {}
         }
     }
