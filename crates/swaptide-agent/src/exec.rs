@@ -56,6 +56,11 @@ impl Text {
     }
 }
 
+/// The supervisor's socket, if there is one.
+pub fn socket() -> Option<&'static [u8]> {
+    Some(SOCKET.value(ENV_SOCKET)).filter(|name| !name.is_empty())
+}
+
 static AGENT: Text = Text::new();
 static SOCKET: Text = Text::new();
 static LOG: Text = Text::new();

@@ -10,7 +10,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exec::with_environment;
-use crate::{moves, pins, real, start};
+use crate::{moves, pins, real, shared, start};
 
 const SYS_MADVISE: u32 = 28;
 
@@ -42,6 +42,9 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
     }
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let result = unsafe { syscall6(SYS_MADVISE, [addr, len, advice as usize, 0, 0, 0]) } as isize;
+    if result == 0 {
+        shared::hint(addr, len, advice);
+    }
     if result == 0
         && let Some(hint) = hint_of(advice)
         && let Some(engine) = start::engine()
@@ -95,6 +98,23 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         }
     }
 }
+
+/// Stands in front of libc's `prctl`: after a filter of system calls, some of swaptide's own are not made any more.
+///
+/// # Safety
+/// As for prctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
+    const SYS_PRCTL: u32 = 157;
+    if option == PR_SET_SECCOMP {
+        shared::will_be_confined();
+    }
+    // SAFETY: the program's own arguments.
+    real::libc_result(unsafe { syscall6(SYS_PRCTL, [option as usize, a, b, c, d, 0]) } as isize) as c_int
+}
+
+/// The option of `prctl` that sets a filter.
+pub const PR_SET_SECCOMP: c_int = 22;
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Routine, *mut c_void) -> c_int;
@@ -222,6 +242,9 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     const POPULATE: c_int = 0x8000;
     const HUGETLB: c_int = 0x4_0000;
     const GROWSDOWN: c_int = 0x100;
+    if let Some(at) = shared::map(addr, len, prot, flags) {
+        return at;
+    }
     let plain = flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
     let engine = start::engine().filter(|_| plain && len >= LARGE);
     let flags = if engine.is_some() { flags & !POPULATE } else { flags };

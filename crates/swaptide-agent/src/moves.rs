@@ -14,6 +14,8 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
+use crate::shared;
+
 const SYS_MMAP: u32 = 9;
 const SYS_MUNMAP: u32 = 11;
 pub const SYS_MREMAP: u32 = 25;
@@ -30,6 +32,11 @@ const TRIES: usize = 64;
 
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
+    const ENOMEM: isize = -12;
+    shared::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to)).unwrap_or(ENOMEM)
+}
+
+fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
     let flags = flags as usize;

@@ -30,7 +30,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{ends, exec, log, pins, real};
+use crate::{ends, exec, log, pins, real, shared};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -48,6 +48,8 @@ static PARENT: AtomicU32 = AtomicU32::new(0);
 static FORKER_PID: AtomicU32 = AtomicU32::new(0);
 /// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the engine.
 static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
+/// See [`is_own_process`].
+static OWN_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
@@ -112,6 +114,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     if let Some(path) = variable(envp, ENV_AGENT_LOG) {
         log::set_path(path);
     }
+    OWN_PID.store(getpid().0, Relaxed);
     real::find();
     patron::name(&PATRON);
     if let Some(path) = own_path() {
@@ -166,6 +169,27 @@ fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> boo
     }
 }
 
+/// Starts the thread that watches over shared memory.
+pub fn spawn_guard(entry: extern "C" fn(usize)) -> bool {
+    spawn_with(64 << 10, entry, 0)
+}
+
+/// Gives the calling thread a table of descriptors of its own.
+pub fn own_table() -> Option<()> {
+    empty_table(None).ok()
+}
+
+/// True in the process that the constructor or libc's fork made, and not in one that runs on its memory.
+pub fn is_own_process() -> bool {
+    OWN_PID.load(Relaxed) == getpid().0
+}
+
+/// The segment, if it is mapped.
+pub fn known_segment() -> Option<&'static Segment> {
+    // SAFETY: null, or a segment that stays mapped.
+    unsafe { SEGMENT.load(Acquire).as_ref() }
+}
+
 fn ask(request: Request) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
@@ -204,7 +228,7 @@ static PATRON: Patron = Patron {
     },
 };
 
-fn segment() -> Option<&'static Segment> {
+pub fn segment() -> Option<&'static Segment> {
     // SAFETY: null, or a segment that stays mapped.
     if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
         return Some(segment);
@@ -436,6 +460,7 @@ extern "C" fn parent() {
 /// After a fork, in the child, whose only thread this is.
 extern "C" fn child() {
     after_fork_in_child();
+    OWN_PID.store(getpid().0, Relaxed);
     ends::forked();
     let mask = FORK_MASK.load(Relaxed);
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
@@ -466,6 +491,7 @@ extern "C" fn child() {
             }
         }
     }
+    shared::forked();
     restore_signals(mask);
 }
 

@@ -13,13 +13,15 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::{ends, exec, hooks, moves, pins, real, start};
+use crate::{ends, exec, hooks, moves, pins, real, shared, start};
 
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
 const SYS_CLONE: usize = 56;
 const SYS_CLONE3: usize = 435;
 const SYS_EXIT: usize = 60;
+const SYS_PRCTL: usize = 157;
+const SYS_SECCOMP: usize = 317;
 
 const CLONE_VM: u64 = 0x100;
 const CLONE_VFORK: u64 = 0x4000;
@@ -60,13 +62,15 @@ extern "C" fn clone_next(flags: u64) -> *mut c_void {
     real::CLONE.address()
 }
 
-/// Called by [`syscall`] for the calls that make a task or end one; answers with what it goes on to.
+/// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with what it goes on to.
 extern "C" fn syscall_next(number: usize, first: usize) -> *mut c_void {
     match number {
         SYS_CLONE => before_clone(first as u64 & 0xffff_ffff),
         // SAFETY: the first word of the program's argument, which the kernel is about to read as well.
         SYS_CLONE3 if first != 0 => before_clone(unsafe { *(first as *const u64) }),
         SYS_EXIT => ends::ending(first),
+        SYS_SECCOMP => shared::will_be_confined(),
+        SYS_PRCTL if first == hooks::PR_SET_SECCOMP as usize => shared::will_be_confined(),
         _ => {}
     }
     real::SYSCALL.address()
@@ -115,6 +119,10 @@ pub unsafe extern "C" fn syscall() {
         "je 3f",
         "cmp rdi, {exit}",
         "je 3f",
+        "cmp rdi, {prctl}",
+        "je 3f",
+        "cmp rdi, {seccomp}",
+        "je 3f",
         "mov rax, qword ptr [rip + {real} + {found}]",
         "test rax, rax",
         "jz 3f",
@@ -143,6 +151,8 @@ pub unsafe extern "C" fn syscall() {
         clone = const SYS_CLONE,
         clone3 = const SYS_CLONE3,
         exit = const SYS_EXIT,
+        prctl = const SYS_PRCTL,
+        seccomp = const SYS_SECCOMP,
         real = sym real::SYSCALL,
         found = const real::FOUND,
         hooked = sym hooked,

@@ -27,6 +27,7 @@ use crate::areas::Areas;
 use crate::budget::{self, Bounds, Process, Standing};
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::report::{ProcessView, Totals, View};
+use crate::shared::Shared;
 use crate::tree::Tree;
 
 use places::Places;
@@ -109,6 +110,7 @@ pub struct Keeper {
     watches: HashMap<SlotIndex, Watch>,
     refused: HashSet<u32>,
     last_tick: Instant,
+    shared: Option<&'static Shared>,
 }
 
 impl Keeper {
@@ -127,7 +129,13 @@ impl Keeper {
             watches: HashMap::new(),
             refused: HashSet::new(),
             last_tick: Instant::now(),
+            shared: None,
         }
+    }
+
+    /// Counts shared memory, too.
+    pub fn with_shared(self, shared: &'static Shared) -> Keeper {
+        Keeper { shared: Some(shared), ..self }
     }
 
     /// Keeps a run, too.
@@ -247,7 +255,8 @@ impl Keeper {
 
     fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
         let pid = member.pid;
-        let used = self.tree.used(pid);
+        let of_shared = |slot: Option<SlotIndex>| Some(self.shared?.resident_bytes(slot?));
+        let used = self.tree.used(pid) + of_shared(member.slot).unwrap_or(0);
         let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
         let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
         let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);

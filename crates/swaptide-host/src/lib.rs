@@ -18,6 +18,7 @@
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
 //! | [`socket`] | where processes ask for the segment |
+//! | [`shared`] | the pager of shared memory |
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks what goes on |
 //! | [`supervise`] | the two processes of a supervisor, and the order of things |
@@ -37,6 +38,7 @@ pub mod groups;
 pub mod keeper;
 pub mod nbd;
 pub mod report;
+pub mod shared;
 pub mod signals;
 pub mod size;
 pub mod socket;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
+use swaptide_ipc::shared::SHARED_FEATURES;
 use swaptide_ipc::{AreaId, Request};
 use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
@@ -18,6 +19,7 @@ use swaptide_sys::uffd::{Features, Uffd};
 
 use crate::areas::Areas;
 use crate::doctor::REQUIRED;
+use crate::shared::Shared;
 use crate::tree::descends;
 
 /// A client sends its byte right after it connects; one that does not is not waited for. Long enough for one that lost its turn on
@@ -51,12 +53,12 @@ impl Counter {
     }
 
     /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<Areas>) -> Vec<u32> {
+    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<Areas>, shared: Option<&Shared>) -> Vec<u32> {
         let mut joined = Vec::new();
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas) {
+            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared) {
                 joined.push(peer.pid);
             }
         }
@@ -70,22 +72,22 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<Areas>) -> Option<Request> {
+fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<Areas>, shared: Option<&Shared>) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
-    let mut message = [0u8; 9];
+    let mut message = [0u8; 32];
     let mut fds = [None];
     let (length, _) = client.recv(&mut message, &mut fds).ok()?;
     let request = Request::from_byte(message[0])?;
     let [fd] = fds;
-    let more = match request {
-        Request::Handshake => 8,
-        Request::Area => 1,
-        _ => 0,
-    };
-    if length != 1 + more || fd.is_some() != (request == Request::Handshake) {
+    let may_have_fd = matches!(request, Request::Handshake | Request::Attach);
+    if length != 1 + request.body() || fd.is_some() && !may_have_fd || fd.is_none() && request == Request::Handshake {
         return None;
+    }
+    if request.is_shared() {
+        shared?.serve(request, &message[1..length], fd, client, pid);
+        return Some(request);
     }
     let opened;
     let descriptor = match request {
@@ -124,6 +126,7 @@ fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<Areas>) -> Opti
             client.send(&message[..1], &[]).ok()?;
             return Some(request);
         }
+        Request::Region | Request::Attach | Request::Guard | Request::Advise => return None,
     };
     client.send(&message[..1], &[descriptor]).ok()?;
     Some(request)
@@ -157,7 +160,8 @@ fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
 /// of nothing else.
 fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
     let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
-    let known = what.as_os_str() == "anon_inode:[userfaultfd]" && REQUIRED.contains(Features(features));
+    let known = what.as_os_str() == "anon_inode:[userfaultfd]"
+        && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
     known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
 }
 
@@ -168,7 +172,7 @@ mod tests {
     fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<Areas>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
-        let joined = counter.serve(segment, areas);
+        let joined = counter.serve(segment, areas, None);
         let (mut reply, mut fds) = ([0u8; 1], [None]);
         match client.recv(&mut reply, &mut fds) {
             Ok((1, 1)) if reply == request[..1] => (joined, fds[0].take()),
@@ -204,7 +208,7 @@ mod tests {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
         let areas = Arc::new(Areas::new(crate::testing::segment()));
-        counter.serve(&segment, &areas);
+        counter.serve(&segment, &areas, None);
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());

@@ -51,6 +51,7 @@ use crate::doctor::REQUIRED;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
 use crate::report::{Frame, Report, Sink, program_name, summary};
+use crate::shared::Shared;
 use crate::signals::{self, Change, Inherited, Signals};
 use crate::size::{SizeError, human, parse_share, ram_total};
 use crate::socket::Counter;
@@ -88,6 +89,8 @@ pub struct RunConfig {
     pub quiet: bool,
     /// `--strict`.
     pub strict: bool,
+    /// `--no-shared`: shared memory is left alone.
+    pub no_shared: bool,
     /// `--page-cluster`: how far the swap file is read ahead, as a power of two of pages.
     pub page_cluster: Option<u8>,
     /// Largest order of a swap-in, for comparisons.
@@ -196,6 +199,7 @@ struct Prepared {
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
+    no_shared: bool,
     started: Instant,
     inherited_fds: Vec<RawFd>,
 }
@@ -275,6 +279,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         report,
         quiet: config.quiet,
         strict: config.strict,
+        no_shared: config.no_shared,
         started,
         inherited_fds,
     })
@@ -510,6 +515,7 @@ struct Back {
     channel: Option<Channel>,
     signals: Signals,
     counter: Counter,
+    shared: &'static Shared,
     keeper: mpsc::Sender<keeper::Request>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
@@ -532,7 +538,8 @@ impl Back {
         prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut prepared.groups, Groups::new(prepared.segment, 0));
-        let mut thread = Keeper::new(prepared.segment, prepared.areas.clone(), groups, prepared.frame.budget);
+        let shared = Shared::new(prepared.segment, prepared.areas.clone(), !prepared.no_shared);
+        let mut thread = Keeper::new(prepared.segment, prepared.areas.clone(), groups, prepared.frame.budget).with_shared(shared);
         thread.add_run(keeper::Run { root: std::process::id(), group: prepared.group, max: None, strict: prepared.strict });
         let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
         let run = Run {
@@ -551,6 +558,7 @@ impl Back {
             channel: Some(channel),
             signals,
             counter,
+            shared,
             keeper,
             program: Some(program),
             seen: HashMap::new(),
@@ -571,7 +579,7 @@ impl Back {
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 {
-                for pid in self.counter.serve(&self.prepared.segment_fd, &self.prepared.areas) {
+                for pid in self.counter.serve(&self.prepared.segment_fd, &self.prepared.areas, Some(self.shared)) {
                     let _ = self.keeper.send(keeper::Request::Joined(pid));
                 }
             }

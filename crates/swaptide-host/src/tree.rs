@@ -224,7 +224,8 @@ impl Tree {
 
     /// Kills every member of a root's tree.
     pub fn kill_all(&self, root: u32) {
-        for member in self.members.values().filter(|member| member.root == root) {
+        // The root itself is a member where it is the pager of shared memory.
+        for (_, member) in self.members.iter().filter(|(pid, member)| member.root == root && **pid != root) {
             // Who is gone already is no error.
             let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
         }

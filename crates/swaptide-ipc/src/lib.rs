@@ -17,6 +17,7 @@ pub mod areas;
 mod counters;
 pub mod groups;
 mod layout;
+pub mod shared;
 mod wire;
 
 pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Transport};

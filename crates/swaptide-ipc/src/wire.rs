@@ -29,12 +29,39 @@ pub enum Request {
     Statm = b'T',
     /// The client's process id as the supervisor sees it: four bytes in the answer, little end first.
     Identity = b'I',
+    /// A new region of shared memory; its length in bytes follows (8). The answer has the memory file.
+    Region = b'R',
+    /// Look at the client's mappings of shared regions again; a userfaultfd for them comes with the request if the answer to the one before was
+    /// that one is needed. The answer has one of [`crate::shared::Attached`] behind the byte.
+    Attach = b'J',
+    /// The client's guard; a landmark's address follows (8). The answer has the number of the pager's slot (4) and the userfaultfd; the connection
+    /// stays open.
+    Guard = b'G',
+    /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1 if the range is of a shared region.
+    Advise = b'V',
 }
 
 impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
-        use Request::{Area, Device, Handshake, Identity, Maps, Pagemap, Segment, Statm};
-        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity].into_iter().find(|request| *request as u8 == byte)
+        use Request::{Advise, Area, Attach, Device, Guard, Handshake, Identity, Maps, Pagemap, Region, Segment, Statm};
+        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Region, Attach, Guard, Advise]
+            .into_iter()
+            .find(|request| *request as u8 == byte)
+    }
+
+    /// Bytes that follow the request's.
+    pub fn body(self) -> usize {
+        match self {
+            Request::Area => 1,
+            Request::Handshake | Request::Region | Request::Guard => 8,
+            Request::Advise => 20,
+            _ => 0,
+        }
+    }
+
+    /// True for what the pager of shared regions answers.
+    pub fn is_shared(self) -> bool {
+        matches!(self, Request::Region | Request::Attach | Request::Guard | Request::Advise)
     }
 }

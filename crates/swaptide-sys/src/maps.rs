@@ -27,6 +27,8 @@ pub struct Vma<'a> {
     pub exec: bool,
     /// Private (copy on write), not shared.
     pub private: bool,
+    /// Where in its file it begins, in bytes.
+    pub offset: u64,
     /// The file's inode; 0 for memory without a file.
     pub inode: u64,
     /// Path or pseudo-name (`[heap]`, `[anon:...]`), as `/proc` writes it; cut short when the line
@@ -107,13 +109,13 @@ fn parse_line(line: &[u8]) -> Option<Vma<'_>> {
     };
     let range = next();
     let perms = next();
-    let (_offset, _dev) = (next(), next());
+    let (offset, _dev) = (parse_hex(next())?, next());
     let inode = parse_u64(next())?;
     let name = &rest[rest.iter().position(|&b| b != b' ').unwrap_or(rest.len())..];
     let dash = range.iter().position(|&b| b == b'-')?;
     let range = VirtRange::new(VirtAddr(parse_hex(&range[..dash])? as usize), VirtAddr(parse_hex(&range[dash + 1..])? as usize));
     let &[r, w, x, p, ..] = perms else { return None };
-    Some(Vma { range, read: r == b'r', write: w == b'w', exec: x == b'x', private: p == b'p', inode, name })
+    Some(Vma { range, read: r == b'r', write: w == b'w', exec: x == b'x', private: p == b'p', offset, inode, name })
 }
 
 /// One VMA, with a name of its own (up to 64 bytes).
@@ -217,6 +219,7 @@ impl MapsFile {
             write: bit(QUERY_WRITABLE),
             exec: bit(QUERY_EXECUTABLE),
             private: !bit(QUERY_SHARED),
+            offset: query.vma_offset,
             inode: query.inode,
             name: b"",
         };
@@ -286,10 +289,10 @@ mod tests {
 
     #[test]
     fn lines_are_parsed() {
-        let vma = parse_line(b"55a0-55b0 rw-p 00000000 fd:01 1234                       /a b/c (deleted)").unwrap();
+        let vma = parse_line(b"55a0-55b0 rw-p 0001f000 fd:01 1234                       /a b/c (deleted)").unwrap();
         assert_eq!(vma.range, VirtRange::new(VirtAddr(0x55a0), VirtAddr(0x55b0)));
         assert!(vma.read && vma.write && !vma.exec && vma.private && !vma.is_private_anon());
-        assert_eq!((vma.inode, vma.name), (1234, &b"/a b/c (deleted)"[..]));
+        assert_eq!((vma.offset, vma.inode, vma.name), (0x1f000, 1234, &b"/a b/c (deleted)"[..]));
         let anon = parse_line(b"7f00-7f10 ---s 00000000 00:00 0 ").unwrap();
         assert!(!anon.read && !anon.private && anon.name.is_empty());
         assert!(parse_line(b"nonsense").is_none());

@@ -215,6 +215,44 @@ pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
     NonNull::new(at.as_ptr::<u8>()).ok_or(Errno::NOMEM)
 }
 
+/// A page at an address that no other process is likely to have anything at: who can do something with that address knows whose address space
+/// it works in. Dropping it unmaps it.
+pub struct Landmark(VirtRange);
+
+impl Landmark {
+    /// Maps it, without any access.
+    pub fn raise() -> Result<Landmark, Errno> {
+        // Half of the address space: what is in the other half lies together near its end.
+        const SPAN: usize = 1 << 46;
+        const FIXED_NOREPLACE: u32 = 0x10_0000;
+        let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | FIXED_NOREPLACE;
+        for _ in 0..64 {
+            let mut random = [0u8; 8];
+            rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+            let at = (usize::from_le_bytes(random) % SPAN).max(1 << 32) / PAGE_SIZE * PAGE_SIZE;
+            // SAFETY: with FIXED_NOREPLACE nothing is replaced.
+            match unsafe { mmap(at, PAGE_SIZE, k::PROT_NONE, flags, -1) } {
+                Ok(start) => return Ok(Landmark(VirtRange::from_len(start, PAGE_SIZE))),
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Err(Errno::EXIST)
+    }
+
+    /// Where it is.
+    pub fn range(&self) -> VirtRange {
+        self.0
+    }
+}
+
+impl Drop for Landmark {
+    fn drop(&mut self) {
+        // SAFETY: the page was never accessible.
+        let _ = unsafe { unmap(self.0) };
+    }
+}
+
 /// Unmaps `range`.
 ///
 /// # Safety

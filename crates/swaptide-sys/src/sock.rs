@@ -30,6 +30,13 @@ pub struct Name {
 }
 
 impl Name {
+    /// A name that was passed on; `None` if it is too long.
+    pub fn new(bytes: &[u8]) -> Option<Name> {
+        let mut name = Name { bytes: [0; MAX_NAME], len: bytes.len() };
+        name.bytes.get_mut(..bytes.len())?.copy_from_slice(bytes);
+        Some(name)
+    }
+
     /// The name's bytes.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len]

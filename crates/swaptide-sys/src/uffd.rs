@@ -449,6 +449,11 @@ impl Uffd {
         self.register(range, k::UFFDIO_REGISTER_MODE_MISSING | k::UFFDIO_REGISTER_MODE_WP)
     }
 
+    /// Pages of `range` can be write-protected; missing ones are the kernel's to fill.
+    pub fn register_wp(&self, range: VirtRange) -> Result<(), Errno> {
+        self.register(range, k::UFFDIO_REGISTER_MODE_WP)
+    }
+
     /// Ends the registration and wakes who waits. Pages that are out read as zero from now on:
     /// bring them back first.
     pub fn unregister(&self, range: VirtRange) -> Result<(), Errno> {

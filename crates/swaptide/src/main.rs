@@ -71,6 +71,9 @@ struct RunArgs {
     /// When swap space runs out, kill the program (status 137) instead of letting it go past its budget
     #[arg(long)]
     strict: bool,
+    /// Leave shared memory alone: it stays in memory, and does not count
+    #[arg(long)]
+    no_shared: bool,
     /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of it; 0: no readahead [default: windows
     /// as far as the faults carry them, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
@@ -121,13 +124,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> ExitCode {
-    let RunArgs { ram, swap, report, quiet, strict, page_cluster, tiers, group, config, largest_order, command } = args;
+    let RunArgs { ram, swap, report, quiet, strict, no_shared, page_cluster, tiers, group, config, largest_order, command } =
+        args;
     match supervise::run(&RunConfig {
         ram,
         swap,
         report,
         quiet,
         strict,
+        no_shared,
         page_cluster,
         largest_order,
         group,

@@ -1,0 +1,139 @@
+//! Shared regions as the processes that map them see it: what they ask their pager, and in which order.
+//!
+//! A *region* is memory that several processes map shared, and that a pager outside of them swaps. It is a memory file which nobody reads or
+//! writes by its descriptor. Each process registers its mappings with a userfaultfd of its own, which the pager has too. A *guard* is a thread of the
+//! process that keeps the descriptor open and listens for the pager's end.
+//!
+//! Invariants
+//! 1. A program gets the address of a mapping only after [`attach`] succeeded: no page of it was ever filled behind the pager's back.
+//! 2. A forked child touches its regions only after its [`Guard`] stands, if anything of any region may be swapped: as long as one holder of the
+//!    userfaultfd lives, a missing page is waited for and never read as zeros.
+//!
+//! Locks: none. Nothing is allocated.
+
+use core::ffi::CStr;
+use core::sync::atomic::Ordering::Relaxed;
+
+use swaptide_sys::maps::for_each_vma;
+use swaptide_sys::mem::Landmark;
+use swaptide_sys::sock::Conn;
+use swaptide_sys::uffd::{Features, Uffd};
+use swaptide_sys::{AsFd, OwnedFd};
+
+use crate::layout::{Segment, SlotIndex};
+use crate::wire::Request;
+
+/// The name of a region's memory file.
+pub const REGION_NAME: &CStr = c"swaptide-region";
+/// How its mappings' names begin in `/proc/PID/maps`.
+pub const REGION_PATH: &[u8] = b"/memfd:swaptide-region";
+/// Regions smaller than this are not worth it.
+pub const SMALLEST_REGION: u64 = 1 << 20;
+/// What userfaultfds of shared regions are asked to do.
+pub const SHARED_FEATURES: Features = Features::EVENT_FORK
+    .union(Features::EVENT_REMAP)
+    .union(Features::EVENT_REMOVE)
+    .union(Features::EVENT_UNMAP)
+    .union(Features::PAGEFAULT_FLAG_WP)
+    .union(Features::MISSING_SHMEM)
+    .union(Features::WP_HUGETLBFS_SHMEM)
+    .union(Features::POISON);
+
+/// Advice before a mapping is moved or grown by `mremap`: nothing goes out until [`SETTLE`].
+pub const HOLD: i32 = -1;
+/// Advice after that.
+pub const SETTLE: i32 = -2;
+
+/// The answer to [`Request::Attach`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Attached {
+    /// All mappings are known.
+    Done = 0,
+    /// The process has no userfaultfd yet.
+    Descriptor = 1,
+    /// It cannot be.
+    Refused = 2,
+}
+
+/// Asks the pager behind a socket for a region of `bytes` bytes.
+pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
+    let conn = Conn::connect_abstract(socket).ok()?;
+    let mut request = [Request::Region as u8; 9];
+    request[1..].copy_from_slice(&bytes.to_le_bytes());
+    conn.send(&request, &[]).ok()?;
+    let (mut reply, mut fds) = ([0u8; 1], [None]);
+    conn.recv(&mut reply, &mut fds).ok()?;
+    let [fd] = fds;
+    fd
+}
+
+/// Makes the calling process's mappings of regions known to the pager.
+pub fn attach(socket: &[u8]) -> Option<()> {
+    let ask = |uffd: Option<&Uffd>| {
+        let conn = Conn::connect_abstract(socket).ok()?;
+        let fds = uffd.map(AsFd::as_fd);
+        conn.send(&[Request::Attach as u8], fds.as_slice()).ok()?;
+        let mut reply = [0u8; 2];
+        let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
+        (length == 2).then_some(reply[1])
+    };
+    let mut answer = ask(None)?;
+    if answer == Attached::Descriptor as u8 {
+        let uffd = Uffd::open(SHARED_FEATURES, true).ok()?;
+        answer = ask(Some(&uffd))?;
+    }
+    (answer == Attached::Done as u8).then_some(())
+}
+
+/// Advice on a range; true if it lies in shared regions and the pager has taken it.
+pub fn advise(socket: &[u8], addr: usize, len: usize, advice: i32) -> Option<bool> {
+    let conn = Conn::connect_abstract(socket).ok()?;
+    let mut request = [Request::Advise as u8; 21];
+    request[1..9].copy_from_slice(&(addr as u64).to_le_bytes());
+    request[9..17].copy_from_slice(&(len as u64).to_le_bytes());
+    request[17..].copy_from_slice(&advice.to_le_bytes());
+    conn.send(&request, &[]).ok()?;
+    let mut reply = [0u8; 2];
+    let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
+    Some(length == 2 && reply[1] == 1)
+}
+
+/// What a process holds of its pager.
+pub struct Guard {
+    /// Hung up when the pager ends.
+    pub conn: Conn,
+    /// While this is open, missing pages are waited for.
+    pub uffd: Uffd,
+    /// The pager's slot in the segment: what it says of swapped memory tells whether its end is a loss.
+    pub slot: SlotIndex,
+}
+
+impl Guard {
+    /// Whether the pager's end is a loss to this process: it has regions mapped, and of some region something is out.
+    pub fn has_lost(&self, segment: &Segment) -> bool {
+        let slot = segment.slot(self.slot);
+        let out = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+        let mut mapped = false;
+        let mut buffer = [0u8; 4096];
+        let looked = for_each_vma(&mut buffer, |vma| {
+            mapped |= vma.name.starts_with(REGION_PATH);
+            !mapped
+        });
+        out > 0 && (mapped || looked.is_err())
+    }
+}
+
+/// Stands guard for the calling process. To be called in the thread that does: its descriptors are to live in a table that the program does not see.
+pub fn guard(socket: &[u8]) -> Option<Guard> {
+    let landmark = Landmark::raise().ok()?;
+    let conn = Conn::connect_abstract(socket).ok()?;
+    let mut request = [Request::Guard as u8; 9];
+    request[1..].copy_from_slice(&(landmark.range().start.0 as u64).to_le_bytes());
+    conn.send(&request, &[]).ok()?;
+    let (mut reply, mut fds) = ([0u8; 5], [None]);
+    let (length, _) = conn.recv(&mut reply, &mut fds).ok()?;
+    let [fd] = fds;
+    let slot = SlotIndex(u32::from_le_bytes(reply[1..].try_into().ok()?));
+    (length == reply.len()).then_some(Guard { conn, uffd: Uffd::from_fd(fd?), slot })
+}

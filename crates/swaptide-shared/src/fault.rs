@@ -1,0 +1,442 @@
+//! Answers to faults and events.
+//!
+//! Owns the thread that reads every userfaultfd. It reads with the state's lock held and applies what it read under the same hold, so nobody sees
+//! the one without the other: a forked child runs from the moment its event is read, and is known by then.
+//!
+//! A page is brought back into the *page cache*: by `UFFDIO_COPY` through the fault's own address space, which maps it there too; where the kernel
+//! refuses that (its mappings are changing, or the pages lie in two of them), by writing into the hole of the memory file, which needs no address.
+//! Either gives the page whole: nobody sees a part of it. Other processes find it in the cache and map it without asking.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use swaptide_engine::ids::PageNo;
+use swaptide_engine::locality::SwapIn;
+use swaptide_ipc::{Counter, LAST_ORDER, OfOrder};
+use swaptide_store::codec::Unpacker;
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::uffd::{Event, Message, Uffd};
+
+use crate::pager::{GUARD_PATIENCE, Inner, STOP_FAULTS, State, is_hole, write_pages};
+use crate::region::{PageState, RegionId};
+use crate::space::{Piece, Space, SpaceId, Standing};
+
+/// Most pages that one fault brings in: 2 MiB.
+const MOST_PAGES: usize = 512;
+/// Pages that are brought in before the one asked for is woken.
+const FIRST_PAGES: usize = 16;
+/// Without a limit, what one fault may bring in is bounded as under this one.
+const LIMIT_FOR_WINDOWS: u64 = 128 << 20;
+
+/// Memory of a thread that brings pages in.
+pub(crate) struct Loader {
+    buffer: Vec<u8>,
+    unpacker: Unpacker,
+}
+
+impl Loader {
+    /// With room for the most usual window.
+    pub fn new() -> Loader {
+        Loader { buffer: vec![0; FIRST_PAGES * PAGE_SIZE], unpacker: Unpacker::new() }
+    }
+}
+
+/// Where pages of a fault are to be mapped at once.
+#[derive(Clone, Copy)]
+pub(crate) struct Door {
+    space: SpaceId,
+    piece: Piece,
+}
+
+/// The thread.
+pub(crate) fn run(inner: Arc<Inner>) {
+    let mut loader = Loader::new();
+    let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
+    while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
+        let patience = if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
+        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: patience * 1_000_000 };
+        let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
+            Ok(count) => count,
+            Err(Errno::INTR) => continue,
+            Err(errno) => {
+                (inner.log)(&format!("shared memory: waiting for faults: {errno}; they are not answered any more"));
+                return;
+            }
+        };
+        let mut state = inner.lock();
+        for event in &events[..ready] {
+            let data = event.data;
+            let id = SpaceId(data.u64() >> 1);
+            if data.u64() & 1 == 1 {
+                inner.guard_gone(&mut state, id);
+            } else {
+                inner.hear(&mut state, id, &mut loader);
+            }
+        }
+        if ready == 0 || patience == 5 {
+            inner.look_after(&mut state, &mut loader);
+        }
+        let crowded = inner.is_crowded(&state);
+        drop(state);
+        if crowded {
+            inner.work.notify_all();
+            // Who fills faster than anything goes out waits a little.
+            std::thread::sleep(Duration::from_micros(500));
+        }
+    }
+}
+
+impl Inner {
+    /// Well past the limit.
+    fn is_crowded(&self, state: &State) -> bool {
+        let Some(limit) = self.limit().filter(|_| state.engaged) else { return false };
+        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes();
+        used > limit + limit / 32 && !state.queue.is_empty()
+    }
+
+    /// The guard of an address space hung up: its process has ended or executed another program, or soon will have.
+    fn guard_gone(&self, state: &mut State, id: SpaceId) {
+        let Some(space) = state.spaces.get_mut(&id) else { return };
+        space.guard = None;
+        space.unguarded = Instant::now();
+        state.generation += 1;
+        if space.standing() == Standing::Gone {
+            self.forget_space(state, id);
+        }
+    }
+
+    /// Looks at address spaces without a guard, and at faults that wait.
+    fn look_after(&self, state: &mut State, loader: &mut Loader) {
+        let alone: Vec<SpaceId> = state.spaces.iter().filter(|(_, space)| space.guard.is_none()).map(|(id, _)| *id).collect();
+        for id in alone {
+            let space = &state.spaces[&id];
+            if space.standing() == Standing::Gone {
+                self.forget_space(state, id);
+            } else if space.unguarded.elapsed() > GUARD_PATIENCE && !space.rescued {
+                self.rescue(state, id);
+            }
+        }
+        self.forget_unmapped(state);
+        for (id, addr, wp) in std::mem::take(&mut state.held) {
+            self.answer(state, id, addr, wp, loader);
+        }
+    }
+
+    /// Brings everything back that an address space may need which nobody stands guard for.
+    fn rescue(&self, state: &mut State, id: SpaceId) {
+        let regions: Vec<RegionId> = match state.spaces.get_mut(&id) {
+            Some(space) => {
+                space.rescued = true;
+                if space.stale {
+                    state.regions.keys().copied().collect()
+                } else {
+                    space.layout.iter().map(|p| p.region).collect()
+                }
+            }
+            None => return,
+        };
+        for region in regions {
+            let pages = state.regions.get(&region).map_or(0, |region| region.pages());
+            self.restore(state, region, 0..pages);
+        }
+    }
+
+    /// Reads what an address space tells, and answers.
+    fn hear(&self, state: &mut State, id: SpaceId, loader: &mut Loader) {
+        let mut messages = Message::buffer::<32>();
+        let mut faults: Vec<(VirtAddr, bool)> = Vec::new();
+        let mut children: Vec<Uffd> = Vec::new();
+        let mut changed = false;
+        // What a busy program does without end is heard in turns.
+        for _ in 0..4 {
+            let Some(space) = state.spaces.get(&id) else { return };
+            let Ok(count) = space.uffd.read(&mut messages) else { break };
+            for message in &mut messages[..count] {
+                match message.decode() {
+                    Event::Fault { addr, wp, .. } => faults.push((addr.page_down(), wp)),
+                    Event::Fork { uffd } => children.push(uffd),
+                    // A mapping whose pages are dropped keeps its data: what is given up for good comes by a request.
+                    Event::Remove(_) => {}
+                    Event::Remap { .. } | Event::Unmap(_) => changed = true,
+                    Event::Unknown(number) => (self.log)(&format!("shared memory: event {number:#x} is not known")),
+                }
+            }
+            if count < messages.len() {
+                break;
+            }
+        }
+        for uffd in children {
+            let layout = state.spaces.get(&id).map_or(Vec::new(), |space| space.layout.clone());
+            let unsure = changed || state.spaces.get(&id).is_some_and(|space| space.stale);
+            self.count(Counter::Forks, 1);
+            match self.add_space(state, uffd, None, layout) {
+                Ok(child) => {
+                    if let Some(space) = state.spaces.get_mut(&child) {
+                        space.stale = unsure;
+                    }
+                }
+                // Nobody would answer it: its memory would read as zeros where pages are out.
+                Err(errno) => swaptide_sys::thread::abort_with(&[
+                    b"swaptide: a forked process with shared memory cannot be watched (",
+                    format!("{}", swaptide_sys::Why(errno)).as_bytes(),
+                    b"); stopped rather than given wrong data",
+                ]),
+            }
+        }
+        if changed {
+            self.learn(state, id);
+        }
+        for (addr, wp) in faults {
+            self.answer(state, id, addr, wp, loader);
+        }
+    }
+
+    /// Answers one fault.
+    fn answer(&self, state: &mut State, id: SpaceId, addr: VirtAddr, wp: bool, loader: &mut Loader) {
+        let Some(space) = state.spaces.get(&id) else { return };
+        let place = match space.translate(addr) {
+            Some(place) if !space.stale => Some(place),
+            _ => {
+                // After a change that was not told: a mapping that grew into what was its own before.
+                self.learn(state, id);
+                let Some(space) = state.spaces.get(&id) else { return };
+                if space.stale {
+                    state.held.push((id, addr, wp));
+                    return;
+                }
+                space.translate(addr)
+            }
+        };
+        let at = VirtRange::from_len(addr, PAGE_SIZE);
+        let Some((piece, page)) = place else {
+            // It is mapped no more, and whoever waits finds that out.
+            self.wake(state, id, at);
+            return;
+        };
+        let door = Door { space: id, piece };
+        let Some(region) = state.regions.get_mut(&piece.region) else {
+            self.wake(state, id, at);
+            return;
+        };
+        match region.state(page) {
+            PageState::Absent => self.grow(state, door, page),
+            PageState::Zero | PageState::Pool | PageState::File => self.swap_in(state, door, page, loader),
+            PageState::Leaving if wp => {
+                // It is written to: it stays, and so does what is around it, for a while.
+                region.set(page, PageState::Present);
+                region.chunk(page / 16).hot = true;
+                self.count(Counter::SwapCacheHit, 1);
+            }
+            // A program gave it up by itself.
+            PageState::Present if !wp && is_hole(&region.memory, &(page..page + 1)) => {
+                region.set(page, PageState::Absent);
+                self.grow(state, door, page);
+            }
+            PageState::Present | PageState::Leaving => {}
+            PageState::Lost => {
+                if let Some(space) = state.spaces.get(&id) {
+                    // Who touches it gets a signal.
+                    let _ = space.uffd.poison(at);
+                }
+            }
+        }
+        // Whatever the protection was for is over, or the page was taken out of it just now.
+        if wp && let Some(space) = state.spaces.get(&id) {
+            let protected = state.regions.get(&piece.region).is_some_and(|region| region.state(page) == PageState::Leaving);
+            if !protected && space.uffd.write_protect(at, false) == Err(Errno::AGAIN) {
+                state.held.push((id, addr, wp));
+                return;
+            }
+        }
+        self.wake(state, id, at);
+    }
+
+    fn wake(&self, state: &State, id: SpaceId, at: VirtRange) {
+        if let Some(space) = state.spaces.get(&id) {
+            let _ = space.uffd.wake(at);
+        }
+    }
+
+    /// Pages that one fault may bring in.
+    fn bound(&self) -> usize {
+        let limit = self.limit().unwrap_or(LIMIT_FOR_WINDOWS);
+        let bound = (limit / 64) as usize / PAGE_SIZE;
+        match self.segment.header.largest_order_plus.load(Relaxed) {
+            0 => bound.clamp(1, MOST_PAGES),
+            plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
+        }
+    }
+
+    /// Pages that nobody has touched yet.
+    fn grow(&self, state: &mut State, door: Door, page: usize) {
+        let bound = self.bound();
+        let Some(region) = state.regions.get_mut(&door.piece.region) else { return };
+        let window = region.locality.growth_window(PageNo(page), bound);
+        let end = (page + window).min(region.pages());
+        let run = region.runs(page..end, |state| state == PageState::Absent).first().cloned().unwrap_or(page..page + 1);
+        let space = state.spaces.get(&door.space);
+        if let (Some(space), Some(range)) = (space, door.piece.addresses(door.piece.region, &run)) {
+            // What of it fails is made below.
+            let _ = space.uffd.zero_pages(range, true);
+        }
+        // Makes what is missing and touches nothing that is there.
+        let (at, len) = ((run.start * PAGE_SIZE) as u64, (run.len() * PAGE_SIZE) as u64);
+        if !is_full(&region.memory, &run)
+            && let Err(errno) = rustix::fs::fallocate(&region.memory, rustix::fs::FallocateFlags::empty(), at, len)
+        {
+            (self.log)(&format!("shared memory: no memory for a page: {}", swaptide_sys::Why(errno)));
+            return;
+        }
+        for page in run.clone() {
+            region.set(page, PageState::Present);
+        }
+        region.locality.grew(PageNo(page), run.len());
+        self.count(Counter::Pgminfault, 1);
+        for chunk in run.start / 16..run.end.div_ceil(16) {
+            state.enqueue(door.piece.region, chunk);
+        }
+    }
+
+    /// A page that is out, and what is likely to be wanted with it.
+    fn swap_in(&self, state: &mut State, door: Door, page: usize, loader: &mut Loader) {
+        let bound = self.bound();
+        let id = door.piece.region;
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        let reading = region.reading(page);
+        let wanted = match region.locality.swap_in(PageNo(page), reading, bound) {
+            SwapIn::Page => page..page + 1,
+            SwapIn::Chunk => region.chunk_pages(page / 16),
+            SwapIn::Onward(n) => page..page + n,
+        };
+        let wanted = wanted.start..wanted.end.min(region.pages());
+        let ahead = region.runs(wanted.clone(), PageState::is_out).iter().map(|run| run.len()).sum::<usize>();
+        region.locality.came(ahead);
+        let hits = region.locality.take_hits();
+        self.count(Counter::SwapRaHit, hits as u64);
+        self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
+        self.count(Counter::Pgmajfault, 1);
+        self.count_orders(&wanted);
+        // First what was asked for, then who waits, then the rest.
+        let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
+        for run in region.runs(first.clone(), PageState::is_out) {
+            self.fill(state, Some(door), id, run, loader);
+        }
+        if first == wanted {
+            return;
+        }
+        if let Some(range) = door.piece.addresses(id, &(page..page + 1)) {
+            self.wake(state, door.space, range);
+        }
+        for rest in [wanted.start..first.start, first.end..wanted.end] {
+            let runs = state.regions.get(&id).map_or(Vec::new(), |region| region.runs(rest, PageState::is_out));
+            for run in runs {
+                self.fill(state, Some(door), id, run, loader);
+            }
+        }
+    }
+
+    /// Counts the aligned blocks of a window, each at the largest size it is part of.
+    fn count_orders(&self, window: &Range<usize>) {
+        let mut at = window.start;
+        while at < window.end {
+            let fits = |order: u8| at.is_multiple_of(1 << order) && at + (1 << order) <= window.end;
+            let order = (0..=LAST_ORDER).rev().find(|order| fits(*order)).unwrap_or(0);
+            if let Some(counter) = OfOrder::Swpin.counter(order) {
+                self.count(counter, 1);
+            }
+            at += 1 << order;
+        }
+    }
+
+    /// Brings all pages of a range back that are out.
+    pub fn restore(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
+        let mut loader = Loader::new();
+        let runs = state.regions.get(&id).map_or(Vec::new(), |region| region.runs(pages, PageState::is_out));
+        for run in runs {
+            for start in run.clone().step_by(MOST_PAGES) {
+                self.fill(state, None, id, start..(start + MOST_PAGES).min(run.end), &mut loader);
+            }
+        }
+    }
+
+    /// Brings a run of pages back that are all out.
+    fn fill(&self, state: &mut State, door: Option<Door>, id: RegionId, run: Range<usize>, loader: &mut Loader) {
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        let bytes = run.len() * PAGE_SIZE;
+        if loader.buffer.len() < bytes {
+            loader.buffer.resize(bytes, 0);
+        }
+        let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
+        let mut requests: Vec<(Slot, PageState, &mut Page)> =
+            run.clone().zip(pages).map(|(page, buffer)| (region.slot(page), region.state(page), buffer)).collect();
+        let failed = self.store.load(&mut requests, &mut loader.unpacker);
+        let from = |wanted: PageState| requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64;
+        self.count(Counter::Zswpin, from(PageState::Pool));
+        self.count(Counter::Pswpin, from(PageState::File));
+        self.count(Counter::SwpinZero, from(PageState::Zero));
+        for slot in &failed {
+            let page = (slot.0 - region.base) as usize;
+            (self.log)(&format!("shared memory: page {page} of region {} could not be brought back", id.0));
+            self.count(Counter::PagesPoisoned, 1);
+            region.set(page, PageState::Lost);
+        }
+        let goods = region.runs(run.clone(), PageState::is_out);
+        for good in &goods {
+            let data = &loader.buffer[(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
+            let space = door.and_then(|door| Some((state.spaces.get(&door.space)?, door.piece)));
+            let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
+            if done < good.len()
+                && let Err(error) = write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
+            {
+                // What is not there stays out, and is asked for again.
+                (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
+                continue;
+            }
+            for page in good.clone() {
+                self.store.free(region.slot(page), region.state(page));
+                region.set(page, PageState::Present);
+            }
+            self.count(Counter::WorkingsetRefault, good.len() as u64);
+        }
+        for chunk in goods.iter().flat_map(|good| good.start / 16..good.end.div_ceil(16)) {
+            self.activate(state, id, chunk);
+        }
+        self.publish(&state.counts());
+    }
+
+    /// A chunk came in: hot, if it went not long ago.
+    fn activate(&self, state: &mut State, id: RegionId, chunk: usize) {
+        let resident = state.counts().resident as u32;
+        let clock = state.clock;
+        if let Some(region) = state.regions.get_mut(&id) {
+            let chunk = region.chunk(chunk);
+            if clock.wrapping_sub(chunk.gone) < resident / 2 && !chunk.hot {
+                chunk.hot = true;
+                self.count(Counter::WorkingsetActivate, 1);
+            }
+        }
+        state.enqueue(id, chunk);
+    }
+}
+
+/// Fills addresses of an address space; answers with the pages done, from the first on.
+fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data: &[u8]) -> usize {
+    let Some(range) = piece.addresses(id, run) else { return 0 };
+    if range.pages() != run.len() {
+        return 0;
+    }
+    // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which only this pager fills.
+    let progress = unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
+    progress.done / PAGE_SIZE
+}
+
+/// True when no hole is in a range of pages.
+fn is_full(memory: &std::fs::File, pages: &Range<usize>) -> bool {
+    let (start, end) = ((pages.start * PAGE_SIZE) as u64, (pages.end * PAGE_SIZE) as u64);
+    rustix::fs::seek(memory, rustix::fs::SeekFrom::Hole(start)).is_ok_and(|hole| hole >= end)
+}

@@ -1,0 +1,36 @@
+//! Memory that several processes map shared, swapped by a pager outside of them.
+//!
+//! A *region* is a memory file. Every process that maps it registers its mappings with a userfaultfd of its own, which it hands to the pager. The pager
+//! takes pages out by punching holes into the file and answers who touches a hole. `swaptide run` has one pager, in its supervisor; a
+//! virtual machine monitor can have its own ([`SharedRegion`], [`Host`]).
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`region`] | where each page of a region is |
+//! | [`space`] | an address space: its userfaultfd, its mappings, its guard |
+//! | [`store`] | compressed memory and the swap file |
+//! | [`pager`] | all of them together; requests |
+//! | [`fault`] | answers to faults and events |
+//! | [`reclaim`] | making room; why no write is lost |
+//! | [`exempt`] | who may write past page tables |
+//! | [`handle`] | the interface for programs that know what they do |
+//!
+//! Invariants
+//! 1. A page of a region is in the memory file or in the store, and leaves one only when it is in the other.
+//! 2. A page goes out only while all mappings of its region are known and write-protected since before it was read.
+//! 3. Nothing is out that a process maps which has no guard.
+//! 4. The last mapping's end frees everything.
+//!
+//! The pager's threads touch no region by address.
+
+pub mod exempt;
+pub mod fault;
+pub mod handle;
+pub mod pager;
+pub mod reclaim;
+pub mod region;
+pub mod space;
+pub mod store;
+
+pub use handle::{Host, SharedRegion};
+pub use pager::{Pager, Settings, Stats};

@@ -1,0 +1,506 @@
+//! Making room: pages go out, and from compressed memory to the file.
+//!
+//! Owns the thread that does it. Only it stores pages, so what is stored for a page is never older than what was stored before.
+//!
+//! A batch goes out in three steps:
+//!
+//! | step | lock | what |
+//! |---|---|---|
+//! | protect | held | the oldest chunks are chosen, their pages become `Leaving` and are write-protected in every mapping of every address space, mapped or not |
+//! | store | no | who may write past page tables is asked for; the pages are read through the memory file and stored |
+//! | punch | held | if nothing changed: what is still `Leaving` is punched out of the file, and the protection is lifted |
+//!
+//! Why no write is lost. From the end of `protect` on no page table entry lets anybody write: existing ones are protected, and where there is
+//! none a mark stands that makes one which comes protected. A thread that writes faults; its fault is answered under the lock, which makes the page
+//! `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`, what was read at `store` is the last that was written, unless
+//! somebody had an entry that `protect` did not reach:
+//!
+//! 1. A forked child: its entries are copies, of protected ones if the fork came later. If it came earlier and its event is unread, its parent's
+//!    mappings are *changing* for the kernel; `protect` is refused. If the event was read since, the generation is another one.
+//! 2. A mapping that was moved takes entries and marks with it. One that was doubled or grown has none in its new part: the kernel says
+//!    `changing` until the event is read, then the generation is another one; and the hook before `mremap` forbids everything meanwhile, for what
+//!    grows in place is no event.
+//! 3. Who has no userfaultfd cannot have the memory mapped: mappings come from [`attach`](swaptide_ipc::shared::attach), or by fork.
+//! 4. Devices write past page tables: [`crate::exempt`].
+//!
+//! So `punch` asks every address space again, under the lock, whether a change is under way, and compares the generation. The punch itself takes
+//! the entries of every mapping, those of an unread child too, before it takes the page.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_ipc::{Counter, OfOrder};
+use swaptide_store::codec::{Compressor, Unpacker};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::page::PAGE_SIZE;
+
+use crate::exempt::exempt;
+use crate::pager::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
+use crate::region::{PageState, RegionId};
+use crate::space::{SpaceId, Standing};
+use crate::store::{Put, compressor};
+
+/// Most pages of one batch.
+const BATCH: usize = 1024;
+/// Pages that go from compressed memory to the file together.
+const WRITE_BACK: usize = 128;
+
+/// What the thread works with.
+struct Worker {
+    compressor: Compressor,
+    unpacker: Unpacker,
+    buffer: Vec<u8>,
+}
+
+/// Pages on their way out.
+struct Batch {
+    runs: Vec<(RegionId, Range<usize>)>,
+    generation: u64,
+}
+
+impl Batch {
+    fn pages(&self) -> usize {
+        self.runs.iter().map(|(_, run)| run.len()).sum()
+    }
+}
+
+/// What became of an attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Outcome {
+    /// So many pages went out.
+    Out(usize),
+    /// There is nothing that may go.
+    Nothing,
+    /// Something changed meanwhile: try again.
+    Again,
+    /// There is no room for more.
+    Full,
+}
+
+/// The thread.
+pub(crate) fn run(inner: Arc<Inner>) {
+    let mut worker = Worker { compressor: compressor(inner.segment), unpacker: Unpacker::new(), buffer: Vec::new() };
+    let mut waits = Duration::ZERO;
+    while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
+        if !waits.is_zero() {
+            let state = inner.lock();
+            // A poisoned lock is met at the next one.
+            drop(inner.work.wait_timeout(state, waits));
+        }
+        inner.take_orders();
+        waits = worker.turn(&inner);
+    }
+}
+
+impl Worker {
+    /// Does what there is to do, a step of it; answers with the time until it is worth looking again.
+    fn turn(&mut self, inner: &Inner) -> Duration {
+        let Some(limit) = inner.limit() else { return Duration::from_millis(20) };
+        if !inner.lock().engaged {
+            return Duration::from_millis(2);
+        }
+        inner.set_pool_limit(limit);
+        if inner.store.follow_areas() {
+            return Duration::ZERO;
+        }
+        if inner.store.has_file() && inner.store.pool_excess() > 0 && self.write_back(inner) {
+            return Duration::ZERO;
+        }
+        let over = {
+            let state = inner.lock();
+            let used = (state.counts().resident * PAGE_SIZE) as u64 + inner.own_bytes();
+            inner.tell_use(&state);
+            if state.wanted_out.is_empty() { used.saturating_sub(limit - margin(limit)) } else { u64::MAX }
+        };
+        if over == 0 {
+            return Duration::from_millis(5);
+        }
+        match self.batch(inner, (over / PAGE_SIZE as u64).clamp(16, BATCH as u64) as usize) {
+            Outcome::Out(_) => Duration::ZERO,
+            Outcome::Again => Duration::from_micros(200),
+            Outcome::Nothing => Duration::from_millis(5),
+            Outcome::Full => {
+                inner.count(Counter::SwapFull, 1);
+                Duration::from_millis(50)
+            }
+        }
+    }
+
+    fn batch(&mut self, inner: &Inner, pages: usize) -> Outcome {
+        let batch = match inner.protect(pages) {
+            Ok(Some(batch)) => batch,
+            Ok(None) => return Outcome::Nothing,
+            Err(_) => return Outcome::Again,
+        };
+        let excused = inner.exempted(&batch);
+        let stored = if excused { None } else { self.store(inner, &batch) };
+        let Some(stored) = stored else {
+            inner.unprotect(&mut inner.lock(), &batch);
+            return Outcome::Nothing;
+        };
+        let full = !stored.is_empty() && stored.iter().all(|(_, _, put)| *put == Put::Full);
+        match inner.finish(&batch, &stored, &self.buffer) {
+            Some(_) if full => Outcome::Full,
+            Some(out) => Outcome::Out(out),
+            None => Outcome::Again,
+        }
+    }
+
+    /// Reads the pages of a batch and puts them away.
+    fn store(&mut self, inner: &Inner, batch: &Batch) -> Option<Vec<(RegionId, usize, Put)>> {
+        self.buffer.resize(batch.pages() * PAGE_SIZE, 0);
+        let mut stored = Vec::with_capacity(batch.pages());
+        let mut at = 0;
+        let mut for_file: Vec<(usize, Slot, usize)> = Vec::new();
+        for (id, run) in &batch.runs {
+            let bytes = at * PAGE_SIZE..(at + run.len()) * PAGE_SIZE;
+            let (memory, base) = {
+                let state = inner.lock();
+                let region = state.regions.get(id)?;
+                (region.memory.clone(), region.base)
+            };
+            memory.read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64).ok()?;
+            let (pages, _) = self.buffer[bytes].as_chunks::<PAGE_SIZE>();
+            for (page, data) in run.clone().zip(pages) {
+                let slot = Slot(base + page as u32);
+                let put = inner.store.put(slot, data, &mut self.compressor);
+                if put == Put::ForFile {
+                    for_file.push((stored.len(), slot, at));
+                }
+                stored.push((*id, page, put));
+                at += 1;
+            }
+        }
+        let (pages, _) = self.buffer.as_chunks::<PAGE_SIZE>();
+        for some in for_file.chunks(WRITE_BACK) {
+            let batch: Vec<(Slot, &Page)> = some.iter().map(|(_, slot, at)| (*slot, &pages[*at])).collect();
+            let written = inner.store.write(&batch);
+            if !written {
+                inner.count(Counter::WriteErrors, 1);
+            }
+            for (number, ..) in some {
+                stored[*number].2 = if written { Put::In(PageState::File) } else { Put::Full };
+            }
+        }
+        Some(stored)
+    }
+
+    /// Writes the oldest pages of compressed memory to the file. False when there was nothing to write, or it failed.
+    fn write_back(&mut self, inner: &Inner) -> bool {
+        let mut chosen: Vec<(RegionId, usize, Slot, u32)> = Vec::new();
+        {
+            let mut state = inner.lock();
+            while chosen.len() < WRITE_BACK {
+                let Some((id, chunk)) = state.pool_log.pop_front() else { break };
+                let Some(region) = state.regions.get_mut(&id) else { continue };
+                region.chunk(chunk as usize).logged = false;
+                let epoch = region.chunk(chunk as usize).epoch;
+                for page in region.chunk_pages(chunk as usize).filter(|page| region.state(*page) == PageState::Pool) {
+                    chosen.push((id, page, region.slot(page), epoch));
+                }
+            }
+        }
+        if chosen.is_empty() {
+            return false;
+        }
+        let slots: Vec<Slot> = chosen.iter().map(|(_, _, slot, _)| *slot).collect();
+        let copied = inner.store.copy_back(&slots, &mut self.unpacker);
+        let mut state = inner.lock();
+        let mut counts = state.counts();
+        let moved = copied.iter().filter(|copied| **copied).count();
+        counts.file += moved;
+        inner.publish(&counts);
+        let mut again: Vec<(RegionId, usize)> = Vec::new();
+        for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
+            let stands = state.regions.get_mut(&id).is_some_and(|region| {
+                region.slot(page) == slot && region.chunk(page / 16).epoch == epoch && region.state(page) == PageState::Pool
+            });
+            match (copied, stands) {
+                (true, true) => {
+                    inner.store.free(slot, PageState::Pool);
+                    if let Some(region) = state.regions.get_mut(&id) {
+                        region.set(page, PageState::File);
+                    }
+                    inner.count(Counter::Zswpwb, 1);
+                    inner.count(Counter::Pswpout, 1);
+                }
+                (true, false) => inner.store.free(slot, PageState::File),
+                (false, true) => again.push((id, page / 16)),
+                (false, false) => {}
+            }
+        }
+        if moved == 0 {
+            inner.count(Counter::WriteErrors, 1);
+        }
+        for (id, chunk) in again {
+            inner.log_chunk(&mut state, id, chunk);
+        }
+        inner.publish(&state.counts());
+        drop(state);
+        inner.store.compact();
+        moved > 0
+    }
+}
+
+/// What stays free, so that faults find room.
+fn margin(limit: u64) -> u64 {
+    (limit / 64).clamp(256 << 10, 16 << 20).min(limit / 2)
+}
+
+impl Inner {
+    fn set_pool_limit(&self, limit: u64) {
+        let percent = match self.segment.header.pool_percent.load(Relaxed) {
+            0 => 60,
+            percent => u64::from(percent),
+        };
+        let share = limit / 100 * percent;
+        let cap = self.segment.header.pool_cap_bytes.load(Relaxed);
+        self.store.set_pool_limit(if cap == 0 { share } else { share.min(cap) } as usize);
+    }
+
+    /// Publishes what the keeper and the report ask for.
+    fn tell_use(&self, state: &State) {
+        let slot = self.segment.slot(self.index);
+        let counts = state.counts();
+        slot.managed_bytes.store((counts.resident * PAGE_SIZE) as u64, Relaxed);
+        slot.pool_bytes.store(self.store.pool_bytes() as u64, Relaxed);
+        slot.overhead_bytes.store(self.store.metadata_bytes() as u64, Relaxed);
+    }
+
+    fn log_chunk(&self, state: &mut State, id: RegionId, chunk: usize) {
+        if let Some(region) = state.regions.get_mut(&id)
+            && !std::mem::replace(&mut region.chunk(chunk).logged, true)
+        {
+            state.pool_log.push_back((id, chunk as u32));
+        }
+    }
+
+    /// Chooses pages and protects them. `None` when nothing may go out; an error when some address space is changing.
+    fn protect(&self, most: usize) -> Result<Option<Batch>, Errno> {
+        let mut state = self.lock();
+        let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
+        let mut count = 0;
+        let forbidden = state.forbidden();
+        while let Some((id, chunk)) = state.wanted_out.pop_front() {
+            if !forbidden.contains(&id) {
+                count += take_chunk(&mut state, id, chunk as usize, &mut runs);
+            }
+            if count >= most.min(BATCH) {
+                break;
+            }
+        }
+        let mut left = state.queue.len();
+        while count < most.min(BATCH) && left > 0 {
+            left -= 1;
+            let Some((id, chunk)) = state.queue.pop_front() else { break };
+            let Some(region) = state.regions.get_mut(&id) else { continue };
+            let marks = region.chunk(chunk as usize);
+            if forbidden.contains(&id) || std::mem::take(&mut marks.hot) {
+                marks.queued = true;
+                state.queue.push_back((id, chunk));
+                continue;
+            }
+            marks.queued = false;
+            count += take_chunk(&mut state, id, chunk as usize, &mut runs);
+        }
+        self.count(Counter::Pgscan, count as u64);
+        if count == 0 {
+            return Ok(None);
+        }
+        let batch = Batch { runs, generation: state.generation };
+        let ids: Vec<SpaceId> = state.spaces.keys().copied().collect();
+        for id in ids {
+            let space = &state.spaces[&id];
+            let protect = |(region, run): &(RegionId, Range<usize>)| {
+                space.addresses(*region, run).find_map(|range| space.uffd.write_protect(range, true).err())
+            };
+            match batch.runs.iter().find_map(protect) {
+                None => {}
+                Some(Errno::SRCH) => {
+                    // Gone, and with it whoever might write.
+                    self.unprotect(&mut state, &batch);
+                    self.forget_space(&mut state, id);
+                    return Err(Errno::SRCH);
+                }
+                Some(errno) => {
+                    if errno != Errno::AGAIN {
+                        self.learn(&mut state, id);
+                    }
+                    self.unprotect(&mut state, &batch);
+                    return Err(errno);
+                }
+            }
+        }
+        Ok(Some(batch))
+    }
+
+    /// Whether somebody who maps a part of the batch may write past his page tables; then its regions wait.
+    fn exempted(&self, batch: &Batch) -> bool {
+        let pids: HashSet<u32> = {
+            let state = self.lock();
+            let concerned = |region: &RegionId| batch.runs.iter().any(|(id, _)| id == region);
+            let maps = |space: &&crate::space::Space| space.layout.iter().any(|piece| concerned(&piece.region));
+            state.spaces.values().filter(maps).filter_map(|space| space.pid).collect()
+        };
+        let found = pids.into_iter().find_map(exempt);
+        if found.is_some() {
+            self.count(Counter::PagesBusy, batch.pages() as u64);
+        }
+        found.is_some()
+    }
+
+    /// Nothing of a batch goes out.
+    fn unprotect(&self, state: &mut State, batch: &Batch) {
+        for (id, run) in &batch.runs {
+            if let Some(region) = state.regions.get_mut(id) {
+                for page in run.clone() {
+                    if region.state(page) == PageState::Leaving {
+                        region.set(page, PageState::Present);
+                    }
+                }
+            }
+            self.lift(state, *id, run);
+            for chunk in run.start / 16..run.end.div_ceil(16) {
+                let some = |region: &crate::region::Region| region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+                if state.regions.get(id).is_some_and(some) {
+                    state.enqueue(*id, chunk);
+                }
+            }
+        }
+    }
+
+    /// Lifts protection and wakes who waits. Where it cannot be lifted now, the next write faults and lifts it.
+    fn lift(&self, state: &State, id: RegionId, run: &Range<usize>) {
+        for space in state.spaces.values() {
+            for range in space.addresses(id, run) {
+                let _ = space.uffd.write_protect(range, false);
+                let _ = space.uffd.wake(range);
+            }
+        }
+    }
+
+    /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and nothing went out.
+    fn finish(&self, batch: &Batch, stored: &[(RegionId, usize, Put)], buffer: &[u8]) -> Option<usize> {
+        let mut state = self.lock();
+        let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
+        let quiet = state.generation == batch.generation
+            && state.spaces.values().all(|space| {
+                !space.layout.iter().any(|piece| concerned(&piece.region)) || space.standing() != Standing::Changing
+            });
+        let mut outs: Vec<(RegionId, usize, PageState)> = Vec::new();
+        for (id, page, put) in stored {
+            let Put::In(place) = *put else { continue };
+            let leaving = quiet && state.regions.get(id).is_some_and(|region| region.state(*page) == PageState::Leaving);
+            if leaving {
+                outs.push((*id, *page, place));
+            } else {
+                let slot = state.regions.get(id).map(|region| region.slot(*page));
+                slot.into_iter().for_each(|slot| self.store.free(slot, place));
+            }
+        }
+        // Known to be out before it is.
+        let mut counts = state.counts();
+        for (_, _, place) in &outs {
+            match place {
+                PageState::File => counts.file += 1,
+                _ => counts.pool += 1,
+            }
+        }
+        self.publish(&counts);
+        let mut out = 0;
+        let mut rest = &outs[..];
+        while let Some((id, first, _)) = rest.first() {
+            let len = rest.iter().enumerate().take_while(|(n, (other, page, _))| other == id && *page == first + n).count();
+            let (run, behind) = rest.split_at(len);
+            rest = behind;
+            out += self.take_out(&mut state, *id, run, batch, buffer);
+        }
+        self.count(Counter::Pgsteal, out as u64);
+        state.clock = state.clock.wrapping_add(out as u32);
+        self.unprotect(&mut state, batch);
+        self.publish(&state.counts());
+        self.tell_use(&state);
+        quiet.then_some(out)
+    }
+
+    /// Takes a run of pages out.
+    fn take_out(
+        &self,
+        state: &mut State,
+        id: RegionId,
+        run: &[(RegionId, usize, PageState)],
+        batch: &Batch,
+        buffer: &[u8],
+    ) -> usize {
+        let clock = state.clock;
+        let Some(region) = state.regions.get_mut(&id) else { return 0 };
+        let pages = run[0].1..run[0].1 + run.len();
+        let punched = punch(&region.memory, &pages);
+        if punched.is_err() || !is_hole(&region.memory, &pages) {
+            // A part of a huge page that could not be split was cleared, not punched: it gets back what was read of it, and stays.
+            let mut at = 0;
+            for (other, leaving) in &batch.runs {
+                if *other == id && leaving.contains(&pages.start) {
+                    let from = (at + pages.start - leaving.start) * PAGE_SIZE;
+                    if write_pages(&region.memory, pages.start, &buffer[from..from + pages.len() * PAGE_SIZE]).is_err() {
+                        swaptide_sys::thread::abort_with(&[b"swaptide: shared memory could not be put back; stopped"]);
+                    }
+                }
+                at += leaving.len();
+            }
+            region.kept = true;
+            for (_, page, place) in run {
+                self.store.free(region.slot(*page), *place);
+            }
+            return 0;
+        }
+        let mut logged = Vec::new();
+        for (_, page, place) in run {
+            region.set(*page, *place);
+            region.chunk(page / 16).gone = clock;
+            match place {
+                PageState::Zero => self.count(Counter::SwpoutZero, 1),
+                PageState::Pool => {
+                    self.count(Counter::Zswpout, 1);
+                    logged.push(page / 16);
+                }
+                _ => self.count(Counter::Pswpout, 1),
+            }
+        }
+        logged.dedup();
+        for chunk in logged {
+            self.log_chunk(state, id, chunk);
+        }
+        for aligned in pages.start.next_multiple_of(16)..pages.end {
+            if aligned.is_multiple_of(16) && aligned + 16 <= pages.end {
+                OfOrder::Zswpout.counter(4).into_iter().for_each(|counter| self.count(counter, 1));
+            }
+        }
+        run.len()
+    }
+}
+
+/// Makes the pages of a chunk leave that are there; gives their number.
+fn take_chunk(state: &mut State, id: RegionId, chunk: usize, runs: &mut Vec<(RegionId, Range<usize>)>) -> usize {
+    let Some(region) = state.regions.get_mut(&id) else { return 0 };
+    if chunk >= region.chunk_count() {
+        return 0;
+    }
+    let mut count = 0;
+    for run in region.runs(region.chunk_pages(chunk), |state| state == PageState::Present) {
+        for page in run.clone() {
+            region.set(page, PageState::Leaving);
+        }
+        count += run.len();
+        match runs.last_mut() {
+            Some((other, last)) if *other == id && last.end == run.start => last.end = run.end,
+            _ => runs.push((id, run)),
+        }
+    }
+    count
+}

@@ -1,0 +1,337 @@
+//! One region: where each of its pages is, and what is known of its use.
+//!
+//! Owns: the memory file, the state of every page, and per 64 KiB (a chunk) the marks of the queue. The counts are the states', summed up.
+//!
+//! Invariants
+//! 1. A page whose state is `Zero`, `Pool`, `File` or `Lost` is a hole of the memory file; one that is `Present` or `Leaving` is none, but where
+//!    a program has punched it itself.
+//! 2. A page in state `Pool` or `File` has its data there, at the slot of its number; in any other state nothing is there.
+//! 3. A chunk's epoch changes whenever one of its pages goes out or comes in.
+//!
+//! Locks: none; the pager's state holds it.
+
+use std::fs::File;
+use std::ops::Range;
+use std::sync::Arc;
+
+use swaptide_engine::ids::PAGES_PER_CHUNK;
+use swaptide_engine::locality::{Locality, Reading};
+use swaptide_store::Slot;
+
+/// A region: the inode of its memory file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RegionId(pub u64);
+
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum PageState {
+    /// Nobody has touched it, or it was given up: zeros.
+    Absent,
+    /// In the memory file.
+    Present,
+    /// In the memory file, write-protected everywhere, on its way out.
+    Leaving,
+    /// Out, and all zeros.
+    Zero,
+    /// In compressed memory.
+    Pool,
+    /// In the swap file.
+    File,
+    /// What was stored could not be brought back.
+    Lost,
+}
+
+impl PageState {
+    /// Out, and to be brought back when it is touched.
+    pub fn is_out(self) -> bool {
+        matches!(self, PageState::Zero | PageState::Pool | PageState::File)
+    }
+
+    /// In the memory file.
+    pub fn is_in(self) -> bool {
+        matches!(self, PageState::Present | PageState::Leaving)
+    }
+}
+
+/// What is known of 64 KiB.
+#[derive(Clone, Copy, Default)]
+pub struct Chunk {
+    /// See invariant 3.
+    pub epoch: u32,
+    /// When a page of it went out last, by the pager's clock of pages.
+    pub gone: u32,
+    /// It stands in the queue for going out.
+    pub queued: bool,
+    /// It was wanted soon after it had gone: it goes round once more.
+    pub hot: bool,
+    /// It stands in the log of compressed memory.
+    pub logged: bool,
+}
+
+/// Pages by where they are.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub struct Counts {
+    /// In the memory file.
+    pub resident: usize,
+    /// Out without data.
+    pub zero: usize,
+    /// In compressed memory.
+    pub pool: usize,
+    /// In the swap file.
+    pub file: usize,
+    /// Not to be brought back.
+    pub lost: usize,
+}
+
+impl Counts {
+    fn of(&mut self, state: PageState) -> Option<&mut usize> {
+        match state {
+            PageState::Absent => None,
+            PageState::Present | PageState::Leaving => Some(&mut self.resident),
+            PageState::Zero => Some(&mut self.zero),
+            PageState::Pool => Some(&mut self.pool),
+            PageState::File => Some(&mut self.file),
+            PageState::Lost => Some(&mut self.lost),
+        }
+    }
+
+    /// Pages that a program would miss.
+    pub fn out(&self) -> usize {
+        self.zero + self.pool + self.file + self.lost
+    }
+
+    /// Adds another's.
+    pub fn add(&mut self, other: &Counts) {
+        self.resident += other.resident;
+        self.zero += other.zero;
+        self.pool += other.pool;
+        self.file += other.file;
+        self.lost += other.lost;
+    }
+}
+
+/// See the module's description.
+pub struct Region {
+    /// Its name.
+    pub id: RegionId,
+    /// Its memory.
+    pub memory: Arc<File>,
+    /// The slot of its first page.
+    pub base: u32,
+    /// Where faults went.
+    pub locality: Locality,
+    /// A process had it mapped once: when nobody has any more, it is gone.
+    pub attached: bool,
+    /// Never goes out again: something of it could not be taken out.
+    pub kept: bool,
+    states: Vec<PageState>,
+    chunks: Vec<Chunk>,
+    counts: Counts,
+    readings: Vec<(Range<usize>, Reading)>,
+}
+
+impl Region {
+    /// A region of which nothing has been touched.
+    pub fn new(id: RegionId, memory: Arc<File>, pages: usize, base: u32) -> Region {
+        Region {
+            id,
+            memory,
+            base,
+            locality: Locality::new(),
+            attached: false,
+            kept: false,
+            states: vec![PageState::Absent; pages],
+            chunks: vec![Chunk::default(); pages.div_ceil(PAGES_PER_CHUNK)],
+            counts: Counts::default(),
+            readings: Vec::new(),
+        }
+    }
+
+    /// Its length.
+    pub fn pages(&self) -> usize {
+        self.states.len()
+    }
+
+    /// Sums over its pages.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Where a page is.
+    pub fn state(&self, page: usize) -> PageState {
+        self.states[page]
+    }
+
+    /// A page is somewhere else now.
+    pub fn set(&mut self, page: usize, state: PageState) {
+        let before = std::mem::replace(&mut self.states[page], state);
+        if let Some(count) = self.counts.of(before) {
+            *count -= 1;
+        }
+        if let Some(count) = self.counts.of(state) {
+            *count += 1;
+        }
+        if before.is_in() != state.is_in() {
+            let chunk = &mut self.chunks[page / PAGES_PER_CHUNK];
+            chunk.epoch = chunk.epoch.wrapping_add(1);
+        }
+    }
+
+    /// The slot of a page.
+    pub fn slot(&self, page: usize) -> Slot {
+        Slot(self.base + page as u32)
+    }
+
+    /// What is known of a chunk.
+    pub fn chunk(&mut self, chunk: usize) -> &mut Chunk {
+        &mut self.chunks[chunk]
+    }
+
+    /// The pages of a chunk.
+    pub fn chunk_pages(&self, chunk: usize) -> Range<usize> {
+        chunk * PAGES_PER_CHUNK..((chunk + 1) * PAGES_PER_CHUNK).min(self.pages())
+    }
+
+    /// The chunks.
+    pub fn chunk_count(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Runs of pages in a range of which `wanted` is true.
+    pub fn runs(&self, range: Range<usize>, wanted: impl Fn(PageState) -> bool) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for page in range.start..range.end.min(self.pages()) {
+            if wanted(self.states[page]) {
+                match runs.last_mut() {
+                    Some(run) if run.end == page => run.end += 1,
+                    _ => runs.push(page..page + 1),
+                }
+            }
+        }
+        runs
+    }
+
+    /// The program said how it reads a range.
+    pub fn say(&mut self, range: Range<usize>, reading: Reading) {
+        let mut rest = Vec::new();
+        for (old, said) in self.readings.drain(..) {
+            for part in [old.start..old.end.min(range.start), old.start.max(range.end)..old.end] {
+                if !part.is_empty() {
+                    rest.push((part, said));
+                }
+            }
+        }
+        if reading != Reading::Unknown && !range.is_empty() {
+            rest.push((range, reading));
+        }
+        self.readings = rest;
+    }
+
+    /// What it said of a page.
+    pub fn reading(&self, page: usize) -> Reading {
+        self.readings.iter().find(|(range, _)| range.contains(&page)).map_or(Reading::Unknown, |(_, said)| *said)
+    }
+}
+
+/// Numbers of slots, given out in clusters.
+#[derive(Default)]
+pub struct SlotSpace {
+    free: Vec<Range<u32>>,
+    end: u32,
+}
+
+const CLUSTER: u32 = 512;
+
+impl SlotSpace {
+    /// A range for so many pages, if there is one among `most` slots.
+    pub fn take(&mut self, pages: usize, most: u32) -> Option<u32> {
+        let len = u32::try_from(pages).ok()?.checked_next_multiple_of(CLUSTER)?;
+        if let Some(at) = self.free.iter().position(|range| range.len() >= len as usize) {
+            let base = self.free[at].start;
+            self.free[at].start += len;
+            if self.free[at].is_empty() {
+                self.free.swap_remove(at);
+            }
+            return Some(base);
+        }
+        let base = self.end;
+        self.end = base.checked_add(len).filter(|end| *end <= most)?;
+        Some(base)
+    }
+
+    /// Gives a range back.
+    pub fn give(&mut self, base: u32, pages: usize) {
+        let mut range = base..base + (pages as u32).next_multiple_of(CLUSTER);
+        while let Some(at) = self.free.iter().position(|free| free.end == range.start || free.start == range.end) {
+            let free = self.free.swap_remove(at);
+            range = range.start.min(free.start)..range.end.max(free.end);
+        }
+        if range.end == self.end {
+            self.end = range.start;
+        } else {
+            self.free.push(range);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn region(pages: usize) -> Region {
+        let memory = swaptide_sys::mem::memfd_create(c"test", pages as u64 * 4096).expect("memfd");
+        Region::new(RegionId(7), Arc::new(File::from(memory)), pages, 0)
+    }
+
+    #[test]
+    fn runs_are_whole_and_epochs_follow_what_leaves_and_returns() {
+        let mut region = region(40);
+        for page in [0, 1, 2, 17, 18, 39] {
+            region.set(page, PageState::Present);
+        }
+        assert_eq!(region.runs(0..100, PageState::is_in), [0..3, 17..19, 39..40]);
+        assert_eq!(region.runs(1..18, PageState::is_in), [1..3, 17..18]);
+        let epoch = region.chunk(1).epoch;
+        region.set(17, PageState::Leaving);
+        assert_eq!(region.chunk(1).epoch, epoch, "it is still there");
+        region.set(17, PageState::Pool);
+        assert_ne!(region.chunk(1).epoch, epoch);
+        assert_eq!(region.counts(), Counts { resident: 5, pool: 1, ..Counts::default() });
+        assert_eq!((region.chunk_pages(2), region.chunk_count()), (32..40, 3));
+    }
+
+    #[test]
+    fn what_is_said_last_of_a_page_counts() {
+        let mut region = region(100);
+        region.say(0..100, Reading::Sequential);
+        region.say(40..60, Reading::Random);
+        region.say(50..55, Reading::Unknown);
+        let said: Vec<_> = [0, 39, 40, 50, 54, 55, 59, 60, 99].map(|page| region.reading(page)).into();
+        use Reading::{Random, Sequential, Unknown};
+        assert_eq!(said, [Sequential, Sequential, Random, Unknown, Unknown, Random, Random, Sequential, Sequential]);
+    }
+
+    proptest! {
+        #[test]
+        fn slots_are_given_once(takes in proptest::collection::vec((1usize..3000, any::<bool>()), 1..60)) {
+            let mut space = SlotSpace::default();
+            let mut held: Vec<(u32, usize)> = Vec::new();
+            for (pages, give) in takes {
+                if give && !held.is_empty() {
+                    let (base, pages) = held.swap_remove(pages % held.len());
+                    space.give(base, pages);
+                } else if let Some(base) = space.take(pages, 1 << 16) {
+                    let clash = |(other, n): &(u32, usize)| base < other + *n as u32 && *other < base + pages as u32;
+                    prop_assert!(!held.iter().any(clash) && base + pages as u32 <= 1 << 16);
+                    held.push((base, pages));
+                }
+            }
+            for (base, pages) in held {
+                space.give(base, pages);
+            }
+            prop_assert_eq!((space.end, space.free.len()), (0, 0), "all is one piece again");
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! One address space that has regions mapped.
+//!
+//! Owns: its userfaultfd, the layout of its mappings, and the connection of its guard. The layout is read from `/proc/PID/maps`; after any
+//! change that the kernel reports, it is read again. Until a forked child's process is known, it has a copy of its parent's.
+//!
+//! An answer by address is safe whatever the layout says: while a change of mappings is under way, or told of and not read, the kernel refuses
+//! it (`EAGAIN`).
+//!
+//! Locks: none; the pager's state holds it.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::time::Instant;
+
+use swaptide_ipc::shared::REGION_PATH;
+use swaptide_sys::Errno;
+use swaptide_sys::maps::for_each_vma_of;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::sock::Conn;
+use swaptide_sys::uffd::Uffd;
+
+use crate::region::RegionId;
+
+/// An address space: a number that is never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SpaceId(pub u64);
+
+/// A mapping of a part of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where.
+    pub range: VirtRange,
+    /// Of what.
+    pub region: RegionId,
+    /// Its first page.
+    pub page: usize,
+}
+
+impl Piece {
+    /// Its pages.
+    pub fn pages(&self) -> Range<usize> {
+        self.page..self.page + self.range.pages()
+    }
+
+    /// The addresses of those pages of a range that it maps.
+    pub fn addresses(&self, region: RegionId, pages: &Range<usize>) -> Option<VirtRange> {
+        let (start, end) = (pages.start.max(self.page), pages.end.min(self.pages().end));
+        (region == self.region && start < end).then(|| {
+            let first = self.range.start.offset((start - self.page) * PAGE_SIZE);
+            VirtRange { start: first, end: first.offset((end - start) * PAGE_SIZE) }
+        })
+    }
+}
+
+/// How an address space stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// No change of its mappings is under way or unread.
+    Quiet,
+    /// One is.
+    Changing,
+    /// It is gone: its process ended or executed another program.
+    Gone,
+}
+
+/// See the module's description.
+pub struct Space {
+    /// Answers its faults.
+    pub uffd: Uffd,
+    /// Its process, once that is known.
+    pub pid: Option<u32>,
+    /// The connection of its guard.
+    pub guard: Option<Conn>,
+    /// Since when it has no guard.
+    pub unguarded: Instant,
+    /// Its mappings.
+    pub layout: Vec<Piece>,
+    /// The layout may be another one: it could not be read since it changed.
+    pub stale: bool,
+    /// It cannot be managed: nothing of its regions goes out any more.
+    pub broken: bool,
+    /// Threads of it that move or grow a mapping.
+    pub moving: u32,
+    /// What was out of its regions has been brought back, because nobody stands guard.
+    pub rescued: bool,
+}
+
+impl Space {
+    /// A space without a guard.
+    pub fn new(uffd: Uffd, pid: Option<u32>, layout: Vec<Piece>) -> Space {
+        Space {
+            uffd,
+            pid,
+            guard: None,
+            unguarded: Instant::now(),
+            layout,
+            stale: false,
+            broken: false,
+            moving: 0,
+            rescued: false,
+        }
+    }
+
+    /// How it stands. The range asked about is of no consequence.
+    pub fn standing(&self) -> Standing {
+        let nowhere = VirtRange::from_len(VirtAddr(1 << 16), PAGE_SIZE);
+        match self.uffd.write_protect(nowhere, false) {
+            Err(Errno::AGAIN) => Standing::Changing,
+            Err(Errno::SRCH) => Standing::Gone,
+            _ => Standing::Quiet,
+        }
+    }
+
+    /// True when nothing of its regions may go out: a program that would not be stopped by the pager's end, or an unknown layout.
+    pub fn forbids(&self) -> bool {
+        self.guard.is_none() || self.stale || self.broken || self.moving > 0
+    }
+
+    /// The page at an address.
+    pub fn translate(&self, addr: VirtAddr) -> Option<(Piece, usize)> {
+        let piece = self.layout.iter().find(|piece| piece.range.contains(addr))?;
+        Some((*piece, piece.page + (addr.0 - piece.range.start.0) / PAGE_SIZE))
+    }
+
+    /// The addresses of a run of pages, in every mapping of them.
+    pub fn addresses<'a>(&'a self, region: RegionId, pages: &'a Range<usize>) -> impl Iterator<Item = VirtRange> + 'a {
+        self.layout.iter().filter_map(move |piece| piece.addresses(region, pages))
+    }
+}
+
+/// The mappings of a process of regions that are known.
+///
+/// # Errors
+/// When its mappings cannot be read.
+pub fn scan(pid: u32, known: &HashSet<u64>) -> Result<Vec<Piece>, Errno> {
+    let mut pieces = Vec::new();
+    let mut buffer = vec![0u8; 1 << 16];
+    for_each_vma_of(pid, &mut buffer, |vma| {
+        if !vma.private && vma.name.starts_with(REGION_PATH) && known.contains(&vma.inode) {
+            let page = vma.offset as usize / PAGE_SIZE;
+            pieces.push(Piece { range: vma.range, region: RegionId(vma.inode), page });
+        }
+        true
+    })?;
+    Ok(pieces)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_translate_both_ways() {
+        let at = |page: usize| VirtAddr(0x7000_0000 + page * PAGE_SIZE);
+        let region = RegionId(3);
+        let piece = Piece { range: VirtRange { start: at(0), end: at(10) }, region, page: 100 };
+        assert_eq!(piece.addresses(region, &(95..103)), Some(VirtRange { start: at(0), end: at(3) }));
+        assert_eq!(piece.addresses(region, &(108..200)), Some(VirtRange { start: at(8), end: at(10) }));
+        assert_eq!(piece.addresses(region, &(110..200)), None);
+        assert_eq!(piece.addresses(RegionId(4), &(100..110)), None);
+    }
+
+    #[test]
+    fn a_process_s_mappings_of_a_region_are_found_by_its_inode() {
+        let memory = swaptide_sys::mem::memfd_create(swaptide_ipc::shared::REGION_NAME, 8 * PAGE_SIZE as u64).expect("memfd");
+        let inode = rustix::fs::fstat(&memory).expect("stat").st_ino;
+        let map = swaptide_sys::mem::SharedMap::map(swaptide_sys::AsFd::as_fd(&memory), 8 * PAGE_SIZE).expect("map");
+        let pieces = scan(std::process::id(), &HashSet::from([inode])).expect("maps");
+        assert_eq!(pieces, [Piece { range: map.range(), region: RegionId(inode), page: 0 }]);
+        assert_eq!(scan(std::process::id(), &HashSet::from([inode + 1])).expect("maps"), []);
+    }
+}

@@ -1,0 +1,263 @@
+//! Where pages of shared regions are while they are out.
+//!
+//! Owns: compressed memory of the pager's own, and its part of the swap areas. A page's slot follows from its region and number, so no slots are
+//! allocated; which of the two devices has it, its state says.
+//!
+//! Locks: the devices' own.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
+use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened};
+use swaptide_store::zram::Zram;
+use swaptide_store::{Page, Slot};
+use swaptide_sys::{Errno, OwnedFd};
+
+use crate::region::PageState;
+
+/// Slots of compressed memory and of the file: 256 GiB of regions.
+pub const SLOTS: u32 = 1 << 26;
+
+/// How an area's descriptor is had.
+pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
+
+/// What the swap areas are to the pager: extents leased in the segment, and descriptors.
+#[derive(Clone)]
+struct Beyond {
+    segment: &'static Segment,
+    index: SlotIndex,
+    open: OpenArea,
+    /// Held over any change of what is held: it must not change while it moves to another group.
+    change: Arc<Mutex<()>>,
+}
+
+impl Beyond {
+    fn change(&self) -> MutexGuard<'_, ()> {
+        let guard = self.change.lock().expect("no thread panics with it");
+        if self.segment.is_moving(self.index) {
+            self.segment.regroup(self.index);
+        }
+        guard
+    }
+}
+
+impl ExtentSource for Beyond {
+    fn lease(&self) -> Option<Extent> {
+        let _change = self.change();
+        self.segment.lease_charged(self.index).map(|extent| Extent(extent.0))
+    }
+
+    fn release(&self, extent: Extent, _punched: bool) {
+        let _change = self.change();
+        self.segment.release_charged(self.index, self.index, ExtentId(extent.0));
+    }
+}
+
+impl Areas for Beyond {
+    fn locate(&self, extent: Extent) -> Option<Location> {
+        let place = self.segment.place_of(ExtentId(extent.0))?;
+        Some(Location { area: place.area.0, generation: place.generation, offset: place.offset })
+    }
+
+    fn open(&self, area: u8) -> Option<Opened> {
+        (self.open)(AreaId(area)).map(Opened::File)
+    }
+
+    fn failed(&self, area: u8) {
+        self.segment.area(AreaId(area)).count_error();
+    }
+}
+
+/// See the module's description.
+pub struct Store {
+    pool: Zram,
+    file: FileDevice,
+    areas: Beyond,
+    /// The table of areas, as of the last look, and whether something lies on one that is being taken away.
+    looked: AtomicU32,
+    leaving: AtomicBool,
+    /// Bytes that compressed memory may take.
+    pool_limit: AtomicUsize,
+    scratch: Mutex<Vec<u8>>,
+}
+
+/// A page that was put away, or was not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Put {
+    /// It is there.
+    In(PageState),
+    /// There is no room for it.
+    Full,
+    /// It does not compress and waits for [`Store::write`].
+    ForFile,
+}
+
+impl Store {
+    /// Compressed memory, and a part of the swap areas.
+    ///
+    /// # Errors
+    /// When the address space for compressed memory is refused.
+    pub fn new(segment: &'static Segment, index: SlotIndex, open: OpenArea) -> Result<Store, Errno> {
+        let pool = Zram::new(SLOTS).map_err(|_| Errno::NOMEM)?;
+        let mut key = [0u8; 32];
+        for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
+            bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
+        }
+        let mut salt = [0u8; 8];
+        rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
+        let areas = Beyond { segment, index, open, change: Arc::default() };
+        let file = FileDevice::over(Box::new(areas.clone()), key, u64::from_le_bytes(salt), Box::new(areas.clone()));
+        Ok(Store {
+            pool,
+            file,
+            areas,
+            looked: AtomicU32::new(segment.areas_epoch()),
+            leaving: AtomicBool::new(false),
+            pool_limit: AtomicUsize::new(usize::MAX),
+            scratch: Mutex::default(),
+        })
+    }
+
+    /// Whether there is anything beyond compressed memory that takes pages. Where areas of the network are among it there is not: only processes
+    /// have connections.
+    pub fn has_file(&self) -> bool {
+        let Beyond { segment, index, .. } = &self.areas;
+        segment.has_area()
+            && segment.slot(*index).no_writeback.load(Relaxed) == 0
+            && segment.areas().all(|(_, area)| area.transport() == Transport::File)
+    }
+
+    /// Follows changes of the areas: moves some of what lies on one that is being taken away. False when there is nothing to move.
+    pub fn follow_areas(&self) -> bool {
+        let segment = self.areas.segment;
+        let epoch = segment.areas_epoch();
+        if self.looked.swap(epoch, Relaxed) != epoch {
+            let closed = |extent: Extent| {
+                let place = segment.place_of(ExtentId(extent.0));
+                place.is_some_and(|place| segment.area(place.area).state() == AreaState::Closed)
+            };
+            self.leaving.store(self.file.set_leaving(closed) > 0, Relaxed);
+        }
+        if !self.leaving.load(Relaxed) {
+            return false;
+        }
+        let left = self.file.leave();
+        if left == Leaving::Done {
+            self.leaving.store(false, Relaxed);
+        }
+        matches!(left, Leaving::Left(_))
+    }
+
+    /// Sets what compressed memory may take.
+    pub fn set_pool_limit(&self, bytes: usize) {
+        self.pool_limit.store(bytes, Relaxed);
+    }
+
+    /// Bytes by which compressed memory is over its limit.
+    pub fn pool_excess(&self) -> usize {
+        self.pool.pool_bytes().saturating_sub(self.pool_limit.load(Relaxed))
+    }
+
+    /// Bytes that compressed memory takes.
+    pub fn pool_bytes(&self) -> usize {
+        self.pool.pool_bytes()
+    }
+
+    /// Bytes of tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.pool.metadata_bytes() + self.file.stats().metadata_bytes
+    }
+
+    /// Puts a page into compressed memory, unless it belongs in the file.
+    pub fn put(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
+        let packed = compressor.compress(page);
+        match packed {
+            Packed::Zero => return Put::In(PageState::Zero),
+            Packed::Raw(_) if self.has_file() => return Put::ForFile,
+            _ => {}
+        }
+        // With a file behind it, what is over the limit is written back; without one, this is the end.
+        if self.pool_excess() > 0 && !self.has_file() {
+            return Put::Full;
+        }
+        match self.pool.insert(slot, &packed) {
+            Ok(()) => Put::In(PageState::Pool),
+            Err(_) if self.has_file() => Put::ForFile,
+            Err(_) => Put::Full,
+        }
+    }
+
+    /// Writes pages to the file as they are. False when that failed: then none of them is there.
+    pub fn write(&self, pages: &[(Slot, &Page)]) -> bool {
+        let pages: Vec<(Slot, Packed<'_>)> = pages.iter().map(|(slot, page)| (*slot, Packed::Raw(page))).collect();
+        self.file.write(&pages).is_ok()
+    }
+
+    /// Copies pages from compressed memory to the file, as they are there. Answers for each whether it is in both now; a page that left meanwhile
+    /// is not.
+    pub fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
+        let mut bytes = self.scratch.lock().expect("no thread of the pager panics");
+        bytes.clear();
+        let mut kinds: Vec<Option<(PackedKind, usize)>> = Vec::with_capacity(slots.len());
+        for slot in slots {
+            let start = bytes.len();
+            kinds.push(self.pool.packed(*slot, &mut bytes, unpacker).ok().map(|kind| (kind, start)));
+        }
+        let packed = |kind: PackedKind, start: usize| kind.with(&bytes[start..start + kind.len()]);
+        let pages: Vec<(Slot, Packed<'_>)> = slots
+            .iter()
+            .zip(&kinds)
+            .filter_map(|(slot, kind)| Some((*slot, packed(kind.as_ref()?.0, kind.as_ref()?.1)?)))
+            .collect();
+        let written = self.file.write(&pages).is_ok();
+        kinds.iter().map(|kind| written && kind.is_some()).collect()
+    }
+
+    /// Brings pages back. Answers with those that could not be. Their data stays where it is.
+    pub fn load(&self, pages: &mut [(Slot, PageState, &mut Page)], unpacker: &mut Unpacker) -> Vec<Slot> {
+        let mut failed = Vec::new();
+        let mut from_file: Vec<(Slot, &mut Page)> = Vec::new();
+        for (slot, state, page) in pages {
+            match state {
+                PageState::Zero => page.fill(0),
+                PageState::Pool => {
+                    if self.pool.load(*slot, page, unpacker).is_err() {
+                        failed.push(*slot);
+                    }
+                }
+                PageState::File => from_file.push((*slot, page)),
+                _ => failed.push(*slot),
+            }
+        }
+        if !from_file.is_empty() && self.file.read(&mut from_file).is_err() {
+            // Some are there perhaps: one by one.
+            for (slot, page) in from_file {
+                if self.file.read(&mut [(slot, page)]).is_err() {
+                    failed.push(slot);
+                }
+            }
+        }
+        failed
+    }
+
+    /// Forgets a page's data.
+    pub fn free(&self, slot: Slot, state: PageState) {
+        match state {
+            PageState::Pool => drop(self.pool.free(slot)),
+            PageState::File => drop(self.file.free(slot)),
+            _ => {}
+        }
+    }
+
+    /// Gives back what compressed memory does not need.
+    pub fn compact(&self) {
+        self.pool.compact(256 << 10);
+    }
+}
+
+/// A compressor for the codec of a segment.
+pub fn compressor(segment: &Segment) -> Compressor {
+    Compressor::new(Choice::from_number(segment.header.pool_codec.load(Relaxed)))
+}
