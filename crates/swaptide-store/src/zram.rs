@@ -12,8 +12,9 @@
 //! copied from.
 //!
 //! Invariants:
-//! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle points at it. A load checks
-//!    that, and answers [`Damaged`] rather than hand out another slot's page.
+//! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle points at it, and holds a checksum of its bytes. Whoever
+//!    takes bytes out checks both, and answers [`Damaged`] rather than hand out another slot's page, or one that is not what was stored: memory that
+//!    flips a bit, or a stray write. A checksum does not prove anything against somebody who writes on purpose; who can do that has the whole process.
 //! 2. A store that fails changes nothing.
 //!
 //! 3. `figures` is what `state` holds, as of the last time it was unlocked after a change.
@@ -147,12 +148,18 @@ impl Zram {
     /// # Panics
     /// If the slot is beyond the device's end.
     pub fn insert(&self, slot: Slot, page: &Packed<'_>) -> Result<(), PoolFull> {
+        // Before the lock is taken.
+        let sum = match page {
+            Packed::Zero | Packed::Same(_) => 0,
+            Packed::Bytes(bytes) => sum_of(bytes),
+            Packed::Raw(page) => sum_of(&page[..]),
+        };
         self.change(|state| {
             let handle = match *page {
                 Packed::Zero => Handle::Same(state.same.add(0)),
                 Packed::Same(word) => Handle::Same(state.same.add(word)),
-                Packed::Bytes(bytes) => state.store(slot, 0, &[], bytes)?,
-                Packed::Raw(page) => state.store(slot, 0, &[], page)?,
+                Packed::Bytes(bytes) => state.store(slot, 0, &[], bytes, sum)?,
+                Packed::Raw(page) => state.store(slot, 0, &[], page, sum)?,
             };
             state.replace(slot, handle);
             Ok(())
@@ -200,12 +207,16 @@ impl Zram {
         let bytes = state.pool.bytes(id);
         if bytes.len() == PAGE_SIZE {
             out.copy_from_slice(bytes);
-            return Ok(None);
+            drop(state);
+            return if sum_of(&out[..]) == head.sum { Ok(None) } else { Err(Damaged { slot, what: CHANGED }) };
         }
         // Copy out and decompress without the lock: the copy costs a twentieth of the decompression and warms the cache.
         let mut copy = [MaybeUninit::<u8>::uninit(); RAW_ABOVE];
         let block = copy_into(&mut copy, bytes).ok_or(Damaged { slot, what: "an object of impossible length" })?;
         drop(state);
+        if sum_of(block) != head.sum {
+            return Err(Damaged { slot, what: CHANGED });
+        }
         unpacker.unpack(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })?;
         Ok(Some(Codec::of(block)))
     }
@@ -250,7 +261,14 @@ impl Zram {
             len @ 1..=RAW_ABOVE => PackedKind::Bytes(len),
             _ => return Err(Damaged { slot, what: "an object of impossible length" }),
         };
+        let start = out.len();
         out.extend_from_slice(bytes);
+        drop(state);
+        // What is damaged must not go on to another device, where it would be sealed as what it never was.
+        if sum_of(&out[start..]) != head.sum {
+            out.truncate(start);
+            return Err(Damaged { slot, what: CHANGED });
+        }
         Ok(kind)
     }
 
@@ -269,8 +287,14 @@ impl Zram {
         if Codec::of(bytes) == Codec::Zstd {
             return false;
         }
+        let start = out.len();
         out.extend_from_slice(bytes);
-        true
+        drop(state);
+        let whole = sum_of(&out[start..]) == head.sum;
+        if !whole {
+            out.truncate(start);
+        }
+        whole
     }
 
     /// Puts other bytes of the same page in the place of a slot's, or none if there are no better ones, and notes that this was tried.
@@ -286,7 +310,7 @@ impl Zram {
                 state.pool.settle(old);
                 return Ok(0);
             };
-            let handle = state.store(slot, 0, &[], bytes)?;
+            let handle = state.store(slot, 0, &[], bytes, sum_of(bytes))?;
             if let Handle::Object(id) = handle {
                 state.pool.settle(id);
             }
@@ -337,14 +361,17 @@ impl Zram {
         let unit = (id, state.unit_epoch);
         if scratch.unit != Some(unit) {
             let (&pages, block) = state.pool.bytes(id).split_first().ok_or(damaged("an object of impossible length"))?;
-            let pages = usize::from(pages);
-            if pages == 0 || pages > MAX_UNIT_PAGES {
+            if pages == 0 || usize::from(pages) > MAX_UNIT_PAGES {
                 return Err(damaged("a unit of an impossible number of pages"));
             }
             scratch.unit = None;
             scratch.packed.clear();
             scratch.packed.extend_from_slice(block);
             drop(state);
+            if sum_of_unit(pages, &scratch.packed) != head.sum {
+                return Err(damaged(CHANGED));
+            }
+            let pages = usize::from(pages);
             if run == pages {
                 unpacker
                     .unpack(&scratch.packed, &mut out[..run * PAGE_SIZE])
@@ -480,6 +507,16 @@ impl Zram {
         }
     }
 
+    /// Flips a bit of what a slot holds (tests).
+    #[cfg(test)]
+    fn flip(&self, slot: Slot, bit: usize) {
+        let mut state = self.state.lock();
+        let Handle::Object(id) = state.handles.get(slot) else { panic!("nothing to flip") };
+        let bytes = state.pool.bytes_mut(id);
+        let at = bit % (bytes.len() * 8);
+        bytes[at / 8] ^= 1 << (at % 8);
+    }
+
     /// Recounts everything (tests).
     #[cfg(test)]
     fn check(&self) {
@@ -497,9 +534,9 @@ pub struct Quiesced<'a> {
 
 impl State {
     /// Puts bytes into the pool as an object of `slot`.
-    fn store(&mut self, slot: Slot, live: u16, prefix: &[u8], bytes: &[u8]) -> Result<Handle, PoolFull> {
+    fn store(&mut self, slot: Slot, live: u16, prefix: &[u8], bytes: &[u8], sum: u32) -> Result<Handle, PoolFull> {
         let len = u16::try_from(prefix.len() + bytes.len()).expect("packed data is shorter than 64 KiB");
-        let id = self.pool.alloc(Head { slot: slot.0, len, live })?;
+        let id = self.pool.alloc(Head { slot: slot.0, len, live, sum })?;
         let (start, rest) = self.pool.bytes_mut(id).split_at_mut(prefix.len());
         start.copy_from_slice(prefix);
         rest.copy_from_slice(bytes);
@@ -519,7 +556,7 @@ impl State {
             }
             PackedUnit::Bytes(bytes) => {
                 let live = u16::MAX >> (MAX_UNIT_PAGES - n);
-                let handle = self.store(slot, live, &[n as u8], bytes)?;
+                let handle = self.store(slot, live, &[n as u8], bytes, sum_of_unit(n as u8, bytes))?;
                 for slot in slots {
                     self.replace(slot, handle);
                 }
@@ -528,7 +565,7 @@ impl State {
                 assert_eq!(bytes.len(), n * PAGE_SIZE, "a raw unit of {n} pages");
                 let mut stored = [Handle::Empty; MAX_UNIT_PAGES];
                 for (i, (slot, page)) in slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate() {
-                    match self.store(slot, 0, &[], page) {
+                    match self.store(slot, 0, &[], page, sum_of(page)) {
                         Ok(handle) => stored[i] = handle,
                         Err(full) => {
                             for handle in stored {
@@ -584,6 +621,22 @@ impl State {
             }
         }
     }
+}
+
+/// What is wrong with bytes whose checksum is another one.
+const CHANGED: &str = "the page is not what was stored: memory is failing, or was written to by mistake";
+
+/// The checksum of an object's bytes.
+fn sum_of(bytes: &[u8]) -> u32 {
+    crc32fast::hash(bytes)
+}
+
+/// That of a unit: the number of its pages, and its bytes.
+fn sum_of_unit(pages: u8, bytes: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&[pages]);
+    hasher.update(bytes);
+    hasher.finalize()
 }
 
 /// Copies `bytes` to the start of `buffer`, if they fit.

@@ -5,8 +5,8 @@
 //! rest of its address space is never touched. A block's pages are populated in one go when it is started, and given back
 //! when it empties; a few emptied blocks are kept warm, because the next swap-out wants pages again.
 //!
-//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it is. The head is what makes a
-//! mix-up visible, and what lets compaction find the handle to change.
+//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it is, the checksum of its bytes. The head is what makes a
+//! mix-up or damage visible, and what lets compaction find the handle to change.
 //!
 //! Invariants:
 //! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given us for the mapping.
@@ -155,6 +155,8 @@ pub(super) struct Head {
     pub(super) len: u16,
     /// Of a unit, which of its pages still have a slot. Zero: not a unit.
     pub(super) live: u16,
+    /// Checksum of the bytes.
+    pub(super) sum: u32,
 }
 
 impl Head {
@@ -462,7 +464,7 @@ impl Pool {
         let head = &mut b.heads[id.index()];
         assert!(head.slot != Head::FREE, "compressed pool: an object is freed twice");
         self.stored -= usize::from(head.len);
-        *head = Head { slot: Head::FREE, len: b.free, live: 0 };
+        *head = Head { slot: Head::FREE, len: b.free, live: 0, sum: 0 };
         b.free = id.index() as u16;
         b.used -= 1;
         self.classes[usize::from(b.class)].used -= 1;
@@ -472,7 +474,7 @@ impl Pool {
     fn start_block(&mut self, class: usize) -> Result<u32, PoolFull> {
         let Class { pages, objects, .. } = CLASS[class];
         let block = self.empty_block(pages)?;
-        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0 }; objects.into()].into_boxed_slice();
+        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0, sum: 0 }; objects.into()].into_boxed_slice();
         self.head_bytes += size_of_val(&*heads);
         let b = &mut self.blocks[block as usize];
         let missing = pages.saturating_sub(b.resident);

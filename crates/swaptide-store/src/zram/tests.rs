@@ -369,3 +369,32 @@ fn a_quiesced_device_is_locked_until_the_guard_goes() {
     drop(zram.quiesce());
     assert!(zram.contains(Slot(1)));
 }
+
+#[test]
+fn a_flipped_bit_is_never_handed_out() {
+    let device = Zram::new(1 << 20).unwrap();
+    let mut unpacker = Unpacker::new();
+    let mut random = Random(9);
+    for (kind, choice) in [(900, Choice::Lz4), (2500, Choice::Zstd), (PAGE_SIZE, Choice::Lz4)] {
+        let mut codec = Compressor::new(choice);
+        let page = page_of(kind, 77);
+        for _ in 0..200 {
+            device.insert(Slot(3), &codec.compress(&page)).unwrap();
+            device.flip(Slot(3), random.next() as usize >> 1);
+            let (mut out, mut bytes) = ([0; PAGE_SIZE], vec![7]);
+            assert_eq!(device.load(Slot(3), &mut out, &mut unpacker), Err(Damaged { slot: Slot(3), what: CHANGED }));
+            assert_eq!(device.packed(Slot(3), &mut bytes, &mut unpacker), Err(Damaged { slot: Slot(3), what: CHANGED }));
+            assert!(!device.unsettled(Slot(3), &mut bytes));
+            assert_eq!(bytes, [7]);
+        }
+    }
+    // Of a unit, none of the pages.
+    let mut codec = Compressor::new(Choice::Lz4);
+    let pages: Vec<u8> = (0..4).flat_map(|i| page_of(700, i + 5).to_vec()).collect();
+    device.insert_unit(Slot(8), 4, &codec.compress_unit(&pages)).unwrap();
+    device.flip(Slot(8), 12345);
+    for slot in 8..12 {
+        assert!(device.load(Slot(slot), &mut [0; PAGE_SIZE], &mut unpacker).is_err());
+    }
+    assert!(device.load_range(Slot(8), 4, &mut vec![0; 4 * PAGE_SIZE], &mut unpacker).is_err());
+}
