@@ -207,9 +207,10 @@ def stopped(context):
     program.finish(status=7)
 
 
-def ask(context, *words):
+def ask(context, *words, env=None):
     """`swaptide ctl` with these words: its exit status and what it printed."""
-    done = subprocess.run([context.swaptide, "ctl", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    words = [context.swaptide, "ctl", *words]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
     return done.returncode, done.stdout, done.stderr
 
 

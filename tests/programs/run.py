@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 
 import cases_c
+import cases_groups
 import cases_process
 import cases_real
 from harness import NATIVE, Binaries, run_case
 from processes import adopt_orphans, kill_tree
 
-CASES = cases_process.CASES + cases_c.CASES + cases_real.CASES
+CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_real.CASES
 
 
 def arguments():

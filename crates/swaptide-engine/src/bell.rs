@@ -39,10 +39,12 @@ pub enum Ring {
     ForkDone = 3,
     /// A mapping was moved or has grown: the thread goes on when the table knows.
     Fence = 4,
+    /// Bring in what is swapped, while nobody faults.
+    Preload = 5,
 }
 
 /// Pages of the area.
-const BELLS: usize = 5;
+const BELLS: usize = 6;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
@@ -147,6 +149,7 @@ impl Bells {
             2 => Some(Ring::Hint),
             3 => Some(Ring::ForkDone),
             4 => Some(Ring::Fence),
+            5 => Some(Ring::Preload),
             _ => None,
         }
     }

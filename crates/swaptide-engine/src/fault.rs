@@ -14,7 +14,7 @@
 //! 5. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
 //!    (`swpin_stale`, `swpin_fallback`), and the page asked for comes alone.
 
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
@@ -41,6 +41,10 @@ use crate::staging::FrameRun;
 const MOVE_FROM: usize = 4;
 /// Pages that are brought in at a time: moves of this size cost little for each page.
 const GROUP_PAGES: usize = 64;
+/// Groups that are brought in unasked between two looks for faults.
+const PRELOAD_GROUPS: usize = 4;
+/// Beyond every page of a program.
+const LAST_PAGE: PageNo = PageNo(1 << 36);
 const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && GROUP_PAGES <= probe::MOST);
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
 const MOST_STALE: u32 = 8;
@@ -765,6 +769,35 @@ impl Handler {
                     came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
                 }
             }
+        }
+    }
+
+    /// Brings in some of what is swapped, in the order of addresses. It is over when all is there; for now, when there is no room for more: nothing
+    /// goes out for its sake.
+    pub(crate) fn preload_some(&mut self) {
+        let engine = self.engine;
+        for _ in 0..PRELOAD_GROUPS {
+            let Some(at) = self.preload else { return };
+            if engine.slot().preload.load(Relaxed) == 0 || engine.charge.headroom() < engine.charge.high() {
+                self.preload = None;
+                return;
+            }
+            let next = engine.mm.lock().table.next_used(at, LAST_PAGE);
+            let Some(page) = next else {
+                self.preload = None;
+                engine.slot().preload.store(0, Release);
+                return;
+            };
+            let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
+            let mut came = Came::new(first);
+            // What does not come now comes when it is wanted.
+            if self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came).is_err() {
+                self.preload = None;
+                return;
+            }
+            engine.count(Counter::SwapRa, came.pages());
+            came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+            self.preload = Some(first.plus(GROUP_PAGES));
         }
     }
 

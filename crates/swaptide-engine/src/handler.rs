@@ -111,6 +111,8 @@ pub struct Handler {
     pub(crate) torn: bool,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<Change>,
+    /// Where bringing in what is swapped goes on, unasked by any fault.
+    pub(crate) preload: Option<PageNo>,
 }
 
 impl Handler {
@@ -162,6 +164,7 @@ impl Handler {
             met: 0,
             torn: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
+            preload: None,
         })
     }
 
@@ -169,7 +172,14 @@ impl Handler {
     pub fn run(&mut self) -> ! {
         loop {
             if self.pending.is_empty() {
-                self.read();
+                match self.preload {
+                    // Whoever faults goes first.
+                    Some(_) => self.read_within(Some(Duration::ZERO)),
+                    None => self.read(),
+                }
+            }
+            if self.pending.is_empty() && !self.forking {
+                self.preload_some();
             }
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
@@ -322,6 +332,7 @@ impl Handler {
                     self.engine.bells.answer();
                 }
                 Ring::Fence => self.fence(),
+                Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
                 Ring::ForkDone => {}
             }
         }

@@ -321,6 +321,9 @@ impl Keeper {
         if engine.start.segment.is_moving(engine.slot_index()) {
             engine.devices.file.follow_group();
         }
+        if engine.slot().preload.load(Relaxed) != 0 {
+            engine.bells.ring(Ring::Preload);
+        }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
         if std::mem::replace(&mut self.areas, areas) != areas {

@@ -141,6 +141,15 @@ struct Held {
     tried: Instant,
 }
 
+/// Where processes get the descriptors of areas.
+pub trait Open: Send + Sync {
+    /// Whether opening an area may take long: there is a server to be asked.
+    fn is_far(&self, id: AreaId) -> bool;
+
+    /// A descriptor for a process.
+    fn open(&self, id: AreaId) -> Option<OwnedFd>;
+}
+
 /// See the module's description.
 pub struct Areas {
     segment: &'static Segment,
@@ -177,18 +186,26 @@ impl Areas {
         Ok(id)
     }
 
-    /// Whether opening an area for a process may take long: there is a server to be asked.
-    pub fn is_far(&self, id: AreaId) -> bool {
-        self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
+    /// Takes over a device that an area had before: the segment's table says everything else of it. An area that is not there stays so.
+    pub fn restore(&self, id: AreaId, backing: Backing) {
+        let mut held = self.held();
+        if self.segment.areas().any(|(known, _)| known == id) {
+            held.insert(
+                id,
+                Held {
+                    backing,
+                    peak_extents: 0,
+                    retired: false,
+                    forgiven: self.segment.area(id).errors(),
+                    tried: Instant::now(),
+                },
+            );
+        }
     }
 
-    /// A descriptor for a process of the run.
-    pub fn open(&self, id: AreaId) -> Option<OwnedFd> {
-        let (connector, export) = match &self.held().get(&id)?.backing.medium {
-            Medium::File(file) => return Some(file.try_clone().ok()?.into()),
-            Medium::Nbd(connector, export) => (Arc::clone(connector), *export),
-        };
-        connector.connect_again(&export).ok()
+    /// Shows every device.
+    pub fn each(&self, mut f: impl FnMut(AreaId, &Backing)) {
+        self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
     /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile.
@@ -345,6 +362,20 @@ impl Areas {
             return Err(AreaError::NoRoom { name: name.to_owned(), left });
         }
         Err(AreaError::Stuck { name: name.to_owned(), left, holders: self.segment.holders(id) })
+    }
+}
+
+impl Open for Areas {
+    fn is_far(&self, id: AreaId) -> bool {
+        self.held().get(&id).is_some_and(|held| matches!(held.backing.medium, Medium::Nbd(..)))
+    }
+
+    fn open(&self, id: AreaId) -> Option<OwnedFd> {
+        let (connector, export) = match &self.held().get(&id)?.backing.medium {
+            Medium::File(file) => return Some(file.try_clone().ok()?.into()),
+            Medium::Nbd(connector, export) => (Arc::clone(connector), *export),
+        };
+        connector.connect_again(&export).ok()
     }
 }
 

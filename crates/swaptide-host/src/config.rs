@@ -23,6 +23,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -211,6 +212,8 @@ pub struct Config {
     pub metrics: Option<MetricsPlace>,
     /// When idle groups lose memory.
     pub idle: Option<IdleReclaim>,
+    /// Stands for the file's text: another number, another text.
+    pub digest: u64,
 }
 
 impl Config {
@@ -221,7 +224,11 @@ impl Config {
     pub fn load(path: &Path, ram: u64) -> Result<Config, ConfigError> {
         let fail = |line, what| ConfigError { file: path.to_owned(), line, what };
         let text = std::fs::read_to_string(path).map_err(|error| fail(0, format!("cannot be read: {error}")))?;
-        Config::parse(&text, ram).map_err(|(line, what)| fail(line, what))
+        let mut config = Config::parse(&text, ram).map_err(|(line, what)| fail(line, what))?;
+        let mut hasher = std::hash::DefaultHasher::new();
+        text.hash(&mut hasher);
+        config.digest = hasher.finish();
+        Ok(config)
     }
 
     fn parse(text: &str, ram: u64) -> Result<Config, (usize, String)> {

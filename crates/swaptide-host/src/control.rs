@@ -22,16 +22,18 @@ use swaptide_core::Tiers;
 
 use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
-use crate::groups::{GroupError, GroupPath, GroupView};
+use crate::groups::{GroupPath, GroupView};
 use crate::keeper::{self, Keeper, Squeezed};
-use crate::report::View;
+use crate::report::{Totals, View};
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
-const LONGEST: u64 = 8192;
+pub(crate) const LONGEST: u64 = 8192;
 /// Clients at one time; others are hung up on.
-const MOST_CLIENTS: usize = 16;
+pub(crate) const MOST_CLIENTS: usize = 16;
+/// Names the directory of the sockets, instead of the usual one.
+pub const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
 
 /// What a run can be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,12 +66,63 @@ pub enum Question {
         /// How many.
         bytes: u64,
     },
+    /// Have a group go out as far as it can, on to the swap areas, and stay there.
+    Freeze(String),
+    /// Have it come back, at once and in one go.
+    Preload(String),
+    /// Of a daemon: the runs that it keeps.
+    Runs,
+    /// Of a daemon: what a run has that it keeps, by the process that the user started or any in it.
+    StatsOf(u32),
+    /// Of a daemon: its configuration file is read again.
+    Reload,
+    /// Of a daemon: what a run finds that would join it, and the shared segment as a descriptor. Nothing changes.
+    Look(Join),
+    /// Of a daemon: keep the processes that descend from the one that asks; answered as [`Question::Look`].
+    Join(Join),
+    /// Of a daemon: a descriptor of a swap area.
+    Area(u8),
+    /// Of a daemon: what the run did so far whose processes descend from the one that asks.
+    Totals,
 }
 
+/// A run that would be kept by a daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Join {
+    /// The process that the user started.
+    pub front: u32,
+    /// The program's name.
+    pub program: String,
+    /// The group of its processes; where there is none, that of the cgroup of the one that asks.
+    pub group: Option<String>,
+    /// The most that its processes may have together.
+    pub max: Option<u64>,
+    /// They are killed when there is no swap space left and they have more than they may.
+    pub strict: bool,
+}
+
+/// What a run has that a daemon keeps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Joined {
+    /// The most that its processes can have.
+    pub budget: u64,
+    /// Cap of the compressed pool.
+    pub pool_cap: u64,
+    /// Number of the choice of codecs.
+    pub codec: u32,
+    /// Its group.
+    pub group: String,
+}
+
+/// What the answers to questions are.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Answer {
+pub(crate) enum Answer {
     Stats(Box<View>),
+    Runs(Vec<(u32, u32)>),
+    Joined(Joined),
+    Totals(Box<Totals>),
     Devices(Vec<(u8, AreaView)>),
     /// Bytes that are still on what is taken away.
     Left(u64),
@@ -133,6 +186,8 @@ pub enum ControlError {
     Refused(String),
     /// The run does not answer as it should.
     Run(u32, String),
+    /// The daemon does not.
+    Daemon(String),
 }
 
 impl fmt::Display for ControlError {
@@ -149,6 +204,7 @@ impl fmt::Display for ControlError {
             ControlError::Directory(path, error) => write!(f, "{}: {error}", path.display()),
             ControlError::Refused(why) => write!(f, "{why}"),
             ControlError::Run(pid, why) => write!(f, "the run {pid} does not answer: {why}"),
+            ControlError::Daemon(why) => write!(f, "no daemon answers at {}: {why}", daemon_path().display()),
         }
     }
 }
@@ -157,7 +213,10 @@ impl std::error::Error for ControlError {}
 
 /// Where the sockets of a user's runs are: `/run/swaptide` for root, `$XDG_RUNTIME_DIR/swaptide`, or a directory of its own beside other
 /// temporary files.
-fn directory() -> PathBuf {
+pub(crate) fn directory() -> PathBuf {
+    if let Some(dir) = std::env::var_os(ENV_DIRECTORY).filter(|dir| Path::new(dir).is_absolute()) {
+        return dir.into();
+    }
     let uid = rustix::process::geteuid();
     if uid.is_root() {
         return "/run/swaptide".into();
@@ -169,7 +228,7 @@ fn directory() -> PathBuf {
 }
 
 /// Makes sure that the directory is this user's and nobody else's. Anybody may make a directory where temporary files are.
-fn own(directory: &Path) -> io::Result<()> {
+pub(crate) fn own(directory: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
@@ -251,6 +310,7 @@ fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<
     if !uid.is_root() && uid != rustix::process::geteuid() {
         return Ok(());
     }
+    let counter = Counter { areas, keeper, budget: run.budget, uid: uid.as_raw(), all: true };
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
@@ -266,33 +326,75 @@ fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<
                 None => ending(),
             }
         }
-        Ok(Question::Tiers(text)) => keeper::ask(keeper, move |keeper| tiers(keeper, text.as_deref())).unwrap_or_else(ending),
-        Ok(Question::Group { path, set }) => {
-            keeper::ask(keeper, move |keeper| group(keeper, &path, &set, uid.as_raw())).unwrap_or_else(ending)
-        }
-        Ok(Question::Remove(path)) => keeper::ask(keeper, move |keeper| {
-            let removed = GroupPath::parse(&path).map_err(GroupError::Path).and_then(|path| keeper.groups().remove(&path));
-            removed.map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done)
-        })
-        .unwrap_or_else(ending),
-        Ok(Question::Reclaim { path, bytes }) => reclaim(keeper, path, bytes),
-        Ok(Question::Devices) => Answer::Devices(areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
-        Ok(Question::Swapon(text)) => done(swapon(areas, &text, run.budget)),
-        Ok(Question::Swapoff(name)) => {
-            let mut told = u64::MAX;
-            done(areas.remove(&name, |left| {
-                // Who asked may have gone; it goes on all the same.
-                if std::mem::replace(&mut told, left) != left {
-                    let _ = tell(&client, &Answer::Left(left));
-                }
-            }))
-        }
+        Ok(question) => counter.answer(question, &client),
         Err(error) => Answer::Error(format!("not a question: {error}")),
     };
     tell(&client, &answer)
 }
 
-fn ending() -> Answer {
+/// What is asked of runs and of daemons alike.
+pub(crate) struct Counter<'a> {
+    /// The swap areas.
+    pub areas: &'a Areas,
+    /// The thread that keeps everything.
+    pub keeper: &'a mpsc::Sender<keeper::Request>,
+    /// The budget, by which a file without a size gets one.
+    pub budget: u64,
+    /// Who asks.
+    pub uid: u32,
+    /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own groups.
+    pub all: bool,
+}
+
+impl Counter<'_> {
+    /// Answers; what is told on the way goes to the client.
+    pub(crate) fn answer(&self, question: Question, client: &UnixStream) -> Answer {
+        let (uid, all, keeper) = (self.uid, self.all, self.keeper);
+        match question {
+            Question::Swapon(_) | Question::Swapoff(_) | Question::Tiers(Some(_)) if !all => {
+                Answer::Error("swap areas and tiers are for root, or the daemon's own user, to change".into())
+            }
+            Question::Devices => Answer::Devices(self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
+            Question::Swapon(text) => done(swapon(self.areas, &text, self.budget)),
+            Question::Swapoff(name) => {
+                let mut told = u64::MAX;
+                done(self.areas.remove(&name, |left| {
+                    // Who asked may have gone; it goes on all the same.
+                    if std::mem::replace(&mut told, left) != left {
+                        let _ = tell(client, &Answer::Left(left));
+                    }
+                }))
+            }
+            Question::Tiers(text) => keeper::ask(keeper, move |keeper| tiers(keeper, text.as_deref())).unwrap_or_else(ending),
+            Question::Group { path, set } => {
+                keeper::ask(keeper, move |keeper| group(keeper, &path, &set, uid, all)).unwrap_or_else(ending)
+            }
+            Question::Remove(path) => {
+                let remove = move |keeper: &mut Keeper| {
+                    let path = owned(keeper, &path, uid, all)?;
+                    keeper.groups().remove(&path).map_err(|error| error.to_string())
+                };
+                let removed = keeper::ask(keeper, remove);
+                removed.map_or_else(ending, |removed| removed.map_or_else(Answer::Error, |()| Answer::Done))
+            }
+            Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
+            Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
+            Question::Preload(path) => preload(keeper, path, uid, all),
+            _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
+        }
+    }
+}
+
+/// A group that is asked for by who may see and steer it.
+fn owned(keeper: &mut Keeper, path: &str, uid: u32, all: bool) -> Result<GroupPath, String> {
+    let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
+    if all || keeper.groups().is_owned(&path, uid) {
+        return Ok(path);
+    }
+    Err(format!("{path}: not a group of yours"))
+}
+
+pub(crate) fn ending() -> Answer {
     Answer::Error("it is ending".into())
 }
 
@@ -303,23 +405,29 @@ fn tiers(keeper: &mut Keeper, text: Option<&str>) -> Answer {
     }
 }
 
-fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32) -> Answer {
-    match set_group(keeper, path, set, uid).and_then(|path| keeper.group_views(&path).map_err(|error| error.to_string())) {
+fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32, all: bool) -> Answer {
+    // Without rights over all, the root is where one's own groups are.
+    if !all && path == "/" && set.is_empty() {
+        let views = keeper.group_views(&GroupPath::root()).unwrap_or_default();
+        let own = |view: &GroupView| GroupPath::parse(&view.path).is_ok_and(|path| keeper.groups().is_owned(&path, uid));
+        return Answer::Groups(views.into_iter().filter(own).collect());
+    }
+    let set = owned(keeper, path, uid, all).and_then(|path| set_group(keeper, path, set, uid, all));
+    match set.and_then(|path| keeper.group_views(&path).map_err(|error| error.to_string())) {
         Ok(views) => Answer::Groups(views),
         Err(error) => Answer::Error(error),
     }
 }
 
 /// Carries out settings, all or none; a group that was made for one that is refused goes again.
-fn set_group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32) -> Result<GroupPath, String> {
-    let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
+fn set_group(keeper: &mut Keeper, path: GroupPath, set: &[(String, String)], uid: u32, all: bool) -> Result<GroupPath, String> {
     if set.is_empty() {
         return Ok(path);
     }
     let (moves, settings): (Vec<_>, Vec<_>) = set.iter().partition(|(key, _)| key == "processes");
     let number = |text: &str| text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is no process number"));
     let pids = moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
-    if let Some(stranger) = pids.iter().find(|pid| !keeper.keeps(**pid)) {
+    if let Some(stranger) = pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid)) {
         return Err(format!("{path}: processes: {stranger} is no process of this run; swaptide ctl stats shows them"));
     }
     let before: Vec<GroupPath> = keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
@@ -337,26 +445,59 @@ fn set_group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32
     Ok(path)
 }
 
-/// Waits until it is done: the keeper tells when nothing more goes out.
-fn reclaim(keeper: &mpsc::Sender<keeper::Request>, path: String, bytes: u64) -> Answer {
+/// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when nothing more goes out.
+fn squeeze(keeper: &mpsc::Sender<keeper::Request>, path: String, bytes: u64, freeze: bool, uid: u32, all: bool) -> Answer {
     let (done, result) = mpsc::channel();
     let begun = keeper::ask(keeper, move |keeper| {
-        let path = GroupPath::parse(&path).map_err(GroupError::Path)?;
-        let index = keeper.groups().find(&path)?;
+        let path = owned(keeper, &path, uid, all)?;
+        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
+        if freeze {
+            keeper.freeze(index, true);
+        }
         keeper.squeeze(index, bytes, done);
-        Ok::<(), GroupError>(())
+        Ok::<(), String>(())
     });
     match begun {
         None => ending(),
-        Some(Err(error)) => Answer::Error(error.to_string()),
+        Some(Err(error)) => Answer::Error(error),
         Some(Ok(())) => match result.recv() {
-            Ok(Squeezed { bytes, enough }) => Answer::Reclaimed { bytes, enough },
+            Ok(Squeezed { bytes, enough }) => Answer::Reclaimed { bytes, enough: enough || freeze },
             Err(_) => ending(),
         },
     }
 }
 
-fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
+/// Brings a group back. Waits until its processes have all that there is room for, or bring in nothing more.
+fn preload(keeper: &mpsc::Sender<keeper::Request>, path: String, uid: u32, all: bool) -> Answer {
+    let thaw = move |keeper: &mut Keeper| {
+        let path = owned(keeper, &path, uid, all)?;
+        let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
+        keeper.freeze(index, false);
+        keeper.preload(index);
+        Ok::<_, String>((index, keeper.groups().usage(index)))
+    };
+    let (index, before) = match keeper::ask(keeper, thaw) {
+        None => return ending(),
+        Some(Err(error)) => return Answer::Error(error),
+        Some(Ok(begun)) => begun,
+    };
+    let (mut least, mut since) = (u64::MAX, Instant::now());
+    loop {
+        let give_up = since.elapsed() > PATIENCE;
+        let look = keeper::ask(keeper, move |keeper| (keeper.preloading(index, give_up), keeper.groups().usage(index)));
+        let Some((busy, usage)) = look else { return ending() };
+        if busy == 0 || give_up {
+            let bytes = before.swapped.saturating_sub(usage.swapped);
+            return Answer::Reclaimed { bytes, enough: busy == 0 };
+        }
+        if usage.swapped < least {
+            (least, since) = (usage.swapped, Instant::now());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+pub(crate) fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
     let mut text = serde_json::to_vec(answer)?;
     text.push(b'\n');
     client.write_all(&text)
@@ -395,34 +536,108 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
     Ok(runs)
 }
 
+/// Who is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    /// A run, by the process that the user started.
+    Run(u32),
+    /// The daemon; one of its runs by any process, where that matters.
+    Daemon(Option<u32>),
+}
+
 /// Asks a run how it is: the one that `pid` started or is in, or, where none is named, the only one there is.
 ///
 /// # Errors
 /// See [`ControlError`].
 pub fn stats(pid: Option<u32>) -> Result<View, ControlError> {
-    stats_of(find(pid)?)
-}
-
-fn stats_of(run: u32) -> Result<View, ControlError> {
-    match ask(run, &Question::Stats, |_| ())? {
-        Answer::Stats(view) => Ok(*view),
-        _ => Err(ControlError::Run(run, "it answers another question".into())),
+    let target = find(pid)?;
+    match (target, target == Target::Daemon(None)) {
+        (_, true) => match daemon_runs().as_slice() {
+            [] => Err(ControlError::NoRun),
+            [run] => stats_of(Target::Daemon(Some(*run))),
+            runs => Err(ControlError::Several(runs.to_vec())),
+        },
+        (target, _) => stats_of(target),
     }
 }
 
-/// The run of a process that it started or that is in it, or, where none is named, the only one there is.
-fn find(pid: Option<u32>) -> Result<u32, ControlError> {
+fn stats_of(target: Target) -> Result<View, ControlError> {
+    let question = match target {
+        Target::Daemon(Some(pid)) => Question::StatsOf(pid),
+        _ => Question::Stats,
+    };
+    match ask(target, &question, |_| ())? {
+        Answer::Stats(view) => Ok(*view),
+        _ => Err(other(target)),
+    }
+}
+
+fn other(target: Target) -> ControlError {
+    target.failed("it answers another question".into())
+}
+
+impl Target {
+    fn failed(self, why: String) -> ControlError {
+        match self {
+            Target::Run(run) => ControlError::Run(run, why),
+            Target::Daemon(_) => ControlError::Daemon(why),
+        }
+    }
+
+    fn path(self) -> PathBuf {
+        match self {
+            Target::Run(run) => path_of(run),
+            Target::Daemon(_) => daemon_path(),
+        }
+    }
+}
+
+/// Where the daemon of this user listens, or would.
+pub fn daemon_path() -> PathBuf {
+    directory().join("daemon.sock")
+}
+
+/// Whether a daemon answers there.
+pub fn daemon_is_there() -> bool {
+    UnixStream::connect(daemon_path()).is_ok()
+}
+
+/// The runs that the daemon keeps, by the processes that the users started.
+pub fn daemon_runs() -> Vec<u32> {
+    match ask(Target::Daemon(None), &Question::Runs, |_| ()) {
+        Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// Who is asked about a process, or, where none is named, the only one there is to ask.
+fn find(pid: Option<u32>) -> Result<Target, ControlError> {
     let runs = runs()?;
     match (pid, runs.as_slice()) {
-        (Some(pid), runs) if runs.contains(&pid) => Ok(pid),
+        (Some(pid), runs) if runs.contains(&pid) => Ok(Target::Run(pid)),
         (Some(pid), runs) => {
-            let inside = |run: &&u32| stats_of(**run).is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid));
-            runs.iter().find(inside).copied().ok_or(ControlError::NotFound(pid))
+            let inside = |run: &&u32| {
+                stats_of(Target::Run(**run)).is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid))
+            };
+            if let Some(run) = runs.iter().find(inside) {
+                return Ok(Target::Run(*run));
+            }
+            let kept = Target::Daemon(Some(pid));
+            if daemon_is_there() && stats_of(kept).is_ok() { Ok(kept) } else { Err(ControlError::NotFound(pid)) }
         }
+        (None, []) if daemon_is_there() => Ok(Target::Daemon(None)),
         (None, []) => Err(ControlError::NoRun),
-        (None, [run]) => Ok(*run),
+        (None, [run]) if !daemon_is_there() => Ok(Target::Run(*run)),
         (None, runs) => Err(ControlError::Several(runs.to_vec())),
     }
+}
+
+/// Has the daemon read its configuration file again.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn reload() -> Result<(), ControlError> {
+    ask(Target::Daemon(None), &Question::Reload, |_| ()).map(drop)
 }
 
 /// The swap areas of a run, with their numbers, in the order in which they are used.
@@ -430,10 +645,10 @@ fn find(pid: Option<u32>) -> Result<u32, ControlError> {
 /// # Errors
 /// See [`ControlError`].
 pub fn devices(pid: Option<u32>) -> Result<Vec<(u8, AreaView)>, ControlError> {
-    let run = find(pid)?;
-    match ask(run, &Question::Devices, |_| ())? {
+    let target = find(pid)?;
+    match ask(target, &Question::Devices, |_| ())? {
         Answer::Devices(devices) => Ok(devices),
-        _ => Err(ControlError::Run(run, "it answers another question".into())),
+        _ => Err(other(target)),
     }
 }
 
@@ -460,10 +675,10 @@ pub fn remove_device(pid: Option<u32>, name: &str, progress: impl FnMut(u64)) ->
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.
 pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, ControlError> {
-    let run = find(pid)?;
-    match ask(run, &Question::Tiers(text.map(str::to_owned)), |_| ())? {
+    let target = find(pid)?;
+    match ask(target, &Question::Tiers(text.map(str::to_owned)), |_| ())? {
         Answer::Tiers(view) => Ok(view),
-        _ => Err(ControlError::Run(run, "it answers another question".into())),
+        _ => Err(other(target)),
     }
 }
 
@@ -472,10 +687,10 @@ pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, Cont
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.
 pub fn run_group(pid: Option<u32>, path: &str, set: &[(String, String)]) -> Result<Vec<GroupView>, ControlError> {
-    let run = find(pid)?;
-    match ask(run, &Question::Group { path: path.to_owned(), set: set.to_vec() }, |_| ())? {
+    let target = find(pid)?;
+    match ask(target, &Question::Group { path: path.to_owned(), set: set.to_vec() }, |_| ())? {
         Answer::Groups(views) => Ok(views),
-        _ => Err(ControlError::Run(run, "it answers another question".into())),
+        _ => Err(other(target)),
     }
 }
 
@@ -492,20 +707,44 @@ pub fn remove_group(pid: Option<u32>, path: &str) -> Result<(), ControlError> {
 /// # Errors
 /// See [`ControlError`].
 pub fn reclaim_group(pid: Option<u32>, path: &str, bytes: u64) -> Result<(u64, bool), ControlError> {
-    let run = find(pid)?;
-    match ask(run, &Question::Reclaim { path: path.to_owned(), bytes }, |_| ())? {
+    let target = find(pid)?;
+    match ask(target, &Question::Reclaim { path: path.to_owned(), bytes }, |_| ())? {
         Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
-        _ => Err(ControlError::Run(run, "it answers another question".into())),
+        _ => Err(other(target)),
     }
 }
 
-/// Asks a run; answers that something is still left go to `progress`.
-fn ask(run: u32, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
-    let failed = |error: io::Error| ControlError::Run(run, error.to_string());
-    let stream = UnixStream::connect(path_of(run)).map_err(failed)?;
+/// Has a group go out and stay there; answers with how much went out.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn freeze_group(pid: Option<u32>, path: &str) -> Result<u64, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Freeze(path.to_owned()), |_| ())? {
+        Answer::Reclaimed { bytes, .. } => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
+/// Has a group come back; answers with how much came, and whether that is everything.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn preload_group(pid: Option<u32>, path: &str) -> Result<(u64, bool), ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Preload(path.to_owned()), |_| ())? {
+        Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
+        _ => Err(other(target)),
+    }
+}
+
+/// Asks a run or a daemon; answers that something is still left go to `progress`.
+fn ask(target: Target, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
+    let failed = |error: io::Error| target.failed(error.to_string());
+    let stream = UnixStream::connect(target.path()).map_err(failed)?;
     // What is taken away may not get any less for a while.
     let patience = match question {
-        Question::Swapoff(_) | Question::Reclaim { .. } => 15 * PATIENCE,
+        Question::Swapoff(_) | Question::Reclaim { .. } | Question::Freeze(_) | Question::Preload(_) => 150 * PATIENCE,
         _ => 2 * PATIENCE,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;

@@ -46,6 +46,8 @@ pub struct Usage {
     pub zswap: u64,
     /// What is swapped, in bytes as it was before.
     pub swapped: u64,
+    /// Pages that they faulted back, those that live, since they began.
+    pub refaults: u64,
     /// How many they are.
     pub processes: u32,
 }
@@ -55,6 +57,7 @@ impl Usage {
         self.ram += other.ram;
         self.zswap += other.zswap;
         self.swapped += other.swapped;
+        self.refaults += other.refaults;
         self.processes += other.processes;
     }
 }
@@ -227,12 +230,31 @@ impl Groups {
 
     /// Makes a group whose parent exists and for which there is room.
     fn make(&mut self, path: &GroupPath, owner: u32) -> GroupIndex {
-        let parent = path.parent().and_then(|parent| self.find(&parent).ok()).unwrap_or(GroupIndex::ROOT);
-        let at = self.groups.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.groups.push(None);
-            self.groups.len() - 1
-        });
+        let at = self.groups.iter().position(Option::is_none).unwrap_or(self.groups.len());
         let index = GroupIndex(at as u32);
+        let parent = self.insert(index, path, owner);
+        self.segment.make_group(index, parent);
+        self.publish();
+        index
+    }
+
+    /// Takes over a group that the segment has already. What it is called and whose it is only a supervisor knows.
+    pub fn restore(&mut self, index: GroupIndex, path: &GroupPath, owner: u32) {
+        if index == GroupIndex::ROOT {
+            if let Some(root) = self.groups[0].as_mut() {
+                root.owner = owner;
+            }
+        } else if (index.0 as usize) < MAX_GROUPS {
+            self.insert(index, path, owner);
+        }
+    }
+
+    fn insert(&mut self, index: GroupIndex, path: &GroupPath, owner: u32) -> GroupIndex {
+        let parent = path.parent().and_then(|parent| self.find(&parent).ok()).unwrap_or(GroupIndex::ROOT);
+        let at = index.0 as usize;
+        if self.groups.len() <= at {
+            self.groups.resize_with(at + 1, || None);
+        }
         let group = Group {
             path: path.clone(),
             parent: Some(parent),
@@ -243,10 +265,8 @@ impl Groups {
             own_events: Events::default(),
             passed: Passed::default(),
         };
-        self.segment.make_group(index, parent);
         self.groups[at] = Some(group);
-        self.publish();
-        index
+        parent
     }
 
     /// Removes a group that nobody is in; its events stay with its parent.
@@ -297,6 +317,13 @@ impl Groups {
             group.owner = owner.unwrap_or(group.owner);
             self.publish();
         }
+    }
+
+    /// Whether a user made this group or one above it, or would make it below one of theirs.
+    pub fn is_owned(&self, path: &GroupPath, uid: u32) -> bool {
+        let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
+        let groups = above.filter_map(|path| self.find(&path).ok()).filter_map(|index| self.get(index));
+        groups.into_iter().any(|group| group.owner == uid)
     }
 
     /// Whether all of these groups can be had at a time.
@@ -396,7 +423,7 @@ impl Groups {
             group.usage = Usage::default();
         }
         for index in order.into_iter().rev() {
-            let swap = u64::from(self.segment.group(index).swap_used()) * EXTENT_BYTES;
+            let swap = self.swap_bytes(index);
             let Some(group) = self.groups[index.0 as usize].as_mut() else { continue };
             group.usage.add(own.get(&index).copied().unwrap_or_default());
             let (usage, settings) = (group.usage, group.settings);
@@ -426,6 +453,11 @@ impl Groups {
         self.get(index).map_or_else(Usage::default, |group| group.usage)
     }
 
+    /// Bytes of swap areas that a group and those below it have.
+    pub fn swap_bytes(&self, index: GroupIndex) -> u64 {
+        u64::from(self.segment.group(index).swap_used()) * EXTENT_BYTES
+    }
+
     fn own_events(&self, index: GroupIndex) -> Events {
         let slot = self.segment.group(index);
         let mut events = self.get(index).map_or_else(Events::default, |group| group.own_events);
@@ -451,7 +483,7 @@ impl Groups {
         let (usage, events) = (group.usage, self.events(index));
         let mut values: BTreeMap<String, String> =
             KEYS.iter().filter_map(|key| Some(((*key).to_owned(), group.settings.get(key, &self.tiers)?))).collect();
-        let swap = u64::from(self.segment.group(index).swap_used()) * EXTENT_BYTES;
+        let swap = self.swap_bytes(index);
         let read = |key: &str| match key {
             "swap.tiers.effective" => group.effective.names(&self.tiers),
             "ram.current" => usage.ram.to_string(),
@@ -609,7 +641,7 @@ mod tests {
         let mut groups = groups(&["/a/b"]);
         let (a, b) = (groups.find(&path("/a")).expect("a"), groups.find(&path("/a/b")).expect("b"));
         groups.set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")]).expect("set");
-        let usage = |mib: u64| Usage { ram: mib << 20, zswap: 1, swapped: 5, processes: 1 };
+        let usage = |mib: u64| Usage { ram: mib << 20, zswap: 1, swapped: 5, refaults: 0, processes: 1 };
         let mut look = |in_a: u64, in_b: u64, starved: bool| {
             groups.account(&BTreeMap::from([(a, usage(in_a)), (b, usage(in_b))]), |_| starved);
             (groups.usage(GroupIndex::ROOT).ram >> 20, groups.events(GroupIndex::ROOT))

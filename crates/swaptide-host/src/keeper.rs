@@ -11,31 +11,41 @@
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
+mod idle;
 mod places;
 mod squeeze;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
+use swaptide_sys::process::pidfd_open;
+use swaptide_sys::sock::poll_readable;
 
 use crate::areas::Areas;
 use crate::budget::{self, Bounds, Process, Standing};
+use crate::config::IdleReclaim;
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::report::{ProcessView, Totals, View};
 use crate::shared::Shared;
 use crate::tree::Tree;
 
+use idle::Idlers;
 use places::Places;
 pub use squeeze::Squeezed;
 use squeeze::Squeezes;
 
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// How often is looked for runs that are over.
+const RUNS_AGE: Duration = Duration::from_millis(500);
 
 /// What the keeper is asked.
 pub enum Request {
@@ -68,11 +78,20 @@ struct Watch {
 }
 
 /// A run: the processes under one supervisor.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Run {
     /// Whose descendants its processes are.
     pub root: u32,
+    /// The process that the user started.
+    pub front: u32,
+    /// Whose it is.
+    pub uid: u32,
+    /// The program's name.
+    pub program: String,
+    /// When it began, in seconds since 1970.
+    pub started: f64,
     /// The group that they are in, unless they were moved; where there is none, that of their cgroup.
+    #[serde(skip)]
     pub group: Option<GroupIndex>,
     /// The most that they may have together, where that is not its group's matter.
     pub max: Option<u64>,
@@ -83,6 +102,8 @@ pub struct Run {
 /// A run, and what it did so far.
 struct Kept {
     run: Run,
+    /// Stands for the root; none where it was gone already.
+    pidfd: Option<OwnedFd>,
     /// What its dead have counted, and the most that there was at a time.
     totals: Totals,
     swap_full: u64,
@@ -106,11 +127,14 @@ pub struct Keeper {
     groups: Groups,
     places: Places,
     squeezes: Squeezes,
+    idlers: Idlers,
     runs: BTreeMap<u32, Kept>,
     watches: HashMap<SlotIndex, Watch>,
     refused: HashSet<u32>,
     last_tick: Instant,
     shared: Option<&'static Shared>,
+    looked_at_runs: Instant,
+    frozen: BTreeSet<GroupIndex>,
 }
 
 impl Keeper {
@@ -125,11 +149,14 @@ impl Keeper {
             groups,
             places: Places::default(),
             squeezes: Squeezes::default(),
+            idlers: Idlers::default(),
             runs: BTreeMap::new(),
             watches: HashMap::new(),
             refused: HashSet::new(),
             last_tick: Instant::now(),
             shared: None,
+            looked_at_runs: Instant::now(),
+            frozen: BTreeSet::new(),
         }
     }
 
@@ -141,7 +168,8 @@ impl Keeper {
     /// Keeps a run, too.
     pub fn add_run(&mut self, run: Run) {
         self.tree.add_root(run.root);
-        self.runs.insert(run.root, Kept { run, totals: Totals::default(), swap_full: 0 });
+        let pidfd = pidfd_open(run.root).ok();
+        self.runs.insert(run.root, Kept { run, pidfd, totals: Totals::default(), swap_full: 0 });
     }
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
@@ -209,7 +237,42 @@ impl Keeper {
         for root in self.runs.keys().copied().collect::<Vec<_>>() {
             self.enforce(root, &members, &processes);
         }
+        if self.looked_at_runs.elapsed() > RUNS_AGE {
+            self.looked_at_runs = Instant::now();
+            self.forget_runs();
+        }
         budget::interval(&bounds, &processes).min(self.squeezes.step(&self.groups))
+    }
+
+    /// Forgets runs whose supervisor is gone, and nobody is left of.
+    fn forget_runs(&mut self) {
+        let gone = |kept: &Kept| {
+            let ended = |pidfd: &OwnedFd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0);
+            kept.pidfd.as_ref().is_none_or(ended)
+        };
+        let gone: Vec<u32> = self.runs.iter().filter(|(_, kept)| gone(kept)).map(|(root, _)| *root).collect();
+        for root in gone {
+            if !self.tree.pids().any(|pid| self.tree.root_of(pid) == root) {
+                self.tree.forget_root(root);
+                self.runs.remove(&root);
+            }
+        }
+    }
+
+    /// The runs that are kept.
+    pub fn runs(&self) -> impl Iterator<Item = &Run> {
+        self.runs.values().map(|kept| &kept.run)
+    }
+
+    /// The run of a process: one in it, or the one that the user started.
+    pub fn run_of(&self, pid: u32) -> Option<&Run> {
+        let by_front = self.runs().find(|run| run.front == pid || run.root == pid);
+        by_front.or_else(|| self.runs.get(&self.tree.root_of(pid)).map(|kept| &kept.run))
+    }
+
+    /// Whose a process is that is kept here.
+    pub fn owner_of(&self, pid: u32) -> Option<u32> {
+        self.runs.get(&self.tree.root_of(pid)).map(|kept| kept.run.uid)
     }
 
     /// What is known of a process; who has none gets its group.
@@ -234,13 +297,16 @@ impl Keeper {
         for index in self.groups.downwards() {
             let Some(group) = self.groups.get(index) else { continue };
             let own = if index == GroupIndex::ROOT { self.budget } else { u64::MAX };
+            let frozen = self.frozen.contains(&index);
+            let squeezed = self.squeezes.bound(index);
+            let bound = [squeezed, self.idlers.bound(index)].into_iter().flatten().min();
             let high = group.settings.ram_high.unwrap_or(u64::MAX);
             nodes.insert(Node::Group(index), bounds.len());
             bounds.push(Bounds {
                 parent: group.parent.and_then(|parent| nodes.get(&Node::Group(parent)).copied()).unwrap_or(0),
                 max: group.settings.ram_max.unwrap_or(u64::MAX).min(own),
-                high: self.squeezes.bound(index).map_or(high, |bound| bound.min(high)),
-                low: if self.squeezes.bound(index).is_some() { 0 } else { group.settings.ram_low },
+                high: if frozen { 0 } else { bound.map_or(high, |bound| bound.min(high)) },
+                low: if frozen || squeezed.is_some() { 0 } else { group.settings.ram_low },
             });
         }
         for (root, kept) in &self.runs {
@@ -328,7 +394,11 @@ impl Keeper {
     fn bound_pools(&self, members: &[Member], limits: &[(usize, u64)]) {
         let mut given: HashMap<GroupIndex, u64> = HashMap::new();
         let above = |member: &Member| self.groups.ancestry(member.group).collect::<Vec<_>>();
-        let bound = |group: GroupIndex| self.groups.get(group).and_then(|group| group.settings.zswap_max);
+        // What shall stay out goes on to the swap areas, where there are any.
+        let bound = |group: GroupIndex| match self.frozen.contains(&group) && self.segment.has_area() {
+            true => Some(0),
+            false => self.groups.get(group).and_then(|group| group.settings.zswap_max),
+        };
         for (at, limit) in limits {
             for group in above(&members[*at]).into_iter().filter(|group| bound(*group).is_some()) {
                 *given.entry(group).or_default() += limit;
@@ -354,10 +424,12 @@ impl Keeper {
             usage.processes += 1;
             if let Some(slot) = member.slot.map(|index| self.segment.slot(index)) {
                 usage.zswap += slot.pool_bytes.load(Relaxed);
+                usage.refaults += slot.counters[Counter::WorkingsetRefault as usize].load(Relaxed);
                 usage.swapped += slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
             }
         }
         self.groups.account(&own, starved);
+        self.idlers.look(&self.groups);
     }
 
     /// `--strict`: swap space is out and the run has more than it may.
@@ -488,6 +560,75 @@ impl Keeper {
         Ok(below.map(|(index, _)| self.groups.view(index)).collect())
     }
 
+    /// The swap areas.
+    pub fn areas(&self) -> &Areas {
+        &self.areas
+    }
+
+    /// The budget.
+    pub fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// Has another budget from here on.
+    pub fn set_budget(&mut self, budget: u64) {
+        self.budget = budget;
+    }
+
+    /// Whether and when idle groups lose memory.
+    pub fn set_idle(&mut self, rule: Option<IdleReclaim>) {
+        self.idlers.set_rule(rule);
+    }
+
+    /// A process that lives and was kept by the supervisor before this one, in this group.
+    pub fn adopt(&mut self, pid: u32, group: GroupIndex) {
+        if self.groups.get(group).is_some() && self.tree.admit(pid) {
+            self.places.fix(pid, group);
+        }
+    }
+
+    /// The slot of a process that is gone.
+    pub fn bury(&mut self, index: SlotIndex) {
+        self.release(index);
+    }
+
+    /// Has a group go out as far as it can, and stay there; or lets it come back.
+    pub fn freeze(&mut self, group: GroupIndex, on: bool) {
+        if on {
+            self.frozen.insert(group)
+        } else {
+            self.frozen.remove(&group)
+        };
+    }
+
+    /// Asks the processes of a group and of those below it to bring in what is swapped, as far as there is room.
+    pub fn preload(&mut self, group: GroupIndex) {
+        for (_, slot) in self.members_of(group) {
+            slot.preload.store(1, Relaxed);
+            slot.ring();
+        }
+    }
+
+    /// How many of them have not done so yet; with `give_up`, they shall leave it.
+    pub fn preloading(&self, group: GroupIndex, give_up: bool) -> usize {
+        let busy: Vec<_> = self.members_of(group).filter(|(_, slot)| slot.preload.load(Relaxed) != 0).collect();
+        if give_up {
+            busy.iter().for_each(|(_, slot)| slot.preload.store(0, Relaxed));
+        }
+        busy.len()
+    }
+
+    /// The managed processes of a group and of those below it.
+    fn members_of(&self, group: GroupIndex) -> impl Iterator<Item = (SlotIndex, &'static ProcSlot)> {
+        let engaged = self.segment.claimed().filter(|(_, slot)| slot.state() == ProcState::Engaged);
+        engaged.filter(move |(_, slot)| self.groups.ancestry(self.places.of(slot.pid.load(Relaxed))).any(|above| above == group))
+    }
+
+    /// The groups that stay out.
+    pub fn frozen(&self) -> impl Iterator<Item = GroupIndex> {
+        self.frozen.iter().copied()
+    }
+
     /// Takes memory from a group until `bytes` went out; `done` is told how much did.
     pub fn squeeze(&mut self, group: GroupIndex, bytes: u64, done: Sender<Squeezed>) {
         self.squeezes.begin(group, bytes, done, &self.groups);
@@ -517,6 +658,7 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::areas::Open;
     use crate::testing::segment;
     use std::fs::File;
     use std::os::unix::fs::{FileExt, MetadataExt};
@@ -530,7 +672,8 @@ mod tests {
     /// One that keeps the child and whom it starts: they are this process's.
     fn keeper(child: &Child, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
         let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
-        keeper.add_run(Run { root: child.id(), group: None, max: None, strict });
+        let (root, program) = (child.id(), "sleep".to_owned());
+        keeper.add_run(Run { root, front: root, uid: 0, program, started: 0.0, group: None, max: None, strict });
         keeper
     }
 

@@ -21,6 +21,7 @@
 //! | [`shared`] | the pager of shared memory |
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks what goes on |
+//! | [`daemon`] | one supervisor for the runs of a host |
 //! | [`supervise`] | the two processes of a supervisor, and the order of things |
 //! | [`report`] | totals, JSON, summary |
 //! | [`doctor`] | what this machine allows |
@@ -31,6 +32,7 @@ pub mod areas;
 pub mod budget;
 pub mod config;
 pub mod control;
+pub mod daemon;
 pub mod device;
 pub mod division;
 pub mod doctor;

@@ -21,10 +21,12 @@ use crate::groups::GroupView;
 use crate::size::{human, human_count};
 
 /// Everything that is counted in a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Totals {
-    counters: [u64; Counter::ALL.len()],
-    faults: [u64; HISTOGRAM_BUCKETS],
+    /// By [`Counter`].
+    counters: Vec<u64>,
+    /// By bucket.
+    faults: Vec<u64>,
     longest_fault_ns: u64,
     /// Most resident anonymous memory of the tree at one time, in bytes.
     pub peak_resident: u64,
@@ -45,8 +47,8 @@ pub struct Totals {
 impl Default for Totals {
     fn default() -> Totals {
         Totals {
-            counters: [0; Counter::ALL.len()],
-            faults: [0; HISTOGRAM_BUCKETS],
+            counters: vec![0; Counter::ALL.len()],
+            faults: vec![0; HISTOGRAM_BUCKETS],
             longest_fault_ns: 0,
             peak_resident: 0,
             peak_footprint: 0,
@@ -73,7 +75,8 @@ impl Totals {
 
     /// A counter's sum.
     pub fn get(&self, counter: Counter) -> u64 {
-        self.counters[counter as usize]
+        // One that came from another process may have fewer.
+        self.counters.get(counter as usize).copied().unwrap_or(0)
     }
 
     /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that was compressed and went on to the

@@ -12,7 +12,7 @@ use swaptide_shared::{Pager, Settings};
 use swaptide_sys::OwnedFd;
 use swaptide_sys::sock::Conn;
 
-use crate::areas::Areas;
+use crate::areas::{Areas, Open};
 
 /// See the module's description.
 pub struct Shared {

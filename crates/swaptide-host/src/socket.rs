@@ -17,7 +17,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
-use crate::areas::Areas;
+use crate::areas::Open;
 use crate::doctor::REQUIRED;
 use crate::shared::Shared;
 use crate::tree::descends;
@@ -53,7 +53,7 @@ impl Counter {
     }
 
     /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<Areas>, shared: Option<&Shared>) -> Vec<u32> {
+    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>) -> Vec<u32> {
         let mut joined = Vec::new();
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
@@ -72,7 +72,7 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<Areas>, shared: Option<&Shared>) -> Option<Request> {
+fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
@@ -168,8 +168,9 @@ fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::areas::Areas;
 
-    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<Areas>) -> (Vec<u32>, Option<OwnedFd>) {
+    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<dyn Open>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
         let joined = counter.serve(segment, areas, None);
@@ -184,10 +185,11 @@ mod tests {
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
-        let none = Arc::new(Areas::new(crate::testing::segment()));
+        let none: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
         let file = crate::device::parse("file:/tmp:16M").expect("a device");
         areas.add(crate::device::open_beyond(&file, 1 << 30).expect("a file")).expect("an area");
+        let areas: Arc<dyn Open> = areas;
         let (joined, fd) = ask(&counter, b"S", &segment, &areas);
         assert_eq!(joined, [std::process::id()]);
         let received = File::from(fd.expect("the segment"));
@@ -207,7 +209,7 @@ mod tests {
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
-        let areas = Arc::new(Areas::new(crate::testing::segment()));
+        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         counter.serve(&segment, &areas, None);
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
@@ -241,7 +243,7 @@ mod tests {
         let counter = Counter::open().expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let _silent = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
-        let areas = Arc::new(Areas::new(crate::testing::segment()));
+        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         assert!(ask(&counter, b"S", &segment, &areas).1.is_some());
     }
 

@@ -37,15 +37,17 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{ENV_SOCKET, GroupIndex, MAGIC, Segment, VERSION};
+use swaptide_store::codec::Choice;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::uffd::{OpenError, Uffd};
 
-use crate::areas::{AreaError, Areas};
+use crate::areas::{AreaError, Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
 use crate::config::{Config, ConfigError};
-use crate::control::{self, Door, Run};
+use crate::control::{self, Door, Join, Joined, Run};
+use crate::daemon::client::{self, RemoteAreas};
 use crate::device::{self, DeviceError, SwapSpace};
 use crate::doctor::REQUIRED;
 use crate::groups::{GroupError, GroupPath, Groups};
@@ -63,6 +65,8 @@ pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
 pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
+/// Not empty: no daemon is joined. For measurements, which want to be alone.
+pub const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
 /// The agent's file name.
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
@@ -101,6 +105,8 @@ pub struct RunConfig {
     pub tiers: Option<String>,
     /// `--config`.
     pub config: Option<PathBuf>,
+    /// `--no-daemon`: no daemon is joined, should one be there.
+    pub no_daemon: bool,
     /// The program and its arguments.
     pub command: Vec<OsString>,
 }
@@ -121,6 +127,10 @@ pub enum RunError {
     Config(ConfigError),
     /// `--tiers`, or what `--config` says of groups.
     Groups(&'static str, GroupError),
+    /// The daemon does not keep it.
+    Daemon(String),
+    /// What is asked for is the daemon's to have.
+    WithDaemon(&'static str),
     /// The report cannot be written there.
     Report(PathBuf, io::Error),
     /// No program was named.
@@ -150,6 +160,10 @@ impl fmt::Display for RunError {
             RunError::Area(error) => write!(f, "--swap: {error}"),
             RunError::Config(error) => write!(f, "--config: {error}"),
             RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
+            RunError::Daemon(why) => write!(f, "the daemon: {why}; --no-daemon stays alone"),
+            RunError::WithDaemon(flag) => {
+                write!(f, "{flag}: a daemon is there, and has that for all; leave it out, or stay alone with --no-daemon")
+            }
             RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
             RunError::NoCommand => write!(f, "no program to run; name it after --"),
             RunError::Target(error) => write!(f, "{error}"),
@@ -185,6 +199,23 @@ struct PassOn {
     sender: u32,
 }
 
+/// Who keeps a run.
+enum Place {
+    /// Its own supervisor.
+    Alone { areas: Arc<Areas>, groups: Box<Groups>, group: Option<GroupIndex> },
+    /// The daemon.
+    Daemon { join: Join, areas: Arc<RemoteAreas> },
+}
+
+impl Place {
+    fn areas(&self) -> Arc<dyn Open> {
+        match self {
+            Place::Alone { areas, .. } => areas.clone(),
+            Place::Daemon { areas, .. } => areas.clone(),
+        }
+    }
+}
+
 /// Everything that is checked and opened before the fork.
 struct Prepared {
     target: Target,
@@ -193,9 +224,7 @@ struct Prepared {
     frame: Frame,
     segment: &'static Segment,
     segment_fd: OwnedFd,
-    areas: Arc<Areas>,
-    groups: Groups,
-    group: Option<GroupIndex>,
+    place: Place,
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
@@ -255,17 +284,32 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         None => None,
     };
     Uffd::open(REQUIRED, true).map_err(RunError::Userfaultfd)?;
-    let space = device::open(&devices, budget).map_err(RunError::Swap)?;
-    let (segment, segment_fd) =
-        set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
-    let areas = Arc::new(Areas::new(segment));
-    let (pool_cap, codec) = (space.pool_cap, space.codec);
-    for backing in space.beyond {
-        areas.add(backing).map_err(RunError::Area)?;
-    }
-    let mut groups = Groups::new(segment, budget);
-    let group = set_up_groups(config, &file, &mut groups)?;
-    let frame = Frame { budget, pool_cap, codec, program: program_name(name) };
+    let program = program_name(name);
+    let alone = config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
+    let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
+    let (segment, segment_fd, place, frame) = match joined {
+        Some((joined, segment_fd, join)) => {
+            let system = |error| RunError::System("the daemon's segment", error);
+            let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
+            let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
+            let codec = Choice::from_number(joined.codec);
+            let frame = Frame { budget: joined.budget, pool_cap: joined.pool_cap, codec, program };
+            (segment, segment_fd, Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) }, frame)
+        }
+        None => {
+            let space = device::open(&devices, budget).map_err(RunError::Swap)?;
+            let (segment, segment_fd) =
+                set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
+            let areas = Arc::new(Areas::new(segment));
+            let frame = Frame { budget, pool_cap: space.pool_cap, codec: space.codec, program };
+            for backing in space.beyond {
+                areas.add(backing).map_err(RunError::Area)?;
+            }
+            let mut groups = Box::new(Groups::new(segment, budget));
+            let group = set_up_groups(config, &file, &mut groups)?;
+            (segment, segment_fd, Place::Alone { areas, groups, group }, frame)
+        }
+    };
     Ok(Prepared {
         target,
         arguments: arguments.to_vec(),
@@ -273,9 +317,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         frame,
         segment,
         segment_fd,
-        areas,
-        groups,
-        group,
+        place,
         report,
         quiet: config.quiet,
         strict: config.strict,
@@ -283,6 +325,23 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         started,
         inherited_fds,
     })
+}
+
+/// What a daemon would give this run, if one is there.
+fn look_for_daemon(config: &RunConfig, max: Option<u64>, program: &str) -> Result<Option<(Joined, OwnedFd, Join)>, RunError> {
+    let join =
+        Join { front: std::process::id(), program: program.to_owned(), group: config.group.clone(), max, strict: config.strict };
+    let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else { return Ok(None) };
+    let own = [
+        ("--swap", !config.swap.is_empty()),
+        ("--tiers", config.tiers.is_some()),
+        ("--config", config.config.is_some()),
+        ("--page-cluster", config.page_cluster.is_some()),
+    ];
+    match own.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(RunError::WithDaemon(flag)),
+        None => Ok(Some((joined, segment, join))),
+    }
 }
 
 /// The groups and tiers of a run, and the group of its processes.
@@ -339,6 +398,15 @@ fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Res
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
     let segment = Segment::raw(map).map_err(io::Error::other)?;
     let header = &segment.header;
+    header.page_cluster_plus.store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    header.largest_order_plus.store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
+    set_up_header(segment, budget, space)?;
+    Ok((segment, fd))
+}
+
+/// Writes what stands fixed into a fresh segment, which is one from then on.
+pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -> io::Result<()> {
+    let header = &segment.header;
     header.version.store(VERSION, Relaxed);
     header.budget_bytes.store(budget, Relaxed);
     header.pool_cap_bytes.store(space.pool_cap, Relaxed);
@@ -348,8 +416,6 @@ fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Res
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
     header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
-    header.page_cluster_plus.store(config.page_cluster.map_or(0, |n| u32::from(n) + 1), Relaxed);
-    header.largest_order_plus.store(config.largest_order.map_or(0, |n| u32::from(n) + 1), Relaxed);
     header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
@@ -358,7 +424,7 @@ fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Res
     }
     // Pairs with the acquire of Segment::open: who sees the magic word sees all that is before it.
     header.magic.store(MAGIC, Release);
-    Ok((segment, fd))
+    Ok(())
 }
 
 /// Descriptors beyond the standard streams that were given to this process and pass through exec.
@@ -505,6 +571,56 @@ fn say(line: &str) {
     let _ = writeln!(io::stderr(), "swaptide: {line}");
 }
 
+/// What goes on beside the back's own thread.
+#[derive(Default)]
+struct Beside {
+    keeper: Option<mpsc::Sender<keeper::Request>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    door: Option<Door>,
+    shared: Option<&'static Shared>,
+}
+
+impl Prepared {
+    /// Has the daemon keep who descends from this process.
+    fn join(&self) -> io::Result<()> {
+        let Place::Daemon { join, .. } = &self.place else { return Ok(()) };
+        match client::join(join) {
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err(io::Error::other("the daemon is gone")),
+            Err(why) => Err(io::Error::other(why)),
+        }
+    }
+
+    /// Starts the keeper of a run that is alone, and opens its door.
+    fn keep(&mut self, front: u32) -> Beside {
+        let Place::Alone { areas, groups, group } = &mut self.place else { return Beside::default() };
+        raise_descriptor_limit();
+        let (root, program) = (std::process::id(), self.frame.program.clone());
+        self.segment.header.supervisor.store(root, Relaxed);
+        let (keeper, requests) = mpsc::channel();
+        let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
+        let shared = Shared::new(self.segment, areas.clone(), !self.no_shared);
+        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared);
+        let uid = rustix::process::geteuid().as_raw();
+        let run = keeper::Run {
+            root,
+            front,
+            uid,
+            program: program.clone(),
+            started: 0.0,
+            group: *group,
+            max: None,
+            strict: self.strict,
+        };
+        thread.add_run(run);
+        let thread = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests)).ok();
+        let run = Run { pid: front, root, program, started: self.started, budget: self.frame.budget };
+        // Without a door nobody can ask, and that is all.
+        let door = control::open(run, areas.clone(), keeper.clone()).ok();
+        Beside { keeper: Some(keeper), thread, door, shared: Some(shared) }
+    }
+}
+
 /// The process in the background.
 struct Back {
     prepared: Prepared,
@@ -515,8 +631,10 @@ struct Back {
     channel: Option<Channel>,
     signals: Signals,
     counter: Counter,
-    shared: &'static Shared,
-    keeper: mpsc::Sender<keeper::Request>,
+    /// Shared memory's pager, where there is no daemon.
+    shared: Option<&'static Shared>,
+    /// Where there is no daemon that does it.
+    keeper: Option<mpsc::Sender<keeper::Request>>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
     /// Who sent which signal to this process, and when: what somebody sends to the group arrives here as well.
@@ -525,7 +643,8 @@ struct Back {
 
 impl Back {
     fn run(mut prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
-        let started = set_child_subreaper(true).map_err(io::Error::from).and_then(|()| start(&prepared, inherited, &channel));
+        let subreaper = set_child_subreaper(true).map_err(io::Error::from);
+        let started = subreaper.and_then(|()| prepared.join()).and_then(|()| start(&prepared, inherited, &channel));
         let (counter, program) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -534,37 +653,21 @@ impl Back {
             }
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
-        raise_descriptor_limit();
-        prepared.segment.header.supervisor.store(std::process::id(), Relaxed);
-        let (keeper, requests) = mpsc::channel();
-        let groups = std::mem::replace(&mut prepared.groups, Groups::new(prepared.segment, 0));
-        let shared = Shared::new(prepared.segment, prepared.areas.clone(), !prepared.no_shared);
-        let mut thread = Keeper::new(prepared.segment, prepared.areas.clone(), groups, prepared.frame.budget).with_shared(shared);
-        thread.add_run(keeper::Run { root: std::process::id(), group: prepared.group, max: None, strict: prepared.strict });
-        let spawned = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests));
-        let run = Run {
-            pid: front,
-            root: std::process::id(),
-            program: prepared.frame.program.clone(),
-            started: prepared.started,
-            budget: prepared.frame.budget,
-        };
-        // Without a door nobody can ask, and that is all.
-        let door = control::open(run, prepared.areas.clone(), keeper.clone()).ok();
+        let kept = prepared.keep(front);
         let back = Back {
             prepared,
             front,
-            _door: door,
+            _door: kept.door,
             channel: Some(channel),
             signals,
             counter,
-            shared,
-            keeper,
+            shared: kept.shared,
+            keeper: kept.keeper,
             program: Some(program),
             seen: HashMap::new(),
         };
         back.serve();
-        if let Ok(thread) = spawned {
+        if let Some(thread) = kept.thread {
             let _ = thread.join();
         }
         std::process::exit(0)
@@ -579,8 +682,10 @@ impl Back {
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 {
-                for pid in self.counter.serve(&self.prepared.segment_fd, &self.prepared.areas, Some(self.shared)) {
-                    let _ = self.keeper.send(keeper::Request::Joined(pid));
+                let joined = self.counter.serve(&self.prepared.segment_fd, &self.prepared.place.areas(), self.shared);
+                for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
+                    // A daemon finds them in the segment.
+                    let _ = keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Joined(pid)));
                 }
             }
             if ready & 4 != 0 {
@@ -588,7 +693,7 @@ impl Back {
             }
             if !self.look_at_children() {
                 // The keeper ends with its channel.
-                let _ = self.keeper.send(keeper::Request::Stop);
+                let _ = self.keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Stop));
                 return;
             }
         }
@@ -652,7 +757,12 @@ impl Back {
     /// The program has ended: the report, and the front's release.
     fn finish(&mut self, status: u8, stays: bool) {
         let root = std::process::id();
-        let totals = keeper::ask(&self.keeper, move |keeper| keeper.totals(root)).unwrap_or_default();
+        let totals = match &self.keeper {
+            Some(keeper) => keeper::ask(keeper, move |keeper| keeper.totals(root)),
+            None => client::totals(),
+        };
+        let told = totals.is_some();
+        let totals = totals.unwrap_or_default();
         let wall_s = self.prepared.started.elapsed().as_secs_f64();
         let status = if totals.strict_kill { 137 } else { status };
         let frame = &self.prepared.frame;
@@ -664,7 +774,9 @@ impl Back {
                 human(frame.budget)
             ));
         }
-        if !self.prepared.quiet {
+        if !told {
+            lines.push(format!("{}: no daemon is there to tell what was swapped", frame.program));
+        } else if !self.prepared.quiet {
             lines.push(summary(frame, &totals, wall_s));
         }
         if let Some((path, sink)) = &mut self.prepared.report
@@ -700,7 +812,7 @@ fn start(prepared: &Prepared, inherited: Inherited, channel: &Channel) -> io::Re
 }
 
 /// The keeper has two descriptors open for every process of the tree.
-fn raise_descriptor_limit() {
+pub(crate) fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     // Where it stays as it is, processes beyond it are not seen and count for nothing.

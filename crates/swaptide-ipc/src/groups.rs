@@ -231,6 +231,11 @@ impl Segment {
         self.release_extents(index, freed);
     }
 
+    /// Says that something may have been left behind: by a supervisor that was killed, say. Supervisor only.
+    pub fn demand_audit(&self) {
+        self.groups.audit_due.store(1, SeqCst);
+    }
+
     /// True when a process died in a change, so that [`Segment::audit`] has something to put right.
     pub fn audit_is_due(&self) -> bool {
         self.groups.audit_due.load(SeqCst) != 0

@@ -115,6 +115,8 @@ pub struct ProcSlot {
     pub group_wanted: AtomicU32,
     /// Not 0: nothing goes to the swap areas, neither from compressed memory nor past it.
     pub no_writeback: AtomicU32,
+    /// Not 0: everything that is swapped shall come in, as far as there is room; the process makes it 0 when it has. Its supervisor may do so before.
+    pub preload: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
     /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
@@ -342,6 +344,7 @@ impl Segment {
         slot.group.store(0, Relaxed);
         slot.group_wanted.store(0, Relaxed);
         slot.no_writeback.store(0, Relaxed);
+        slot.preload.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);

@@ -38,6 +38,12 @@ enum What {
     Group(GroupArgs),
     /// Take memory from a group until so much went out
     Reclaim(ReclaimArgs),
+    /// Have a group go out to the swap areas and stay there
+    Freeze(OfGroupArgs),
+    /// Have a group come back, at once and in one go; one that was frozen is so no longer
+    Preload(OfGroupArgs),
+    /// Have the daemon read its configuration file again
+    Reload,
 }
 
 #[derive(Args)]
@@ -60,7 +66,7 @@ struct GroupArgs {
     path: String,
     /// A key, to read it; KEY=VALUE, to set it, all or none: ram.max, ram.high, ram.low, swap.max, swap.high, swap.tiers, zswap.max, zswap.writeback;
     /// processes=PID moves a process there
-    #[arg(value_name = "KEY[=VALUE]", allow_hyphen_values = true)]
+    #[arg(value_name = "KEY[=VALUE]")]
     keys: Vec<String>,
     /// Remove it; nobody may be in it
     #[arg(long, conflicts_with = "keys")]
@@ -71,6 +77,16 @@ struct GroupArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Args)]
+struct OfGroupArgs {
+    /// The group
+    #[arg(value_name = "PATH")]
+    path: String,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -131,6 +147,11 @@ pub fn main(args: &CtlArgs) -> ExitCode {
         }
         What::Group(args) => group(args),
         What::Reclaim(args) => return reclaim(args),
+        What::Freeze(args) => control::freeze_group(args.pid, &args.path).map(|bytes| format!("{} went out\n", human(bytes))),
+        What::Preload(args) => control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
+            format!("{} came back{}\n", human(bytes), if whole { "" } else { ", there is no room for more" })
+        }),
+        What::Reload => control::reload().map(|()| String::new()),
     };
     match text {
         Ok(text) => {
@@ -237,7 +258,7 @@ fn reclaim(args: &ReclaimArgs) -> ExitCode {
 /// A line for each run.
 fn list() -> Result<String, control::ControlError> {
     let mut text = String::new();
-    for run in control::runs()? {
+    for run in control::runs()?.into_iter().chain(control::daemon_runs()) {
         // One that ends just now is no run any more.
         if let Ok(view) = control::stats(Some(run)) {
             text += &format!("{:>8}  {}\n", view.pid, line(&view));

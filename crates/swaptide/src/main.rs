@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use swaptide_host::daemon::{self, DaemonConfig};
 use swaptide_host::doctor;
 use swaptide_host::supervise::{self, RunConfig};
 
@@ -32,9 +33,11 @@ struct Cli {
 enum Command {
     /// Run a program within a budget of memory; what does not fit is swapped
     Run(RunArgs),
+    /// Keep the runs of a whole host: one budget, one set of swap areas, groups
+    Daemon(DaemonArgs),
     /// Tell what this machine allows, and the one command that mends what it does not
     Doctor(DoctorArgs),
-    /// Ask a run how it is
+    /// Ask a run or the daemon how it is, and steer it
     Ctl(ctl::CtlArgs),
     /// Measure swaptide beside the kernel's own swap, in one call
     Bench(bench::BenchArgs),
@@ -84,6 +87,9 @@ struct RunArgs {
     /// The group that the program and all it starts are in, whatever their cgroup: /NAME or /NAME/NAME
     #[arg(long, value_name = "PATH")]
     group: Option<String>,
+    /// Stay alone, should a daemon be there (see swaptide daemon)
+    #[arg(long)]
+    no_daemon: bool,
     /// Memory, devices, tiers and groups from a file (TOML); what is given here as well counts instead
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -93,6 +99,16 @@ struct RunArgs {
     /// The program and its arguments
     #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
+}
+
+#[derive(Args)]
+struct DaemonArgs {
+    /// Memory, devices, tiers and groups (TOML); read again at SIGHUP and by swaptide ctl reload
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Directory of what outlives the daemon; best in memory [default: daemon, beside its socket]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
 }
 
 #[derive(Args)]
@@ -106,6 +122,10 @@ impl Cli {
     fn execute(self) -> ExitCode {
         match self.command {
             Command::Run(args) => run(args),
+            Command::Daemon(DaemonArgs { config, state }) => match daemon::run(&DaemonConfig { config, state }) {
+                Ok(status) => ExitCode::from(status),
+                Err(error) => refuse("daemon", &error.to_string()),
+            },
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
@@ -124,8 +144,21 @@ fn main() -> ExitCode {
 }
 
 fn run(args: RunArgs) -> ExitCode {
-    let RunArgs { ram, swap, report, quiet, strict, no_shared, page_cluster, tiers, group, config, largest_order, command } =
-        args;
+    let RunArgs {
+        ram,
+        swap,
+        report,
+        quiet,
+        strict,
+        no_shared,
+        page_cluster,
+        tiers,
+        group,
+        no_daemon,
+        config,
+        largest_order,
+        command,
+    } = args;
     match supervise::run(&RunConfig {
         ram,
         swap,
@@ -138,6 +171,7 @@ fn run(args: RunArgs) -> ExitCode {
         group,
         tiers,
         config,
+        no_daemon,
         command,
     }) {
         Ok(status) => ExitCode::from(status),

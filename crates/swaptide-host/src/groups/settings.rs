@@ -132,6 +132,19 @@ impl Settings {
     }
 }
 
+impl Settings {
+    /// The text that sets a key to what it is; where it is not what it is in the beginning.
+    pub fn as_set(&self, key: &str, tiers: &Tiers) -> Option<String> {
+        if key == "swap.tiers" {
+            let excluded =
+                tiers.iter().filter(|tier| !self.tiers.permits(Some(tier.index))).map(|tier| format!("-{}", tier.name));
+            return Some(excluded.collect::<Vec<_>>().join(" ")).filter(|text| !text.is_empty());
+        }
+        let value = self.get(key, tiers);
+        value.filter(|value| Settings::default().get(key, tiers).as_ref() != Some(value))
+    }
+}
+
 /// `max` is no bound, `0` is none at all.
 fn bytes(text: &str, read: impl Fn(&str) -> Result<u64, SizeError>) -> Result<Option<u64>, SizeError> {
     match text.trim() {
@@ -180,6 +193,14 @@ mod tests {
             }
         }
         assert_eq!(settings.get("ram.current", &tiers), None);
+        settings.set("swap.tiers", "-HDD", &tiers, GIB).expect("mask");
+        let mut again = Settings::default();
+        for key in KEYS {
+            if let Some(value) = settings.as_set(key, &tiers) {
+                again.set(key, &value, &tiers, GIB).expect(key);
+            }
+        }
+        assert_eq!(again, settings);
     }
 
     #[test]

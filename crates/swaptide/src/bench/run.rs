@@ -124,7 +124,11 @@ impl Runner {
     fn command(&self, ram: Option<(u64, &Path)>) -> Command {
         let mut command = Command::new(&self.exe);
         if let Some((ram, report)) = ram {
-            command.args(["run", "--quiet", "--ram", &ram.to_string(), "--report"]).arg(report).arg("--").arg(&self.exe);
+            command
+                .args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"])
+                .arg(report)
+                .arg("--")
+                .arg(&self.exe);
         }
         command
     }
@@ -173,7 +177,7 @@ impl Runner {
     pub fn time_program(&self, program: &Path, ram: Option<u64>) -> Result<f64, String> {
         let mut command = Command::new(if ram.is_some() { &self.exe } else { program });
         if let Some(ram) = ram {
-            command.args(["run", "--quiet", "--ram", &ram.to_string(), "--"]).arg(program);
+            command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--"]).arg(program);
         }
         let begin = Instant::now();
         let mut running = self.restorer.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;

@@ -182,7 +182,7 @@ fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
     let bytes = |mib: f64| ((mib * scale * MIB) as u64) & !0x1f_ffff;
     let ram = bytes(case.ram).max(LEAST_RAM);
     let mut command = Command::new(&exe);
-    command.args(["run", "--quiet", "--ram", &ram.to_string()]);
+    command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string()]);
     match case.backing {
         Backing::Zram => {
             command.args(["--swap", &format!("zram:{ram}")]);

@@ -1,0 +1,118 @@
+//! A run's side of the conversation with the daemon: one question each time, on a connection of its own, so that a daemon that is started again
+//! is found like the one before.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
+
+use swaptide_ipc::{AreaId, Segment, Transport};
+use swaptide_sys::sock::{Conn, poll_readable};
+
+use crate::areas::Open;
+use crate::control::{Answer, Join, Joined, PATIENCE, Question, daemon_path};
+use crate::report::Totals;
+
+/// Longest line that comes from the daemon.
+const LONGEST: usize = 1 << 20;
+
+/// Asks the daemon; answers with its line and the descriptor that came with it.
+fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
+    let mut stream = UnixStream::connect(daemon_path())?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut text = serde_json::to_vec(question)?;
+    text.push(b'\n');
+    stream.write_all(&text)?;
+    let conn = Conn::from_fd(stream.into());
+    let (mut line, mut descriptor) = (Vec::new(), None);
+    while line.last() != Some(&b'\n') && line.len() < LONGEST {
+        if poll_readable(&[conn.as_fd()], Some(2 * PATIENCE))? == 0 {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut buffer = [0u8; 8192];
+        let mut fds = [None];
+        let (length, _) = conn.recv(&mut buffer, &mut fds)?;
+        if length == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        line.extend_from_slice(&buffer[..length]);
+        descriptor = descriptor.or(fds[0].take());
+    }
+    Ok((serde_json::from_slice(&line)?, descriptor))
+}
+
+/// What a run would have of the daemon, if one is there: `None` where none answers.
+///
+/// # Errors
+/// Why it would not keep the run.
+pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
+    joined(ask(&Question::Look(join.clone())))
+}
+
+/// Has the daemon keep whoever descends from this process.
+///
+/// # Errors
+/// Why it does not.
+pub fn join(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
+    joined(ask(&Question::Join(join.clone())))
+}
+
+fn joined(answer: io::Result<(Answer, Option<OwnedFd>)>) -> Result<Option<(Joined, OwnedFd)>, String> {
+    match answer {
+        Ok((Answer::Joined(joined), Some(segment))) => Ok(Some((joined, segment))),
+        Ok((Answer::Error(why), _)) => Err(why),
+        Ok(_) => Err("the daemon is of another build; install all of swaptide from one".into()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
+        // Not for this user.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        Err(error) => Err(format!("the daemon at {} does not answer: {error}", daemon_path().display())),
+    }
+}
+
+/// What the run did so far whose processes descend from this one; nothing where no daemon answers.
+pub fn totals() -> Option<Totals> {
+    match ask(&Question::Totals) {
+        Ok((Answer::Totals(totals), _)) => Some(*totals),
+        _ => None,
+    }
+}
+
+/// Descriptors of the daemon's swap areas, kept: while no daemon is there, a program that starts gets those that are known.
+pub struct RemoteAreas {
+    segment: &'static Segment,
+    held: Mutex<BTreeMap<(u8, u32), OwnedFd>>,
+}
+
+impl RemoteAreas {
+    /// Asks for all that there are.
+    pub fn new(segment: &'static Segment) -> RemoteAreas {
+        let areas = RemoteAreas { segment, held: Mutex::default() };
+        for (id, _) in segment.areas().filter(|(_, area)| area.transport() == Transport::File) {
+            drop(areas.open(id));
+        }
+        areas
+    }
+}
+
+impl Open for RemoteAreas {
+    fn is_far(&self, id: AreaId) -> bool {
+        self.segment.area(id).transport() == Transport::Nbd
+    }
+
+    fn open(&self, id: AreaId) -> Option<OwnedFd> {
+        let area = self.segment.areas().find(|(known, _)| *known == id)?.1;
+        let fresh = || ask(&Question::Area(id.0)).ok()?.1;
+        if area.transport() == Transport::Nbd {
+            // Another connection for each process.
+            return fresh();
+        }
+        let key = (id.0, area.generation());
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        held.retain(|(number, generation), _| *number != key.0 || *generation == key.1);
+        if let std::collections::btree_map::Entry::Vacant(place) = held.entry(key) {
+            place.insert(fresh()?);
+        }
+        held.get(&key)?.try_clone().ok()
+    }
+}

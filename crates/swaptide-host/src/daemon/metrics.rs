@@ -1,0 +1,217 @@
+//! Numbers for Prometheus, in the OpenMetrics text format, on a Unix socket or a port of this machine alone.
+//!
+//! Everything is read anew for each request. Whatever is asked for, the answer is all there is.
+
+use std::fs::Permissions;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+use crate::config::MetricsPlace;
+use crate::control::PATIENCE;
+use crate::groups::{Events, GroupPath, Usage};
+use crate::keeper::{self, Keeper};
+use crate::report::View;
+
+/// Longest request in bytes.
+const LONGEST: u64 = 8192;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfGroup {
+    group: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfEvent {
+    group: String,
+    event: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfArea {
+    device: String,
+    number: u32,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfRun {
+    pid: u32,
+    program: String,
+    counter: String,
+}
+
+type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
+
+/// Answers there from now on.
+///
+/// # Errors
+/// Why nobody can be answered there.
+pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io::Result<()> {
+    let spawn = |serve: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop);
+    match place {
+        MetricsPlace::Socket(path) => {
+            // One that was left behind: who has the state directory is the only one.
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let listener = UnixListener::bind(path)?;
+            std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
+            spawn(Box::new(move || {
+                for client in listener.incoming().flatten() {
+                    let _ = client.set_read_timeout(Some(PATIENCE)).and(client.set_write_timeout(Some(PATIENCE)));
+                    let _ = answer(client, &keeper);
+                }
+            }))
+        }
+        MetricsPlace::Port(port) => {
+            let listener = TcpListener::bind(("127.0.0.1", *port))?;
+            spawn(Box::new(move || {
+                for client in listener.incoming().flatten() {
+                    let _ = client.set_read_timeout(Some(PATIENCE)).and(client.set_write_timeout(Some(PATIENCE)));
+                    let _ = answer(client, &keeper);
+                }
+            }))
+        }
+    }
+}
+
+fn answer(mut client: impl Read + Write, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
+    let mut reader = BufReader::new((&mut client).take(LONGEST));
+    let mut line = String::new();
+    // The request and its headers, of which nothing matters, up to the empty line.
+    while reader.read_line(&mut line)? > 0 && !line.trim().is_empty() {
+        line.clear();
+    }
+    let (status, text) = match keeper::ask(keeper, Snapshot::of) {
+        Some(snapshot) => ("200 OK", snapshot.text()),
+        None => ("503 Service Unavailable", String::new()),
+    };
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    let length = text.len();
+    write!(client, "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{text}")
+}
+
+/// Everything at a moment.
+#[derive(Default)]
+struct Snapshot {
+    budget: u64,
+    groups: Vec<(String, Usage, u64, Events)>,
+    areas: Vec<(u32, String, u64, u64)>,
+    runs: Vec<(u32, String, View)>,
+}
+
+impl Snapshot {
+    fn of(keeper: &mut Keeper) -> Snapshot {
+        let runs: Vec<keeper::Run> = keeper.runs().cloned().collect();
+        let runs = runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
+        let areas = keeper.areas().view().into_iter();
+        let areas = areas.map(|(id, view)| (u32::from(id.0), view.name, view.size_bytes, view.used_bytes)).collect();
+        let budget = keeper.budget();
+        let groups = keeper.groups();
+        let one = |path: &GroupPath| {
+            let index = groups.find(path).unwrap_or_default();
+            (path.to_string(), groups.usage(index), groups.swap_bytes(index), groups.events(index))
+        };
+        Snapshot { budget, areas, runs, groups: groups.iter().map(|(_, group)| one(&group.path)).collect() }
+    }
+
+    fn text(&self) -> String {
+        let mut registry = Registry::with_prefix("swaptide");
+        let budget: Gauge<u64, AtomicU64> = Gauge::default();
+        budget.set(self.budget);
+        registry.register("budget_bytes", "Memory for all programs together", budget);
+        let (ram, swap, zswap, swapped, processes) =
+            (Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default());
+        let events: Family<OfEvent, Counter> = Family::default();
+        for (path, usage, leased, happened) in &self.groups {
+            let of = OfGroup { group: path.clone() };
+            ram.get_or_create(&of).set(usage.ram);
+            swap.get_or_create(&of).set(*leased);
+            zswap.get_or_create(&of).set(usage.zswap);
+            swapped.get_or_create(&of).set(usage.swapped);
+            processes.get_or_create(&of).set(usage.processes.into());
+            for (event, count) in [
+                ("ram.high", happened.ram_high),
+                ("ram.max", happened.ram_max),
+                ("ram.low", happened.ram_low),
+                ("swap.high", happened.swap_high),
+                ("swap.max", happened.swap_max),
+                ("swap.fail", happened.swap_fail),
+            ] {
+                events.get_or_create(&OfEvent { group: path.clone(), event }).inc_by(count);
+            }
+        }
+        registry.register("group_ram_bytes", "Resident memory of a group and those below it", ram);
+        registry.register("group_swap_bytes", "Swap areas leased by a group and those below it", swap);
+        registry.register("group_zswap_bytes", "Compressed memory of a group and those below it", zswap);
+        registry.register("group_swapped_bytes", "Swapped memory of a group and those below it, as it was before", swapped);
+        registry.register("group_processes", "Processes of a group and those below it", processes);
+        registry.register("group_events", "What happened in a group and those below it", events);
+        let (size, used) = (Gauges::default(), Gauges::default());
+        for (number, name, bytes, leased) in &self.areas {
+            let of = OfArea { device: name.clone(), number: *number };
+            size.get_or_create(&of).set(*bytes);
+            used.get_or_create(&of).set(*leased);
+        }
+        registry.register("area_size_bytes", "Size of a swap area", size);
+        registry.register("area_used_bytes", "What of a swap area is leased", used);
+        let counters: Family<OfRun, Counter> = Family::default();
+        for (pid, program, view) in &self.runs {
+            for (counter, value) in view.stats.iter().filter(|(_, value)| **value > 0) {
+                let of = OfRun { pid: *pid, program: program.clone(), counter: counter.clone() };
+                counters.get_or_create(&of).inc_by(*value);
+            }
+        }
+        registry.register(
+            "run_events",
+            "Counters of a run, under the kernel\'s names; those that are zero are left out",
+            counters,
+        );
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        let _ = encode(&mut text, &registry);
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_come_as_openmetrics() {
+        let usage = Usage { ram: 5 << 20, processes: 2, ..Usage::default() };
+        let view = View { stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(), ..View::default() };
+        let snapshot = Snapshot {
+            budget: 1 << 30,
+            groups: vec![("/web".into(), usage, 4 << 20, Events { swap_max: 3, ..Events::default() })],
+            areas: vec![(0, "file:/var/tmp".into(), 1 << 30, 4 << 20)],
+            runs: vec![(77, "a \"b\"".into(), view)],
+        };
+        let text = snapshot.text();
+        for line in [
+            "swaptide_budget_bytes 1073741824",
+            "swaptide_group_ram_bytes{group=\"/web\"} 5242880",
+            "swaptide_group_swap_bytes{group=\"/web\"} 4194304",
+            "swaptide_group_processes{group=\"/web\"} 2",
+            "swaptide_group_events_total{group=\"/web\",event=\"swap.max\"} 3",
+            "swaptide_area_used_bytes{device=\"file:/var/tmp\",number=\"0\"} 4194304",
+            "swaptide_run_events_total{pid=\"77\",program=\"a \\\"b\\\"\",counter=\"zswpout\"} 7",
+            "# EOF",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("zswpin"));
+    }
+}

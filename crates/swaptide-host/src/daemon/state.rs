@@ -1,0 +1,423 @@
+//! What outlives a daemon, in its state directory.
+//!
+//! `lock` is held by the daemon that runs; `segment` is the shared segment, which the programs have mapped; `state.json` says what else there is,
+//! and is replaced whole at every change. All of it is worth nothing after the machine was started again, and is thrown away then.
+
+use std::fs::{DirBuilder, File};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
+
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{AreaId, EXTENT_BYTES, GroupIndex, Segment};
+use swaptide_sys::mem::SharedMap;
+use swaptide_sys::process::start_time;
+
+use super::DaemonError;
+use crate::areas::{Areas, Open};
+use crate::device::{self, Backing, BackingKind, Medium};
+use crate::groups::{GroupPath, Groups, KEYS};
+use crate::keeper::{Keeper, Run};
+
+/// A state directory that this process has for itself.
+pub struct Directory {
+    path: PathBuf,
+    _lock: File,
+}
+
+/// What is written down.
+#[derive(Serialize, Deserialize)]
+pub struct State {
+    boot: String,
+    /// Of the configuration file that counted last.
+    pub config: u64,
+    /// Cap of the compressed pool.
+    pub pool_cap: u64,
+    /// Number of the choice of codecs.
+    pub codec: u32,
+    /// The swap areas.
+    pub areas: Vec<KeptArea>,
+    tiers: String,
+    groups: Vec<KeptGroup>,
+    frozen: Vec<u32>,
+    runs: Vec<KeptRun>,
+}
+
+/// A swap area that can be opened again.
+#[derive(Serialize, Deserialize)]
+pub struct KeptArea {
+    id: u8,
+    name: String,
+    kind: Kind,
+    place: PathBuf,
+    /// Its own name; of a file, made for this. An export has none but what it is called.
+    path: PathBuf,
+    extents: u32,
+    base_bytes: u64,
+    priority: i32,
+    direct_io: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    File,
+    Block,
+    Nbd,
+}
+
+#[derive(Serialize, Deserialize)]
+struct KeptGroup {
+    index: u32,
+    path: String,
+    owner: u32,
+    set: Vec<(String, String)>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct KeptRun {
+    run: Run,
+    group: String,
+    /// When its supervisor started: the number alone may have come to mean another process.
+    start_time: u64,
+}
+
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+impl Directory {
+    /// Takes a state directory; it is made if it is not there.
+    ///
+    /// # Errors
+    /// [`DaemonError::Running`], [`DaemonError::State`].
+    pub fn open(path: &Path) -> Result<Directory, DaemonError> {
+        let failed = |error| DaemonError::State(path.to_owned(), error);
+        DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(failed)?;
+        let found = std::fs::symlink_metadata(path).map_err(failed)?;
+        if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() || found.mode() & 0o077 != 0 {
+            return Err(failed(io::Error::other("is not a directory of this user alone (mode 0700)")));
+        }
+        let path = std::fs::canonicalize(path).map_err(failed)?;
+        let lock =
+            File::options().write(true).create(true).truncate(false).mode(0o600).open(path.join("lock")).map_err(failed)?;
+        match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Directory { path, _lock: lock }),
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(DaemonError::Running(path)),
+            Err(error) => Err(failed(error.into())),
+        }
+    }
+
+    /// The segment's file.
+    pub fn segment_path(&self) -> PathBuf {
+        self.path.join("segment")
+    }
+
+    /// What was written down since the machine was started; what is older goes.
+    pub fn load(&self) -> Option<State> {
+        let text = std::fs::read(self.path.join("state.json")).ok()?;
+        let state: State = serde_json::from_slice(&text).ok()?;
+        if state.boot == boot_id() {
+            return Some(state);
+        }
+        state.remove_files();
+        None
+    }
+
+    /// The segment: that of before where `known` says that its state is known and it is sound, else a fresh one. Tells which.
+    pub fn segment(&self, known: bool) -> io::Result<(&'static Segment, OwnedFd, bool)> {
+        let path = self.segment_path();
+        let open = || File::options().read(true).write(true).open(&path);
+        if known
+            && let Ok(file) = open()
+            && let Ok(map) = SharedMap::map(file.as_fd(), Segment::BYTES)
+            && let Ok(segment) = Segment::open(map)
+        {
+            return Ok((segment, file.into(), false));
+        }
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(&path)?;
+        file.set_len(Segment::BYTES as u64)?;
+        let map = SharedMap::map(file.as_fd(), Segment::BYTES)?;
+        let segment = Segment::raw(map).map_err(io::Error::other)?;
+        Ok((segment, file.into(), true))
+    }
+
+    /// Writes it down, whole or not at all.
+    pub fn save(&mut self, state: &State) -> io::Result<()> {
+        let beside = self.path.join("state.new");
+        let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
+        file.write_all(&serde_json::to_vec(state)?)?;
+        std::fs::rename(beside, self.path.join("state.json"))
+    }
+
+    /// Nothing is worth keeping.
+    pub fn clear(&self) {
+        for name in ["state.json", "segment"] {
+            let _ = std::fs::remove_file(self.path.join(name));
+        }
+    }
+}
+
+/// The areas as they can be opened again. A file without a name gets one; where that cannot be, the area is not among them.
+pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
+    let mut kept = Vec::new();
+    areas.each(|id, backing| {
+        let generation = segment.area(id).generation();
+        let (kind, path) = match (backing.kind, &backing.medium) {
+            (BackingKind::File, Medium::File(file)) => (Kind::File, named(backing, file, id, generation)),
+            (BackingKind::Block, _) => (Kind::Block, Some(backing.place.clone())),
+            _ => (Kind::Nbd, Some(PathBuf::new())),
+        };
+        kept.extend(path.map(|path| KeptArea {
+            id: id.0,
+            name: backing.name.clone(),
+            kind,
+            place: backing.place.clone(),
+            path,
+            extents: backing.extents,
+            base_bytes: backing.base_bytes,
+            priority: backing.priority,
+            direct_io: backing.direct_io,
+        }));
+    });
+    kept
+}
+
+/// Gives a file without a name one beside where it is, if it has none yet.
+fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
+    use std::os::fd::AsRawFd;
+    let own = file.metadata().ok()?;
+    let path = backing.place.join(format!(".swaptide-{:x}-{:x}-{}-{generation}", own.dev(), own.ino(), id.0));
+    if std::fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())) {
+        return Some(path);
+    }
+    let open = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let (here, follow) = (rustix::fs::CWD, rustix::fs::AtFlags::SYMLINK_FOLLOW);
+    rustix::fs::linkat(here, open.as_str(), here, &path, follow).ok()?;
+    Some(path)
+}
+
+impl KeptArea {
+    /// The name that was made for it goes.
+    pub fn remove_file(&self) {
+        if self.kind == Kind::File {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+
+    fn open(&self) -> io::Result<Backing> {
+        let mut backing = match self.kind {
+            Kind::Nbd => {
+                let found = device::parse(&self.name).and_then(|device| device::open_beyond(&device, 0));
+                let found = found.map_err(|error| io::Error::other(error.to_string()))?;
+                if found.extents < self.extents {
+                    return Err(io::Error::other("is smaller than it was"));
+                }
+                found
+            }
+            Kind::File | Kind::Block => {
+                let flags = if self.direct_io { libc::O_DIRECT } else { 0 };
+                let file = File::options().read(true).write(true).custom_flags(flags).open(&self.path)?;
+                if self.kind == Kind::File && file.metadata()?.len() < u64::from(self.extents) * EXTENT_BYTES {
+                    return Err(io::Error::other("is smaller than it was"));
+                }
+                Backing {
+                    name: self.name.clone(),
+                    kind: if self.kind == Kind::Block { BackingKind::Block } else { BackingKind::File },
+                    place: self.place.clone(),
+                    medium: Medium::File(file),
+                    extents: self.extents,
+                    base_bytes: self.base_bytes,
+                    priority: self.priority,
+                    direct_io: self.direct_io,
+                }
+            }
+        };
+        (backing.extents, backing.base_bytes, backing.priority) = (self.extents, self.base_bytes, self.priority);
+        Ok(backing)
+    }
+}
+
+impl State {
+    /// Everything but the areas.
+    pub fn of(keeper: &mut Keeper, pool_cap: u64, codec: u32) -> State {
+        let path_of = |groups: &Groups, index: Option<GroupIndex>| {
+            index.and_then(|index| groups.get(index)).map_or_else(|| "/".to_owned(), |group| group.path.to_string())
+        };
+        let runs: Vec<Run> = keeper.runs().cloned().collect();
+        let frozen = keeper.frozen().map(|index| index.0).collect();
+        let groups = keeper.groups();
+        let tiers = groups.tiers();
+        let kept = groups.iter().map(|(index, group)| KeptGroup {
+            index: index.0,
+            path: group.path.to_string(),
+            owner: group.owner,
+            set: KEYS.iter().filter_map(|key| Some(((*key).to_owned(), group.settings.as_set(key, tiers)?))).collect(),
+        });
+        State {
+            boot: boot_id(),
+            config: 0,
+            pool_cap,
+            codec,
+            areas: Vec::new(),
+            tiers: tiers.spec(),
+            groups: kept.collect(),
+            frozen,
+            runs: runs
+                .into_iter()
+                .map(|run| KeptRun { group: path_of(groups, run.group), start_time: start_time(run.root).unwrap_or(0), run })
+                .collect(),
+        }
+    }
+
+    /// Removes the names that were made for files.
+    pub fn remove_files(&self) {
+        self.areas.iter().for_each(KeptArea::remove_file);
+    }
+
+    /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more pages; who uses it has its own descriptor.
+    pub fn restore(&self, areas: &Areas, groups: &mut Groups, segment: &Segment) {
+        for kept in &self.areas {
+            if let Ok(backing) = kept.open() {
+                areas.restore(AreaId(kept.id), backing);
+            }
+        }
+        let lost: Vec<AreaId> = segment.areas().map(|(id, _)| id).filter(|id| areas.open(*id).is_none()).collect();
+        lost.into_iter().for_each(|id| segment.close_area(id));
+        let mut sorted: Vec<(&KeptGroup, GroupPath)> =
+            self.groups.iter().filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?))).collect();
+        sorted.sort_by_key(|(_, path)| path.depth());
+        for (group, path) in &sorted {
+            groups.restore(GroupIndex(group.index), path, group.owner);
+        }
+        // What was written down was sound when it was set.
+        let _ = groups.replace_tiers(&self.tiers);
+        for (group, _) in &sorted {
+            let values = group.set.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+            let _ = groups.set(GroupIndex(group.index), values);
+        }
+    }
+
+    /// The processes that live, and the runs they belong to. What dead processes had is taken back.
+    pub fn restore_runs(&self, keeper: &mut Keeper, segment: &Segment, segment_path: &Path) {
+        self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
+        for kept in &self.runs {
+            let same = start_time(kept.run.root) == Some(kept.start_time);
+            let group = GroupPath::parse(&kept.group).ok().and_then(|path| keeper.groups().find(&path).ok());
+            if same {
+                keeper.add_run(Run { group, ..kept.run.clone() });
+            }
+        }
+        let slots: Vec<_> = segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
+        for (index, pid) in slots {
+            if has_mapped(pid, segment_path) {
+                keeper.adopt(pid, GroupIndex(segment.slot(index).group_wanted.load(Relaxed)));
+            } else {
+                keeper.bury(index);
+            }
+        }
+        // The one before may have been killed while it took something back.
+        segment.demand_audit();
+    }
+}
+
+/// Whether a process has mapped the segment: a number alone may have come to mean another process.
+fn has_mapped(pid: u32, segment: &Path) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    maps.lines().any(|line| line.ends_with(&*segment.to_string_lossy()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Scratch;
+
+    #[test]
+    fn a_state_directory_is_one_daemons_and_keeps_the_segment() {
+        let scratch = Scratch::new("state");
+        let place = scratch.path("daemon");
+        let directory = Directory::open(&place).expect("directory");
+        assert!(matches!(Directory::open(&place), Err(DaemonError::Running(_))));
+        let (segment, _, fresh) = directory.segment(false).expect("segment");
+        assert!(fresh && directory.load().is_none());
+        segment.header.version.store(swaptide_ipc::VERSION, Relaxed);
+        segment.header.magic.store(swaptide_ipc::MAGIC, Relaxed);
+        segment.header.budget_bytes.store(77, Relaxed);
+        drop(directory);
+        let again = Directory::open(&place).expect("directory");
+        let (segment, _, fresh) = again.segment(true).expect("segment");
+        assert_eq!((fresh, segment.header.budget_bytes.load(Relaxed)), (false, 77));
+        let (segment, _, fresh) = again.segment(false).expect("segment");
+        assert_eq!((fresh, segment.header.budget_bytes.load(Relaxed)), (true, 0));
+        assert_eq!(std::fs::metadata(&place).expect("metadata").mode() & 0o777, 0o700);
+        let open = scratch.path("open");
+        std::fs::create_dir(&open).expect("directory");
+        std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("mode");
+        assert!(Directory::open(&open).is_err(), "others may enter it");
+    }
+
+    #[test]
+    fn a_swap_file_gets_a_name_by_which_the_same_one_is_opened_again() {
+        use std::os::unix::fs::FileExt;
+        let scratch = Scratch::new("state-area");
+        let segment = crate::testing::segment();
+        let before = Areas::new(segment);
+        let device = crate::device::parse(&format!("file:{}:16M,prio=7", scratch.root().display())).expect("device");
+        before.add(crate::device::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
+        let kept = areas(&before, segment);
+        assert_eq!((kept.len(), areas(&before, segment)[0].path == kept[0].path), (1, true), "a name is made once");
+        let ino = |areas: &Areas| File::from(areas.open(AreaId(0)).expect("open")).metadata().expect("metadata").ino();
+        let after = Areas::new(segment);
+        after.restore(AreaId(0), kept[0].open().expect("opened again"));
+        assert_eq!(ino(&before), ino(&after));
+        assert_eq!(after.view()[0].1.priority, 7);
+        kept[0].remove_file();
+        assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0);
+        let short = File::options().write(true).create_new(true).open(&kept[0].path).expect("file");
+        short.write_all_at(b"x", 0).expect("write");
+        assert!(kept[0].open().is_err(), "another file of this name");
+    }
+
+    #[test]
+    fn groups_tiers_and_runs_are_as_they_were() {
+        let segment = crate::testing::segment();
+        let place = Areas::new(segment);
+        let mut keeper = Keeper::new(segment, std::sync::Arc::new(Areas::new(segment)), Groups::new(segment, 1 << 30), 1 << 30);
+        let path = GroupPath::parse("/a/b").expect("path");
+        let index = keeper.groups().ensure(&path, 1000).expect("group");
+        keeper.groups().remove(&GroupPath::parse("/gone").expect("path")).expect_err("there is none");
+        keeper.groups().set_tiers("+SSD:100 +HDD:-1").expect("tiers");
+        keeper.groups().set(index, [("ram.max", "64M"), ("swap.tiers", "-HDD"), ("zswap.writeback", "0")]).expect("set");
+        let me = std::process::id();
+        let run = Run {
+            root: me,
+            front: 7,
+            uid: 1000,
+            program: "x".into(),
+            started: 1.5,
+            group: Some(index),
+            max: Some(5),
+            strict: true,
+        };
+        keeper.add_run(run);
+        let text = serde_json::to_vec(&State::of(&mut keeper, 9, 1)).expect("JSON");
+        let state: State = serde_json::from_slice(&text).expect("state");
+        let before = keeper.groups().view(index);
+        let mut groups = Groups::new(segment, 1 << 30);
+        state.restore(&place, &mut groups, segment);
+        assert_eq!((groups.find(&path), groups.view(index)), (Ok(index), before));
+        assert_eq!(groups.get(index).expect("group").owner, 1000);
+        let stranger = segment.claim(me, 0).expect("slot");
+        let mut again = Keeper::new(segment, std::sync::Arc::new(place), groups, 1 << 30);
+        state.restore_runs(&mut again, segment, Path::new("/no/such/segment"));
+        let run = again.runs().next().expect("the run").clone();
+        assert_eq!((run.root, run.front, run.group, run.max, run.strict), (me, 7, Some(index), Some(5), true));
+        assert_eq!(segment.slot(stranger).pid.load(Relaxed), 0, "who has not mapped the segment is another process");
+    }
+}

@@ -1,0 +1,428 @@
+"""Groups, tiers and the daemon, as they are used: by `swaptide run`, `swaptide ctl` and `swaptide daemon`."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+
+from harness import HERE, MIB, Case
+from processes import descendants
+from cases_process import PRESSURE, ask, wait_for_line
+
+
+def until(context, what, true, seconds=20):
+    """Waits until `true` answers with something that is true, and gives that."""
+    end = time.monotonic() + seconds
+    while True:
+        answer = true()
+        if answer:
+            return answer
+        context.expect(time.monotonic() < end, f"{what} did not come true in {seconds} s")
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.05)
+
+
+class Ctl:
+    """`swaptide ctl` for one run (or, without a process, for the daemon)."""
+
+    def __init__(self, context, pid=None, env=None):
+        self.context = context
+        self.env = env
+        self.pid = ["--pid", str(pid)] if pid else []
+
+    def __call__(self, *words):
+        status, text, errors = ask(self.context, words[0], *self.pid, *words[1:], env=self.env)
+        self.context.expect(status == 0 and errors == "", f"ctl {words}: status {status}: {errors}")
+        return text
+
+    def refused(self, named, *words):
+        status, text, errors = ask(self.context, words[0], *self.pid, *words[1:], env=self.env)
+        lines = errors.splitlines()
+        said = f"ctl {words}: status {status}, {text!r}, {errors!r}"
+        self.context.expect(status == 2 and len(lines) == 1 and named in lines[0], f"{said}; expected one line that names {named}")
+
+    def value(self, group, key):
+        text = self("group", group, key).strip()
+        return int(text) if text.isdigit() else text
+
+    def event(self, group, kind, name):
+        words = self("group", group, f"{kind}.events").split()
+        return int(words[words.index(name) + 1])
+
+
+def started(context, argv, options, line="ready"):
+    """A program that is under way, the number of its process, and its ctl."""
+    program = context.start(argv, options=options)
+    inside = int(wait_for_line(context, program, line).split()[1])
+    return program, inside, Ctl(context, program.pid)
+
+
+def ended(context, program, status=7):
+    os.kill(program.pid, signal.SIGTERM)
+    return program.finish(status)
+
+
+def groups(context):
+    """A group's bounds hold, its settings are made whole or not at all, and what it has is counted to it and all above it."""
+    if context.native:
+        return
+    options = ["--group", "/web/front", "--swap", "zram:8M", "--swap", f"file:{context.directory}:512M"]
+    program, inside, ctl = started(context, [context.python, PRESSURE, 160, "wait"], options)
+    view = json.loads(ctl("stats", "--json"))
+    context.expect(all(process["group"] == "/web/front" for process in view["processes"]), f"not in their group: {view}")
+    context.expect(ctl.value("/web/front", "ram.max") == "max" and ctl.value("/web/front", "processes") >= 1, "nothing is set yet")
+    swap = ctl.value("/web/front", "swap.current")
+    context.expect(swap >= 8 * MIB and swap == ctl.value("/", "swap.current") == ctl.value("/web", "swap.current"), f"{swap}")
+
+    for named, words in (("ram.max", ["ram.max=lots"]), ("token 1", ["ram.max=40M", "swap.tiers=-SSD"]),
+                         ("ram.most", ["ram.most=4M"]), ("ram.current", ["ram.current=0"]), ("1x", ["processes=1x"])):
+        ctl.refused(named, "group", "/web/front", *words)
+    ctl.refused("/no/such", "group", "/no/such")
+    ctl.refused("web", "group", "web", "ram.max=1G")
+    ctl.refused("ram.max", "group", "/made", "ram.max=lots")
+    ctl.refused("/made", "group", "/made")
+    ctl.refused("1 is no process", "group", "/web", "processes=1")
+    context.expect(ctl.value("/web/front", "ram.max") == "max", "something was set that was refused as a whole")
+
+    ctl("group", "/web", "ram.max=40M", "ram.high=36M")
+    most = until(context, "40M for /web", lambda: ctl.value("/web", "ram.current") < 40 * MIB)
+    context.expect(most is None or ctl.event("/", "ram", "high") >= 1, "no event")
+    ctl("group", "/web", "ram.high=28M")
+    until(context, "28M for /web", lambda: ctl.value("/web", "ram.current") < 29 * MIB)
+    ctl("group", "/web", "ram.high=max", "ram.max=max")
+
+    # Moved, its charges go along, exactly.
+    ctl("group", "/batch", f"processes={inside}", "swap.max=1G")
+    until(context, "charges that moved", lambda: ctl.value("/web", "swap.current") == 0)
+    swap = ctl.value("/batch", "swap.current")
+    context.expect(swap == ctl.value("/", "swap.current"), f"{swap} in /batch, {ctl('group')}")
+    ctl.refused("processes are in it", "group", "/batch", "--remove")
+    ctl("group", "/web/front", "--remove")
+    ctl.refused("/web/front", "group", "/web/front")
+
+    # No lease goes past the maximum.
+    ctl("group", "/batch", f"swap.max={swap}", "ram.max=24M")
+    until(context, "a refused lease", lambda: ctl.event("/batch", "swap", "max") > 0)
+    context.expect(ctl.value("/batch", "swap.current") <= swap, "past swap.max")
+    ctl("group", "/batch", "swap.max=max", "ram.max=max")
+    done = ended(context, program)
+    seen = {group["path"]: group["values"] for group in done.report["groups"]}
+    context.expect(sorted(seen) == ["/", "/batch", "/web"] and int(seen["/"]["ram.current"]) >= 0, f"{seen}")
+    # By then the program is gone, and with it its charges.
+    context.expect(seen["/"]["swap.current"] == "0", f"{seen['/']}")
+
+
+def tiers(context):
+    """Tiers are changed as a whole or not at all, a tier with a device in use stays, and a group's pages keep off what it excludes."""
+    if context.native:
+        return
+    for name in ("fast", "slow"):
+        (context.directory / name).mkdir()
+    fast, slow = (f"file:{context.directory}/{name}" for name in ("fast", "slow"))
+    options = ["--tiers", "+SSD:100 +HDD:-1", "--group", "/a", "--swap", "zram:8M",
+               "--swap", f"{fast}:256M,prio=200", "--swap", f"{slow}:512M,prio=5"]
+    program, inside, ctl = started(context, [context.python, PRESSURE, 120, "wait"], options)
+    table = "Name            Idx  PrioStart  PrioEnd\nSSD             0    100        32767\nHDD             1    -1         99\n"
+    context.expect(ctl("tiers") == table, f"the table is {ctl('tiers')!r}")
+    ctl.refused('"-SSD"', "tiers", "+NET:50 -SSD")
+    ctl.refused("token 2", "tiers", "+NET:50 +NET:60")
+    ctl.refused("HDD:7", "tiers", "HDD:7")
+    context.expect(ctl("tiers") == table, "something was changed that was refused as a whole")
+    ctl("tiers", "+NET:50, SSD:150")
+    rows = [(row["name"], row["index"], row["start"], row["end"]) for row in json.loads(ctl("tiers", "--json"))]
+    context.expect(rows == [("SSD", 0, 150, 32767), ("NET", 2, 50, 149), ("HDD", 1, -1, 49)], f"{rows}")
+
+    def used(name):
+        return {view["name"]: view["used_bytes"] for view in json.loads(ctl("devices", "--json"))}[name]
+
+    context.expect(used(fast) > 0 and used(slow) == 0, f"the higher priority comes first: {ctl('devices')}")
+    ctl("group", "/a/b", f"processes={inside}", "swap.tiers=+SSD")
+    ctl("group", "/a", "swap.tiers=-SSD")
+    context.expect(ctl.value("/a/b", "swap.tiers") == "SSD NET HDD", "its own")
+    context.expect(ctl.value("/a/b", "swap.tiers.effective") == "NET HDD", "no more than its parent")
+    before = used(fast)
+    ctl("group", "/a", "ram.max=20M")
+    until(context, "pages on the slow device", lambda: used(slow) > 4 * MIB)
+    context.expect(used(fast) <= before, "pages went where they may not go")
+    ctl("group", "/a", "swap.tiers=", "ram.max=max")
+    ended(context, program)
+
+
+def shares(context):
+    """Two groups of one run: a maximum holds beside a group without one, and what is kept for a group stays with it."""
+    if context.native:
+        return
+    config = context.directory / "groups.toml"
+    config.write_text('[groups."/kept"]\nram.low = "40M"\n[groups."/small"]\nram.max = "24M"\n')
+    command = f"{context.python} {PRESSURE} 70 wait & {context.python} {PRESSURE} 70 wait & wait"
+    broken = context.directory / "broken.toml"
+    broken.write_text('ram = "64M"\n[groups."/x"]\nram.most = 1\n')
+    refused = subprocess.run([context.swaptide, "run", "--config", broken, "--", "true"], capture_output=True, text=True)
+    context.expect(refused.returncode == 2 and "broken.toml:3: " in refused.stderr and "most" in refused.stderr, f"{refused}")
+
+    program = context.start(["sh", "-c", command], options=["--config", str(config)])
+    ctl = Ctl(context, program.pid)
+    output = context.directory / "run1" / "stdout"
+    until(context, "both programs", lambda: output.read_text().count("ready") == 2, 60)
+    pids = [line.split()[1] for line in output.read_text().splitlines() if line.startswith("ready")]
+    ctl("group", "/kept", f"processes={pids[0]}")
+    ctl("group", "/small", f"processes={pids[1]}")
+    until(context, "24M for /small", lambda: ctl.value("/small", "ram.current") < 24 * MIB)
+    ctl("reclaim", "/small", "4M")
+    for pid in pids:
+        os.kill(int(pid), signal.SIGTERM)
+    program.finish(status=0)
+    text = output.read_text()
+    context.expect(text.count("SIGTERM 1") == 2, f"not both programs verified their data: {text}")
+
+
+class Daemon:
+    """A daemon in a directory of the case, and what is asked of it."""
+
+    def __init__(self, context, config):
+        self.context = context
+        self.env = {**os.environ, "SWAPTIDE_DIRECTORY": str(context.directory / "sockets")}
+        self.config = context.directory / "daemon.toml"
+        self.config.write_text(config)
+        self.errors = context.directory / "daemon.errors"
+        self.ctl = Ctl(context, env=self.env)
+        self.process = None
+        self.start()
+
+    def start(self):
+        words = [self.context.swaptide, "daemon", "--config", str(self.config)]
+        with open(self.errors, "ab") as errors:
+            self.process = subprocess.Popen(words, env=self.env, stdin=subprocess.DEVNULL, stderr=errors)
+        until(self.context, "a daemon that answers", lambda: ask(self.context, "tiers", env=self.env)[0] == 0)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self):
+        self.process.terminate()
+        status = self.process.wait(timeout=20)
+        self.context.expect(status == 0, f"the daemon ends with status {status}")
+        said = self.errors.read_text()
+        self.context.expect(said == "", f"the daemon complained: {said}")
+
+    def program(self, megabytes, *options):
+        """A program that is kept by it; the number of the case's run, and of the process."""
+        program = self.context.start([self.context.python, PRESSURE, megabytes, "wait"], options=options, env=self.env)
+        return program, int(wait_for_line(self.context, program, "ready").split()[1])
+
+
+CONFIG = """ram = "112M"
+swap = ["zram:32M", "file:{place}:1G"]
+tiers = "+FAST:100 +SLOW:-1"
+
+[groups."/a"]
+ram.low = "8M"
+
+[groups."/b"]
+ram.max = "64M"
+
+[daemon]
+metrics = "{place}/metrics"
+"""
+
+
+def listed(daemon):
+    return [int(line.split()[0]) for line in daemon.ctl("list").splitlines()]
+
+
+def daemon_joins(context):
+    """Runs join a daemon: one budget over all, groups, a configuration that is read again, metrics; at the end nothing stays behind."""
+    if context.native:
+        return
+    place = context.directory / "swap"
+    place.mkdir()
+    config = CONFIG.format(place=place)
+    daemon = Daemon(context, config)
+    context.expect(oct((context.directory / "sockets" / "daemon.sock").stat().st_mode & 0o777) == "0o600", "the socket is open to others")
+    second = subprocess.run([context.swaptide, "daemon", "--config", str(daemon.config)], env=daemon.env, capture_output=True, text=True)
+    context.expect(second.returncode == 2 and "runs there already" in second.stderr, f"a second daemon: {second}")
+    refused = subprocess.run([context.swaptide, "run", "--swap", "zram:8M", "--", "true"], env=daemon.env, capture_output=True, text=True)
+    context.expect(refused.returncode == 2 and "--no-daemon" in refused.stderr, f"--swap beside a daemon: {refused}")
+
+    first, one = daemon.program(80, "--group", "/a")
+    second, other = daemon.program(80, "--group", "/b/inner")
+    context.expect(sorted(listed(daemon)) == sorted([first.pid, second.pid]), f"ctl list: {daemon.ctl('list')}")
+    view = json.loads(Ctl(context, one, daemon.env)("stats", "--json"))
+    context.expect(view["pid"] == first.pid and {p["group"] for p in view["processes"]} == {"/a"}, f"{view}")
+    until(context, "the budget", lambda: daemon.ctl.value("/", "ram.current") < 118 * MIB)
+    until(context, "64M for /b", lambda: daemon.ctl.value("/b", "ram.current") < 66 * MIB)
+
+    daemon.config.write_text(config.replace("ram.max", "ram.most"))
+    daemon.ctl.refused("daemon.toml:9: ", "reload")
+    daemon.config.write_text(config.replace('"64M"', '"40M"'))
+    daemon.ctl("reload")
+    until(context, "40M for /b", lambda: daemon.ctl.value("/b", "ram.current") < 41 * MIB)
+    daemon.config.write_text(config.replace('"64M"', '"48M"'))
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    until(context, "a file that was read again", lambda: daemon.ctl.value("/b", "ram.max") == 48 * MIB)
+
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(place / "metrics"))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        text = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    for line in ("swaptide_budget_bytes 117440512", 'swaptide_group_processes{group="/b"}', f'pid="{first.pid}"', "# EOF"):
+        context.expect(line in text, f"{line} is not among the metrics: {text[:2000]}")
+
+    # A group goes out, stays there, and comes back in one go.
+    daemon.ctl("freeze", "/a")
+    frozen = daemon.ctl.value("/a", "ram.current")
+    context.expect(frozen < 24 * MIB, f"{frozen} bytes of a frozen group are in memory")
+    daemon.ctl("group", "/b", "ram.max=24M")
+    until(context, "24M for /b", lambda: daemon.ctl.value("/b", "ram.current") < 25 * MIB)
+    daemon.ctl("preload", "/a")
+    back = daemon.ctl.value("/a", "ram.current")
+    context.expect(back > frozen + 24 * MIB, f"{frozen} bytes were in memory, and after preload {back}")
+    daemon.ctl("reclaim", "/a", "8M")
+
+    for program in (first, second):
+        done = ended(context, program)
+        context.expect(int(done.report["stats"]["zswpout"]) > 100, f"its own report: {done.report['stats']}")
+    until(context, "no run", lambda: listed(daemon) == [])
+    until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+    daemon.stop()
+    left = [path.name for path in place.iterdir() if path.name != "metrics"] + os.listdir(context.directory / "sockets" / "daemon")
+    context.expect(left == ["lock"], f"left behind: {left}")
+
+
+def daemon_killed(context):
+    """A daemon is killed and started again: programs go on meanwhile, it finds them, and takes back what dead ones had."""
+    if context.native:
+        return
+    place = context.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(context, CONFIG.format(place=place))
+    program, inside = daemon.program(120, "--group", "/a")
+    victim, other = daemon.program(60, "--group", "/b")
+    daemon.ctl("group", "/a", "ram.high=80M", "swap.tiers=-FAST")
+    for number in range(1, 4):
+        daemon.kill()
+        os.kill(inside, signal.SIGUSR1)
+        wait_for_line(context, program, f"USR1 number {number}")
+        daemon.start()
+        context.expect(daemon.ctl.value("/a", "ram.high") == 80 * MIB, "its settings are gone")
+        context.expect(daemon.ctl.value("/a", "swap.tiers") == "SLOW", "its tiers are gone")
+        context.expect(program.pid in listed(daemon), f"it does not know the run: {daemon.ctl('list')}")
+        until(context, "its process", lambda: daemon.ctl.value("/a", "processes") >= 1)
+    daemon.ctl("group", "/a", "ram.max=40M")
+    until(context, "a limit that sinks", lambda: daemon.ctl.value("/a", "ram.current") < 42 * MIB)
+
+    # A whole run is killed while no daemon is there to see it.
+    daemon.kill()
+    daemon_less = [other, victim.pid]
+    for pid in daemon_less:
+        os.kill(pid, signal.SIGKILL)
+    victim.process.wait()
+    daemon.start()
+    until(context, "charges of the dead", lambda: daemon.ctl.value("/b", "swap.current") == 0 and daemon.ctl.value("/b", "processes") == 0)
+    until(context, "one run", lambda: listed(daemon) == [program.pid])
+    daemon.ctl("group", "/a", "ram.max=max")
+    ended(context, program)
+    until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+    daemon.stop()
+
+
+def daemon_crowd(context):
+    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, and equal programs have equal parts."""
+    if context.native:
+        return
+    place = context.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(context, f'ram = "384M"\nswap = ["file:{place}:4G"]\n[groups."/small"]\nram.max = "96M"\n')
+    programs = []
+    for number in range(64):
+        options = ["--group", "/small" if number % 4 == 0 else "/large"]
+        argv = [context.binary("heap"), 12, 40, context.seed + number]
+        programs.append(context.start(argv, options=options, env=daemon.env))
+    until(context, "all programs", lambda: daemon.ctl.value("/", "processes") >= 64, 60)
+    time.sleep(15)
+    most, small = 0, 0
+    for _ in range(20):
+        most = max(most, daemon.ctl.value("/", "ram.current"))
+        small = max(small, daemon.ctl.value("/small", "ram.current"))
+        time.sleep(0.25)
+    context.expect(most < 384 * MIB * 1.05, f"the budget is 384M, and {most / MIB:.1f}M were in use")
+    context.expect(small < 96 * MIB * 1.05, f"/small may have 96M, and had {small / MIB:.1f}M")
+    for program in programs:
+        done = program.finish()
+        context.expect("OK heap" in done.text(), f"it did not verify its memory: {done.text()[-200:]}")
+    until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+    daemon.stop()
+
+
+def daemon_storm(context):
+    """Programs, their supervisors and the daemon are killed at random: what survives verifies its memory, and everything comes back."""
+    if context.native:
+        return
+    place = context.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(context, f'ram = "160M"\nswap = ["zram:24M", "file:{place}:2G"]\n[groups."/a"]\nram.max = "96M"\n')
+    chance = random.Random(context.seed)
+    seconds = 300 if context.case.limit > 400 else 60
+    end = time.monotonic() + seconds
+    running = {}
+    finished = 0
+    while time.monotonic() < end:
+        while len(running) < 5 and time.monotonic() < end - 10:
+            length = chance.randint(4, 10)
+            kind = chance.choice([("heap",), ("torture", "single"), ("forks", "nested")])
+            argv = [context.binary(kind[0]), chance.randint(32, 64), length, context.seed, *kind[1:]]
+            group = chance.choice(["/a", "/a/b", "/c"])
+            program = context.start(argv, options=["--group", group], env=daemon.env)
+            running[program.pid] = (program, kind)
+        time.sleep(chance.uniform(0.05, 0.6))
+        draw = chance.random()
+        if draw < 0.15:
+            daemon.kill()
+            time.sleep(chance.uniform(0, 0.3))
+            daemon.start()
+        elif draw < 0.45 and running:
+            # Any process of a run: what becomes of the others is theirs.
+            program, _ = running.pop(chance.choice(list(running)))
+            victims = [pid for pid in descendants(program.pid)] + [program.pid]
+            chance.shuffle(victims)
+            for pid in victims:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            program.process.wait()
+        for pid, (program, kind) in list(running.items()):
+            if program.process.poll() is not None:
+                del running[pid]
+                text = (program.directory / "stdout").read_text()
+                said = f"{kind}: status {program.process.returncode}: {text[-300:]} {(program.directory / 'stderr').read_text()[-300:]}"
+                context.expect(program.process.returncode == 0 and f"OK {kind[0]}" in text, f"a survivor: {said}")
+                finished += 1
+    for program, kind in running.values():
+        program.process.wait()
+        text = (program.directory / "stdout").read_text()
+        context.expect(program.process.returncode == 0 and f"OK {kind[0]}" in text, f"a survivor, at the end: {kind}: {text[-300:]}")
+        finished += 1
+    context.expect(finished >= 5, f"only {finished} programs came to their end")
+    until(context, "no run", lambda: listed(daemon) == [])
+    until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+    used = [view["used_bytes"] for view in json.loads(daemon.ctl("devices", "--json"))]
+    context.expect(used == [0], f"extents that nobody has: {used}")
+    daemon.stop()
+
+
+CASES = [
+    Case("groups", groups, 48, allowance=8),
+    Case("tiers", tiers, 48, allowance=8),
+    Case("shares", shares, 96, allowance=8, forks=True),
+    Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
+    Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),
+    Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=240, forks=True),
+    Case("daemon-storm", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=300, forks=True),
+    Case("daemon-storm-long", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=700, forks=True),
+]
