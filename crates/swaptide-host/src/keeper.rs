@@ -745,13 +745,18 @@ mod tests {
     #[test]
     fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
         let segment = segment();
-        let child = sleeper();
+        // What the run's root has started is killed, and the root sees it.
+        let child = Command::new("sh").args(["-c", "sleep 600; exit 5"]).stdin(Stdio::null()).spawn().expect("sh");
         let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
         slot.count(Counter::SwapFull, 1);
         let root = child.id();
         let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, true);
         keeper.tick();
         assert!(!keeper.totals(root).strict_kill, "within the budget");
+        while keeper.tree.pids().count() < 2 {
+            std::thread::sleep(Duration::from_millis(5));
+            keeper.tick();
+        }
         slot.count(Counter::SwapFull, 1);
         let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
         let process = Process { group: 0, standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0, growth: 0 };
@@ -759,6 +764,6 @@ mod tests {
         assert!(keeper.totals(root).strict_kill);
         let mut child = child;
         let status = child.wait().expect("wait");
-        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGKILL));
+        assert_eq!(status.code(), Some(5));
     }
 }

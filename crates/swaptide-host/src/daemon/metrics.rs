@@ -135,7 +135,7 @@ impl Snapshot {
             (Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default());
         let events: Family<OfEvent, Counter> = Family::default();
         for (path, usage, leased, happened) in &self.groups {
-            let of = OfGroup { group: path.clone() };
+            let of = OfGroup { group: escaped(path) };
             ram.get_or_create(&of).set(usage.ram);
             swap.get_or_create(&of).set(*leased);
             zswap.get_or_create(&of).set(usage.zswap);
@@ -149,7 +149,7 @@ impl Snapshot {
                 ("swap.max", happened.swap_max),
                 ("swap.fail", happened.swap_fail),
             ] {
-                events.get_or_create(&OfEvent { group: path.clone(), event }).inc_by(count);
+                events.get_or_create(&OfEvent { group: escaped(path), event }).inc_by(count);
             }
         }
         registry.register("group_ram_bytes", "Resident memory of a group and those below it", ram);
@@ -160,7 +160,7 @@ impl Snapshot {
         registry.register("group_events", "What happened in a group and those below it", events);
         let (size, used) = (Gauges::default(), Gauges::default());
         for (number, name, bytes, leased) in &self.areas {
-            let of = OfArea { device: name.clone(), number: *number };
+            let of = OfArea { device: escaped(name), number: *number };
             size.get_or_create(&of).set(*bytes);
             used.get_or_create(&of).set(*leased);
         }
@@ -169,7 +169,7 @@ impl Snapshot {
         let counters: Family<OfRun, Counter> = Family::default();
         for (pid, program, view) in &self.runs {
             for (counter, value) in view.stats.iter().filter(|(_, value)| **value > 0) {
-                let of = OfRun { pid: *pid, program: program.clone(), counter: counter.clone() };
+                let of = OfRun { pid: *pid, program: escaped(program), counter: counter.clone() };
                 counters.get_or_create(&of).inc_by(*value);
             }
         }
@@ -183,6 +183,11 @@ impl Snapshot {
         let _ = encode(&mut text, &registry);
         text
     }
+}
+
+/// A label's value as it stands between quotes: the encoder writes what it is given.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
