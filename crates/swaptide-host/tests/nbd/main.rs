@@ -518,24 +518,27 @@ fn a_server_without_tls_is_refused_where_tls_is_wanted_and_pumps_end() {
     let certificates = format!("--tls-certificates={}", authority.directory().display());
     let mut server = Server::nbdkit(&other, &["--tls=require", &certificates, "memory", "8M"]);
     let url = server.url("nbds", "", &format!("&ca={}", authority.path("ca-cert.pem")));
-    // In this process other tests have pumps, too, which come and go: enough of ours that those do not matter.
-    let ended = |few: usize| {
+    // In this process other tests have pumps, too, which come and go: enough of ours that those do not matter. A thread has its
+    // name a moment after it was started.
+    let until = |what: &str, good: fn(usize) -> bool| {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while pumps() > few {
-            assert!(Instant::now() < deadline, "{} pumps are left", pumps());
+        while !good(pumps()) {
+            assert!(Instant::now() < deadline, "{what}: {} pumps", pumps());
             std::thread::sleep(Duration::from_millis(20));
         }
     };
+    let begun = || until("they begin", |pumps| pumps >= 30);
+    let ended = || until("they end", |pumps| pumps <= 20);
     let connector = connector(&url).unwrap();
     let many: Vec<_> = (0..30).map(|_| connector.connect().unwrap()).collect();
-    assert!(pumps() >= 30);
+    begun();
     // The process ends them, or the server does.
     drop(many);
-    ended(20);
+    ended();
     let many: Vec<_> = (0..30).map(|_| connector.connect().unwrap()).collect();
-    assert!(pumps() >= 30);
+    begun();
     server.kill();
-    ended(20);
+    ended();
     for (fd, _) in many {
         assert_eq!(rustix::io::read(&fd, &mut [0; 16][..]), Ok(0));
     }
