@@ -107,6 +107,8 @@ impl Inner {
     fn guard_gone(&self, state: &mut State, id: SpaceId) {
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.guard = None;
+        // Another program may go by that number now.
+        space.pid = None;
         space.unguarded = Instant::now();
         state.generation += 1;
         if space.standing() == Standing::Gone {
@@ -209,6 +211,14 @@ impl Inner {
                 // After a change that was not told: a mapping that grew into what was its own before.
                 self.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
+                if space.stale && space.rescued {
+                    // Nothing of it is out, and nothing goes: what is missing was never touched, wherever it is.
+                    let at = VirtRange::from_len(addr, PAGE_SIZE);
+                    let _ = space.uffd.zero_pages(at, false);
+                    let _ = space.uffd.write_protect(at, false);
+                    let _ = space.uffd.wake(at);
+                    return;
+                }
                 if space.stale {
                     state.held.push((id, addr, wp));
                     return;
@@ -329,7 +339,9 @@ impl Inner {
         self.count(Counter::SwapRaHit, hits as u64);
         self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
         self.count(Counter::Pgmajfault, 1);
-        self.count_orders(&wanted);
+        for run in region.runs(wanted.clone(), PageState::is_out) {
+            self.count_orders(&run);
+        }
         // First what was asked for, then who waits, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
         for run in region.runs(first.clone(), PageState::is_out) {
