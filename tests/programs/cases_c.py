@@ -70,6 +70,11 @@ CASES = [
     # Mappings that move while the process forks, and past libc while it forks: such children take all they have out of the budget.
     Case("forkmove-libc", program("forkmove", "libc", megabytes=96), 32, allowance=64, forks=True),
     Case("forkmove-raw", program("forkmove", "raw", megabytes=36, seconds=3), 32, allowance=96, forks=True),
+    # One region for all; what is read and written by several at once does not go out while a forked child is on its way.
+    *[Case(f"shared-{mode}", program("shared", mode, megabytes=64), 32, allowance=allowance, forks=True)
+      for mode, allowance in (("hammer", 4), ("chains", 16), ("killed", 24), ("changes", 16), ("meetings", 8), ("starts", 16), ("both", 16))],
+    # A child past libc gets everything, and nothing of it goes out while that lives.
+    Case("shared-raw", program("shared", "raw", megabytes=64), 32, allowance=64, forks=True),
     Case("remap", program("remap", megabytes=96), 32, allowance=4),
     Case("regrow-mremap", program("regrow", "mremap", megabytes=48), 32, allowance=4),
     Case("regrow-realloc", program("regrow", "realloc", megabytes=48), 32, allowance=4),
@@ -95,5 +100,7 @@ CASES = [
     Case("long-sysio", program("sysio", megabytes=384), 64, full=True, limit=240, allowance=4),
     Case("long-tree", program("forks", "tree", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
     Case("long-threaded", program("forks", "threaded", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
+    Case("long-shared", program("shared", "hammer", megabytes=256), 64, full=True, limit=240, allowance=8, forks=True),
+    Case("long-shared-changes", program("shared", "changes", megabytes=256), 64, full=True, limit=240, allowance=24, forks=True),
     Case("long-killed", program("forks", "killed", megabytes=256), 64, full=True, limit=240, allowance=16, forks=True),
 ]

@@ -11,6 +11,9 @@ import signal
 import subprocess
 import termios
 import time
+from pathlib import Path
+
+from processes import descendants, is_zombie
 
 from harness import HERE, Case, Failure, digest, status_of_signal
 
@@ -110,6 +113,31 @@ def wait_for_line(context, program, start):
             raise Failure(f"it ended with status {program.process.returncode} before it said {start!r}")
         time.sleep(0.02)
     raise Failure(f"it never said {start!r}")
+
+
+def shared_killed(context):
+    """The supervisor is killed while it holds pages of shared memory: who needs them is stopped, and says why."""
+    if context.native:
+        return
+    program = context.start([context.binary("shared"), 64, 60, context.seed, "hammer"], options=["--swap", "zram:1G"])
+    supervisor, workers = None, []
+    while len(workers) < 5:
+        context.expect(program.process.poll() is None, "it ended by itself")
+        if context.hung is not None:
+            return
+        tree = descendants(program.pid)
+        workers = [pid for pid in tree if Path(f"/proc/{pid}/comm").read_text().strip() == "shared"]
+        supervisor = next((pid for pid in tree if pid not in workers), None)
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(supervisor, signal.SIGKILL)
+    code = program.process.wait()
+    said = (program.directory / "stderr").read_text()
+    context.expect(code == 134 and "stopped rather than given wrong data" in said, f"status {code}, {said!r}")
+    while context.hung is None and any(os.path.exists(f"/proc/{pid}/comm") and not is_zombie(pid) for pid in workers):
+        time.sleep(0.05)
+    text = (program.directory / "stdout").read_text()
+    context.expect("FAILED" not in text, f"somebody saw wrong data: {text!r}")
 
 
 def signals(context):
@@ -488,6 +516,7 @@ CASES = [
     Case("few-files", few_files, 32, swaps=False, allowance=128, forks=True),
     Case("signals-passed", signals, 32, allowance=4),
     Case("killed", killed, 32, allowance=4),
+    Case("shared-run-killed", shared_killed, 32, allowance=64, forks=True, swaps=False),
     Case("run-killed", run_killed, 32, allowance=4),
     Case("stopped", stopped, 32, allowance=4),
     Case("terminal", terminal, 32, allowance=4),

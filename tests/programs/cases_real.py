@@ -175,6 +175,7 @@ def stress(seconds, megabytes):
 CASES = [
     Case("python-structures", python("structures.py", 60), 64, limit=180, allowance=4),
     Case("python-walk", python("walk.py", 256), 64, limit=180, allowance=4),
+    Case("python-shared", python("shared.py", 192), 96, limit=180, allowance=32, forks=True),
     Case("sort", sort(64, 96), 32, limit=180, needs=("sort",), allowance=4),
     Case("sqlite-module", python("sql.py", 250000), 20, limit=180, allowance=4),
     Case("sqlite-command", sqlite(300000), 20, limit=180, needs=("sqlite3",), allowance=4),

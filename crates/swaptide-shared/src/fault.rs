@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::epoll;
 use swaptide_engine::ids::PageNo;
@@ -22,7 +22,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
-use crate::pager::{GUARD_PATIENCE, Inner, STOP_FAULTS, State, is_hole, write_pages};
+use crate::pager::{GUARD_PATIENCE, Inner, ROOM, STOP_FAULTS, State, is_hole, write_pages};
 use crate::region::{PageState, RegionId};
 use crate::space::{Piece, Space, SpaceId, Standing};
 
@@ -55,10 +55,12 @@ pub(crate) struct Door {
 
 /// The thread.
 pub(crate) fn run(inner: Arc<Inner>) {
+    // A fault is a thread that waits. Without the privilege this is a thread like others.
+    let _ = swaptide_sys::affinity::set_own_nice(-10);
     let mut loader = Loader::new();
     let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
-        let patience = if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
+        let patience: i64 = if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: patience * 1_000_000 };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
             Ok(count) => count,
@@ -70,39 +72,43 @@ pub(crate) fn run(inner: Arc<Inner>) {
         };
         let mut state = inner.lock();
         for event in &events[..ready] {
-            let data = event.data;
-            let id = SpaceId(data.u64() >> 1);
-            if data.u64() & 1 == 1 {
+            let data = event.data.u64();
+            let id = SpaceId(data >> 1);
+            if data == ROOM {
+                let _ = rustix::io::read(&inner.room, &mut [0u8; 8]);
+            } else if data & 1 == 1 {
                 inner.guard_gone(&mut state, id);
             } else {
                 inner.hear(&mut state, id, &mut loader);
             }
         }
+        for (id, addr, wp) in std::mem::take(&mut state.waiting) {
+            inner.answer(&mut state, id, addr, wp, &mut loader);
+        }
         if ready == 0 || patience == 5 {
             inner.look_after(&mut state, &mut loader);
         }
-        let crowded = inner.is_crowded(&state);
-        drop(state);
-        if crowded {
+        if !state.waiting.is_empty() {
             inner.work.notify_all();
-            // Who fills faster than anything goes out waits a little.
-            std::thread::sleep(Duration::from_micros(500));
         }
     }
 }
 
 impl Inner {
-    /// Well past the limit.
-    fn is_crowded(&self, state: &State) -> bool {
+    /// True when nothing may come in before something goes out.
+    fn is_full(&self, state: &State) -> bool {
         let Some(limit) = self.limit().filter(|_| state.engaged) else { return false };
-        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes();
-        used > limit + limit / 32 && !state.queue.is_empty()
+        let stuck = state.stuck_until.is_some_and(|until| Instant::now() < until);
+        let used = (state.counts().resident * PAGE_SIZE) as u64 + self.own_bytes_before();
+        used + (FIRST_PAGES * PAGE_SIZE) as u64 > limit && !stuck
     }
 
     /// The guard of an address space hung up: its process has ended or executed another program, or soon will have.
     fn guard_gone(&self, state: &mut State, id: SpaceId) {
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.guard = None;
+        // Another program may go by that number now.
+        space.pid = None;
         space.unguarded = Instant::now();
         state.generation += 1;
         if space.standing() == Standing::Gone {
@@ -205,6 +211,14 @@ impl Inner {
                 // After a change that was not told: a mapping that grew into what was its own before.
                 self.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
+                if space.stale && space.rescued {
+                    // Nothing of it is out, and nothing goes: what is missing was never touched, wherever it is.
+                    let at = VirtRange::from_len(addr, PAGE_SIZE);
+                    let _ = space.uffd.zero_pages(at, false);
+                    let _ = space.uffd.write_protect(at, false);
+                    let _ = space.uffd.wake(at);
+                    return;
+                }
                 if space.stale {
                     state.held.push((id, addr, wp));
                     return;
@@ -219,6 +233,11 @@ impl Inner {
             return;
         };
         let door = Door { space: id, piece };
+        let comes_in = |state: PageState| state == PageState::Absent || state.is_out();
+        if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page))) && self.is_full(state) {
+            state.waiting.push((id, addr, wp));
+            return;
+        }
         let Some(region) = state.regions.get_mut(&piece.region) else {
             self.wake(state, id, at);
             return;
@@ -320,7 +339,9 @@ impl Inner {
         self.count(Counter::SwapRaHit, hits as u64);
         self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
         self.count(Counter::Pgmajfault, 1);
-        self.count_orders(&wanted);
+        for run in region.runs(wanted.clone(), PageState::is_out) {
+            self.count_orders(&run);
+        }
         // First what was asked for, then who waits, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
         for run in region.runs(first.clone(), PageState::is_out) {

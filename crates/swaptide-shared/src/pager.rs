@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll;
+use rustix::event::{EventfdFlags, epoll};
 use rustix::fs::FallocateFlags;
 use swaptide_engine::locality::Reading;
 use swaptide_ipc::shared::{Attached, HOLD, REGION_NAME, SETTLE};
@@ -33,11 +33,15 @@ use crate::store::{OpenArea, SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
 pub const GUARD_PATIENCE: Duration = Duration::from_secs(1);
+/// In this time the guard of a forked child comes, unless none comes.
+const GUARD_SOON: Duration = Duration::from_millis(300);
 /// Regions larger than this are not taken.
 const LARGEST_REGION: u64 = 64 << 30;
 /// A region that nobody has attached after this time was given up by who asked for it.
 const ABANDONED: Duration = Duration::from_secs(30);
 
+/// The number of [`Inner::room`] at the poll.
+pub(crate) const ROOM: u64 = u64::MAX;
 /// The thread that makes room is to end.
 pub(crate) const STOP_ROOM: u32 = 1;
 /// The thread that answers is to end.
@@ -84,6 +88,8 @@ pub(crate) struct Inner {
     /// Wakes reclaim.
     pub work: Condvar,
     pub poll: OwnedFd,
+    /// Tells who answers faults that there is room.
+    pub room: OwnedFd,
     /// [`STOP_ROOM`] and [`STOP_FAULTS`].
     pub stop: AtomicU32,
     /// Files of all regions, for who asks what they hold.
@@ -108,6 +114,10 @@ pub(crate) struct State {
     pub clock: u32,
     /// Missing pages are the pager's to fill.
     pub engaged: bool,
+    /// Faults that wait for room.
+    pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
+    /// Until then nobody waits for room: there was nothing to make it of.
+    pub stuck_until: Option<Instant>,
     /// Faults that wait for a layout.
     pub held: Vec<(SpaceId, VirtAddr, bool)>,
     next_space: u64,
@@ -131,11 +141,13 @@ impl Pager {
             state: Mutex::new(State::default()),
             work: Condvar::new(),
             poll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            room: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             stop: AtomicU32::new(0),
             memories: Mutex::default(),
             statm: StatmFd::open_self().ok(),
             own_bytes: AtomicU64::new(0),
         });
+        epoll::add(&inner.poll, &inner.room, epoll::EventData::new_u64(ROOM), epoll::EventFlags::IN)?;
         let spawn = |name: &str, body: fn(Arc<Inner>)| {
             let inner = inner.clone();
             std::thread::Builder::new().name(name.into()).spawn(move || body(inner)).map_err(|_| Errno::AGAIN)
@@ -263,6 +275,17 @@ impl Inner {
         self.own_bytes.load(Relaxed)
     }
 
+    /// The same, as of the last time it was measured.
+    pub fn own_bytes_before(&self) -> u64 {
+        self.own_bytes.load(Relaxed)
+    }
+
+    /// Has faults that wait for room looked at again.
+    pub fn tell_room(&self) {
+        // A counter that is full has told it already.
+        let _ = rustix::io::write(&self.room, &1u64.to_ne_bytes());
+    }
+
     /// The limit; `None` while there is none.
     pub fn limit(&self) -> Option<u64> {
         match self.segment.slot(self.index).limit_bytes.load(Relaxed) {
@@ -382,6 +405,7 @@ impl Inner {
                 let _ = epoll::delete(&self.poll, guard.as_fd());
             }
             state.held.retain(|(space, ..)| *space != id);
+            state.waiting.retain(|(space, ..)| *space != id);
             self.forget_unmapped(state);
         }
     }
@@ -551,6 +575,11 @@ impl State {
             all.extend(space.layout.iter().map(|piece| piece.region));
         }
         all
+    }
+
+    /// True while what forbids going out is about to pass: a forked child whose guard is on its way, a mapping that is being moved.
+    pub fn is_passing(&self) -> bool {
+        self.spaces.values().any(|space| space.moving > 0 || space.guard.is_none() && space.unguarded.elapsed() < GUARD_SOON)
     }
 
     /// Puts a chunk at the end of the queue, if it does not stand in it.

@@ -31,7 +31,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::codec::{Compressor, Unpacker};
@@ -49,6 +49,9 @@ use crate::store::{Put, compressor};
 const BATCH: usize = 1024;
 /// Pages that go from compressed memory to the file together.
 const WRITE_BACK: usize = 128;
+
+/// How long nobody waits for room after nothing could go out.
+const STUCK: Duration = Duration::from_millis(20);
 
 /// What the thread works with.
 struct Worker {
@@ -120,13 +123,21 @@ impl Worker {
         if over == 0 {
             return Duration::from_millis(5);
         }
-        match self.batch(inner, (over / PAGE_SIZE as u64).clamp(16, BATCH as u64) as usize) {
+        let mut outcome = self.batch(inner, (over / PAGE_SIZE as u64).clamp(16, BATCH as u64) as usize);
+        if outcome == Outcome::Nothing && inner.lock().is_passing() {
+            outcome = Outcome::Again;
+        }
+        if matches!(outcome, Outcome::Nothing | Outcome::Full) {
+            inner.lock().stuck_until = Some(Instant::now() + STUCK);
+        }
+        inner.tell_room();
+        match outcome {
             Outcome::Out(_) => Duration::ZERO,
             Outcome::Again => Duration::from_micros(200),
             Outcome::Nothing => Duration::from_millis(5),
             Outcome::Full => {
                 inner.count(Counter::SwapFull, 1);
-                Duration::from_millis(50)
+                STUCK
             }
         }
     }

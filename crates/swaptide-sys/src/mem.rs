@@ -521,6 +521,16 @@ mod tests {
     }
 
     #[test]
+    fn landmarks_are_where_nothing_is_and_go_again() {
+        let (one, other) = (Landmark::raise().unwrap(), Landmark::raise().unwrap());
+        assert_ne!(one.range(), other.range());
+        let range = one.range();
+        assert!(crate::maps::vma_at(range.start).unwrap().is_some_and(|info| info.vma().range == range && !info.vma().read));
+        drop(one);
+        assert!(crate::maps::vma_at(range.start).unwrap().is_none());
+    }
+
+    #[test]
     fn discard_and_populate() {
         let map = Mapping::reserve(4 * PAGE_SIZE).unwrap();
         map.populate_write(0, map.len()).unwrap();

@@ -33,6 +33,9 @@ pub struct WorkArgs {
     /// What the pages of the pressure hold [default: as the target's]
     #[arg(long, value_enum)]
     pub pressure_data: Option<Data>,
+    /// The target is shared memory
+    #[arg(long)]
+    pub shared: bool,
     /// Free the pressure only at the end
     #[arg(long)]
     pub hold: bool,
@@ -155,17 +158,26 @@ pub const READY: &str = "ready";
 
 /// Memory that nothing has touched yet, some of it with data.
 struct Memory {
-    words: Vec<u64>,
+    words: &'static mut [u64],
     first: usize,
     pages: usize,
 }
 
 impl Memory {
-    fn new(bytes: u64) -> Memory {
+    fn new(bytes: u64, shared: bool) -> Result<Memory, String> {
         let pages = bytes as usize / PAGE;
-        let words = vec![0u64; (pages + ALIGN) * WORDS];
+        let len = (pages + ALIGN) * PAGE;
+        let flags = libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
+        // By way of the C library, as a program would: there the run hears of it.
+        // SAFETY: a new mapping where the kernel has room.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(format!("mmap of {len} bytes: {}", std::io::Error::last_os_error()));
+        }
+        // SAFETY: the mapping is readable and writable, zeros to begin with, of that length, and unmapped only when this value is gone.
+        let words = unsafe { std::slice::from_raw_parts_mut(start.cast::<u64>(), len / size_of::<u64>()) };
         let first = words.as_ptr().align_offset(ALIGN * PAGE);
-        Memory { words, first, pages }
+        Ok(Memory { words, first, pages })
     }
 
     fn of(&self, index: usize) -> Range<usize> {
@@ -180,14 +192,20 @@ impl Memory {
         }
     }
 
-    fn advise(&self, advice: i32) -> Result<(), String> {
-        let start = self.words[self.first..].as_ptr().cast_mut();
-        // By way of the C library, as a program would: there the run hears of it.
-        // SAFETY: the range is this vector's own and allocated; none of the pieces of advice used here changes what it holds.
+    fn advise(&mut self, advice: i32) -> Result<(), String> {
+        let start = self.words[self.first..].as_mut_ptr();
+        // SAFETY: the range is this value's own; none of the pieces of advice used here changes what it holds.
         match unsafe { libc::madvise(start.cast(), self.pages * PAGE, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
         }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the whole mapping, which nobody has a reference to any more.
+        unsafe { libc::munmap(self.words.as_mut_ptr().cast(), size_of_val(self.words)) };
     }
 }
 
@@ -204,11 +222,11 @@ pub fn main(args: &WorkArgs) -> u8 {
 
 fn work(args: &WorkArgs) -> Result<(), String> {
     let begin = Instant::now();
-    let mut target = Memory::new(args.target);
+    let mut target = Memory::new(args.target, args.shared)?;
     target.fill(args.data);
     let mut held = None;
     if let Some(bytes) = args.pressure {
-        let mut pressure = Memory::new(bytes);
+        let mut pressure = Memory::new(bytes, false)?;
         pressure.fill(args.pressure_data.unwrap_or(args.data));
         held = args.hold.then_some(pressure);
     }
@@ -266,7 +284,7 @@ mod tests {
     #[test]
     fn every_page_of_every_data_is_told_from_the_next() {
         for data in [Data::Pattern, Data::Quarter, Data::Sixth, Data::Third] {
-            let mut memory = Memory::new(64 * PAGE as u64);
+            let mut memory = Memory::new(64 * PAGE as u64, data == Data::Quarter).unwrap();
             memory.fill(data);
             for index in 0..64 {
                 let page = &memory.words[memory.of(index)];
