@@ -105,7 +105,7 @@ def groups(context):
     ctl.refused("/web/front", "group", "/web/front")
 
     # No lease goes past the maximum.
-    ctl("group", "/batch", f"swap.max={swap}", "ram.max=24M")
+    ctl("group", "/batch", f"swap.max={swap}", "ram.max=16M")
     until(context, "a refused lease", lambda: ctl.event("/batch", "swap", "max") > 0)
     context.expect(ctl.value("/batch", "swap.current") <= swap, "past swap.max")
     ctl("group", "/batch", "swap.max=max", "ram.max=max")
