@@ -45,7 +45,7 @@ pub enum Question {
     Devices,
     /// Add a swap area: a device as `--swap` takes it, with an absolute path.
     Swapon(String),
-    /// Take one away, by its name or number. Answered with [`Answer::Left`] any number of times, then with [`Answer::Done`].
+    /// Take one away, by its name or number. Answered with how many bytes are left, any number of times, then with that it is done.
     Swapoff(String),
     /// The tiers; with a text, change them first.
     Tiers(Option<String>),

@@ -9,9 +9,9 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`state`] | what outlives the daemon: the segment, names, groups, runs |
+//! | `state` | what outlives the daemon: the segment, names, groups, runs |
 //! | [`client`] | the run's side |
-//! | [`metrics`] | numbers for Prometheus |
+//! | `metrics` | numbers for Prometheus |
 //!
 //! Invariants
 //! 1. One daemon at a time has a state directory: it holds a lock in it.

@@ -1,6 +1,6 @@
 //! The thread that keeps processes within their budgets: those of one run, or of all runs of a host.
 //!
-//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them ([`Places`]), the supervisor's side of every process slot, the totals of
+//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them (`Places`), the supervisor's side of every process slot, the totals of
 //! processes that are gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries out
 //! the decision through the segment: `limit_bytes`, `wanted`, the bell, and what follows from a process's group.
 //!

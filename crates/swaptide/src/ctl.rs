@@ -104,8 +104,11 @@ struct ReclaimArgs {
 
 #[derive(Args)]
 struct SwaponArgs {
-    /// The device, as swaptide run --swap takes it: file:PATH[:SIZE] or /dev/BLOCK, with ,prio=N
-    #[arg(value_name = "DEV")]
+    // Not a doc comment: rustdoc would take the brackets for links.
+    #[arg(
+        value_name = "DEV",
+        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT, with ,prio=N"
+    )]
     device: String,
     /// The run, by the process you started or any in it [default: the only one]
     #[arg(long, value_name = "PID")]

@@ -61,7 +61,8 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd], file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE], each with ,prio=N \
+        help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
+                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS); each with ,prio=N, any number of them \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
     swap: Vec<String>,
