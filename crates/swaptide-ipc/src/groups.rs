@@ -9,7 +9,7 @@
 //! Invariants
 //! 1. `refs[g][x]` is the number of processes in `g` and below it that hold extent `x`, and `swap_used` of `g` is the number of extents where
 //!    that is not 0, plus those that a lease under way has reserved.
-//! 2. All changes are made between [`Segment::change`] and its end, so that who finds no change under way, and none since, has found consistent
+//! 2. All changes are made between `Segment::change` and its end, so that who finds no change under way, and none since, has found consistent
 //!    numbers; a process that dies in a change leaves it under way, by which the supervisor knows that it has to count ([`Segment::audit`]).
 //! 3. A process's extents are charged to the group in its slot's `group`, which only the process itself changes, while it holds any.
 //! 4. Sharing never fails: a fork may take a group over its maximum. A lease never does.
