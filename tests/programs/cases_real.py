@@ -1,9 +1,14 @@
 """Real programs at a fraction of their memory, their output compared with a run without swaptide."""
 
 import hashlib
+import os
 import random
 import re
+import shutil
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 from harness import HERE, Case, Failure
 from redis_client import Redis
@@ -172,6 +177,49 @@ def stress(seconds, megabytes):
     return run
 
 
+QUERIES = (
+    "create table t as select g as id, md5(g::text) as v, g % 1000 as k from generate_series(1, {rows}) g",
+    "create index on t(k)",
+    "select count(*), sum(hashtext(v)), sum(k) from t",
+    "update t set k = k + 1 where id % 50 = 0",
+    "select count(*) from t a join t b on a.id = b.id where a.k = 5",
+    "select count(*), sum(hashtext(v)), sum(k) from t",
+)
+
+
+def postgres(rows, buffers):
+    """A PostgreSQL whose shared buffers are larger than the budget answers as one that has the memory. It refuses to run as root."""
+    def run(context):
+        found = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+        if not found:
+            raise Failure("PostgreSQL is not installed (Debian package postgresql)")
+        drop = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.getuid() == 0 else []
+        answers = []
+        for native in (True, False):
+            home = context.directory / f"data-{native}"
+            home.mkdir()
+            for path in (home, *home.parents):
+                if path == Path(tempfile.gettempdir()):
+                    break
+                path.chmod(0o755)
+            if drop:
+                shutil.chown(home, "postgres")
+            subprocess.run([*drop, found[-1] / "initdb", "-D", home / "db", "-A", "trust"], check=True, capture_output=True, cwd=home)
+            settings = {"shared_buffers": f"{buffers}MB", "unix_socket_directories": home, "listen_addresses": "", "huge_pages": "off"}
+            words = [*drop, found[-1] / "postgres", "-D", home / "db", *[w for k, v in settings.items() for w in ("-c", f"{k}={v}")]]
+            server = context.start(words, native=native)
+            ask = [*drop, "psql", "-h", home, "-d", "postgres", "-Atc"]
+            while context.hung is None and subprocess.run([*ask, "select 1"], capture_output=True, cwd=home).returncode:
+                time.sleep(0.2)
+            asked = [subprocess.run([*ask, query.format(rows=rows)], capture_output=True, text=True, cwd=home) for query in QUERIES]
+            answers.append([(done.returncode, done.stdout, done.stderr) for done in asked])
+            subprocess.run([*drop, found[-1] / "pg_ctl", "-D", home / "db", "stop", "-m", "fast"], capture_output=True, cwd=home)
+            server.finish()
+        context.expect(answers[0] == answers[1], f"it answers {answers[1]} instead of {answers[0]}")
+        context.expect(all(code == 0 for code, _, _ in answers[0]), f"it failed: {answers[0]}")
+    return run
+
+
 CASES = [
     Case("python-structures", python("structures.py", 60), 64, limit=180, allowance=4),
     Case("python-walk", python("walk.py", 256), 64, limit=180, allowance=4),
@@ -191,6 +239,7 @@ CASES = [
     Case("full-sort", sort(400, 400), 100, full=True, limit=900, needs=("sort",), allowance=4),
     Case("full-sqlite", sqlite(2000000), 64, full=True, limit=900, needs=("sqlite3",), allowance=4),
     Case("full-redis", redis(500000), 160, full=True, limit=900, needs=("redis-server",), allowance=16, forks=True),
+    Case("full-postgres", postgres(600000, 192), 96, full=True, limit=900, needs=("psql",), allowance=48, forks=True),
     Case("full-gcc", gcc(4, 300), 128, full=True, limit=900, needs=("gcc",), allowance=8, forks=True),
     Case("full-java", java("G1", 900000), 128, full=True, limit=900, needs=("java",), allowance=64),
     Case("full-node", node(1000000), 192, full=True, limit=900, needs=("node",), allowance=64),

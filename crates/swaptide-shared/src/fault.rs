@@ -285,6 +285,12 @@ impl Inner {
     fn bound(&self) -> usize {
         let limit = self.limit().unwrap_or(LIMIT_FOR_WINDOWS);
         let bound = (limit / 64) as usize / PAGE_SIZE;
+        // As for a process's own memory: with a file, page-cluster says how far is read ahead, of compressed memory in front of it too.
+        let bound = match self.segment.header.page_cluster_plus.load(Relaxed) {
+            0 => bound,
+            plus if self.store.has_file() => bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER))),
+            _ => bound,
+        };
         match self.segment.header.largest_order_plus.load(Relaxed) {
             0 => bound.clamp(1, MOST_PAGES),
             plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
