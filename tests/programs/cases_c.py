@@ -7,8 +7,10 @@ from harness import Case, Failure
 
 
 def program(name, *mode, megabytes=128, seconds=4):
+    options = ["--shared"] if name == "shared" else []
+
     def run(context):
-        context.c(name, *mode, megabytes=megabytes, seconds=60 if context.case.full else seconds)
+        context.c(name, *mode, megabytes=megabytes, seconds=60 if context.case.full else seconds, options=options)
     return run
 
 

@@ -119,7 +119,7 @@ def shared_killed(context):
     """The supervisor is killed while it holds pages of shared memory: who needs them is stopped, and says why."""
     if context.native:
         return
-    program = context.start([context.binary("shared"), 64, 60, context.seed, "hammer"], options=["--swap", "zram:1G"])
+    program = context.start([context.binary("shared"), 64, 60, context.seed, "hammer"], options=["--shared", "--swap", "zram:1G"])
     supervisor, workers = None, []
     while len(workers) < 5:
         context.expect(program.process.poll() is None, "it ended by itself")

@@ -14,9 +14,9 @@ from harness import HERE, Case, Failure
 from redis_client import Redis
 
 
-def python(script, *arguments):
+def python(script, *arguments, options=()):
     def run(context):
-        context.compare([context.python, HERE / "py" / script, *arguments, context.seed], env=STEADY)
+        context.compare([context.python, HERE / "py" / script, *arguments, context.seed], env=STEADY, options=options)
     return run
 
 
@@ -207,7 +207,7 @@ def postgres(rows, buffers):
             subprocess.run([*drop, found[-1] / "initdb", "-D", home / "db", "-A", "trust"], check=True, capture_output=True, cwd=home)
             settings = {"shared_buffers": f"{buffers}MB", "unix_socket_directories": home, "listen_addresses": "", "huge_pages": "off"}
             words = [*drop, found[-1] / "postgres", "-D", home / "db", *[w for k, v in settings.items() for w in ("-c", f"{k}={v}")]]
-            server = context.start(words, native=native)
+            server = context.start(words, native=native, options=["--shared"])
             ask = [*drop, "psql", "-h", home, "-d", "postgres", "-Atc"]
             while context.hung is None and subprocess.run([*ask, "select 1"], capture_output=True, cwd=home).returncode:
                 time.sleep(0.2)
@@ -223,7 +223,7 @@ def postgres(rows, buffers):
 CASES = [
     Case("python-structures", python("structures.py", 60), 64, limit=180, allowance=4),
     Case("python-walk", python("walk.py", 256), 64, limit=180, allowance=4),
-    Case("python-shared", python("shared.py", 192), 96, limit=180, allowance=32, forks=True),
+    Case("python-shared", python("shared.py", 192, options=["--shared"]), 96, limit=180, allowance=32, forks=True),
     Case("sort", sort(64, 96), 32, limit=180, needs=("sort",), allowance=4),
     Case("sqlite-module", python("sql.py", 250000), 20, limit=180, allowance=4),
     Case("sqlite-command", sqlite(300000), 20, limit=180, needs=("sqlite3",), allowance=4),

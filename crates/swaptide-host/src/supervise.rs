@@ -93,8 +93,8 @@ pub struct RunConfig {
     pub quiet: bool,
     /// `--strict`.
     pub strict: bool,
-    /// `--no-shared`: shared memory is left alone.
-    pub no_shared: bool,
+    /// `--shared`: large anonymous shared mappings are swapped, too.
+    pub shared: bool,
     /// `--page-cluster`: how far the swap file is read ahead, as a power of two of pages.
     pub page_cluster: Option<u8>,
     /// Largest order of a swap-in, for comparisons.
@@ -228,7 +228,7 @@ struct Prepared {
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
-    no_shared: bool,
+    shared: bool,
     started: Instant,
     inherited_fds: Vec<RawFd>,
 }
@@ -321,7 +321,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         report,
         quiet: config.quiet,
         strict: config.strict,
-        no_shared: config.no_shared,
+        shared: config.shared,
         started,
         inherited_fds,
     })
@@ -599,7 +599,7 @@ impl Prepared {
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
-        let shared = Shared::new(self.segment, areas.clone(), !self.no_shared);
+        let shared = Shared::new(self.segment, areas.clone(), self.shared);
         let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared);
         let uid = rustix::process::geteuid().as_raw();
         let run = keeper::Run {

@@ -75,9 +75,9 @@ struct RunArgs {
     /// When swap space runs out, kill the program (status 137) instead of letting it go past its budget
     #[arg(long)]
     strict: bool,
-    /// Leave shared memory alone: it stays in memory, and does not count
+    /// Swap large anonymous shared mappings as well, and count them [default: they stay in memory and do not count]
     #[arg(long)]
-    no_shared: bool,
+    shared: bool,
     /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of it; 0: no readahead [default: windows
     /// as far as the faults carry them, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
@@ -151,7 +151,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
-        no_shared,
+        shared,
         page_cluster,
         tiers,
         group,
@@ -166,7 +166,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
-        no_shared,
+        shared,
         page_cluster,
         largest_order,
         group,

@@ -225,6 +225,9 @@ fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
     if order_0 {
         command.args(["--largest-order", "0"]);
     }
+    if case.shared {
+        command.arg("--shared");
+    }
     command.arg("--").arg(&exe).args(["lab-work", "--target", &bytes(case.target).to_string()]);
     command.args(["--data", case.data, "--order", case.order, "--hint", case.hint]);
     if let Some(pressure) = case.pressure {
