@@ -196,7 +196,9 @@ impl Call<'_, '_> {
             let broken = self.lanes.iter_mut().position(|lane| lane.send(requests, flags).is_err());
             match broken {
                 // What came before it broke may tell more.
-                Some(i) => self.hear(i, true),
+                Some(i) => {
+                    self.hear(i, true);
+                }
                 None => self.listen(),
             }
         }
@@ -311,16 +313,19 @@ impl Call<'_, '_> {
         let heard = heard.fold(0u32, |mask, (i, _)| mask | 1 << i);
         // From the last: one that breaks is taken out of the list.
         for i in (0..self.lanes.len()).rev() {
-            if heard & 1 << i != 0 {
-                self.hear(i, false);
-            } else if self.lanes[i].under_way() > 0 && now().since(self.lanes[i].calm()) >= limit {
+            if heard & 1 << i != 0 && !self.hear(i, false) {
+                continue;
+            }
+            // After what has come was heard: this thread may be the one that is late. And also then: who talks on and on has
+            // not answered yet.
+            if self.lanes[i].under_way() > 0 && now().since(self.lanes[i].calm()) >= limit {
                 self.broke(i, Broken::Late);
             }
         }
     }
 
-    /// Receives what has come on a connection, which may be known to be broken.
-    fn hear(&mut self, i: usize, broken: bool) {
+    /// Receives what has come on a connection, which may be known to be broken; `false` if it is gone then.
+    fn hear(&mut self, i: usize, broken: bool) -> bool {
         let lane = &mut self.lanes[i];
         let before = lane.under_way();
         let heard = lane.receive(self.requests);
@@ -331,8 +336,9 @@ impl Call<'_, '_> {
         match heard {
             Err(why) => self.broke(i, why),
             Ok(()) if broken => self.broke(i, Broken::Ended),
-            Ok(()) => {}
+            Ok(()) => return true,
         }
+        false
     }
 
     /// What was under way on a connection waits for another.

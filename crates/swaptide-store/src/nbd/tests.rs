@@ -381,6 +381,25 @@ fn a_late_server_is_left_for_another_connection() {
 }
 
 #[test]
+fn who_talks_on_and_on_is_late_too() {
+    let lab = Lab::new(|peer| {
+        let Some(asked) = peer.ask() else { return };
+        if peer.number == 0 {
+            let mut more = error_chunk(asked.cookie, 5, &[b'x'; 4000]);
+            // Not the last chunk: the answer never ends.
+            more[5] = 0;
+            while peer.stream.write_all(&more).is_ok() {}
+            return;
+        }
+        peer.answer(&asked);
+    });
+    let nbd = lab.client(export(), options());
+    let (answer, data) = guarded_read(&nbd, 4096, 4096);
+    assert_eq!((answer, &data), (Ok(4096), &lab.on_disk(4096, 4096)));
+    assert_eq!(nbd.stats().late, 1);
+}
+
+#[test]
 fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
     // The first connection holds its write back until the client hangs up, does it then, and only then ends.
     let order = Arc::new(Mutex::new(Vec::new()));
