@@ -385,9 +385,9 @@ def daemon_storm(context):
             daemon.kill()
             time.sleep(chance.uniform(0, 0.3))
             daemon.start()
-        elif draw < 0.45 and running:
-            # Any process of a run: what becomes of the others is theirs.
-            program, _ = running.pop(chance.choice(list(running)))
+        elif draw < 0.45 and any(kind[0] != "forks" for _, kind in running.values()):
+            # A whole run, in any order; one that forks all the time would leave orphans.
+            program, _ = running.pop(chance.choice([pid for pid, (_, kind) in running.items() if kind[0] != "forks"]))
             victims = [pid for pid in descendants(program.pid)] + [program.pid]
             chance.shuffle(victims)
             for pid in victims:

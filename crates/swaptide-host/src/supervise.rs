@@ -352,8 +352,7 @@ fn set_up_groups(config: &RunConfig, file: &Config, groups: &mut Groups) -> Resu
         groups.set_tiers(text).map_err(|error| RunError::Groups("--tiers", error))?;
     }
     let Some(text) = &config.group else {
-        // With no other group there is nothing to look for in anybody's cgroup.
-        return Ok((groups.iter().count() == 1).then_some(GroupIndex::ROOT));
+        return Ok(None);
     };
     let path = GroupPath::parse(text).map_err(|error| RunError::Groups("--group", GroupError::Path(error)))?;
     groups.ensure(&path, owner).map(Some).map_err(|error| RunError::Groups("--group", error))

@@ -38,6 +38,8 @@ impl Places {
         let (group, fixed) = match (parent.filter(|parent| parent.fixed), of_run) {
             (Some(parent), _) => (parent.group, true),
             (None, Some(group)) => (group, false),
+            // With the root alone there is nothing to look for.
+            (None, None) if groups.iter().nth(1).is_none() => (GroupIndex::ROOT, false),
             (None, None) => (cgroup_of(pid).map_or(GroupIndex::ROOT, |cgroup| groups.of_cgroup(&cgroup)), false),
         };
         self.0.insert(pid, Place { group, fixed, looked: Instant::now() });
