@@ -52,6 +52,8 @@ const STANDS: u32 = 1;
 const FAILED: u32 = 2;
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
+/// The run does not swap shared memory, or cannot: nobody is asked again.
+static REFUSED: AtomicBool = AtomicBool::new(false);
 /// The program has put itself under a filter of system calls: what this module needs may be forbidden now, on pain of death.
 static CONFINED: AtomicBool = AtomicBool::new(false);
 
@@ -85,12 +87,15 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
     const SYS_MMAP: u32 = 9;
     let kind = flags & KIND == SHARED && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
     // The child of a vfork has its parent's memory, and is not the process that the supervisor would see.
-    let ours = start::is_own_process() && !CONFINED.load(Relaxed);
+    let ours = start::is_own_process() && !CONFINED.load(Relaxed) && !REFUSED.load(Relaxed);
     if !kind || (len as u64) < SMALLEST_REGION || prot & PROT_EXEC != 0 || !ours {
         return None;
     }
     let socket = exec::socket()?;
-    let memory = shared::region(socket, len as u64)?;
+    let Some(memory) = shared::region(socket, len as u64) else {
+        REFUSED.store(true, Relaxed);
+        return None;
+    };
     // Filled at once it would be there before anybody could manage it.
     let flags = flags & !(ANONYMOUS | POPULATE);
     // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
