@@ -24,6 +24,7 @@ use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
 use crate::groups::{GroupPath, GroupView};
 use crate::keeper::{self, Keeper, Squeezed};
+use crate::mirror;
 use crate::report::{Totals, View};
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
@@ -355,7 +356,7 @@ impl Counter<'_> {
                 Answer::Error("swap areas and tiers are for root, or the daemon's own user, to change".into())
             }
             Question::Devices => Answer::Devices(self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
-            Question::Swapon(text) => done(swapon(self.areas, &text, self.budget)),
+            Question::Swapon(text) => self.swapon(&text),
             Question::Swapoff(name) => {
                 let mut told = u64::MAX;
                 done(self.areas.remove(&name, |left| {
@@ -382,6 +383,20 @@ impl Counter<'_> {
             Question::Preload(path) => preload(keeper, path, uid, all),
             _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
         }
+    }
+}
+
+impl Counter<'_> {
+    fn swapon(&self, text: &str) -> Answer {
+        let Some(tiers) = keeper::ask(self.keeper, |keeper| *keeper.groups().tiers()) else { return ending() };
+        let views = self.areas.view().into_iter().filter(|(_, view)| view.kind == "file");
+        let files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
+        let add = || {
+            let mut device = device::parse(text)?;
+            mirror::settle(&mut device, &tiers, &files)?;
+            self.areas.add(device::open_beyond(&device, self.budget)?).map(drop)
+        };
+        done(add())
     }
 }
 
@@ -505,10 +520,6 @@ pub(crate) fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
 
 fn done(result: Result<(), AreaError>) -> Answer {
     result.map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done)
-}
-
-fn swapon(areas: &Areas, text: &str, budget: u64) -> Result<(), AreaError> {
-    areas.add(device::open_beyond(&device::parse(text)?, budget)?).map(drop)
 }
 
 /// The runs of this user, by the process that the user started, in ascending order. Doors that were left behind are removed.

@@ -36,6 +36,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::net::sockopt::socket_peercred;
+use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, Segment};
 use swaptide_sys::sock::{Conn, poll_readable};
 
@@ -199,7 +200,11 @@ fn budget_of(file: &Config, ram: u64) -> Result<u64, DaemonError> {
 
 /// A fresh segment, and the devices that the file names.
 fn set_up(file: &Config, budget: u64, segment: &'static Segment, areas: &Areas) -> Result<(u64, u32), DaemonError> {
-    let space = device::open(&file.devices, budget).map_err(DaemonError::Device)?;
+    let (mut devices, mut tiers) = (file.devices.clone(), Tiers::new());
+    // They were checked when the file was read.
+    let _ = tiers.apply(&file.tiers, &[]);
+    crate::mirror::settle_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
+    let space = device::open(&devices, budget).map_err(DaemonError::Device)?;
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
     crate::supervise::set_up_header(segment, budget, &space).map_err(|error| DaemonError::System("shared segment", error))?;
     for backing in space.beyond {

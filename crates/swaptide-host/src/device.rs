@@ -18,6 +18,7 @@ use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS};
 use swaptide_store::codec::Choice;
 use swaptide_store::nbd::{Export, Nbd, Options};
 
+use crate::mirror::Mirror;
 use crate::nbd::url::{Url, UrlError};
 use crate::nbd::{Connector, LocalDialer, NbdError};
 use crate::size::{SizeError, human, parse_bytes};
@@ -26,7 +27,8 @@ use crate::size::{SizeError, human, parse_bytes};
 pub const SMALLEST_FILE: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
 pub const SMALLEST_POOL: u64 = 1 << 20;
-const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The largest.
+pub const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
 /// The priority of a device for which none is given.
 pub const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
@@ -40,6 +42,8 @@ pub struct Device {
     pub kind: DeviceKind,
     /// Its priority: the higher one is used first.
     pub priority: Option<i32>,
+    /// Where a second copy of what it has is kept.
+    pub mirror: Option<Mirror>,
 }
 
 /// Kinds of devices.
@@ -82,6 +86,8 @@ pub enum DeviceError {
     Codec(String, String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
+    /// The mirror that is asked for.
+    Mirror(String, String),
     /// The URL of an export is none.
     Url(UrlError),
     /// The export cannot be used.
@@ -133,6 +139,7 @@ impl fmt::Display for DeviceError {
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
+            DeviceError::Mirror(text, why) => write!(f, "{text}: no mirror: {why}"),
             DeviceError::Url(error) => write!(f, "{error}"),
             DeviceError::Nbd(error) => write!(f, "{error}"),
             DeviceError::NotEmpty(url) => {
@@ -166,18 +173,30 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,codec=NAME][,prio=N]`.
+/// Reads one `DEV[,codec=NAME][,prio=N][,mirror=WHERE]`.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (device, priority) = match text.rsplit_once(",prio=") {
-        Some((device, number)) => match number.parse::<i16>() {
-            Ok(number) if number >= -1 => (device, Some(number.into())),
-            _ => return Err(DeviceError::Priority(text.to_owned())),
-        },
-        None => (text, None),
-    };
+    let (mut device, mut priority, mut mirror) = (text, None, None);
+    // In any order, each once.
+    loop {
+        let at = |key: &str| device.rfind(key);
+        match (at(",prio="), at(",mirror=")) {
+            (Some(place), other) if priority.is_none() && other.is_none_or(|other| place > other) => {
+                priority = match device[place + ",prio=".len()..].parse::<i16>() {
+                    Ok(number) if number >= -1 => Some(number.into()),
+                    _ => return Err(DeviceError::Priority(text.to_owned())),
+                };
+                device = &device[..place];
+            }
+            (_, Some(place)) if mirror.is_none() => {
+                mirror = Some(Mirror::parse(text, &device[place + ",mirror=".len()..])?);
+                device = &device[..place];
+            }
+            _ => break,
+        }
+    }
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let (bytes, name) = rest.split_once(",codec=").map_or((rest, None), |(bytes, name)| (bytes, Some(name)));
@@ -215,7 +234,10 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
-    Ok(Device { kind, priority })
+    if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
+        return Err(DeviceError::Mirror(text.to_owned(), "only what lies on a server needs one".into()));
+    }
+    Ok(Device { kind, priority, mirror })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -224,12 +246,18 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
 /// Those of [`parse`], and why the current directory is not known.
 pub fn absolute(text: &str) -> Result<String, DeviceError> {
     parse(text)?;
+    let here = |rest: &str| match std::env::current_dir() {
+        Ok(here) => Ok(here.display().to_string()),
+        Err(error) => Err(DeviceError::Create(rest.into(), error)),
+    };
     match text.strip_prefix("file:") {
-        Some(rest) if !rest.starts_with('/') => {
-            let here = std::env::current_dir().map_err(|error| DeviceError::Create(rest.into(), error))?;
-            Ok(format!("file:{}/{rest}", here.display()))
-        }
-        _ => Ok(text.to_owned()),
+        Some(rest) if !rest.starts_with('/') => Ok(format!("file:{}/{rest}", here(rest)?)),
+        _ => match text.split_once(",mirror=") {
+            Some((device, place)) if place.contains('/') && !place.starts_with('/') => {
+                Ok(format!("{device},mirror={}/{place}", here(place)?))
+            }
+            _ => Ok(text.to_owned()),
+        },
     }
 }
 
@@ -295,6 +323,8 @@ pub struct Backing {
     pub priority: i32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// A file for a second copy of all that is there, as large.
+    pub mirror: Option<Box<Backing>>,
 }
 
 /// Opens what was asked for, or the default.
@@ -314,7 +344,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
         }
     }
     let beyond: Vec<&Device> = devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
-    if beyond.len() > MAX_AREAS {
+    if beyond.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>() > MAX_AREAS {
         return Err(DeviceError::TooMany);
     }
     if let Some((_, Some(zram))) = pool
@@ -356,7 +386,28 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
+    match &device.mirror {
+        Some(Mirror::Place { path, bytes }) => add_mirror(&mut backing, path, *bytes)?,
+        Some(Mirror::Tier(name)) => {
+            return Err(DeviceError::Mirror(backing.name, format!("nobody knows where tier {name} is; name a directory")));
+        }
+        None => {}
+    }
     Ok(backing)
+}
+
+/// Makes the file for a second copy of what will be on an area, which then has no more than fits there.
+fn add_mirror(backing: &mut Backing, path: &Path, bytes: Option<u64>) -> Result<(), DeviceError> {
+    let all = u64::from(backing.extents) * EXTENT_BYTES;
+    let place = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
+    let free = free_space(place).map_err(|error| DeviceError::Create(path.to_owned(), error))?;
+    let bytes = bytes.unwrap_or(free / 10 * 9).min(all);
+    let mut mirror = open_file(path, Some(bytes), 0)?;
+    mirror.name = format!("mirror:{}", path.display());
+    mirror.priority = backing.priority;
+    backing.extents = backing.extents.min(mirror.extents);
+    backing.mirror = Some(Box::new(mirror));
+    Ok(())
 }
 
 /// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
@@ -419,6 +470,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         base_bytes: 0,
         priority: DEFAULT_PRIORITY,
         direct_io,
+        mirror: None,
     })
 }
 
@@ -449,6 +501,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        mirror: None,
     })
 }
 
@@ -478,6 +531,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        mirror: None,
     })
 }
 
@@ -527,13 +581,19 @@ mod tests {
     #[test]
     fn devices_are_read_as_documented() {
         let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both };
-        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
-        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1) });
+        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None });
+        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1), mirror: None });
         for codec in Choice::ALL {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec };
             let name = codec.name();
-            assert_eq!(parse(&format!("zram:1G,codec={name}")).expect("codec"), Device { kind: kind.clone(), priority: None });
-            assert_eq!(parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"), Device { kind, priority: Some(3) });
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name}")).expect("codec"),
+                Device { kind: kind.clone(), priority: None, mirror: None }
+            );
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
+                Device { kind, priority: Some(3), mirror: None }
+            );
         }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -590,8 +650,9 @@ mod tests {
     fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let scratch = Scratch::new("device");
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30)
-                .expect("file");
+            let space =
+                open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, mirror: None }], 1 << 30)
+                    .expect("file");
             let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
             let Medium::File(file) = &swap.medium else { panic!("no file") };
@@ -610,7 +671,7 @@ mod tests {
     #[test]
     fn what_is_no_block_device_or_not_marked_is_refused() {
         let refused = |path: &str| {
-            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None }], 1 << 30)
+            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None }], 1 << 30)
                 .expect_err("refused")
                 .to_string()
         };
@@ -624,7 +685,9 @@ mod tests {
         let taken = scratch.path("taken");
         std::fs::write(&taken, "mine").expect("write");
         let refused = |path: PathBuf, bytes| {
-            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None }], 1 << 30).expect_err("refused").to_string()
+            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None }], 1 << 30)
+                .expect_err("refused")
+                .to_string()
         };
         assert!(refused(taken.clone(), None).contains("exists already"));
         assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");

@@ -38,6 +38,7 @@ pub mod division;
 pub mod doctor;
 pub mod groups;
 pub mod keeper;
+pub mod mirror;
 pub mod nbd;
 pub mod report;
 pub mod shared;

@@ -14,7 +14,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.

@@ -20,7 +20,7 @@ mod layout;
 pub mod shared;
 mod wire;
 
-pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Transport};
+pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot, Transport};
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{

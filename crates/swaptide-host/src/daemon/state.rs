@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{AreaId, EXTENT_BYTES, GroupIndex, Segment};
+use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, GroupIndex, Segment};
 use swaptide_sys::mem::SharedMap;
 use swaptide_sys::process::start_time;
 
@@ -236,6 +236,7 @@ impl KeptArea {
                     base_bytes: self.base_bytes,
                     priority: self.priority,
                     direct_io: self.direct_io,
+                    mirror: None,
                 }
             }
         };
@@ -289,7 +290,16 @@ impl State {
             }
         }
         let lost: Vec<AreaId> = segment.areas().map(|(id, _)| id).filter(|id| areas.open(*id).is_none()).collect();
-        lost.into_iter().for_each(|id| segment.close_area(id));
+        for id in lost {
+            match segment.area(id).state() {
+                // Who has pages there has a descriptor, and moves them.
+                AreaState::Mirror => {
+                    let of: Vec<_> = segment.areas().filter(|(_, area)| area.mirror() == Some(id)).map(|(of, _)| of).collect();
+                    of.into_iter().for_each(|of| segment.close_area(of));
+                }
+                _ => segment.close_area(id),
+            }
+        }
         let mut sorted: Vec<(&KeptGroup, GroupPath)> =
             self.groups.iter().filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?))).collect();
         sorted.sort_by_key(|(_, path)| path.depth());

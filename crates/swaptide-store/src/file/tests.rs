@@ -8,6 +8,7 @@ use super::*;
 use crate::codec::{Choice, Compressor, PackedKind};
 
 mod leaving;
+mod mirror;
 
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
