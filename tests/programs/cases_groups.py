@@ -1,11 +1,16 @@
 """Groups, tiers and the daemon, as they are used: by `swaptide run`, `swaptide ctl` and `swaptide daemon`."""
 
+import fcntl
 import json
 import os
+import pty
 import random
+import select
 import signal
 import socket
+import struct
 import subprocess
+import termios
 import time
 
 from harness import HERE, MIB, Case
@@ -116,6 +121,56 @@ def groups(context):
     context.expect(seen["/"]["swap.current"] == "0", f"{seen['/']}")
 
 
+def swap_high(context):
+    """Past `swap.high` a group's growth is slowed down, and only its growth; nothing is ended, and below it all goes on as fast as before."""
+    if context.native:
+        return
+    script = """if True:
+        import mmap, os, sys, time
+        old = os.urandom(80 << 20)
+        print("ready", os.getpid(), flush=True)
+        for line in sys.stdin:
+            began = time.monotonic()
+            fresh = mmap.mmap(-1, 4 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for at in range(0, 4 << 20, 4096):
+                fresh[at] = 1
+            print("grew", time.monotonic() - began, flush=True)
+        print("OK" if len(set(old[::4096])) == 256 else "WRONG", flush=True)
+    """
+    options = ["--group", "/a/b", "--swap", "zram:4M", "--swap", f"file:{context.directory}:512M"]
+    program = context.start([context.python, "-c", script], options=options, stdin=subprocess.PIPE)
+    wait_for_line(context, program, "ready")
+    ctl = Ctl(context, program.pid)
+    output = program.directory / "stdout"
+
+    def grows():
+        before = output.read_text().count("grew")
+        program.process.stdin.write(b"go\n")
+        program.process.stdin.flush()
+        until(context, "growth", lambda: output.read_text().count("grew") > before, 60)
+        return float(output.read_text().split()[-1])
+
+    def waits():
+        return int(json.loads(ctl("stats", "--json"))["stats"]["swap_high_waits"])
+
+    free = min(grows() for _ in range(3))
+    context.expect(waits() == 0, "somebody waited without a bound")
+    swap = until(context, "swapped pages", lambda: ctl.value("/a", "swap.current"))
+    ctl("group", "/a", f"swap.high={swap * 10 // 11}")
+    time.sleep(0.3)
+    slow = grows()
+    context.expect(slow > free + 0.5 and waits() > 0, f"4M took {free:.3f} s, and {slow:.3f} s past swap.high")
+    context.expect(ctl.event("/a", "swap", "high") >= 1, "no event")
+    ctl("group", "/a", "swap.high=max")
+    time.sleep(0.3)
+    again = min(grows() for _ in range(3))
+    context.expect(again < slow / 2, f"4M take {again:.3f} s without a bound again")
+    program.process.stdin.close()
+    program.process.stdin = None
+    done = program.finish()
+    context.expect("OK" in done.text(), f"it did not end with OK: {done.text()[-200:]}")
+
+
 def tiers(context):
     """Tiers are changed as a whole or not at all, a tier with a device in use stays, and a group's pages keep off what it excludes."""
     if context.native:
@@ -178,6 +233,55 @@ def shares(context):
     program.finish(status=0)
     text = output.read_text()
     context.expect(text.count("SIGTERM 1") == 2, f"not both programs verified their data: {text}")
+
+
+def top(context):
+    """`swaptide top`: a frame as text and as JSON, and live in a terminal that is as it was afterwards."""
+    if context.native:
+        return
+    options = ["--group", "/web", "--swap", "zram:8M", "--swap", f"file:{context.directory}:512M,prio=7", "--tiers", "+SSD:-1"]
+    program, inside, ctl = started(context, [context.python, PRESSURE, 96, "wait"], options)
+    words = [context.swaptide, "top", "--pid", str(program.pid)]
+    frame = subprocess.run([*words, "--once"], capture_output=True, text=True, timeout=20)
+    context.expect(frame.returncode == 0 and frame.stderr == "" and "\x1b" not in frame.stdout, f"top --once: {frame}")
+    rows = [line.split() for line in frame.stdout.splitlines() if line.strip()]
+    context.expect(any(row[0] == str(inside) and row[2] == "/web" for row in rows), f"the process is not shown: {frame.stdout}")
+    context.expect(any(row[0].startswith("file:") and "SSD" in row for row in rows), f"the area is not shown: {frame.stdout}")
+    data = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=20).stdout)
+    context.expect(data["scene"]["runs"][0]["pid"] == program.pid and "zswpin" in data["rates"], f"top --json: {data}")
+    refused = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+    context.expect(refused.returncode == 2 and "--once" in refused.stderr, f"without a terminal: {refused}")
+
+    for key in (b"q", b"\x03", None):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        before = termios.tcgetattr(slave)
+        live = subprocess.Popen([*words, "--interval", "0.2"], stdin=slave, stdout=slave, stderr=slave)
+        seen = b""
+
+        def more():
+            nonlocal seen
+            while select.select([master], [], [], 0.05)[0]:
+                seen += os.read(master, 65536)
+            return str(inside).encode() in seen and b"/web" in seen
+
+        until(context, "a screen", more)
+        seen = b""
+        # Numbers change, and only what changed is drawn again.
+        os.write(master, b"\x1b[B")
+        until(context, "a key that is heard", lambda: more() or seen)
+        if key:
+            os.write(master, key)
+        else:
+            live.terminate()
+        until(context, "its end", lambda: (more(), live.poll() is not None)[1])
+        more()
+        context.expect(live.returncode == 0, f"top ends with {live.returncode} at {key}: {seen[-300:]}")
+        context.expect(b"\x1b[?1049l" in seen, f"the screen of before is not back: {seen[-300:]}")
+        context.expect(termios.tcgetattr(slave) == before, "the terminal is not as it was")
+        os.close(master)
+        os.close(slave)
+    ended(context, program)
 
 
 class Daemon:
@@ -251,6 +355,8 @@ def daemon_joins(context):
 
     first, one = daemon.program(80, "--group", "/a")
     second, other = daemon.program(80, "--group", "/b/inner")
+    frame = subprocess.run([context.swaptide, "top", "--once"], env=daemon.env, capture_output=True, text=True).stdout
+    context.expect("daemon: 2 runs" in frame and "of 112M" in frame and str(one) in frame and str(other) in frame, f"top: {frame}")
     context.expect(sorted(listed(daemon)) == sorted([first.pid, second.pid]), f"ctl list: {daemon.ctl('list')}")
     view = json.loads(Ctl(context, one, daemon.env)("stats", "--json"))
     context.expect(view["pid"] == first.pid and {p["group"] for p in view["processes"]} == {"/a"}, f"{view}")
@@ -419,6 +525,8 @@ def daemon_storm(context):
 CASES = [
     Case("groups", groups, 48, allowance=8),
     Case("tiers", tiers, 48, allowance=8),
+    Case("swap-high", swap_high, 48, allowance=8),
+    Case("top", top, 48, allowance=8),
     Case("shares", shares, 96, allowance=8, forks=True),
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
     Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),

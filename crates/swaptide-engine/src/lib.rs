@@ -46,6 +46,7 @@ pub mod recompress;
 pub mod regions;
 pub mod split;
 pub mod staging;
+mod throttle;
 pub mod writeback;
 
 mod engine;

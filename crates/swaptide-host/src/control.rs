@@ -71,6 +71,8 @@ pub enum Question {
     Freeze(String),
     /// Have it come back, at once and in one go.
     Preload(String),
+    /// The budget.
+    Budget,
     /// Of a daemon: the runs that it keeps.
     Runs,
     /// Of a daemon: what a run has that it keeps, by the process that the user started or any in it.
@@ -127,6 +129,7 @@ pub(crate) enum Answer {
     Devices(Vec<(u8, AreaView)>),
     /// Bytes that are still on what is taken away.
     Left(u64),
+    Budget(u64),
     Done,
     Tiers(TiersView),
     Groups(Vec<GroupView>),
@@ -378,6 +381,7 @@ impl Counter<'_> {
                 let removed = keeper::ask(keeper, remove);
                 removed.map_or_else(ending, |removed| removed.map_or_else(Answer::Error, |()| Answer::Done))
             }
+            Question::Budget => keeper::ask(keeper, |keeper| keeper.budget()).map_or_else(ending, Answer::Budget),
             Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
             Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
@@ -618,6 +622,18 @@ pub fn daemon_runs() -> Vec<u32> {
     match ask(Target::Daemon(None), &Question::Runs, |_| ()) {
         Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
         _ => Vec::new(),
+    }
+}
+
+/// The budget of the daemon.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn budget() -> Result<u64, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Budget, |_| ())? {
+        Answer::Budget(bytes) => Ok(bytes),
+        _ => Err(other(target)),
     }
 }
 

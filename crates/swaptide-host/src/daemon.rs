@@ -284,7 +284,13 @@ impl Shared {
         let uid = uid.as_raw();
         let changes = !matches!(
             question,
-            Question::Stats | Question::StatsOf(_) | Question::Runs | Question::Look(_) | Question::Area(_) | Question::Totals
+            Question::Stats
+                | Question::Budget
+                | Question::StatsOf(_)
+                | Question::Runs
+                | Question::Look(_)
+                | Question::Area(_)
+                | Question::Totals
         );
         let answer = match question {
             Question::Area(number) => {

@@ -50,3 +50,4 @@ pub mod target;
 #[cfg(test)]
 mod testing;
 pub mod tree;
+pub mod watch;

@@ -6,6 +6,7 @@
 mod bench;
 mod ctl;
 mod lab;
+mod top;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -39,6 +40,8 @@ enum Command {
     Doctor(DoctorArgs),
     /// Ask a run or the daemon how it is, and steer it
     Ctl(ctl::CtlArgs),
+    /// Show a run or the daemon as it goes on
+    Top(top::TopArgs),
     /// Measure swaptide beside the kernel's own swap, in one call
     Bench(bench::BenchArgs),
     /// Set the swap layer beside the designs that came before it, and the published numbers
@@ -129,6 +132,7 @@ impl Cli {
             },
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
+            Command::Top(args) => top::main(&args),
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
             Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
