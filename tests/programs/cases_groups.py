@@ -15,7 +15,7 @@ import time
 
 from harness import HERE, MIB, Case
 from processes import descendants
-from cases_process import PRESSURE, ask, wait_for_line
+from cases_process import PRESSURE, Server, ask, wait_for_line
 
 
 def until(context, what, true, seconds=20):
@@ -379,6 +379,30 @@ def daemon_joins(context):
     for line in ("swaptide_budget_bytes 117440512", 'swaptide_group_processes{group="/b"}', f'pid="{first.pid}"', "# EOF"):
         context.expect(line in text, f"{line} is not among the metrics: {text[:2000]}")
 
+    # The list of devices is followed: what is new comes, what is gone goes, what ctl added stays, and what cannot be had changes nothing.
+    def names():
+        return sorted(view["name"] for view in json.loads(daemon.ctl("devices", "--json")))
+
+    for name in ("listed", "added"):
+        (context.directory / name).mkdir()
+    daemon.ctl("swapon", f"file:{context.directory}/added:64M,prio=2")
+    old, new = f'"file:{place}:1G"', f'"file:{context.directory}/listed:512M,prio=3"'
+    daemon.config.write_text(config.replace(old, f'{old}, {new}'))
+    daemon.ctl("reload")
+    added, listed_one, first_one = f"file:{context.directory}/added", f"file:{context.directory}/listed", f"file:{place}"
+    context.expect(names() == sorted([added, listed_one, first_one]), f"after a device was listed: {names()}")
+    for wrong, named in ((f'"file:{place}:2G"', "off the list"), (f'{old}, "file:/no/such/place:64M"', "no/such")):
+        daemon.config.write_text(config.replace(old, wrong).replace('"64M"', '"32M"'))
+        daemon.ctl.refused(named, "reload")
+        context.expect(daemon.ctl.value("/b", "ram.max") != 32 * MIB, "something of a refused file counts")
+    daemon.config.write_text(config.replace(old, new))
+    daemon.ctl("reload")
+    until(context, "a device that was taken off the list", lambda: names() == sorted([added, listed_one]))
+    daemon.config.write_text(config.replace('"64M"', '"48M"'))
+    daemon.ctl("reload")
+    until(context, "the list of before", lambda: names() == sorted([added, first_one]))
+    daemon.ctl("swapoff", added)
+
     # A group goes out, stays there, and comes back in one go.
     daemon.ctl("freeze", "/a")
     frozen = daemon.ctl.value("/a", "ram.current")
@@ -396,7 +420,7 @@ def daemon_joins(context):
     until(context, "no run", lambda: listed(daemon) == [])
     until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     daemon.stop()
-    left = [path.name for path in place.iterdir() if path.name != "metrics"] + os.listdir(context.directory / "sockets" / "daemon")
+    left = [path.name for path in place.iterdir() if path.name not in ("metrics", "listed", "added")] + os.listdir(context.directory / "sockets" / "daemon")
     context.expect(left == ["lock"], f"left behind: {left}")
 
 
@@ -437,8 +461,57 @@ def daemon_killed(context):
     daemon.stop()
 
 
+# MiB of every fourth program: those of the first kind are in a group with a bound, the last need twice as much as the others.
+SIZES = (12, 12, 12, 24)
+
+
+def daemon_network(context):
+    """A daemon's network areas: it is started again while a server is away, and what dead processes had is trimmed."""
+    if context.native:
+        return
+    server = Server(context)
+    try:
+        daemon = Daemon(context, f'ram = "64M"\nswap = ["zram:8M", "{server.url()},prio=9", "file:{context.directory}:1G,prio=1"]\n')
+
+        def nbd():
+            return next(view for view in json.loads(daemon.ctl("devices", "--json")) if view["type"] == "nbd")
+
+        def blocks():
+            return os.stat(server.image).st_blocks * 512
+
+        program, inside = daemon.program(120)
+        until(context, "pages on the server", lambda: nbd()["used_bytes"] > 16 * MIB)
+        server.kill()
+        daemon.kill()
+        daemon.start()
+        seen = nbd()
+        context.expect(seen["state"] == "away" and seen["used_bytes"] > 16 * MIB, f"the server is away: {seen}")
+        server.start()
+        until(context, "the server to be back", lambda: nbd()["state"] == "open")
+        os.kill(inside, signal.SIGUSR1)
+        ended(context, program)
+        until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+
+        victim, inside = daemon.program(120)
+        until(context, "pages on the server", lambda: nbd()["used_bytes"] > 16 * MIB)
+        full = blocks()
+        for pid in (inside, *descendants(victim.pid), victim.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        victim.process.wait()
+        until(context, "no charge", lambda: nbd()["used_bytes"] == 0)
+        until(context, "trimmed space", lambda: blocks() < full / 8)
+        context.expect(full > 16 * MIB, f"only {full} bytes were there")
+        daemon.stop()
+    finally:
+        server.kill()
+
+
 def daemon_crowd(context):
-    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, and equal programs have equal parts."""
+    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, equal programs have equal parts, and those that need more
+    have more."""
     if context.native:
         return
     place = context.directory / "swap"
@@ -447,15 +520,32 @@ def daemon_crowd(context):
     programs = []
     for number in range(64):
         options = ["--group", "/small" if number % 4 == 0 else "/large"]
-        argv = [context.binary("heap"), 12, 40, context.seed + number]
+        argv = [context.binary("heap"), SIZES[number % 4], 60, context.seed + number]
         programs.append(context.start(argv, options=options, env=daemon.env))
     until(context, "all programs", lambda: daemon.ctl.value("/", "processes") >= 64, 60)
     time.sleep(15)
-    most, small = 0, 0
-    for _ in range(20):
-        most = max(most, daemon.ctl.value("/", "ram.current"))
-        small = max(small, daemon.ctl.value("/small", "ram.current"))
+    most, small, looks = 0, 0, 0
+    parts = [0] * 64
+    for _ in range(30):
+        text = subprocess.run([context.swaptide, "top", "--json"], env=daemon.env, capture_output=True, text=True).stdout
+        scene = json.loads(text)["scene"]
+        values = {group["path"]: group["values"] for group in scene["groups"]}
+        most = max(most, int(values["/"]["ram.current"]))
+        small = max(small, int(values["/small"]["ram.current"]))
+        resident = {run["pid"]: sum(process["resident_bytes"] for process in run["processes"]) for run in scene["runs"]}
+        if all(resident.get(program.pid) for program in programs):
+            looks += 1
+            parts = [part + resident[program.pid] for part, program in zip(parts, programs)]
         time.sleep(0.25)
+    context.expect(looks >= 10, f"only {looks} looks saw all programs")
+    parts = [part / looks / MIB for part in parts]
+    for kind, size in enumerate(SIZES):
+        own = parts[kind::4]
+        fair = sum(own) / len(own)
+        worst = max(own, key=lambda part: abs(part - fair))
+        print(f"  {size}M, {'/large' if kind else '/small'}: {fair:.2f}M each, the furthest {worst:.2f}M")
+        context.expect(abs(worst - fair) < 0.1 * fair, f"programs of {size}M have {fair:.2f}M on average, and one has {worst:.2f}M: {parts}")
+    context.expect(sum(parts[3::4]) > 1.15 * sum(parts[1::4]), f"those that need twice as much have no more: {parts}")
     context.expect(most < 384 * MIB * 1.05, f"the budget is 384M, and {most / MIB:.1f}M were in use")
     context.expect(small < 96 * MIB * 1.05, f"/small may have 96M, and had {small / MIB:.1f}M")
     for program in programs:
@@ -466,12 +556,25 @@ def daemon_crowd(context):
 
 
 def daemon_storm(context):
-    """Programs, their supervisors and the daemon are killed at random: what survives verifies its memory, and everything comes back."""
+    """Programs, their supervisors, the daemon and NBD servers are killed at random: what survives verifies its memory, and everything comes back."""
     if context.native:
         return
     place = context.directory / "swap"
     place.mkdir()
-    daemon = Daemon(context, f'ram = "160M"\nswap = ["zram:24M", "file:{place}:2G"]\n[groups."/a"]\nram.max = "96M"\n')
+    # One export with a mirror, one without; both servers always come back, the second in time.
+    servers = [Server(context, name) for name in ("mirrored", "plain")]
+    try:
+        storm(context, place, servers)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def storm(context, place, servers):
+    mirrored, plain = (server.url() for server in servers)
+    swap = f'"zram:24M", "{mirrored},prio=9,mirror={place}", "{plain},prio=9", "file:{place}:2G"'
+    daemon = Daemon(context, f'ram = "160M"\nswap = [{swap}]\n[groups."/a"]\nram.max = "96M"\n')
+    away, killed = {}, 0
     chance = random.Random(context.seed)
     seconds = 300 if context.case.limit > 400 else 60
     end = time.monotonic() + seconds
@@ -487,7 +590,16 @@ def daemon_storm(context):
             running[program.pid] = (program, kind)
         time.sleep(chance.uniform(0.05, 0.6))
         draw = chance.random()
-        if draw < 0.15:
+        for server, back in list(away.items()):
+            if time.monotonic() > back:
+                server.start()
+                del away[server]
+        if draw < 0.06 and len(away) < 2:
+            server = chance.choice([server for server in servers if server not in away])
+            server.kill()
+            killed += 1
+            away[server] = time.monotonic() + chance.uniform(0.2, 12 if server is servers[0] else 6)
+        elif draw < 0.18:
             daemon.kill()
             time.sleep(chance.uniform(0, 0.3))
             daemon.start()
@@ -509,6 +621,8 @@ def daemon_storm(context):
                 said = f"{kind}: status {program.process.returncode}: {text[-300:]} {(program.directory / 'stderr').read_text()[-300:]}"
                 context.expect(program.process.returncode == 0 and f"OK {kind[0]}" in text, f"a survivor: {said}")
                 finished += 1
+    for server in away:
+        server.start()
     for program, kind in running.values():
         program.process.wait()
         text = (program.directory / "stdout").read_text()
@@ -518,7 +632,9 @@ def daemon_storm(context):
     until(context, "no run", lambda: listed(daemon) == [])
     until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     used = [view["used_bytes"] for view in json.loads(daemon.ctl("devices", "--json"))]
-    context.expect(used == [0], f"extents that nobody has: {used}")
+    context.expect(used == [0, 0, 0], f"extents that nobody has: {used}")
+    context.expect(killed > 0, "no server was killed")
+    print(f"  {finished} programs came to their end, servers were killed {killed} times")
     daemon.stop()
 
 
@@ -530,7 +646,8 @@ CASES = [
     Case("shares", shares, 96, allowance=8, forks=True),
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
     Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),
+    Case("daemon-network", daemon_network, 64, needs=("nbdkit",), allowance=8, swaps=False),
     Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=240, forks=True),
-    Case("daemon-storm", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=300, forks=True),
-    Case("daemon-storm-long", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=700, forks=True),
+    Case("daemon-storm", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=300, forks=True),
+    Case("daemon-storm-long", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=900, forks=True),
 ]

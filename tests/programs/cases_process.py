@@ -335,8 +335,8 @@ def block_device(context):
 class Server:
     """An NBD server that keeps its export in a file, so that it can be killed and started again."""
 
-    def __init__(self, context):
-        self.socket, self.image = context.directory / "nbd.socket", context.directory / "export"
+    def __init__(self, context, name="nbd"):
+        self.socket, self.image = context.directory / f"{name}.socket", context.directory / f"{name}.export"
         with open(self.image, "wb") as file:
             file.truncate(1 << 30)
         self.process = None

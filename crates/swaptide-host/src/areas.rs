@@ -10,6 +10,8 @@
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
 
+mod trim;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -173,12 +175,17 @@ pub trait Open: Send + Sync {
 pub struct Areas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<AreaId, Held>>,
+    trims: trim::Trims,
 }
 
 impl Areas {
     /// No area yet.
     pub fn new(segment: &'static Segment) -> Areas {
-        Areas { segment, held: Mutex::default() }
+        Areas { segment, held: Mutex::default(), trims: trim::Trims::default() }
+    }
+
+    fn segment(&self) -> &'static Segment {
+        self.segment
     }
 
     fn held(&self) -> MutexGuard<'_, BTreeMap<AreaId, Held>> {
@@ -225,6 +232,17 @@ impl Areas {
         }
     }
 
+    /// Takes over an export that an area had before, and whose server does not answer now: it is looked after until it does.
+    pub fn restore_away(&self, id: AreaId, backing: Backing) {
+        self.restore(id, backing);
+        if let Some(held) = self.held().get_mut(&id)
+            && self.segment.area(id).state() == AreaState::Open
+        {
+            held.retired = true;
+            self.segment.pause_area(id);
+        }
+    }
+
     /// Whether it is another area's second copy.
     fn is_mirror(&self, id: AreaId) -> bool {
         self.segment.area(id).state() == AreaState::Mirror
@@ -235,10 +253,13 @@ impl Areas {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
-    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile.
-    pub fn punch(&self, extent: ExtentId) {
+    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile. Nobody waits for a server here: an export's
+    /// extent is trimmed later, should nobody have it then.
+    pub fn punch(self: &Arc<Self>, extent: ExtentId) {
         let Some(place) = self.segment.place_of(extent) else { return };
-        // An export's extent is trimmed when it is written anew: nobody waits for a server here.
+        if self.is_far(place.area) {
+            self.trim_later(extent);
+        }
         let file = |id: AreaId| match &self.held().get(&id)?.backing.medium {
             Medium::File(file) => file.try_clone().ok(),
             Medium::Nbd(..) => None,
@@ -429,8 +450,14 @@ impl Open for Areas {
 
 fn punch(file: &File, offset: u64) {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // A device that cannot keeps the space until the run ends; nothing else depends on it.
-    let _ = rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES);
+    if rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES).is_err() {
+        // A block device that cannot write zeros without being sent them may know how to discard. One that knows neither keeps the space until the run
+        // ends; nothing else depends on it.
+        const BLKDISCARD: libc::Ioctl = 0x1277;
+        let range = [offset, EXTENT_BYTES];
+        // SAFETY: the call reads the two numbers, and does nothing to what is no block device.
+        let _ = unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), BLKDISCARD, range.as_ptr()) };
+    }
 }
 
 #[cfg(test)]

@@ -98,6 +98,8 @@ pub enum DeviceError {
     TooSmall(String, u64),
     /// Larger than can be addressed.
     TooLarge(String),
+    /// A device whose settings are others than those it has.
+    Unchangeable(String),
     /// Two of a kind.
     Twice(&'static str),
     /// More than can be had.
@@ -147,6 +149,11 @@ impl fmt::Display for DeviceError {
             }
             DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
             DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
+            DeviceError::Unchangeable(name) => write!(
+                f,
+                "{name} is in use, and its settings cannot change meanwhile; take it off the list first, and list it anew afterwards \
+                 (zram: at the start alone)"
+            ),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
             DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
             DeviceError::Order(name) => write!(f, "{name} has a higher priority than zram; compressed memory always comes first"),

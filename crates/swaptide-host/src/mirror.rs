@@ -79,16 +79,20 @@ pub fn settle(device: &mut Device, tiers: &Tiers, files: &[(i32, PathBuf)]) -> R
     Ok(())
 }
 
+/// The swap files among devices, with their priorities.
+pub fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
+    devices.iter().filter_map(|device| match &device.kind {
+        DeviceKind::File { path, .. } => Some((device.priority.unwrap_or(DEFAULT_PRIORITY), path.clone())),
+        _ => None,
+    })
+}
+
 /// The same for all devices of a list, among themselves.
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
 pub fn settle_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
-    let file = |device: &Device| match &device.kind {
-        DeviceKind::File { path, .. } => Some((device.priority.unwrap_or(DEFAULT_PRIORITY), path.clone())),
-        _ => None,
-    };
-    let files: Vec<_> = devices.iter().filter_map(file).collect();
+    let files: Vec<_> = files(devices).collect();
     devices.iter_mut().try_for_each(|device| settle(device, tiers, &files))
 }
 

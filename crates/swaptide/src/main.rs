@@ -52,6 +52,9 @@ enum Command {
     /// The program that `lab zswapin` measures
     #[command(hide = true)]
     LabWork(lab::work::WorkArgs),
+    /// The programs that `lab tiers` measures
+    #[command(hide = true)]
+    LabJob(lab::job::JobArgs),
 }
 
 #[derive(Args)]
@@ -137,6 +140,7 @@ impl Cli {
             Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
             Command::LabWork(args) => ExitCode::from(lab::work::main(&args)),
+            Command::LabJob(args) => lab::job::main(&args),
         }
     }
 }
