@@ -195,21 +195,34 @@ impl Worker {
 
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
     /// meanwhile is a fault, which the handler answers. So never in the handler itself.
-    fn unshare(&mut self) -> bool {
+    ///
+    /// Each costs a page until it is out, so they are the next to go: were they to wait for their turn, all that is shared would be there twice
+    /// before any of it had left.
+    fn unshare(&mut self, engine: &Engine) -> bool {
         if self.vain >= MOST_VAIN && now().since(self.vain_at) < VAIN_RESTS {
             self.shared.clear();
         }
-        let any = !self.shared.is_empty();
-        for page in self.shared.drain(..) {
+        for page in &self.shared {
             // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
-            let _ = unsafe { advise(range_of(page, 1), Advice::PopulateWrite) };
+            let _ = unsafe { advise(range_of(*page, 1), Advice::PopulateWrite) };
         }
-        any
+        if self.shared.is_empty() {
+            return false;
+        }
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let mut last = None;
+        for page in self.shared.drain(..).rev() {
+            if last.replace(page.chunk()) != Some(page.chunk()) {
+                mm.queues.first_to_go(&mut mm.table, page.chunk());
+            }
+        }
+        true
     }
 
     /// What a step came to, when the sharing was broken that kept it from taking more.
-    fn after_unsharing(&mut self, step: Step) -> Step {
-        let any = self.unshare();
+    fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
+        let any = self.unshare(engine);
         if let Step::Took(_) = step {
             self.vain = 0;
         } else if any {
@@ -257,7 +270,7 @@ impl Worker {
             }
             if engine.is_reclaim_due(&engine.mm.lock()) {
                 let step = self.step(engine);
-                match self.after_unsharing(step) {
+                match self.after_unsharing(engine, step) {
                     Step::Took(_) => continue,
                     Step::Again => {
                         yield_now();
