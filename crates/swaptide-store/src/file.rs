@@ -673,6 +673,7 @@ impl FileDevice {
             self.state.force_unlock();
             self.bounce.force_unlock();
             self.inbox.force_unlock();
+            self.io.force_unlock();
         }
     }
 
