@@ -91,14 +91,13 @@ impl Areas for Beyond {
 
     fn open(&self, area: u8) -> Option<Opened> {
         let (id, open) = (AreaId(area), self.open);
-        let fd = open(id)?;
         let area = self.segment.area(id);
         Some(match area.transport() {
-            Transport::File => Opened::File(fd),
+            Transport::File => Opened::File(open(id)?),
             Transport::Nbd => {
                 let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
                 let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
-                Opened::Nbd { connection: fd, export, dialer: Box::new(Redial { open, id }) }
+                Opened::Nbd { connection: open(id), export, dialer: Box::new(Redial { open, id }) }
             }
         })
     }

@@ -101,7 +101,7 @@ pub struct WriteError {
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadErrorKind {
     /// The file could not be read.
-    #[error("{0}")]
+    #[error("{}", swaptide_sys::Why(*.0))]
     Io(Errno),
     /// What was read is not what was written.
     #[error("the page is not what was written there: the file was changed, or the disk is failing")]

@@ -51,8 +51,8 @@ pub enum Opened {
     File(OwnedFd),
     /// An export of an NBD server: a connection, and the way to more of them.
     Nbd {
-        /// A socket in the transmission phase.
-        connection: OwnedFd,
+        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is asked for until a call's patience is over.
+        connection: Option<OwnedFd>,
         /// What was negotiated.
         export: Export,
         /// Makes further connections.
@@ -60,10 +60,13 @@ pub enum Opened {
     },
 }
 
-impl AsFd for Opened {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+impl Opened {
+    /// The descriptor that another process could use as well; a connection is one process's.
+    #[must_use]
+    pub fn shareable(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Opened::File(fd) | Opened::Nbd { connection: fd, .. } => fd.as_fd(),
+            Opened::File(fd) => Some(fd.as_fd()),
+            Opened::Nbd { .. } => None,
         }
     }
 }
@@ -107,7 +110,9 @@ pub(super) struct Router {
 fn io_of(opened: Opened) -> Io {
     match opened {
         Opened::File(fd) => Arc::new(SwapFile::new(fd)),
-        Opened::Nbd { connection, export, dialer } => Arc::new(Nbd::new(export, Options::default(), dialer, vec![connection])),
+        Opened::Nbd { connection, export, dialer } => {
+            Arc::new(Nbd::new(export, Options::default(), dialer, connection.into_iter().collect()))
+        }
     }
 }
 
