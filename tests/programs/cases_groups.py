@@ -520,13 +520,14 @@ def daemon_crowd(context):
     programs = []
     for number in range(64):
         options = ["--group", "/small" if number % 4 == 0 else "/large"]
-        argv = [context.binary("heap"), SIZES[number % 4], 60, context.seed + number]
+        argv = [context.binary("heap"), SIZES[number % 4], 150, context.seed + number]
         programs.append(context.start(argv, options=options, env=daemon.env))
     until(context, "all programs", lambda: daemon.ctl.value("/", "processes") >= 64, 60)
     time.sleep(15)
     most, small, looks = 0, 0, 0
     parts = [0] * 64
-    for _ in range(30):
+    end = time.monotonic() + 90
+    while looks < 12 and time.monotonic() < end:
         text = subprocess.run([context.swaptide, "top", "--json"], env=daemon.env, capture_output=True, text=True).stdout
         scene = json.loads(text)["scene"]
         values = {group["path"]: group["values"] for group in scene["groups"]}
@@ -647,7 +648,7 @@ CASES = [
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
     Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),
     Case("daemon-network", daemon_network, 64, needs=("nbdkit",), allowance=8, swaps=False),
-    Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=240, forks=True),
+    Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=400, forks=True),
     Case("daemon-storm", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=300, forks=True),
     Case("daemon-storm-long", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=900, forks=True),
 ]

@@ -75,6 +75,8 @@ pub enum Question {
     Budget,
     /// Of a daemon: the runs that it keeps.
     Runs,
+    /// Of a daemon: what each run has that it keeps.
+    Views,
     /// Of a daemon: what a run has that it keeps, by the process that the user started or any in it.
     StatsOf(u32),
     /// Of a daemon: its configuration file is read again.
@@ -130,6 +132,7 @@ pub(crate) enum Answer {
     /// Bytes that are still on what is taken away.
     Left(u64),
     Budget(u64),
+    Views(Vec<View>),
     Done,
     Tiers(TiersView),
     Groups(Vec<GroupView>),
@@ -633,6 +636,18 @@ pub fn budget() -> Result<u64, ControlError> {
     let target = Target::Daemon(None);
     match ask(target, &Question::Budget, |_| ())? {
         Answer::Budget(bytes) => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
+/// The runs that the daemon keeps.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn views() -> Result<Vec<View>, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Views, |_| ())? {
+        Answer::Views(views) => Ok(views),
         _ => Err(other(target)),
     }
 }

@@ -294,6 +294,7 @@ impl Shared {
             Question::Stats
                 | Question::Budget
                 | Question::StatsOf(_)
+                | Question::Views
                 | Question::Runs
                 | Question::Look(_)
                 | Question::Area(_)
@@ -326,6 +327,13 @@ impl Shared {
                 keeper::ask(&self.keeper, runs).map_or_else(ending, Answer::Runs)
             }
             Question::StatsOf(pid) => self.stats(pid, uid, all),
+            Question::Views => {
+                let views = move |keeper: &mut Keeper| {
+                    let runs: Vec<keeper::Run> = keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
+                    runs.into_iter().map(|run| view_of(keeper, run)).collect()
+                };
+                keeper::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
+            }
             Question::Reload if !all => {
                 Answer::Error("the configuration is for root, or the daemon's own user, to change".into())
             }
@@ -391,9 +399,7 @@ impl Shared {
     fn stats(&self, pid: u32, uid: u32, all: bool) -> Answer {
         let find = move |keeper: &mut Keeper| {
             let run = keeper.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-            let wall_s = (now - run.started).max(0.0);
-            Some(View { pid: run.front, program: run.program, wall_s, ..keeper.view(run.root) })
+            Some(view_of(keeper, run))
         };
         match keeper::ask(&self.keeper, find) {
             Some(Some(view)) => Answer::Stats(Box::new(view)),
@@ -487,6 +493,11 @@ impl Shared {
         state::areas(&self.areas, self.segment).iter().for_each(state::KeptArea::remove_file);
         directory.clear();
     }
+}
+
+fn view_of(keeper: &Keeper, run: keeper::Run) -> View {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    View { pid: run.front, program: run.program, wall_s: (now - run.started).max(0.0), ..keeper.view(run.root) }
 }
 
 /// A line with a descriptor.

@@ -676,7 +676,9 @@ mod tests {
         let process = segment.claim(10, 0).expect("slot");
         segment.slot(process).group_wanted.store(b.0, std::sync::atomic::Ordering::Relaxed);
         segment.regroup(process);
-        (0..11).for_each(|_| drop(segment.lease_charged(process).expect("extent")));
+        for _ in 0..11 {
+            segment.lease_charged(process).expect("extent");
+        }
         let price = |groups: &Groups| groups.price_of_growth(b);
         assert_eq!(price(&groups), 0, "no bound");
         groups.set(a, [("swap.high", "22M")]).expect("set");

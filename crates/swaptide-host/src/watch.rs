@@ -59,12 +59,7 @@ pub fn look(pid: Option<u32>) -> Result<Scene, ControlError> {
     let daemon = pid.is_none() && control::daemon_is_there();
     // The run may be one that a daemon keeps: its groups and areas are the daemon's then.
     let groups = control::run_group(pid, "/", &[])?;
-    let runs = if daemon {
-        // One that ended since it was listed is not there any more.
-        control::daemon_runs().into_iter().filter_map(|run| control::stats(Some(run)).ok()).collect()
-    } else {
-        vec![control::stats(pid)?]
-    };
+    let runs = if daemon { control::views()? } else { vec![control::stats(pid)?] };
     let of_root = |key: &str| groups.iter().find(|group| group.path == "/")?.values.get(key)?.parse().ok();
     let own = |f: fn(&View) -> u64| runs.iter().map(f).sum();
     let budget_bytes = if daemon { control::budget()? } else { own(|run| run.budget_bytes) };

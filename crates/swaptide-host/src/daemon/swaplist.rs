@@ -106,7 +106,7 @@ mod tests {
         let after = list(&["nbd://h/x", "zram:1G", "/dev/sdz", "file:/b"]);
         let changes = compare(&before, &after).expect("changes");
         assert_eq!(changes.add.iter().map(Device::name).collect::<Vec<_>>(), ["/dev/sdz", "file:/b"]);
-        assert_eq!(changes.remove, ["file:/a", "nbd://h/x"]);
+        assert_eq!(changes.remove, ["file:/a", "nbd://h:10809/x"]);
         let none = compare(&before, &before).expect("none");
         assert!(none.add.is_empty() && !none.removes());
     }
