@@ -65,6 +65,8 @@ impl Bounds {
 pub enum Standing {
     /// It can be managed and is not.
     Watching,
+    /// The same, and it waits to be managed: it is about to write more than the budget.
+    Asking,
     /// It is managed, or was asked to be.
     Engaged,
     /// It cannot be managed; it counts all the same.
@@ -132,7 +134,7 @@ fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
 /// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.
 pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
-    let mut engage = Vec::new();
+    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
     for (at, (group, total)) in groups.iter().zip(&totals).enumerate() {
         if *total > trigger(group.most()) {
             let within: Vec<usize> = (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
@@ -318,6 +320,14 @@ mod tests {
     fn a_tree_within_its_budget_is_left_alone() {
         let tree = [process(Standing::Watching, 200, 0, 0), process(Standing::Beyond, 150, 0, 0)];
         assert_eq!(decide(&whole(512 * MIB), &tree, TICK), Decision::default());
+    }
+
+    #[test]
+    fn who_asks_is_engaged_whatever_is_free() {
+        let tree = [process(Standing::Asking, 0, 0, 0), process(Standing::Watching, 8, 0, 0)];
+        let decision = decide(&whole(512 * MIB), &tree, TICK);
+        assert_eq!(decision.engage, [0]);
+        assert!(decision.limits[0].1 > 400 * MIB, "{:?}", decision.limits);
     }
 
     #[test]

@@ -332,6 +332,7 @@ impl Keeper {
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
             (ProcState::Engaged, _) => Standing::Engaged,
+            (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
             (ProcState::Watching, 0) => Standing::Watching,
             (ProcState::Watching, _) => Standing::Engaged,
             (ProcState::Refused | ProcState::Free, _) => Standing::Beyond,

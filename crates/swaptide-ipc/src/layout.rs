@@ -14,7 +14,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
@@ -105,6 +105,8 @@ pub struct ProcSlot {
     pub forked_from: AtomicU32,
     /// Not 0: the process shall put its memory under management.
     pub wanted: AtomicU32,
+    /// Not 0: the process has asked for that, and waits.
+    pub asks: AtomicU32,
     /// Futex word: the supervisor raises it and wakes while the first thread of the process has ended and others live.
     pub leaderless: AtomicU32,
     /// Threads of the engine in this process.
@@ -345,6 +347,7 @@ impl Segment {
         slot.group_wanted.store(0, Relaxed);
         slot.no_writeback.store(0, Relaxed);
         slot.preload.store(0, Relaxed);
+        slot.asks.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);
