@@ -506,7 +506,8 @@ impl Handler {
         let kept = mm.table.kept();
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
-            _ => mm.split.belongs_to_file(distance) && engine.devices.file_is_roomy(),
+            // What compressed memory refuses goes to the file however soon it comes back.
+            _ => (mm.split.belongs_to_file(distance) || engine.charge.pool_refuses()) && engine.devices.file_is_roomy(),
         };
         if keeps {
             mm.mark_kept(page, entry);

@@ -25,6 +25,7 @@
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]
 
+pub mod acceptance;
 pub mod admission;
 pub mod adopt;
 pub mod batch;
