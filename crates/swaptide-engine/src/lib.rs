@@ -45,6 +45,7 @@ pub mod queue;
 pub mod reclaim;
 pub mod recompress;
 pub mod regions;
+pub mod sampling;
 pub mod split;
 pub mod staging;
 pub mod writeback;
