@@ -96,11 +96,16 @@ impl Worker {
 
     /// Stores a batch that waits, or takes one and stores it.
     pub fn step(&mut self, engine: &Engine) -> Step {
+        self.step_of(engine, engine.charge.batch_chunks())
+    }
+
+    /// The same, with at most `want` chunks in a batch.
+    pub fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
         let batch = {
             let mut mm = engine.mm.lock();
             match mm.jobs.longest_waiting() {
                 Some(batch) => batch,
-                None => match self.take(engine, &mut mm) {
+                None => match self.take(engine, &mut mm, want) {
                     Ok(batch) => batch,
                     Err(step) => return step,
                 },
@@ -132,7 +137,7 @@ impl Worker {
         if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
-        if let Ok(batch) = self.take(engine, &mut mm) {
+        if let Ok(batch) = self.take(engine, &mut mm, charge.batch_chunks()) {
             mm.jobs.push(batch);
             engine.settle(&mm);
             drop(mm);
@@ -140,12 +145,12 @@ impl Worker {
         }
     }
 
-    fn take(&mut self, engine: &Engine, mm: &mut Mm) -> Result<Box<Batch>, Step> {
+    fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
         if engine.is_full() {
             return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
-        let taken = batch.take(engine, mm);
+        let taken = batch.take(engine, mm, want);
         let refused = batch.refused();
         if self.shared.len() < 256 {
             self.shared.extend(batch.shared());
@@ -191,21 +196,34 @@ impl Worker {
 
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
     /// meanwhile is a fault, which the handler answers. So never in the handler itself.
-    fn unshare(&mut self) -> bool {
+    ///
+    /// Each costs a page until it is out, so they are the next to go: were they to wait for their turn, all that is shared would be there twice
+    /// before any of it had left.
+    fn unshare(&mut self, engine: &Engine) -> bool {
         if self.vain >= MOST_VAIN && now().since(self.vain_at) < VAIN_RESTS {
             self.shared.clear();
         }
-        let any = !self.shared.is_empty();
-        for page in self.shared.drain(..) {
+        for page in &self.shared {
             // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
-            let _ = unsafe { advise(range_of(page, 1), Advice::PopulateWrite) };
+            let _ = unsafe { advise(range_of(*page, 1), Advice::PopulateWrite) };
         }
-        any
+        if self.shared.is_empty() {
+            return false;
+        }
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        let mut last = None;
+        for page in self.shared.drain(..).rev() {
+            if last.replace(page.chunk()) != Some(page.chunk()) {
+                mm.queues.first_to_go(&mut mm.table, page.chunk());
+            }
+        }
+        true
     }
 
     /// What a step came to, when the sharing was broken that kept it from taking more.
-    fn after_unsharing(&mut self, step: Step) -> Step {
-        let any = self.unshare();
+    fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
+        let any = self.unshare(engine);
         if let Step::Took(_) = step {
             self.vain = 0;
         } else if any {
@@ -253,7 +271,7 @@ impl Worker {
             }
             if engine.is_reclaim_due(&engine.mm.lock()) {
                 let step = self.step(engine);
-                match self.after_unsharing(step) {
+                match self.after_unsharing(engine, step) {
                     Step::Took(_) => continue,
                     Step::Again => {
                         yield_now();
