@@ -65,6 +65,11 @@ pub struct Header {
     pub slots_exhausted: AtomicU64,
     /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
     pub pool_cap_bytes: AtomicU64,
+    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in percent (0: nothing was said).
+    pub pool_max_percent: AtomicU32,
+    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until it has fallen below so many percent of it
+    /// (0: it always takes, and writes back for it).
+    pub pool_accept_percent: AtomicU32,
     /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
     pub pid_namespace: AtomicU64,
     /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
