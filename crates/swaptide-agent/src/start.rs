@@ -369,8 +369,9 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     };
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
-    start_workers(engine);
+    // Nobody who could be stopped with a lock in his hand is there before the program's growth is seen.
     handler.adopt();
+    start_workers(engine);
     log::line(&format!("managed after {:?}, {} pages present", now().since(began), engine.mm.lock().table.present()));
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);

@@ -12,22 +12,30 @@
 //!
 //! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a program fills faster than anybody looks.
 //!
-//! 5. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events.
+//! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and would answer the first write without a fault that
+//!    anybody sees. What is so in whole chunks goes out at once, so that growth there is seen, too.
+//!
+//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events.
 //!
 //! Only the handler adopts: the order of registration, events and the list is its own.
+
+use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
 use swaptide_sys::maps::{Vma, for_each_vma};
 use swaptide_sys::mem::own_ranges;
-use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
 use crate::handler::Handler;
-use crate::ids::PageNo;
-use crate::ids::pages_of;
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::reclaim::Step;
 
 /// Smallest mapping worth managing.
 pub const MIN_BYTES: usize = 64 << 10;
+
+/// Runs of the kernel's page of zeros that one adoption takes out.
+const MOST_ZERO_RUNS: usize = 4096;
 
 /// What follows a library's written data is its zero-initialised data, up to this size; what is larger is not libc's.
 const LIBRARY_BSS_BYTES: usize = 16 << 20;
@@ -37,6 +45,7 @@ impl Handler {
     pub fn adopt(&mut self) {
         let mut found = std::mem::take(&mut self.found);
         found.clear();
+        self.zeros_mapped.clear();
         let engine = self.engine;
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
@@ -67,8 +76,44 @@ impl Handler {
             self.gaps = gaps;
         }
         self.found = found;
-        let mm = engine.mm.lock();
-        engine.settle(&mm);
+        engine.settle(&engine.mm.lock());
+        self.take_zeros_out();
+    }
+
+    /// Takes out the chunks in which the program has nothing but the kernel's page of zeros (rule 5).
+    fn take_zeros_out(&mut self) {
+        let engine = self.engine;
+        let mut left = 0;
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            let chunks_of = |run: &VirtRange| {
+                let pages = pages_of(*run);
+                pages.start.div_ceil(PAGES_PER_CHUNK)..pages.end / PAGES_PER_CHUNK
+            };
+            // One chunk of each stretch goes first: a program that writes its memory in order meets one soon, and waits there.
+            for is_first in [false, true] {
+                for chunk in self.zeros_mapped.iter().rev().flat_map(|run| chunks_of(run).rev()) {
+                    let chunk = ChunkNo(chunk);
+                    if chunk.0.is_multiple_of(CHUNKS_PER_LEAF) == is_first && mm.table.chunk(chunk).present == u16::MAX {
+                        mm.queues.first_to_go(&mut mm.table, chunk);
+                        left += PAGES_PER_CHUNK;
+                    }
+                }
+            }
+            self.zeros_mapped.clear();
+        }
+        let mut again = 0;
+        while left > 0 && again < 16 && engine.park.load(Relaxed) == 0 {
+            match self.worker.step_of(engine, CHUNKS_PER_LEAF) {
+                Step::Took(pages) => left = left.saturating_sub(pages),
+                Step::Again => {
+                    again += 1;
+                    self.drain_events();
+                }
+                Step::Nothing => return,
+            }
+        }
     }
 
     /// Adopts the mapping that holds an address, if it is one to adopt.
@@ -168,9 +213,14 @@ impl Handler {
         let mut mm = engine.mm.lock();
         mm.armed.remove(range);
         mm.regions.insert(range);
-        let scanned = self.pagemap.present(range, |present| {
-            for page in pages_of(present) {
+        let zeros = &mut self.zeros_mapped;
+        let scanned = self.pagemap.runs(range, |run| {
+            for page in pages_of(run.range) {
                 mm.mark_present(PageNo(page));
+            }
+            let is_chunk = run.range.len() >= PAGES_PER_CHUNK * PAGE_SIZE;
+            if run.zero && !run.swapped && is_chunk && zeros.len() < MOST_ZERO_RUNS {
+                zeros.push(run.range);
             }
         });
         if scanned.is_err() {

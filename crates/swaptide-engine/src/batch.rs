@@ -25,7 +25,7 @@ use swaptide_sys::uffd::MoveFlags;
 
 use crate::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
-use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
 use crate::pagetable::{PageState, STUCK};
 use crate::staging::{FrameNo, SlabNo};
 
@@ -199,7 +199,9 @@ impl Batch {
     }
 
     /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as empty as before.
-    pub fn take(&mut self, engine: &Engine, mm: &mut Mm) -> usize {
+    ///
+    /// At most `want` chunks are chosen.
+    pub fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> usize {
         self.chunks.clear();
         self.runs.clear();
         self.leaving.clear();
@@ -213,7 +215,7 @@ impl Batch {
         self.refused = false;
         self.pages = 0;
         let Some(slab) = mm.staging.take_empty() else { return 0 };
-        self.choose(engine, mm);
+        self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;
         for index in 0..self.runs.len() {
             if self.refused {
@@ -236,8 +238,7 @@ impl Batch {
     }
 
     /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the program go in one, also across chunks.
-    fn choose(&mut self, engine: &Engine, mm: &mut Mm) {
-        let want = engine.charge.batch_chunks();
+    fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
         let mut scanned = 0;
         let bound = mm.queues.resident_len().min(4096);
         let mut place = 0;

@@ -166,6 +166,18 @@ impl FileTier {
         self.device.abandon(opened.collect());
     }
 
+    /// In a forked child, before anything else: its parent's other threads may have held the locks at the fork.
+    ///
+    /// # Safety
+    /// As of [`FileDevice::force_unlock`].
+    pub unsafe fn force_unlock(&self) {
+        // SAFETY: the caller's promise; `change` guards no data of this process.
+        unsafe {
+            self.areas.change.force_unlock();
+            self.device.force_unlock();
+        }
+    }
+
     /// In a forked child: what it was given, and a salt of its own.
     pub fn inherit(&self, descriptors: Vec<HandedOver>, salt: u64) {
         self.device.abandon(descriptors);

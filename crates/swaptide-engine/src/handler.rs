@@ -84,6 +84,8 @@ pub struct Handler {
     pub(crate) maps_buf: Box<[u8]>,
     pub(crate) found: Vec<VirtRange>,
     pub(crate) gaps: Vec<VirtRange>,
+    /// Where the mappings adopted last have the kernel's page of zeros.
+    pub(crate) zeros_mapped: Vec<VirtRange>,
     /// Fences are being answered; another one was come to meanwhile.
     pub(crate) fencing: bool,
     pub(crate) fence_again: bool,
@@ -149,6 +151,7 @@ impl Handler {
             maps: MapsFile::open_self().map_err(memory("/proc/self/maps"))?,
             maps_buf: vec![0; 64 << 10].into_boxed_slice(),
             found: Vec::with_capacity(256),
+            zeros_mapped: Vec::with_capacity(64),
             gaps: Vec::with_capacity(16),
             rung: Vec::with_capacity(64),
             strangers: Vec::with_capacity(4),

@@ -96,11 +96,16 @@ impl Worker {
 
     /// Stores a batch that waits, or takes one and stores it.
     pub fn step(&mut self, engine: &Engine) -> Step {
+        self.step_of(engine, engine.charge.batch_chunks())
+    }
+
+    /// The same, with at most `want` chunks in a batch.
+    pub fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
         let batch = {
             let mut mm = engine.mm.lock();
             match mm.jobs.longest_waiting() {
                 Some(batch) => batch,
-                None => match self.take(engine, &mut mm) {
+                None => match self.take(engine, &mut mm, want) {
                     Ok(batch) => batch,
                     Err(step) => return step,
                 },
@@ -132,7 +137,7 @@ impl Worker {
         if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
-        if let Ok(batch) = self.take(engine, &mut mm) {
+        if let Ok(batch) = self.take(engine, &mut mm, charge.batch_chunks()) {
             mm.jobs.push(batch);
             engine.settle(&mm);
             drop(mm);
@@ -140,12 +145,12 @@ impl Worker {
         }
     }
 
-    fn take(&mut self, engine: &Engine, mm: &mut Mm) -> Result<Box<Batch>, Step> {
+    fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
         if engine.is_full() {
             return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
-        let taken = batch.take(engine, mm);
+        let taken = batch.take(engine, mm, want);
         let refused = batch.refused();
         if self.shared.len() < 256 {
             self.shared.extend(batch.shared());

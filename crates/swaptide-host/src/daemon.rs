@@ -157,7 +157,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let mut keeper = Keeper::new(segment, Arc::clone(&areas), groups, budget);
     keeper.set_idle(file.idle);
     if let Some(state) = &state {
-        state.restore_runs(&mut keeper, segment, &directory.segment_path());
+        state.restore_runs(&mut keeper, segment, directory.segment_path());
     }
     segment.header.supervisor.store(std::process::id(), Relaxed);
     crate::supervise::raise_descriptor_limit();

@@ -368,7 +368,8 @@ pub fn default_places() -> Vec<PathBuf> {
     places
 }
 
-fn in_memory(place: &Path) -> bool {
+/// Whether files there are in memory.
+pub(crate) fn in_memory(place: &Path) -> bool {
     const TMPFS: u32 = 0x0102_1994;
     const RAMFS: u32 = 0x8584_58f6;
     rustix::fs::statfs(place).is_ok_and(|fs| matches!(fs.f_type as u32, TMPFS | RAMFS))

@@ -5,13 +5,13 @@
 //!
 //! Invariants
 //! 1. Only the supervisor adds, closes and removes areas; everybody leases.
-//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks once more whether the area is open after it has counted
-//!    itself in; so a closed area without a held extent stays without one.
+//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks once more whether the area is open, and of the generation
+//!    that it was, after it has counted itself in; so a closed area without a held extent stays without one.
 //! 3. An area's number may be used again, with a higher generation: who remembers anything of an area remembers the generation with it.
 //! 4. The order of areas is one word: who leases sees one whole order, at worst an older one.
 
 use std::sync::atomic::{
-    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
+    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
 };
 
 use crate::layout::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, ProcSlot, Segment, SlotIndex};
@@ -193,6 +193,12 @@ impl Area {
         }
     }
 
+    /// Whether it was given to another device since `generation` was read: what was read of it in between counts for nothing then.
+    fn changed_since(&self, generation: u32) -> bool {
+        fence(Acquire);
+        self.generation.load(Relaxed) != generation
+    }
+
     fn range(&self) -> std::ops::Range<u32> {
         // Whatever a damaged table says, there are no others.
         let end = self.first.load(Relaxed).saturating_add(self.extents()).min(MAX_EXTENTS as u32);
@@ -274,7 +280,9 @@ impl Segment {
             return None;
         }
         let area = &self.header.areas[id];
-        area.generation.fetch_add(1, Release);
+        area.generation.fetch_add(1, SeqCst);
+        // Who sees anything of what follows sees the new generation.
+        fence(Release);
         area.transport.store(new.transport as u32, Relaxed);
         area.priority.store(new.priority, Relaxed);
         area.first.store(first, Relaxed);
@@ -284,7 +292,8 @@ impl Segment {
         area.export_flags.store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
         area.export_longest.store(new.export.longest, Relaxed);
         area.export_connections.store(new.export.connections, Relaxed);
-        for word in [&area.used, &area.hint, &area.errors] {
+        // Not `used`: nobody holds anything, and who is late in `lease_in` counts itself in and out again.
+        for word in [&area.hint, &area.errors] {
             word.store(0, Relaxed);
         }
         area.state.store(AreaState::Open as u32, SeqCst);
@@ -367,8 +376,9 @@ impl Segment {
     }
 
     fn lease_in(&self, index: SlotIndex, area: &Area) -> Option<ExtentId> {
+        let generation = area.generation();
         let total = area.extents();
-        if area.used() >= total {
+        if total == 0 || area.used() >= total {
             return None;
         }
         let first = area.first.load(Relaxed);
@@ -376,11 +386,14 @@ impl Segment {
         for step in 0..total {
             let number = start.wrapping_add(step) % total;
             let extent = ExtentId(first + number);
-            let refs = &self.extent_refs[extent.0 as usize];
+            // The numbers may be those of another area by now: read while its place was being given away.
+            let refs = self.extent_refs.get(extent.0 as usize)?;
             if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
                 area.used.fetch_add(1, SeqCst);
-                if area.state() != AreaState::Open {
-                    self.unref(extent);
+                if area.state() != AreaState::Open || area.changed_since(generation) {
+                    // Counted back where it was counted, whoever's number the extent is now.
+                    area.used.fetch_sub(1, SeqCst);
+                    refs.fetch_sub(1, SeqCst);
                     return None;
                 }
                 area.hint.store(number + 1, Relaxed);
@@ -607,6 +620,41 @@ mod tests {
             });
             assert_eq!(segment.area(id).used(), 0);
         }
+    }
+
+    #[test]
+    fn leasing_races_with_an_area_that_goes_and_comes_elsewhere() {
+        let segment = test_segment();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for pid in 0..2 {
+                let stop = &stop;
+                scope.spawn(move || {
+                    let index = segment.claim(100 + pid, 0).expect("slot");
+                    while !stop.load(Relaxed) {
+                        if let Some(extent) = segment.lease_extent(index, AreaMask::ALL) {
+                            assert!(segment.place_of(extent).is_some(), "extent {} is no area's", extent.0);
+                            segment.release_extent(index, extent);
+                        }
+                    }
+                });
+            }
+            for round in 0..2000u32 {
+                // Places of different length, so that the same area's number stands for other extents each time.
+                let id = segment.add_area(area(1 + round % 7, 0)).expect("area");
+                let beside = segment.add_area(area(3, 0)).expect("area");
+                for id in [id, beside] {
+                    segment.close_area(id);
+                    while !segment.remove_area(id) {
+                        std::thread::yield_now();
+                    }
+                }
+            }
+            stop.store(true, Relaxed);
+        });
+        let used: Vec<_> = segment.header.areas.iter().map(Area::used).collect();
+        assert_eq!(used, [0; MAX_AREAS]);
+        assert!(segment.extent_refs.iter().all(|refs| refs.load(Relaxed) == 0));
     }
 
     #[test]

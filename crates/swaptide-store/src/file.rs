@@ -645,6 +645,7 @@ impl FileDevice {
             self.state.force_unlock();
             self.bounce.force_unlock();
             self.inbox.force_unlock();
+            self.io.force_unlock();
         }
     }
 

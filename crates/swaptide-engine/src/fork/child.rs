@@ -86,7 +86,7 @@ impl Engine {
         // SAFETY: as above; workers stood still, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.
-        unsafe { self.devices.file.device.force_unlock() };
+        unsafe { self.devices.file.force_unlock() };
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);

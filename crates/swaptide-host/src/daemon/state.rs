@@ -2,8 +2,11 @@
 //!
 //! `lock` is held by the daemon that runs; `segment` is the shared segment, which the programs have mapped; `state.json` says what else there is,
 //! and is replaced whole at every change. All of it is worth nothing after the machine was started again, and is thrown away then.
+//!
+//! Invariant: the segment is in memory only. It holds the key of all that is swapped: where the directory is on a disk, the segment is in `/dev/shm`,
+//! under a name made from the directory's identity.
 
-use std::fs::{DirBuilder, File};
+use std::fs::{DirBuilder, File, Metadata};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -24,8 +27,12 @@ use crate::keeper::{Keeper, Run};
 /// A state directory that this process has for itself.
 pub struct Directory {
     path: PathBuf,
+    segment: PathBuf,
     _lock: File,
 }
+
+/// Where files are in memory on every Linux machine.
+const MEMORY: &str = "/dev/shm";
 
 /// What is written down.
 #[derive(Serialize, Deserialize)]
@@ -104,15 +111,15 @@ impl Directory {
         let lock =
             File::options().write(true).create(true).truncate(false).mode(0o600).open(path.join("lock")).map_err(failed)?;
         match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Directory { path, _lock: lock }),
+            Ok(()) => Ok(Directory { segment: segment_place(&path, &found).map_err(failed)?, path, _lock: lock }),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(DaemonError::Running(path)),
             Err(error) => Err(failed(error.into())),
         }
     }
 
     /// The segment's file.
-    pub fn segment_path(&self) -> PathBuf {
-        self.path.join("segment")
+    pub fn segment_path(&self) -> &Path {
+        &self.segment
     }
 
     /// What was written down since the machine was started; what is older goes.
@@ -128,20 +135,19 @@ impl Directory {
 
     /// The segment: that of before where `known` says that its state is known and it is sound, else a fresh one. Tells which.
     pub fn segment(&self, known: bool) -> io::Result<(&'static Segment, OwnedFd, bool)> {
-        let path = self.segment_path();
-        let open = || File::options().read(true).write(true).open(&path);
+        let path = &self.segment;
         if known
-            && let Ok(file) = open()
+            && let Ok(file) = open_own(path)
             && let Ok(map) = SharedMap::map(file.as_fd(), Segment::BYTES)
             && let Ok(segment) = Segment::open(map)
         {
             return Ok((segment, file.into(), false));
         }
-        match std::fs::remove_file(&path) {
+        match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(&path)?;
+        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         file.set_len(Segment::BYTES as u64)?;
         let map = SharedMap::map(file.as_fd(), Segment::BYTES)?;
         let segment = Segment::raw(map).map_err(io::Error::other)?;
@@ -158,10 +164,31 @@ impl Directory {
 
     /// Nothing is worth keeping.
     pub fn clear(&self) {
-        for name in ["state.json", "segment"] {
-            let _ = std::fs::remove_file(self.path.join(name));
+        for path in [&self.path.join("state.json"), &self.segment] {
+            let _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// Where the segment of a state directory is.
+fn segment_place(directory: &Path, identity: &Metadata) -> io::Result<PathBuf> {
+    if device::in_memory(directory) {
+        return Ok(directory.join("segment"));
+    }
+    if !device::in_memory(Path::new(MEMORY)) {
+        let why = format!("is on a disk, where no key may be, and {MEMORY} is not in memory: name a directory on a tmpfs");
+        return Err(io::Error::other(why));
+    }
+    let (user, device, inode) = (identity.uid(), identity.dev(), identity.ino());
+    Ok(Path::new(MEMORY).join(format!("swaptide-{user}-{device:x}-{inode:x}")))
+}
+
+/// Opens a segment of before, if it is a file of this user alone: others may make files beside it.
+fn open_own(path: &Path) -> io::Result<File> {
+    let file = File::options().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    let found = file.metadata()?;
+    let own = found.is_file() && found.uid() == rustix::process::geteuid().as_raw() && found.mode() & 0o077 == 0;
+    if own { Ok(file) } else { Err(io::Error::other("is not a file of this user alone (mode 0600)")) }
 }
 
 /// The areas as they can be opened again. A file without a name gets one; where that cannot be, the area is not among them.
@@ -362,6 +389,36 @@ mod tests {
         std::fs::create_dir(&open).expect("directory");
         std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("mode");
         assert!(Directory::open(&open).is_err(), "others may enter it");
+        again.clear();
+        assert!(!again.segment_path().exists());
+    }
+
+    #[test]
+    fn the_segment_with_its_key_is_in_memory_wherever_the_directory_is() {
+        for place in ["/var/tmp", "/dev/shm"] {
+            let path = Path::new(place).join(format!("swaptide-state-test-{}", std::process::id()));
+            let directory = Directory::open(&path).expect("directory");
+            let (_, file, _) = directory.segment(false).expect("segment");
+            let own = device::in_memory(Path::new(place));
+            let (seen, own_names) = (device::in_memory(directory.segment_path()), path.join("segment").exists());
+            let fs = rustix::fs::fstatfs(&file).expect("statfs");
+            directory.clear();
+            std::fs::remove_dir_all(&path).expect("removed");
+            assert!(seen && fs.f_type as u32 == 0x0102_1994, "{place}");
+            assert_eq!(own_names, own, "{place}");
+        }
+    }
+
+    #[test]
+    fn a_segment_that_others_may_read_is_not_taken_up_again() {
+        let scratch = Scratch::new("state-foreign");
+        let directory = Directory::open(&scratch.path("daemon")).expect("directory");
+        drop(directory.segment(false).expect("segment"));
+        assert!(open_own(directory.segment_path()).is_ok());
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+        std::fs::set_permissions(directory.segment_path(), mode).expect("mode");
+        assert!(open_own(directory.segment_path()).is_err());
+        directory.clear();
     }
 
     #[test]

@@ -58,6 +58,12 @@ pub(crate) trait BlockIo: Send + Sync {
 
     /// See [`super::FileDevice::abandon`].
     fn abandon(&self, _handed: Vec<HandedOver>) {}
+
+    /// See [`super::FileDevice::force_unlock`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn force_unlock(&self) {}
 }
 
 /// Writes all of `bytes`. On failure, tells from which place of the file on.
