@@ -250,7 +250,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         match rest.rsplit_once(':') {
             _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
             // Colons may be in a path: what follows the last one is a size unless a path goes on there.
-            Some((path, tail)) if !path.is_empty() && !tail.contains('/') => {
+            Some(("", tail)) if !tail.contains('/') => return Err(DeviceError::Syntax(text.to_owned())),
+            Some((path, tail)) if !tail.contains('/') => {
                 let bytes = at_least(text, size(tail)?, SMALLEST_FILE)?;
                 if bytes > LARGEST_FILE {
                     return Err(DeviceError::TooLarge(text.to_owned()));
