@@ -1,16 +1,21 @@
 """Groups, tiers and the daemon, as they are used: by `swaptide run`, `swaptide ctl` and `swaptide daemon`."""
 
+import fcntl
 import json
 import os
+import pty
 import random
+import select
 import signal
 import socket
+import struct
 import subprocess
+import termios
 import time
 
 from harness import HERE, MIB, Case
 from processes import descendants
-from cases_process import PRESSURE, ask, wait_for_line
+from cases_process import PRESSURE, Server, ask, wait_for_line
 
 
 def until(context, what, true, seconds=20):
@@ -116,6 +121,56 @@ def groups(context):
     context.expect(seen["/"]["swap.current"] == "0", f"{seen['/']}")
 
 
+def swap_high(context):
+    """Past `swap.high` a group's growth is slowed down, and only its growth; nothing is ended, and below it all goes on as fast as before."""
+    if context.native:
+        return
+    script = """if True:
+        import mmap, os, sys, time
+        old = os.urandom(80 << 20)
+        print("ready", os.getpid(), flush=True)
+        for line in sys.stdin:
+            began = time.monotonic()
+            fresh = mmap.mmap(-1, 4 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for at in range(0, 4 << 20, 4096):
+                fresh[at] = 1
+            print("grew", time.monotonic() - began, flush=True)
+        print("OK" if len(set(old[::4096])) == 256 else "WRONG", flush=True)
+    """
+    options = ["--group", "/a/b", "--swap", "zram:4M", "--swap", f"file:{context.directory}:512M"]
+    program = context.start([context.python, "-c", script], options=options, stdin=subprocess.PIPE)
+    wait_for_line(context, program, "ready")
+    ctl = Ctl(context, program.pid)
+    output = program.directory / "stdout"
+
+    def grows():
+        before = output.read_text().count("grew")
+        program.process.stdin.write(b"go\n")
+        program.process.stdin.flush()
+        until(context, "growth", lambda: output.read_text().count("grew") > before, 60)
+        return float(output.read_text().split()[-1])
+
+    def waits():
+        return int(json.loads(ctl("stats", "--json"))["stats"]["swap_high_waits"])
+
+    free = min(grows() for _ in range(3))
+    context.expect(waits() == 0, "somebody waited without a bound")
+    swap = until(context, "swapped pages", lambda: ctl.value("/a", "swap.current"))
+    ctl("group", "/a", f"swap.high={swap * 10 // 11}")
+    time.sleep(0.3)
+    slow = grows()
+    context.expect(slow > free + 0.5 and waits() > 0, f"4M took {free:.3f} s, and {slow:.3f} s past swap.high")
+    context.expect(ctl.event("/a", "swap", "high") >= 1, "no event")
+    ctl("group", "/a", "swap.high=max")
+    time.sleep(0.3)
+    again = min(grows() for _ in range(3))
+    context.expect(again < slow / 2, f"4M take {again:.3f} s without a bound again")
+    program.process.stdin.close()
+    program.process.stdin = None
+    done = program.finish()
+    context.expect("OK" in done.text(), f"it did not end with OK: {done.text()[-200:]}")
+
+
 def tiers(context):
     """Tiers are changed as a whole or not at all, a tier with a device in use stays, and a group's pages keep off what it excludes."""
     if context.native:
@@ -178,6 +233,55 @@ def shares(context):
     program.finish(status=0)
     text = output.read_text()
     context.expect(text.count("SIGTERM 1") == 2, f"not both programs verified their data: {text}")
+
+
+def top(context):
+    """`swaptide top`: a frame as text and as JSON, and live in a terminal that is as it was afterwards."""
+    if context.native:
+        return
+    options = ["--group", "/web", "--swap", "zram:8M", "--swap", f"file:{context.directory}:512M,prio=7", "--tiers", "+SSD:-1"]
+    program, inside, ctl = started(context, [context.python, PRESSURE, 96, "wait"], options)
+    words = [context.swaptide, "top", "--pid", str(program.pid)]
+    frame = subprocess.run([*words, "--once"], capture_output=True, text=True, timeout=20)
+    context.expect(frame.returncode == 0 and frame.stderr == "" and "\x1b" not in frame.stdout, f"top --once: {frame}")
+    rows = [line.split() for line in frame.stdout.splitlines() if line.strip()]
+    context.expect(any(row[0] == str(inside) and row[2] == "/web" for row in rows), f"the process is not shown: {frame.stdout}")
+    context.expect(any(row[0].startswith("file:") and "SSD" in row for row in rows), f"the area is not shown: {frame.stdout}")
+    data = json.loads(subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=20).stdout)
+    context.expect(data["scene"]["runs"][0]["pid"] == program.pid and "zswpin" in data["rates"], f"top --json: {data}")
+    refused = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+    context.expect(refused.returncode == 2 and "--once" in refused.stderr, f"without a terminal: {refused}")
+
+    for key in (b"q", b"\x03", None):
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        before = termios.tcgetattr(slave)
+        live = subprocess.Popen([*words, "--interval", "0.2"], stdin=slave, stdout=slave, stderr=slave)
+        seen = b""
+
+        def more():
+            nonlocal seen
+            while select.select([master], [], [], 0.05)[0]:
+                seen += os.read(master, 65536)
+            return str(inside).encode() in seen and b"/web" in seen
+
+        until(context, "a screen", more)
+        seen = b""
+        # Numbers change, and only what changed is drawn again.
+        os.write(master, b"\x1b[B")
+        until(context, "a key that is heard", lambda: more() or seen)
+        if key:
+            os.write(master, key)
+        else:
+            live.terminate()
+        until(context, "its end", lambda: (more(), live.poll() is not None)[1])
+        more()
+        context.expect(live.returncode == 0, f"top ends with {live.returncode} at {key}: {seen[-300:]}")
+        context.expect(b"\x1b[?1049l" in seen, f"the screen of before is not back: {seen[-300:]}")
+        context.expect(termios.tcgetattr(slave) == before, "the terminal is not as it was")
+        os.close(master)
+        os.close(slave)
+    ended(context, program)
 
 
 class Daemon:
@@ -251,6 +355,8 @@ def daemon_joins(context):
 
     first, one = daemon.program(80, "--group", "/a")
     second, other = daemon.program(80, "--group", "/b/inner")
+    frame = subprocess.run([context.swaptide, "top", "--once"], env=daemon.env, capture_output=True, text=True).stdout
+    context.expect("daemon: 2 runs" in frame and "of 112M" in frame and str(one) in frame and str(other) in frame, f"top: {frame}")
     context.expect(sorted(listed(daemon)) == sorted([first.pid, second.pid]), f"ctl list: {daemon.ctl('list')}")
     view = json.loads(Ctl(context, one, daemon.env)("stats", "--json"))
     context.expect(view["pid"] == first.pid and {p["group"] for p in view["processes"]} == {"/a"}, f"{view}")
@@ -273,6 +379,30 @@ def daemon_joins(context):
     for line in ("swaptide_budget_bytes 117440512", 'swaptide_group_processes{group="/b"}', f'pid="{first.pid}"', "# EOF"):
         context.expect(line in text, f"{line} is not among the metrics: {text[:2000]}")
 
+    # The list of devices is followed: what is new comes, what is gone goes, what ctl added stays, and what cannot be had changes nothing.
+    def names():
+        return sorted(view["name"] for view in json.loads(daemon.ctl("devices", "--json")))
+
+    for name in ("listed", "added"):
+        (context.directory / name).mkdir()
+    daemon.ctl("swapon", f"file:{context.directory}/added:64M,prio=2")
+    old, new = f'"file:{place}:1G"', f'"file:{context.directory}/listed:512M,prio=3"'
+    daemon.config.write_text(config.replace(old, f'{old}, {new}'))
+    daemon.ctl("reload")
+    added, listed_one, first_one = f"file:{context.directory}/added", f"file:{context.directory}/listed", f"file:{place}"
+    context.expect(names() == sorted([added, listed_one, first_one]), f"after a device was listed: {names()}")
+    for wrong, named in ((f'"file:{place}:2G"', "off the list"), (f'{old}, "file:/no/such/place:64M"', "no/such")):
+        daemon.config.write_text(config.replace(old, wrong).replace('"64M"', '"32M"'))
+        daemon.ctl.refused(named, "reload")
+        context.expect(daemon.ctl.value("/b", "ram.max") != 32 * MIB, "something of a refused file counts")
+    daemon.config.write_text(config.replace(old, new))
+    daemon.ctl("reload")
+    until(context, "a device that was taken off the list", lambda: names() == sorted([added, listed_one]))
+    daemon.config.write_text(config.replace('"64M"', '"48M"'))
+    daemon.ctl("reload")
+    until(context, "the list of before", lambda: names() == sorted([added, first_one]))
+    daemon.ctl("swapoff", added)
+
     # A group goes out, stays there, and comes back in one go.
     daemon.ctl("freeze", "/a")
     frozen = daemon.ctl.value("/a", "ram.current")
@@ -290,7 +420,7 @@ def daemon_joins(context):
     until(context, "no run", lambda: listed(daemon) == [])
     until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     daemon.stop()
-    left = [path.name for path in place.iterdir() if path.name != "metrics"] + os.listdir(context.directory / "sockets" / "daemon")
+    left = [path.name for path in place.iterdir() if path.name not in ("metrics", "listed", "added")] + os.listdir(context.directory / "sockets" / "daemon")
     context.expect(left == ["lock"], f"left behind: {left}")
 
 
@@ -331,8 +461,57 @@ def daemon_killed(context):
     daemon.stop()
 
 
+# MiB of every fourth program: those of the first kind are in a group with a bound, the last need twice as much as the others.
+SIZES = (12, 12, 12, 24)
+
+
+def daemon_network(context):
+    """A daemon's network areas: it is started again while a server is away, and what dead processes had is trimmed."""
+    if context.native:
+        return
+    server = Server(context)
+    try:
+        daemon = Daemon(context, f'ram = "64M"\nswap = ["zram:8M", "{server.url()},prio=9", "file:{context.directory}:1G,prio=1"]\n')
+
+        def nbd():
+            return next(view for view in json.loads(daemon.ctl("devices", "--json")) if view["type"] == "nbd")
+
+        def blocks():
+            return os.stat(server.image).st_blocks * 512
+
+        program, inside = daemon.program(120)
+        until(context, "pages on the server", lambda: nbd()["used_bytes"] > 16 * MIB)
+        server.kill()
+        daemon.kill()
+        daemon.start()
+        seen = nbd()
+        context.expect(seen["state"] == "away" and seen["used_bytes"] > 16 * MIB, f"the server is away: {seen}")
+        server.start()
+        until(context, "the server to be back", lambda: nbd()["state"] == "open")
+        os.kill(inside, signal.SIGUSR1)
+        ended(context, program)
+        until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
+
+        victim, inside = daemon.program(120)
+        until(context, "pages on the server", lambda: nbd()["used_bytes"] > 16 * MIB)
+        full = blocks()
+        for pid in (inside, *descendants(victim.pid), victim.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        victim.process.wait()
+        until(context, "no charge", lambda: nbd()["used_bytes"] == 0)
+        until(context, "trimmed space", lambda: blocks() < full / 8)
+        context.expect(full > 16 * MIB, f"only {full} bytes were there")
+        daemon.stop()
+    finally:
+        server.kill()
+
+
 def daemon_crowd(context):
-    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, and equal programs have equal parts."""
+    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, equal programs have equal parts, and those that need more
+    have more."""
     if context.native:
         return
     place = context.directory / "swap"
@@ -341,15 +520,33 @@ def daemon_crowd(context):
     programs = []
     for number in range(64):
         options = ["--group", "/small" if number % 4 == 0 else "/large"]
-        argv = [context.binary("heap"), 12, 40, context.seed + number]
+        argv = [context.binary("heap"), SIZES[number % 4], 150, context.seed + number]
         programs.append(context.start(argv, options=options, env=daemon.env))
     until(context, "all programs", lambda: daemon.ctl.value("/", "processes") >= 64, 60)
     time.sleep(15)
-    most, small = 0, 0
-    for _ in range(20):
-        most = max(most, daemon.ctl.value("/", "ram.current"))
-        small = max(small, daemon.ctl.value("/small", "ram.current"))
+    most, small, looks = 0, 0, 0
+    parts = [0] * 64
+    end = time.monotonic() + 90
+    while looks < 12 and time.monotonic() < end:
+        text = subprocess.run([context.swaptide, "top", "--json"], env=daemon.env, capture_output=True, text=True).stdout
+        scene = json.loads(text)["scene"]
+        values = {group["path"]: group["values"] for group in scene["groups"]}
+        most = max(most, int(values["/"]["ram.current"]))
+        small = max(small, int(values["/small"]["ram.current"]))
+        resident = {run["pid"]: sum(process["resident_bytes"] for process in run["processes"]) for run in scene["runs"]}
+        if all(resident.get(program.pid) for program in programs):
+            looks += 1
+            parts = [part + resident[program.pid] for part, program in zip(parts, programs)]
         time.sleep(0.25)
+    context.expect(looks >= 10, f"only {looks} looks saw all programs")
+    parts = [part / looks / MIB for part in parts]
+    for kind, size in enumerate(SIZES):
+        own = parts[kind::4]
+        fair = sum(own) / len(own)
+        worst = max(own, key=lambda part: abs(part - fair))
+        print(f"  {size}M, {'/large' if kind else '/small'}: {fair:.2f}M each, the furthest {worst:.2f}M")
+        context.expect(abs(worst - fair) < 0.1 * fair, f"programs of {size}M have {fair:.2f}M on average, and one has {worst:.2f}M: {parts}")
+    context.expect(sum(parts[3::4]) > 1.15 * sum(parts[1::4]), f"those that need twice as much have no more: {parts}")
     context.expect(most < 384 * MIB * 1.05, f"the budget is 384M, and {most / MIB:.1f}M were in use")
     context.expect(small < 96 * MIB * 1.05, f"/small may have 96M, and had {small / MIB:.1f}M")
     for program in programs:
@@ -360,12 +557,25 @@ def daemon_crowd(context):
 
 
 def daemon_storm(context):
-    """Programs, their supervisors and the daemon are killed at random: what survives verifies its memory, and everything comes back."""
+    """Programs, their supervisors, the daemon and NBD servers are killed at random: what survives verifies its memory, and everything comes back."""
     if context.native:
         return
     place = context.directory / "swap"
     place.mkdir()
-    daemon = Daemon(context, f'ram = "160M"\nswap = ["zram:24M", "file:{place}:2G"]\n[groups."/a"]\nram.max = "96M"\n')
+    # One export with a mirror, one without; both servers always come back, the second in time.
+    servers = [Server(context, name) for name in ("mirrored", "plain")]
+    try:
+        storm(context, place, servers)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def storm(context, place, servers):
+    mirrored, plain = (server.url() for server in servers)
+    swap = f'"zram:24M", "{mirrored},prio=9,mirror={place}", "{plain},prio=9", "file:{place}:2G"'
+    daemon = Daemon(context, f'ram = "160M"\nswap = [{swap}]\n[groups."/a"]\nram.max = "96M"\n')
+    away, killed = {}, 0
     chance = random.Random(context.seed)
     seconds = 300 if context.case.limit > 400 else 60
     end = time.monotonic() + seconds
@@ -381,7 +591,16 @@ def daemon_storm(context):
             running[program.pid] = (program, kind)
         time.sleep(chance.uniform(0.05, 0.6))
         draw = chance.random()
-        if draw < 0.15:
+        for server, back in list(away.items()):
+            if time.monotonic() > back:
+                server.start()
+                del away[server]
+        if draw < 0.06 and len(away) < 2:
+            server = chance.choice([server for server in servers if server not in away])
+            server.kill()
+            killed += 1
+            away[server] = time.monotonic() + chance.uniform(0.2, 12 if server is servers[0] else 6)
+        elif draw < 0.18:
             daemon.kill()
             time.sleep(chance.uniform(0, 0.3))
             daemon.start()
@@ -403,6 +622,8 @@ def daemon_storm(context):
                 said = f"{kind}: status {program.process.returncode}: {text[-300:]} {(program.directory / 'stderr').read_text()[-300:]}"
                 context.expect(program.process.returncode == 0 and f"OK {kind[0]}" in text, f"a survivor: {said}")
                 finished += 1
+    for server in away:
+        server.start()
     for program, kind in running.values():
         program.process.wait()
         text = (program.directory / "stdout").read_text()
@@ -412,17 +633,22 @@ def daemon_storm(context):
     until(context, "no run", lambda: listed(daemon) == [])
     until(context, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     used = [view["used_bytes"] for view in json.loads(daemon.ctl("devices", "--json"))]
-    context.expect(used == [0], f"extents that nobody has: {used}")
+    context.expect(used == [0, 0, 0], f"extents that nobody has: {used}")
+    context.expect(killed > 0, "no server was killed")
+    print(f"  {finished} programs came to their end, servers were killed {killed} times")
     daemon.stop()
 
 
 CASES = [
     Case("groups", groups, 48, allowance=8),
     Case("tiers", tiers, 48, allowance=8),
+    Case("swap-high", swap_high, 48, allowance=8),
+    Case("top", top, 48, allowance=8),
     Case("shares", shares, 96, allowance=8, forks=True),
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
     Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),
-    Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=240, forks=True),
-    Case("daemon-storm", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=300, forks=True),
-    Case("daemon-storm-long", daemon_storm, 160, allowance=64, swaps=False, full=True, limit=700, forks=True),
+    Case("daemon-network", daemon_network, 64, needs=("nbdkit",), allowance=8, swaps=False),
+    Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=400, forks=True),
+    Case("daemon-storm", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=300, forks=True),
+    Case("daemon-storm-long", daemon_storm, 160, needs=("nbdkit",), allowance=64, swaps=False, full=True, limit=900, forks=True),
 ]

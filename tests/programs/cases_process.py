@@ -335,8 +335,8 @@ def block_device(context):
 class Server:
     """An NBD server that keeps its export in a file, so that it can be killed and started again."""
 
-    def __init__(self, context):
-        self.socket, self.image = context.directory / "nbd.socket", context.directory / "export"
+    def __init__(self, context, name="nbd"):
+        self.socket, self.image = context.directory / f"{name}.socket", context.directory / f"{name}.export"
         with open(self.image, "wb") as file:
             file.truncate(1 << 30)
         self.process = None
@@ -539,6 +539,43 @@ def bad_input(context):
         context.expect(len(lines) == 1 and named in lines[0], f"{said}; expected one line that names {named}")
 
 
+def network_mirror(context):
+    """A network export with a mirror: its server is killed for good in the middle, nothing is lost and nobody waits for it."""
+    if context.native:
+        return
+    local = context.directory / "local"
+    local.mkdir()
+    for number, mode in enumerate(("single", "threads", "forks")):
+        server = Server(context)
+        try:
+            options = ["--tiers", "+SSD:100 +NET:-1", "--swap", "zram:4M", "--swap", f"file:{local}:1G,prio=100", "--group", "/g",
+                       "--swap", f"{server.url()},prio=9,mirror={local if number else 'SSD'}"]
+            binary, words = ("forks", ["nested"]) if mode == "forks" else ("torture", [mode])
+            program = context.start([context.binary(binary), 96, 12, context.seed, *words], options=options)
+            # First the export alone, then the file.
+            answer = lambda *words: ask(context, words[0], "--pid", str(program.pid), *words[1:])
+            end = time.monotonic() + 10
+            while answer("group", "/g", "swap.tiers=-SSD")[0] != 0:
+                context.expect(time.monotonic() < end, "the run does not answer")
+                time.sleep(0.05)
+            time.sleep(4)
+            before = json.loads(answer("devices", "--json")[1])
+            server.kill()
+            answer("group", "/g", "swap.tiers=")
+            done = program.finish()
+            context.expect(f"OK {binary}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+            report = json.loads(program.report_path.read_text())
+            context.expect(report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}")
+            used = {device["type"]: device for device in before}
+            seen = {device["type"]: device for device in report["devices"]}
+            context.expect(used["nbd"]["used_bytes"] > 8 << 20, f"the export is hardly used: {before}")
+            context.expect(seen["file"]["peak_used_bytes"] >= 2 << 20, f"what was written later went nowhere: {seen}")
+            context.expect(seen["nbd"]["mirror"]["errors"] == 0, f"the mirror failed: {seen}")
+            context.expect(report["fault_us"]["max"] < 20e6, f"a fault waited for the server: {report['fault_us']}")
+        finally:
+            server.kill()
+
+
 CASES = [
     Case("exit-codes", exit_codes, 32, swaps=False),
     Case("summary", summary, 32, swaps=False),
@@ -546,6 +583,7 @@ CASES = [
     Case("ctl", ctl, 32, allowance=4),
     Case("areas", areas, 32, forks=True, allowance=128),
     Case("block-device", block_device, 32, allowance=64),
+    Case("network-mirror", network_mirror, 32, needs=("nbdkit",), limit=240, allowance=128),
     Case("network", network, 32, needs=("nbdkit",), limit=120, allowance=128),
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
-use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened};
+use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened, Spot};
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
@@ -85,19 +85,19 @@ impl ExtentSource for Beyond {
 impl Areas for Beyond {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        Some(Location { area: place.area.0, generation: place.generation, offset: place.offset })
+        let mirror = place.mirror.map(|spot| Spot { area: spot.area.0, generation: spot.generation, offset: spot.offset });
+        Some(Location { spot: Spot { area: place.area.0, generation: place.generation, offset: place.offset }, mirror })
     }
 
     fn open(&self, area: u8) -> Option<Opened> {
         let (id, open) = (AreaId(area), self.open);
-        let fd = open(id)?;
         let area = self.segment.area(id);
         Some(match area.transport() {
-            Transport::File => Opened::File(fd),
+            Transport::File => Opened::File(open(id)?),
             Transport::Nbd => {
                 let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
                 let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
-                Opened::Nbd { connection: fd, export, dialer: Box::new(Redial { open, id }) }
+                Opened::Nbd { connection: open(id), export, dialer: Box::new(Redial { open, id }) }
             }
         })
     }

@@ -206,6 +206,7 @@ impl Handler {
         engine.settle(mm);
         drop(guard);
         self.locality.grew(page, done);
+        self.throttle.grew(done, engine.slot().throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);
         Ok(())
     }

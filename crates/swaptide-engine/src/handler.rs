@@ -35,6 +35,7 @@ use crate::locality::Locality;
 use crate::place::Place;
 use crate::reclaim::Worker;
 use crate::split::Loads;
+use crate::throttle::Throttle;
 
 /// A fault that waits for its answer.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +118,8 @@ pub struct Handler {
     pub(crate) noted: Vec<Change>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
     pub(crate) preload: Option<PageNo>,
+    /// Threads that wait because they grew past `swap.high`.
+    pub(crate) throttle: Throttle,
 }
 
 impl Handler {
@@ -171,6 +174,7 @@ impl Handler {
             torn: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
+            throttle: Throttle::new(),
         })
     }
 
@@ -181,9 +185,10 @@ impl Handler {
                 match self.preload {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
-                    None => self.read(),
+                    None => self.read_within(self.throttle.patience()),
                 }
             }
+            self.wake_held();
             if self.pending.is_empty() && !self.forking {
                 self.preload_some();
             }
@@ -196,12 +201,7 @@ impl Handler {
         }
     }
 
-    /// Waits for messages and reads them: events are applied, faults queued.
-    fn read(&mut self) {
-        self.read_within(None);
-    }
-
-    /// Reads what there is or comes within `timeout`.
+    /// Reads what there is or comes within `timeout`: events are applied, faults queued.
     ///
     /// Reading is what lets the changing thread go on and the kernel move pages again. So it happens with the memory lock held, and the
     /// events are applied before it is given back: a worker that holds the lock and whose move the kernel does not refuse works with a
@@ -375,6 +375,9 @@ impl Handler {
                 self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
                 self.place.answered(answered);
+                if self.is_held(page) {
+                    return;
+                }
                 // Last: the thread may have this CPU at once.
                 let _ = self.uffd.wake(range_of(page, 1));
             }

@@ -6,8 +6,11 @@
 //! Invariants
 //! 1. An area of the segment that is not `None` has its device open here.
 //! 2. A device is closed only after its area is `None`.
+//! 3. A mirror comes and goes with its area.
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
+
+mod trim;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -57,6 +60,18 @@ pub struct AreaView {
     pub errors: u32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// Where a second copy is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<MirrorView>,
+}
+
+/// The second copy of an area as people see it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct MirrorView {
+    /// Where it is.
+    pub place: String,
+    /// Transfers that failed, and pages that were not what had been written.
+    pub errors: u32,
 }
 
 /// Why an area was not added or not taken away. Nothing has changed then.
@@ -141,6 +156,12 @@ struct Held {
     tried: Instant,
 }
 
+impl Held {
+    fn new(backing: Backing, forgiven: u32) -> Held {
+        Held { backing, peak_extents: 0, retired: false, forgiven, tried: Instant::now() }
+    }
+}
+
 /// Where processes get the descriptors of areas.
 pub trait Open: Send + Sync {
     /// Whether opening an area may take long: there is a server to be asked.
@@ -154,12 +175,17 @@ pub trait Open: Send + Sync {
 pub struct Areas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<AreaId, Held>>,
+    trims: trim::Trims,
 }
 
 impl Areas {
     /// No area yet.
     pub fn new(segment: &'static Segment) -> Areas {
-        Areas { segment, held: Mutex::default() }
+        Areas { segment, held: Mutex::default(), trims: trim::Trims::default() }
+    }
+
+    fn segment(&self) -> &'static Segment {
+        self.segment
     }
 
     fn held(&self) -> MutexGuard<'_, BTreeMap<AreaId, Held>> {
@@ -170,7 +196,7 @@ impl Areas {
     ///
     /// # Errors
     /// [`AreaError::TooMany`].
-    pub fn add(&self, backing: Backing) -> Result<AreaId, AreaError> {
+    pub fn add(&self, mut backing: Backing) -> Result<AreaId, AreaError> {
         let (transport, export) = match &backing.medium {
             Medium::File(_) => (Transport::File, ExportFacts::default()),
             Medium::Nbd(_, export) => {
@@ -179,10 +205,22 @@ impl Areas {
             }
         };
         let Backing { priority, extents, base_bytes, .. } = backing;
-        let new = NewArea { transport, priority, extents, base_bytes, export };
         let mut held = self.held();
-        let id = self.segment.add_area(new).ok_or(AreaError::TooMany)?;
-        held.insert(id, Held { backing, peak_extents: 0, retired: false, forgiven: 0, tried: Instant::now() });
+        let copy = match backing.mirror.take() {
+            Some(copy) => {
+                let id = self.segment.add_mirror(priority, copy.base_bytes).ok_or(AreaError::TooMany)?;
+                Some((id, copy))
+            }
+            None => None,
+        };
+        let mirror = copy.as_ref().map(|(id, _)| *id);
+        let new = NewArea { transport, priority, extents, base_bytes, export, mirror };
+        let Some(id) = self.segment.add_area(new) else {
+            mirror.inspect(|id| self.segment.drop_mirror(*id));
+            return Err(AreaError::TooMany);
+        };
+        held.extend(copy.map(|(id, copy)| (id, Held::new(*copy, 0))));
+        held.insert(id, Held::new(backing, 0));
         Ok(id)
     }
 
@@ -190,50 +228,71 @@ impl Areas {
     pub fn restore(&self, id: AreaId, backing: Backing) {
         let mut held = self.held();
         if self.segment.areas().any(|(known, _)| known == id) {
-            held.insert(
-                id,
-                Held {
-                    backing,
-                    peak_extents: 0,
-                    retired: false,
-                    forgiven: self.segment.area(id).errors(),
-                    tried: Instant::now(),
-                },
-            );
+            held.insert(id, Held::new(backing, self.segment.area(id).errors()));
         }
     }
 
-    /// Shows every device.
+    /// Takes over an export that an area had before, and whose server does not answer now: it is looked after until it does.
+    pub fn restore_away(&self, id: AreaId, backing: Backing) {
+        self.restore(id, backing);
+        if let Some(held) = self.held().get_mut(&id)
+            && self.segment.area(id).state() == AreaState::Open
+        {
+            held.retired = true;
+            self.segment.pause_area(id);
+        }
+    }
+
+    /// Whether it is another area's second copy.
+    fn is_mirror(&self, id: AreaId) -> bool {
+        self.segment.area(id).state() == AreaState::Mirror
+    }
+
+    /// Shows every device, mirrors among them.
     pub fn each(&self, mut f: impl FnMut(AreaId, &Backing)) {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
-    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile.
-    pub fn punch(&self, extent: ExtentId) {
+    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile. Nobody waits for a server here: an export's
+    /// extent is trimmed later, should nobody have it then.
+    pub fn punch(self: &Arc<Self>, extent: ExtentId) {
         let Some(place) = self.segment.place_of(extent) else { return };
-        // An export's extent is trimmed when it is written anew: nobody waits for a server here.
-        let file = self.held().get(&place.area).and_then(|held| match &held.backing.medium {
+        if self.is_far(place.area) {
+            self.trim_later(extent);
+        }
+        let file = |id: AreaId| match &self.held().get(&id)?.backing.medium {
             Medium::File(file) => file.try_clone().ok(),
             Medium::Nbd(..) => None,
-        });
-        if let Some(file) = file {
-            punch(&file, place.offset);
+        };
+        let copy = place.mirror.map(|spot| (spot.area, spot.offset));
+        for (id, offset) in [(place.area, place.offset)].into_iter().chain(copy) {
+            if let Some(file) = file(id) {
+                punch(&file, offset);
+            }
         }
     }
 
     /// Notes how full the areas are, and lets no more be written to those that failed too often. What lies on one that is here is moved to others; one whose
-    /// server is away is looked after until the server is back.
+    /// server is away is looked after until the server is back. So is what has a mirror that fails: while the server is there, it can be moved.
     pub fn measure(self: &Arc<Self>) {
         for (id, held) in self.held().iter_mut() {
             let area = self.segment.area(*id);
+            if area.state() == AreaState::Mirror {
+                continue;
+            }
             held.peak_extents = held.peak_extents.max(area.used());
+            if !held.retired && area.mirror().is_some_and(|mirror| self.segment.area(mirror).errors() >= MOST_ERRORS) {
+                held.retired = true;
+                self.segment.close_area(*id);
+                continue;
+            }
             let far = matches!(held.backing.medium, Medium::Nbd(..));
             if area.errors() >= held.forgiven + MOST_ERRORS && !held.retired {
                 held.retired = true;
                 held.tried = Instant::now();
                 if far { self.segment.pause_area(*id) } else { self.segment.close_area(*id) }
             }
-            if far && held.retired && held.tried.elapsed() > TRY_AGAIN {
+            if far && area.state() == AreaState::Paused && held.tried.elapsed() > TRY_AGAIN {
                 held.tried = Instant::now();
                 let (areas, id) = (Arc::clone(self), *id);
                 // Without a thread it is tried at the next time.
@@ -260,9 +319,11 @@ impl Areas {
     /// All areas as they are, those with the highest priority first, with their numbers.
     pub fn view(&self) -> Vec<(AreaId, AreaView)> {
         let held = self.held();
+        let all = &*held;
         let bytes = |extents: u32| u64::from(extents) * EXTENT_BYTES;
         let mut views: Vec<_> = held
             .iter()
+            .filter(|(id, _)| !self.is_mirror(**id))
             .map(|(id, held)| {
                 let area = self.segment.area(*id);
                 let state = match area.state() {
@@ -286,6 +347,10 @@ impl Areas {
                     state: state.into(),
                     errors: area.errors(),
                     direct_io: held.backing.direct_io,
+                    mirror: area.mirror().map(|mirror| MirrorView {
+                        place: all.get(&mirror).map_or_else(String::new, |held| held.backing.place.display().to_string()),
+                        errors: self.segment.area(mirror).errors(),
+                    }),
                 };
                 (*id, view)
             })
@@ -297,10 +362,11 @@ impl Areas {
     /// The area of a name or a number.
     fn find(&self, name: &str) -> Result<AreaId, AreaError> {
         let held = self.held();
+        let held: BTreeMap<_, _> = held.iter().filter(|(id, _)| !self.is_mirror(**id)).collect();
         if let Some(id) = name.parse().ok().map(AreaId).filter(|id| held.contains_key(id)) {
             return Ok(id);
         }
-        let mut called = held.iter().filter(|(_, held)| held.backing.name == name).map(|(id, _)| *id);
+        let mut called = held.iter().filter(|(_, held)| held.backing.name == name).map(|(id, _)| **id);
         match (called.next(), called.next()) {
             (Some(id), None) => Ok(id),
             (Some(_), Some(_)) => Err(AreaError::Ambiguous(name.to_owned())),
@@ -338,8 +404,11 @@ impl Areas {
         loop {
             let used = area.used();
             progress(bytes(used));
+            let mirror = area.mirror();
             if self.segment.remove_area(id) {
-                self.held().remove(&id);
+                let mut held = self.held();
+                held.remove(&id);
+                mirror.and_then(|mirror| held.remove(&mirror));
                 return Ok(());
             }
             if used < least {
@@ -381,8 +450,14 @@ impl Open for Areas {
 
 fn punch(file: &File, offset: u64) {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    // A device that cannot keeps the space until the run ends; nothing else depends on it.
-    let _ = rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES);
+    if rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES).is_err() {
+        // A block device that cannot write zeros without being sent them may know how to discard. One that knows neither keeps the space until the run
+        // ends; nothing else depends on it.
+        const BLKDISCARD: libc::Ioctl = 0x1277;
+        let range = [offset, EXTENT_BYTES];
+        // SAFETY: the call reads the two numbers, and does nothing to what is no block device.
+        let _ = unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), BLKDISCARD, range.as_ptr()) };
+    }
 }
 
 #[cfg(test)]
@@ -404,6 +479,7 @@ mod tests {
             base_bytes: 0,
             priority,
             direct_io: false,
+            mirror: None,
         }
     }
 
@@ -475,6 +551,40 @@ mod tests {
         let extent = lease(segment, index, 1)[0];
         assert_eq!(segment.place_of(extent).expect("a place").area, good);
         areas.remove("file:bad", |_| ()).expect("it can be taken away");
+    }
+
+    #[test]
+    fn a_mirror_is_shown_with_its_area_and_goes_with_it() {
+        let scratch = Scratch::new("areas-mirror");
+        let (areas, segment) = areas(&scratch, &[("plain", 1, 4)]);
+        let mut main = backing(&scratch, "main", 5, 4);
+        main.mirror = Some(Box::new(backing(&scratch, "copy", 5, 4)));
+        let id = areas.add(main).expect("an area");
+        let copy = segment.area(id).mirror().expect("a mirror");
+        let views = areas.view();
+        assert_eq!(views.iter().map(|(_, view)| view.name.as_str()).collect::<Vec<_>>(), ["file:main", "file:plain"]);
+        let shown = |views: &[(AreaId, AreaView)]| views[0].1.mirror.as_ref().map(|m| (m.place.ends_with("copy"), m.errors));
+        assert_eq!(shown(&views), Some((true, 0)));
+        assert!(matches!(areas.remove("file:copy", |_| ()), Err(AreaError::Unknown(..))));
+        assert!(matches!(areas.remove(&copy.0.to_string(), |_| ()), Err(AreaError::Unknown(..))));
+        let index = segment.claim(7, 0).expect("slot");
+        let extent = lease(segment, index, 1)[0];
+        let [main, file] = [id, copy].map(|id| File::from(areas.open(id).expect("open")));
+        {
+            use std::os::unix::fs::{FileExt, MetadataExt};
+            for file in [&main, &file] {
+                file.write_all_at(&[7; 1 << 20], 0).expect("write");
+                file.sync_all().expect("sync");
+            }
+            areas.punch(extent);
+            assert_eq!([&main, &file].map(|file| file.metadata().expect("metadata").blocks()), [0, 0]);
+        }
+        segment.release_extent(index, extent);
+        (0..MOST_ERRORS).for_each(|_| segment.area(copy).count_error());
+        areas.measure();
+        assert_eq!((areas.view()[0].1.state.as_str(), shown(&areas.view())), ("retired", Some((true, MOST_ERRORS))));
+        areas.remove("file:main", |_| ()).expect("gone");
+        assert_eq!((segment.area(copy).state(), areas.open(copy).is_none()), (AreaState::None, true));
     }
 
     #[test]

@@ -24,6 +24,7 @@ use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
 use crate::groups::{GroupPath, GroupView};
 use crate::keeper::{self, Keeper, Squeezed};
+use crate::mirror;
 use crate::report::{Totals, View};
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
@@ -70,8 +71,12 @@ pub enum Question {
     Freeze(String),
     /// Have it come back, at once and in one go.
     Preload(String),
+    /// The budget.
+    Budget,
     /// Of a daemon: the runs that it keeps.
     Runs,
+    /// Of a daemon: what each run has that it keeps.
+    Views,
     /// Of a daemon: what a run has that it keeps, by the process that the user started or any in it.
     StatsOf(u32),
     /// Of a daemon: its configuration file is read again.
@@ -126,6 +131,8 @@ pub(crate) enum Answer {
     Devices(Vec<(u8, AreaView)>),
     /// Bytes that are still on what is taken away.
     Left(u64),
+    Budget(u64),
+    Views(Vec<View>),
     Done,
     Tiers(TiersView),
     Groups(Vec<GroupView>),
@@ -355,7 +362,7 @@ impl Counter<'_> {
                 Answer::Error("swap areas and tiers are for root, or the daemon's own user, to change".into())
             }
             Question::Devices => Answer::Devices(self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
-            Question::Swapon(text) => done(swapon(self.areas, &text, self.budget)),
+            Question::Swapon(text) => self.swapon(&text),
             Question::Swapoff(name) => {
                 let mut told = u64::MAX;
                 done(self.areas.remove(&name, |left| {
@@ -377,11 +384,26 @@ impl Counter<'_> {
                 let removed = keeper::ask(keeper, remove);
                 removed.map_or_else(ending, |removed| removed.map_or_else(Answer::Error, |()| Answer::Done))
             }
+            Question::Budget => keeper::ask(keeper, |keeper| keeper.budget()).map_or_else(ending, Answer::Budget),
             Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
             Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
             _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
         }
+    }
+}
+
+impl Counter<'_> {
+    fn swapon(&self, text: &str) -> Answer {
+        let Some(tiers) = keeper::ask(self.keeper, |keeper| *keeper.groups().tiers()) else { return ending() };
+        let views = self.areas.view().into_iter().filter(|(_, view)| view.kind == "file");
+        let files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
+        let add = || {
+            let mut device = device::parse(text)?;
+            mirror::settle(&mut device, &tiers, &files)?;
+            self.areas.add(device::open_beyond(&device, self.budget)?).map(drop)
+        };
+        done(add())
     }
 }
 
@@ -507,10 +529,6 @@ fn done(result: Result<(), AreaError>) -> Answer {
     result.map_or_else(|error| Answer::Error(error.to_string()), |()| Answer::Done)
 }
 
-fn swapon(areas: &Areas, text: &str, budget: u64) -> Result<(), AreaError> {
-    areas.add(device::open_beyond(&device::parse(text)?, budget)?).map(drop)
-}
-
 /// The runs of this user, by the process that the user started, in ascending order. Doors that were left behind are removed.
 ///
 /// # Errors
@@ -607,6 +625,30 @@ pub fn daemon_runs() -> Vec<u32> {
     match ask(Target::Daemon(None), &Question::Runs, |_| ()) {
         Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
         _ => Vec::new(),
+    }
+}
+
+/// The budget of the daemon.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn budget() -> Result<u64, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Budget, |_| ())? {
+        Answer::Budget(bytes) => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
+/// The runs that the daemon keeps.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn views() -> Result<Vec<View>, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Views, |_| ())? {
+        Answer::Views(views) => Ok(views),
+        _ => Err(other(target)),
     }
 }
 

@@ -23,6 +23,7 @@
 pub mod client;
 mod metrics;
 mod state;
+mod swaplist;
 
 use std::fmt;
 use std::fs::Permissions;
@@ -36,6 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::net::sockopt::socket_peercred;
+use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, Segment};
 use swaptide_sys::sock::{Conn, poll_readable};
 
@@ -43,7 +45,7 @@ use crate::areas::{AreaError, Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
 use crate::config::{Config, ConfigError};
 use crate::control::{self, Answer, Counter, Join, Joined, LONGEST, MOST_CLIENTS, PATIENCE, Question, ending, tell};
-use crate::device::{self, DeviceError};
+use crate::device::{self, Backing, DeviceError};
 use crate::groups::{GroupError, GroupPath, Groups, cgroup_of};
 use crate::keeper::{self, Keeper};
 use crate::report::View;
@@ -118,6 +120,8 @@ struct Shared {
     budget: u64,
     /// Of the configuration file that counts.
     digest: AtomicU64,
+    /// The devices that it lists.
+    swap: Mutex<Vec<String>>,
     /// Held over a look at everything and its writing.
     state: Mutex<state::Directory>,
 }
@@ -175,8 +179,12 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         codec,
         budget,
         digest: AtomicU64::new(file.digest),
+        swap: Mutex::new(state.as_ref().map_or_else(|| file.swap.clone(), |state| state.swap.clone())),
         state: Mutex::new(directory),
     });
+    if let Err(error) = shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes)) {
+        say(&format!("the devices stay as they were: {error}"));
+    }
     shared.save();
     let path = control::daemon_path();
     let listener = listen(&path).map_err(|error| DaemonError::State(path.clone(), error))?;
@@ -199,7 +207,11 @@ fn budget_of(file: &Config, ram: u64) -> Result<u64, DaemonError> {
 
 /// A fresh segment, and the devices that the file names.
 fn set_up(file: &Config, budget: u64, segment: &'static Segment, areas: &Areas) -> Result<(u64, u32), DaemonError> {
-    let space = device::open(&file.devices, budget).map_err(DaemonError::Device)?;
+    let (mut devices, mut tiers) = (file.devices.clone(), Tiers::new());
+    // They were checked when the file was read.
+    let _ = tiers.apply(&file.tiers, &[]);
+    crate::mirror::settle_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
+    let space = device::open(&devices, budget).map_err(DaemonError::Device)?;
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
     crate::supervise::set_up_header(segment, budget, &space).map_err(|error| DaemonError::System("shared segment", error))?;
     for backing in space.beyond {
@@ -263,7 +275,7 @@ fn say(line: &str) {
 }
 
 impl Shared {
-    fn converse(&self, client: UnixStream) -> io::Result<()> {
+    fn converse(self: &Arc<Self>, client: UnixStream) -> io::Result<()> {
         let peer = socket_peercred(&client)?;
         let (uid, pid) = (peer.uid, peer.pid.as_raw_nonzero().get() as u32);
         let all = uid.is_root() || uid == rustix::process::geteuid();
@@ -279,7 +291,14 @@ impl Shared {
         let uid = uid.as_raw();
         let changes = !matches!(
             question,
-            Question::Stats | Question::StatsOf(_) | Question::Runs | Question::Look(_) | Question::Area(_) | Question::Totals
+            Question::Stats
+                | Question::Budget
+                | Question::StatsOf(_)
+                | Question::Views
+                | Question::Runs
+                | Question::Look(_)
+                | Question::Area(_)
+                | Question::Totals
         );
         let answer = match question {
             Question::Area(number) => {
@@ -308,6 +327,13 @@ impl Shared {
                 keeper::ask(&self.keeper, runs).map_or_else(ending, Answer::Runs)
             }
             Question::StatsOf(pid) => self.stats(pid, uid, all),
+            Question::Views => {
+                let views = move |keeper: &mut Keeper| {
+                    let runs: Vec<keeper::Run> = keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
+                    runs.into_iter().map(|run| view_of(keeper, run)).collect()
+                };
+                keeper::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
+            }
             Question::Reload if !all => {
                 Answer::Error("the configuration is for root, or the daemon's own user, to change".into())
             }
@@ -373,9 +399,7 @@ impl Shared {
     fn stats(&self, pid: u32, uid: u32, all: bool) -> Answer {
         let find = move |keeper: &mut Keeper| {
             let run = keeper.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-            let wall_s = (now - run.started).max(0.0);
-            Some(View { pid: run.front, program: run.program, wall_s, ..keeper.view(run.root) })
+            Some(view_of(keeper, run))
         };
         match keeper::ask(&self.keeper, find) {
             Some(Some(view)) => Answer::Stats(Box::new(view)),
@@ -384,10 +408,44 @@ impl Shared {
         }
     }
 
-    /// Reads the configuration file again. The list of swap devices counts at the start alone: `ctl swapon` and `swapoff` change it.
-    fn reload(&self) -> Result<(), DaemonError> {
+    /// What the file's list of devices asks for: what is new is open already.
+    fn follow_list(&self, file: &Config) -> Result<(swaplist::Changes, Vec<Backing>), DaemonError> {
+        let before = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut changes = swaplist::compare(&before, &file.swap).map_err(DaemonError::Device)?;
+        let mut tiers = Tiers::new();
+        // They were checked when the file was read.
+        let _ = tiers.apply(&file.tiers, &[]);
+        let opened = changes.open(&tiers, &self.areas, self.segment, self.budget)?;
+        Ok((changes, opened))
+    }
+
+    /// Does it. What is taken away takes its time.
+    fn change_list(
+        self: &Arc<Self>,
+        file: &Config,
+        (changes, opened): (swaplist::Changes, Vec<Backing>),
+    ) -> Result<(), DaemonError> {
+        for backing in opened {
+            self.areas.add(backing).map_err(DaemonError::Area)?;
+        }
+        self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&file.swap);
+        if changes.removes() {
+            let shared = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("swapoff".into()).spawn(move || {
+                changes.take_away(&shared.areas);
+                shared.save();
+            });
+            thread.map_err(|error| DaemonError::System("thread", error))?;
+        }
+        Ok(())
+    }
+
+    /// Reads the configuration file again.
+    fn reload(self: &Arc<Self>) -> Result<(), DaemonError> {
         let file = Config::load(&self.config, self.ram).map_err(DaemonError::Config)?;
         let budget = budget_of(&file, self.ram)?;
+        let list = self.follow_list(&file)?;
+        let whole = file.clone();
         let owner = rustix::process::geteuid().as_raw();
         let digest = file.digest;
         let apply = move |keeper: &mut Keeper| {
@@ -398,6 +456,7 @@ impl Shared {
         };
         let applied = keeper::ask(&self.keeper, apply).unwrap_or(Ok(()));
         applied.map_err(DaemonError::Groups)?;
+        self.change_list(&whole, list)?;
         self.segment.header.budget_bytes.store(budget, Relaxed);
         self.digest.store(digest, Relaxed);
         self.save();
@@ -412,9 +471,13 @@ impl Shared {
         let snapshot = keeper::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
         if let Some(mut state) = snapshot {
             state.areas = areas;
+            state.swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
             state.config = self.digest.load(Relaxed);
-            if let Err(error) = directory.save(&state) {
-                say(&format!("the state could not be written, a daemon started later will know less: {error}"));
+            let before = directory.load();
+            match directory.save(&state) {
+                // Files that were taken away need no name any more.
+                Ok(()) => before.iter().for_each(|before| before.remove_files_but(&state)),
+                Err(error) => say(&format!("the state could not be written, a daemon started later will know less: {error}")),
             }
         }
     }
@@ -430,6 +493,11 @@ impl Shared {
         state::areas(&self.areas, self.segment).iter().for_each(state::KeptArea::remove_file);
         directory.clear();
     }
+}
+
+fn view_of(keeper: &Keeper, run: keeper::Run) -> View {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    View { pid: run.front, program: run.program, wall_s: (now - run.started).max(0.0), ..keeper.view(run.root) }
 }
 
 /// A line with a descriptor.

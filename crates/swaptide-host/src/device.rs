@@ -20,6 +20,7 @@ use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
 use swaptide_store::codec::Choice;
 use swaptide_store::nbd::{Export, Nbd, Options};
 
+use crate::mirror::Mirror;
 use crate::nbd::url::{Url, UrlError};
 use crate::nbd::{Connector, LocalDialer, NbdError};
 use crate::size::{SizeError, human, parse_bytes};
@@ -28,7 +29,8 @@ use crate::size::{SizeError, human, parse_bytes};
 pub const SMALLEST_FILE: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
 pub const SMALLEST_POOL: u64 = 1 << 20;
-const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The largest.
+pub const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
 /// The priority of a device for which none is given.
 pub const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
@@ -42,6 +44,8 @@ pub struct Device {
     pub kind: DeviceKind,
     /// Its priority: the higher one is used first.
     pub priority: Option<i32>,
+    /// Where a second copy of what it has is kept.
+    pub mirror: Option<Mirror>,
 }
 
 /// Kinds of devices.
@@ -117,6 +121,8 @@ pub enum DeviceError {
     Option(String, String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
+    /// The mirror that is asked for.
+    Mirror(String, String),
     /// The URL of an export is none.
     Url(UrlError),
     /// The export cannot be used.
@@ -127,6 +133,8 @@ pub enum DeviceError {
     TooSmall(String, u64),
     /// Larger than can be addressed.
     TooLarge(String),
+    /// A device whose settings are others than those it has.
+    Unchangeable(String),
     /// Two of a kind.
     Twice(&'static str),
     /// More than can be had.
@@ -175,6 +183,7 @@ impl fmt::Display for DeviceError {
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
+            DeviceError::Mirror(text, why) => write!(f, "{text}: no mirror: {why}"),
             DeviceError::Url(error) => write!(f, "{error}"),
             DeviceError::Nbd(error) => write!(f, "{error}"),
             DeviceError::NotEmpty(url) => {
@@ -182,6 +191,11 @@ impl fmt::Display for DeviceError {
             }
             DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
             DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
+            DeviceError::Unchangeable(name) => write!(
+                f,
+                "{name} is in use, and its settings cannot change meanwhile; take it off the list first, and list it anew afterwards \
+                 (zram: at the start alone)"
+            ),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
             DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
             DeviceError::Order(name) => write!(f, "{name} has a higher priority than zram; compressed memory always comes first"),
@@ -208,18 +222,30 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,OPTION=VALUE]...[,prio=N]`.
+/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE]`.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (device, priority) = match text.rsplit_once(",prio=") {
-        Some((device, number)) => match number.parse::<i16>() {
-            Ok(number) if number >= -1 => (device, Some(number.into())),
-            _ => return Err(DeviceError::Priority(text.to_owned())),
-        },
-        None => (text, None),
-    };
+    let (mut device, mut priority, mut mirror) = (text, None, None);
+    // In any order, each once.
+    loop {
+        let at = |key: &str| device.rfind(key);
+        match (at(",prio="), at(",mirror=")) {
+            (Some(place), other) if priority.is_none() && other.is_none_or(|other| place > other) => {
+                priority = match device[place + ",prio=".len()..].parse::<i16>() {
+                    Ok(number) if number >= -1 => Some(number.into()),
+                    _ => return Err(DeviceError::Priority(text.to_owned())),
+                };
+                device = &device[..place];
+            }
+            (_, Some(place)) if mirror.is_none() => {
+                mirror = Some(Mirror::parse(text, &device[place + ",mirror=".len()..])?);
+                device = &device[..place];
+            }
+            _ => break,
+        }
+    }
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let mut parts = rest.split(',');
@@ -267,7 +293,10 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
-    Ok(Device { kind, priority })
+    if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
+        return Err(DeviceError::Mirror(text.to_owned(), "only what lies on a server needs one".into()));
+    }
+    Ok(Device { kind, priority, mirror })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -276,12 +305,18 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
 /// Those of [`parse`], and why the current directory is not known.
 pub fn absolute(text: &str) -> Result<String, DeviceError> {
     parse(text)?;
+    let here = |rest: &str| match std::env::current_dir() {
+        Ok(here) => Ok(here.display().to_string()),
+        Err(error) => Err(DeviceError::Create(rest.into(), error)),
+    };
     match text.strip_prefix("file:") {
-        Some(rest) if !rest.starts_with('/') => {
-            let here = std::env::current_dir().map_err(|error| DeviceError::Create(rest.into(), error))?;
-            Ok(format!("file:{}/{rest}", here.display()))
-        }
-        _ => Ok(text.to_owned()),
+        Some(rest) if !rest.starts_with('/') => Ok(format!("file:{}/{rest}", here(rest)?)),
+        _ => match text.split_once(",mirror=") {
+            Some((device, place)) if place.contains('/') && !place.starts_with('/') => {
+                Ok(format!("{device},mirror={}/{place}", here(place)?))
+            }
+            _ => Ok(text.to_owned()),
+        },
     }
 }
 
@@ -349,6 +384,8 @@ pub struct Backing {
     pub priority: i32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// A file for a second copy of all that is there, as large.
+    pub mirror: Option<Box<Backing>>,
 }
 
 /// Opens what was asked for, or the default.
@@ -368,7 +405,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
         }
     }
     let beyond: Vec<&Device> = devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
-    if beyond.len() > MAX_AREAS {
+    if beyond.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>() > MAX_AREAS {
         return Err(DeviceError::TooMany);
     }
     if let Some((_, Some(zram))) = pool
@@ -410,7 +447,28 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
+    match &device.mirror {
+        Some(Mirror::Place { path, bytes }) => add_mirror(&mut backing, path, *bytes)?,
+        Some(Mirror::Tier(name)) => {
+            return Err(DeviceError::Mirror(backing.name, format!("nobody knows where tier {name} is; name a directory")));
+        }
+        None => {}
+    }
     Ok(backing)
+}
+
+/// Makes the file for a second copy of what will be on an area, which then has no more than fits there.
+fn add_mirror(backing: &mut Backing, path: &Path, bytes: Option<u64>) -> Result<(), DeviceError> {
+    let all = u64::from(backing.extents) * EXTENT_BYTES;
+    let place = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
+    let free = free_space(place).map_err(|error| DeviceError::Create(path.to_owned(), error))?;
+    let bytes = bytes.unwrap_or(free / 10 * 9).min(all);
+    let mut mirror = open_file(path, Some(bytes), 0)?;
+    mirror.name = format!("mirror:{}", path.display());
+    mirror.priority = backing.priority;
+    backing.extents = backing.extents.min(mirror.extents);
+    backing.mirror = Some(Box::new(mirror));
+    Ok(())
 }
 
 /// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
@@ -474,6 +532,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         base_bytes: 0,
         priority: DEFAULT_PRIORITY,
         direct_io,
+        mirror: None,
     })
 }
 
@@ -504,6 +563,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        mirror: None,
     })
 }
 
@@ -533,6 +593,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        mirror: None,
     })
 }
 
@@ -583,13 +644,19 @@ mod tests {
     fn devices_are_read_as_documented() {
         let acceptance = Acceptance::default();
         let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both, acceptance };
-        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
-        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1) });
+        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None });
+        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1), mirror: None });
         for codec in Choice::ALL {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
             let name = codec.name();
-            assert_eq!(parse(&format!("zram:1G,codec={name}")).expect("codec"), Device { kind: kind.clone(), priority: None });
-            assert_eq!(parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"), Device { kind, priority: Some(3) });
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name}")).expect("codec"),
+                Device { kind: kind.clone(), priority: None, mirror: None }
+            );
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
+                Device { kind, priority: Some(3), mirror: None }
+            );
         }
         let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
         let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4, acceptance };
@@ -598,7 +665,7 @@ mod tests {
             "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
         ] {
             let device = parse(&format!("zram:1G,{order},prio=7")).expect("options");
-            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7) });
+            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None });
         }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -659,8 +726,9 @@ mod tests {
     fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let scratch = Scratch::new("device");
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30)
-                .expect("file");
+            let space =
+                open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, mirror: None }], 1 << 30)
+                    .expect("file");
             let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
             let Medium::File(file) = &swap.medium else { panic!("no file") };
@@ -679,7 +747,7 @@ mod tests {
     #[test]
     fn what_is_no_block_device_or_not_marked_is_refused() {
         let refused = |path: &str| {
-            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None }], 1 << 30)
+            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None }], 1 << 30)
                 .expect_err("refused")
                 .to_string()
         };
@@ -693,7 +761,9 @@ mod tests {
         let taken = scratch.path("taken");
         std::fs::write(&taken, "mine").expect("write");
         let refused = |path: PathBuf, bytes| {
-            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None }], 1 << 30).expect_err("refused").to_string()
+            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None }], 1 << 30)
+                .expect_err("refused")
+                .to_string()
         };
         assert!(refused(taken.clone(), None).contains("exists already"));
         assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");

@@ -458,6 +458,18 @@ impl Groups {
         u64::from(self.segment.group(index).swap_used()) * EXTENT_BYTES
     }
 
+    /// What 64 fresh pages of a process in a group cost it in microseconds of waiting: nothing within `swap.high` of the group and all above it,
+    /// beyond it the square of how far, 6.4 ms where it is a hundredth.
+    pub fn price_of_growth(&self, index: GroupIndex) -> u32 {
+        let price = |index: GroupIndex| {
+            let high = self.get(index)?.settings.swap_high?;
+            let over = self.swap_bytes(index).saturating_sub(high) as f64 / high.max(EXTENT_BYTES) as f64;
+            // It saturates: a process caps each wait anyway.
+            Some((over * over * 64e6) as u32)
+        };
+        self.ancestry(index).filter_map(price).max().unwrap_or(0)
+    }
+
     fn own_events(&self, index: GroupIndex) -> Events {
         let slot = self.segment.group(index);
         let mut events = self.get(index).map_or_else(Events::default, |group| group.own_events);
@@ -653,6 +665,30 @@ mod tests {
         assert_eq!(look(500, 199, false), (699, Events { ram_high: 2, ram_max: 1, ram_low: 1, ..Events::default() }));
         assert_eq!(value(&groups, "/a", "ram.events"), "low 1 high 2 max 1");
         assert_eq!((value(&groups, "/a", "processes"), value(&groups, "/", "zswap.current")), ("2".into(), "2".into()));
+    }
+
+    #[test]
+    fn growth_costs_what_swap_high_was_passed_by_here_or_above() {
+        let mut groups = groups(&["/a/b"]);
+        let (a, b) = (groups.find(&path("/a")).expect("a"), groups.find(&path("/a/b")).expect("b"));
+        let segment = groups.segment;
+        segment.add_area(swaptide_ipc::NewArea::of_file(0, 100)).expect("area");
+        let process = segment.claim(10, 0).expect("slot");
+        segment.slot(process).group_wanted.store(b.0, std::sync::atomic::Ordering::Relaxed);
+        segment.regroup(process);
+        for _ in 0..11 {
+            segment.lease_charged(process).expect("extent");
+        }
+        let price = |groups: &Groups| groups.price_of_growth(b);
+        assert_eq!(price(&groups), 0, "no bound");
+        groups.set(a, [("swap.high", "22M")]).expect("set");
+        assert_eq!(price(&groups), 0, "at the bound");
+        groups.set(a, [("swap.high", "20M")]).expect("set");
+        assert_eq!(price(&groups), 640_000, "a tenth past it");
+        groups.set(b, [("swap.high", "11M")]).expect("set");
+        assert_eq!((price(&groups), groups.price_of_growth(a)), (64_000_000, 640_000));
+        groups.set(b, [("swap.high", "0")]).expect("set");
+        assert!(price(&groups) >= 64_000_000);
     }
 
     #[test]

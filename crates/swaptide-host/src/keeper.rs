@@ -294,6 +294,7 @@ impl Keeper {
                 slot.no_writeback.store(no_writeback, Relaxed);
                 slot.ring();
             }
+            slot.throttle_us.store(self.groups.price_of_growth(group), Relaxed);
         }
         Member { pid, slot, run, group }
     }

@@ -38,6 +38,7 @@ pub mod division;
 pub mod doctor;
 pub mod groups;
 pub mod keeper;
+pub mod mirror;
 pub mod nbd;
 pub mod report;
 pub mod shared;
@@ -49,3 +50,4 @@ pub mod target;
 #[cfg(test)]
 mod testing;
 pub mod tree;
+pub mod watch;

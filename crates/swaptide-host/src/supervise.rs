@@ -36,6 +36,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use swaptide_core::Tiers;
 use swaptide_ipc::{ENV_SOCKET, GroupIndex, MAGIC, Segment, VERSION};
 use swaptide_store::codec::Choice;
 use swaptide_sys::mem::{SharedMap, memfd_create};
@@ -52,6 +53,7 @@ use crate::device::{self, Acceptance, DeviceError, SwapSpace};
 use crate::doctor::REQUIRED;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
+use crate::mirror;
 use crate::report::{Frame, Report, Sink, program_name, summary};
 use crate::shared::Shared;
 use crate::signals::{self, Change, Inherited, Signals};
@@ -275,7 +277,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         return Err(RunError::SmallBudget(budget));
     }
     let swap = if config.swap.is_empty() { &file.swap } else { &config.swap };
-    let devices: Vec<_> = swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
+    let mut devices: Vec<_> = swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
     let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
     let target = target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
     let preload = preload(&find_agent()?)?;
@@ -298,6 +300,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             (segment, segment_fd, Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) }, frame)
         }
         None => {
+            mirror::settle_all(&mut devices, &tiers_of(config, &file)).map_err(RunError::Swap)?;
             let space = device::open(&devices, budget).map_err(RunError::Swap)?;
             let (segment, segment_fd) =
                 set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
@@ -344,6 +347,15 @@ fn look_for_daemon(config: &RunConfig, max: Option<u64>, program: &str) -> Resul
         Some((flag, _)) => Err(RunError::WithDaemon(flag)),
         None => Ok(Some((joined, segment, join))),
     }
+}
+
+/// The tiers of a run. What is wrong with them is told when they are made.
+fn tiers_of(config: &RunConfig, file: &Config) -> Tiers {
+    let mut tiers = Tiers::new();
+    for text in [Some(&file.tiers), config.tiers.as_ref()].into_iter().flatten() {
+        let _ = tiers.apply(text, &[]);
+    }
+    tiers
 }
 
 /// The groups and tiers of a run, and the group of its processes.

@@ -3,12 +3,16 @@
 //! An *area* is a swap file, a block device or a network export. The extents of all areas have one numbering, in which those of an area follow each
 //! other; between two areas at least one number is nobody's, so that what lies on two devices never looks like one piece.
 //!
+//! An area may have a *mirror*: a device of its own number, from which nothing is leased. What is written to an extent of the area is written to the same
+//! place of the mirror as well.
+//!
 //! Invariants
 //! 1. Only the supervisor adds, closes and removes areas; everybody leases.
 //! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks once more whether the area is open, and of the generation
 //!    that it was, after it has counted itself in; so a closed area without a held extent stays without one.
 //! 3. An area's number may be used again, with a higher generation: who remembers anything of an area remembers the generation with it.
-//! 4. The order of areas is one word: who leases sees one whole order, at worst an older one.
+//! 4. A mirror comes before its area and goes with it.
+//! 5. The order of areas is one word: who leases sees one whole order, at worst an older one.
 
 use std::sync::atomic::{
     AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
@@ -35,6 +39,8 @@ pub enum AreaState {
     Closed = 2,
     /// No extent is leased, and what lies there stays: its server is away, and may come back.
     Paused = 3,
+    /// Has no extents: it holds copies of what is on another area.
+    Mirror = 4,
 }
 
 /// What the descriptor of an area is.
@@ -70,6 +76,8 @@ pub struct Area {
     export_flags: AtomicU32,
     export_longest: AtomicU32,
     export_connections: AtomicU32,
+    /// Number of its mirror and one more; 0 for none.
+    mirror: AtomicU32,
 }
 
 /// What was negotiated with the server of a network export.
@@ -87,6 +95,17 @@ pub struct ExportFacts {
     pub connections: u32,
 }
 
+/// Where on a device something lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// Its area.
+    pub area: AreaId,
+    /// The area's generation.
+    pub generation: u32,
+    /// Its first byte on the device.
+    pub offset: u64,
+}
+
 /// Where an extent lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExtentPlace {
@@ -96,6 +115,8 @@ pub struct ExtentPlace {
     pub generation: u32,
     /// Its first byte on the device.
     pub offset: u64,
+    /// Where a copy of it lies.
+    pub mirror: Option<Spot>,
 }
 
 /// A set of areas.
@@ -125,13 +146,15 @@ pub struct NewArea {
     pub base_bytes: u64,
     /// What is known of it if it is a network export.
     pub export: ExportFacts,
+    /// Where copies of what lies there are kept.
+    pub mirror: Option<AreaId>,
 }
 
 impl NewArea {
     /// A file, from its first byte on.
     pub const fn of_file(priority: i32, extents: u32) -> NewArea {
         let export = ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
-        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export }
+        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export, mirror: None }
     }
 }
 
@@ -142,6 +165,7 @@ impl Area {
             1 => AreaState::Open,
             2 => AreaState::Closed,
             3 => AreaState::Paused,
+            4 => AreaState::Mirror,
             _ => AreaState::None,
         }
     }
@@ -191,6 +215,11 @@ impl Area {
             longest: self.export_longest.load(Relaxed),
             connections: self.export_connections.load(Relaxed),
         }
+    }
+
+    /// Its mirror.
+    pub fn mirror(&self) -> Option<AreaId> {
+        self.mirror.load(Relaxed).checked_sub(1).map(|id| AreaId(id as u8))
     }
 
     /// Whether it was given to another device since `generation` was read: what was read of it in between counts for nothing then.
@@ -256,8 +285,14 @@ impl Segment {
     /// Where an extent lies; `None` when it is no area's.
     pub fn place_of(&self, extent: ExtentId) -> Option<ExtentPlace> {
         let (id, area) = self.area_of(extent)?;
-        let offset = area.base_bytes.load(Relaxed) + u64::from(extent.0 - area.first.load(Relaxed)) * EXTENT_BYTES;
-        Some(ExtentPlace { area: id, generation: area.generation(), offset })
+        let within = u64::from(extent.0 - area.first.load(Relaxed)) * EXTENT_BYTES;
+        let spot = |area: &Area| (area.generation(), area.base_bytes.load(Relaxed) + within);
+        let (generation, offset) = spot(area);
+        let mirror = area.mirror().map(|id| {
+            let (generation, offset) = spot(self.area(id));
+            Spot { area: id, generation, offset }
+        });
+        Some(ExtentPlace { area: id, generation, offset, mirror })
     }
 
     fn area_of(&self, extent: ExtentId) -> Option<(AreaId, &Area)> {
@@ -267,7 +302,7 @@ impl Segment {
     /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents. Supervisor only.
     pub fn add_area(&self, new: NewArea) -> Option<AreaId> {
         let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
-        let mut taken: Vec<_> = self.areas().map(|(_, area)| area.range()).collect();
+        let mut taken: Vec<_> = self.areas().map(|(_, area)| area.range()).filter(|range| !range.is_empty()).collect();
         taken.sort_by_key(|range| range.start);
         let mut first = 0;
         for range in taken {
@@ -279,6 +314,23 @@ impl Segment {
         if new.extents == 0 || first as usize + new.extents as usize > MAX_EXTENTS {
             return None;
         }
+        Some(self.fill_in(id, first, new, AreaState::Open))
+    }
+
+    /// Adds a mirror, a file or a block device. `None` when all numbers of areas are taken. Supervisor only.
+    pub fn add_mirror(&self, priority: i32, base_bytes: u64) -> Option<AreaId> {
+        let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
+        let new = NewArea { base_bytes, ..NewArea::of_file(priority, 0) };
+        Some(self.fill_in(id, 0, new, AreaState::Mirror))
+    }
+
+    /// Removes a mirror whose area was not added. Supervisor only.
+    pub fn drop_mirror(&self, id: AreaId) {
+        self.area(id).state.store(AreaState::None as u32, SeqCst);
+        self.sort_areas();
+    }
+
+    fn fill_in(&self, id: usize, first: u32, new: NewArea, state: AreaState) -> AreaId {
         let area = &self.header.areas[id];
         area.generation.fetch_add(1, SeqCst);
         // Who sees anything of what follows sees the new generation.
@@ -288,6 +340,7 @@ impl Segment {
         area.first.store(first, Relaxed);
         area.extents.store(new.extents, Relaxed);
         area.base_bytes.store(new.base_bytes, Relaxed);
+        area.mirror.store(new.mirror.map_or(0, |mirror| u32::from(mirror.0) + 1), Relaxed);
         area.export_bytes.store(new.export.bytes, Relaxed);
         area.export_flags.store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
         area.export_longest.store(new.export.longest, Relaxed);
@@ -296,9 +349,9 @@ impl Segment {
         for word in [&area.hint, &area.errors] {
             word.store(0, Relaxed);
         }
-        area.state.store(AreaState::Open as u32, SeqCst);
+        area.state.store(state as u32, SeqCst);
         self.sort_areas();
-        Some(AreaId(id as u8))
+        AreaId(id as u8)
     }
 
     /// Closes an area. Supervisor only.
@@ -319,12 +372,15 @@ impl Segment {
         self.sort_areas();
     }
 
-    /// Removes an area; false when it is open, or some of it is still held. Supervisor only.
+    /// Removes an area and its mirror; false when it is open, or some of it is still held. Supervisor only.
     pub fn remove_area(&self, id: AreaId) -> bool {
         let area = self.area(id);
         let may = area.state() == AreaState::Closed && area.used() == 0;
         if may {
             area.state.store(AreaState::None as u32, SeqCst);
+            if let Some(mirror) = area.mirror() {
+                self.area(mirror).state.store(AreaState::None as u32, SeqCst);
+            }
             self.sort_areas();
         }
         may
@@ -423,13 +479,21 @@ impl Segment {
     /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes on the device goes in there, for
     /// otherwise the extent could be leased and written in between. True when `f` ran.
     pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
-        if self.extent_refs[extent.0 as usize].compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
+        let refs = &self.extent_refs[extent.0 as usize];
+        let Some((_, area)) = self.area_of(extent) else { return false };
+        let generation = area.generation();
+        if refs.compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
             return false;
         }
-        self.count_used(extent, 1);
-        f();
-        self.unref(extent);
-        true
+        // Counted in, the area stays: if it is still the one whose extent this is.
+        area.used.fetch_add(1, SeqCst);
+        let stays = area.state() != AreaState::None && !area.changed_since(generation) && area.range().contains(&extent.0);
+        if stays {
+            f();
+        }
+        area.used.fetch_sub(1, SeqCst);
+        refs.fetch_sub(1, SeqCst);
+        stays
     }
 
     /// True when only one process holds the extent.
@@ -486,12 +550,6 @@ impl Segment {
     /// Corrects it.
     pub(crate) fn correct_used(&self, id: AreaId, missing: i32) {
         self.area(id).used.fetch_add(missing as u32, SeqCst);
-    }
-
-    fn count_used(&self, extent: ExtentId, n: u32) {
-        if let Some((_, area)) = self.area_of(extent) {
-            area.used.fetch_add(n, SeqCst);
-        }
     }
 }
 
@@ -569,6 +627,27 @@ mod tests {
         assert_eq!(segment.place_of(extent), None);
         assert_eq!(segment.add_area(area(9, 1)), Some(id));
         assert_eq!(segment.area(id).generation(), generation + 1);
+    }
+
+    #[test]
+    fn a_mirror_lies_beside_its_area_gives_nothing_and_goes_with_it() {
+        let segment = test_segment();
+        let holder = segment.claim(10, 0).expect("slot");
+        let mirror = segment.add_mirror(5, EXTENT_BYTES).expect("a mirror");
+        let id = segment.add_area(NewArea { mirror: Some(mirror), ..area(2, 5) }).expect("area");
+        let other = segment.add_area(area(2, 1)).expect("area");
+        assert_eq!((segment.extents(), segment.area(mirror).state()), (4, AreaState::Mirror));
+        let leased: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+        let places: Vec<_> = leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
+        assert_eq!(places.iter().map(|place| place.area).collect::<Vec<_>>(), [id, id, other, other]);
+        let copies: Vec<_> = places.iter().map(|place| place.mirror.map(|spot| (spot.area, spot.offset))).collect();
+        assert_eq!(copies, [Some((mirror, EXTENT_BYTES)), Some((mirror, 2 * EXTENT_BYTES)), None, None]);
+        segment.close_area(id);
+        for extent in leased {
+            segment.release_extent(holder, extent);
+        }
+        assert!(segment.remove_area(id));
+        assert_eq!(segment.area(mirror).state(), AreaState::None);
     }
 
     #[test]

@@ -78,6 +78,8 @@ counters! {
     ForkServed = "fork_served",
     /// Pages that could not be brought back and were poisoned.
     PagesPoisoned = "pages_poisoned",
+    /// Times that a thread waited for fresh pages because its group had more than `swap.high` on swap areas.
+    SwapHighWaits = "swap_high_waits",
     /// Pages kept in memory because no swap space was left.
     SwapFull = "swap_full",
     /// Writes to the file that failed; their pages stayed in memory.

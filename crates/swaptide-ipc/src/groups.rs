@@ -99,6 +99,8 @@ pub struct Groups {
     slots: [GroupSlot; MAX_GROUPS],
     /// Not 0: a process died in a change.
     audit_due: AtomicU32,
+    /// Extents that are kept from everybody for a while by nobody's slot: how many are, and were; as a slot's `changes`.
+    trims: AtomicU64,
     refs: [[AtomicU16; MAX_EXTENTS]; MAX_GROUPS],
 }
 
@@ -236,6 +238,19 @@ impl Segment {
         self.groups.audit_due.store(1, SeqCst);
     }
 
+    /// As [`Segment::while_unheld`], for another thread of the supervisor than the one that counts: meanwhile nothing is counted.
+    pub fn while_trimmed(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
+        self.groups.trims.fetch_add(STARTED, SeqCst);
+        let did = self.while_unheld(extent, f);
+        self.groups.trims.fetch_sub(1, SeqCst);
+        did
+    }
+
+    /// What a supervisor that was killed kept for a while is kept no more; [`Segment::audit`] finds it. Supervisor only.
+    pub fn forget_trims(&self) {
+        self.groups.trims.fetch_and(!u64::from(u32::MAX), SeqCst);
+    }
+
     /// True when a process died in a change, so that [`Segment::audit`] has something to put right.
     pub fn audit_is_due(&self) -> bool {
         self.groups.audit_due.load(SeqCst) != 0
@@ -277,7 +292,8 @@ impl Segment {
 
     /// The number of changes so far; `None` while one is under way.
     fn quiet(&self) -> Option<u64> {
-        let words = self.procs.iter().map(|slot| slot.changes.load(SeqCst));
+        let slots = self.procs.iter().map(|slot| &slot.changes);
+        let words = slots.chain([&self.groups.trims]).map(|word| word.load(SeqCst));
         words.map(|word| (word as u32 == 0).then_some(word >> 32)).sum()
     }
 
@@ -392,6 +408,32 @@ mod tests {
     fn is_sound(segment: &Segment) -> bool {
         let audit = Audit::of(segment);
         audit.leased.is_empty() && audit.extents.is_empty() && audit.charges.is_empty() && audit.used.is_empty()
+    }
+
+    #[test]
+    fn what_is_being_trimmed_is_counted_later_and_what_a_killed_supervisor_trimmed_comes_back() {
+        let segment = test_segment();
+        segment.add_area(AREA).expect("area");
+        let holder = segment.claim(10, 0).expect("slot");
+        let extent = segment.lease_charged(holder).expect("extent");
+        assert!(!segment.while_trimmed(extent, || panic!("it is held")));
+        segment.release_charged(holder, holder, extent);
+        let did = segment.while_trimmed(extent, || {
+            assert!(!segment.audit(|_| panic!("it is kept")), "nothing is counted meanwhile");
+            let others: Vec<_> = std::iter::from_fn(|| segment.lease_charged(holder)).collect();
+            assert!(!others.contains(&extent));
+            for other in others {
+                segment.release_charged(holder, holder, other);
+            }
+        });
+        assert!(did && segment.audit(|_| panic!("nothing is missing")));
+        // Killed in the middle of it.
+        segment.groups.trims.fetch_add(STARTED, SeqCst);
+        segment.extent_refs[extent.0 as usize].store(1, SeqCst);
+        segment.forget_trims();
+        let mut freed = Vec::new();
+        assert!(segment.audit(|extent| freed.push(extent)));
+        assert_eq!(freed, [extent]);
     }
 
     #[test]

@@ -14,11 +14,13 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
 pub const EXTENT_BYTES: u64 = 2 << 20;
+/// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
+pub const THROTTLE_PAGES: u64 = 64;
 /// Most extents of all areas together (128 GiB), the numbers between them among them.
 pub const MAX_EXTENTS: usize = 65536;
 
@@ -124,6 +126,8 @@ pub struct ProcSlot {
     pub no_writeback: AtomicU32,
     /// Not 0: everything that is swapped shall come in, as far as there is room; the process makes it 0 when it has. Its supervisor may do so before.
     pub preload: AtomicU32,
+    /// Microseconds that a thread waits for [`THROTTLE_PAGES`] fresh pages, because its group has more than `swap.high`.
+    pub throttle_us: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
     /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
@@ -175,9 +179,12 @@ impl ProcSlot {
 
     /// What a forked child has of its parent: the group, and what comes of it.
     fn inherit(&self, parent: &ProcSlot) {
-        for (own, parents) in
-            [(&self.group, &parent.group), (&self.group_wanted, &parent.group_wanted), (&self.no_writeback, &parent.no_writeback)]
-        {
+        for (own, parents) in [
+            (&self.group, &parent.group),
+            (&self.group_wanted, &parent.group_wanted),
+            (&self.no_writeback, &parent.no_writeback),
+            (&self.throttle_us, &parent.throttle_us),
+        ] {
             own.store(parents.load(Relaxed), Relaxed);
         }
         self.pool_max_plus.store(parent.pool_max_plus.load(Relaxed), Relaxed);
@@ -353,6 +360,7 @@ impl Segment {
         slot.no_writeback.store(0, Relaxed);
         slot.preload.store(0, Relaxed);
         slot.asks.store(0, Relaxed);
+        slot.throttle_us.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);

@@ -20,10 +20,11 @@ mod layout;
 pub mod shared;
 mod wire;
 
-pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Transport};
+pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot, Transport};
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{
-    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, ProcSlot, ProcState, Segment, SegmentError, SlotIndex, VERSION,
+    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, ProcSlot, ProcState, Segment, SegmentError, SlotIndex,
+    THROTTLE_PAGES, VERSION,
 };
 pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};

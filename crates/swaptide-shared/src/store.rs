@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use swaptide_engine::acceptance::{Acceptance, Answer};
 use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
-use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened};
+use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::{Errno, OwnedFd};
@@ -59,7 +59,9 @@ impl ExtentSource for Beyond {
 impl Areas for Beyond {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        Some(Location { area: place.area.0, generation: place.generation, offset: place.offset })
+        let spot = Spot { area: place.area.0, generation: place.generation, offset: place.offset };
+        // Only network areas have mirrors, and nothing of shared memory goes there.
+        Some(Location { spot, mirror: None })
     }
 
     fn open(&self, area: u8) -> Option<Opened> {

@@ -48,7 +48,7 @@ use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
 use self::places::{Place, Places};
 use self::router::Router;
-pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened};
+pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened, Spot};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Page, Slot};
@@ -62,6 +62,8 @@ pub const EXTENT_BYTES: u64 = (EXTENT_PAGES * PAGE_SIZE) as u64;
 const WRITE_BLOCKS: usize = 64;
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
+/// Blocks that a packed page may lie in.
+const PAGE_BLOCKS: usize = 2;
 /// Bytes that stand for a page of one repeated word: no packed page is so short.
 const WORD: usize = codec::SHORTEST;
 /// Times a write cleans before it gives up.
@@ -99,7 +101,7 @@ pub struct WriteError {
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadErrorKind {
     /// The file could not be read.
-    #[error("{0}")]
+    #[error("{}", swaptide_sys::Why(*.0))]
     Io(Errno),
     /// What was read is not what was written.
     #[error("the page is not what was written there: the file was changed, or the disk is failing")]
@@ -364,8 +366,9 @@ impl FileDevice {
         let mut wanted = self.pages_of(from);
         wanted.sort_unstable_by_key(|w| w.place.span);
         let mut result = Relocated { gained: false, full: false };
-        let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS) else { return result };
-        let (out, inbox) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
+        let Ok(buffer) = bounce.blocks(2 * WRITE_BLOCKS + PAGE_BLOCKS) else { return result };
+        let (out, buffer) = buffer.split_at_mut(WRITE_BLOCKS * PAGE_SIZE);
+        let (spare, inbox) = buffer.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
         let mut rest = &mut wanted[..];
         while !rest.is_empty() {
             // Few enough for the blocks kept for this.
@@ -388,7 +391,16 @@ impl FileDevice {
             let mut opened = Vec::with_capacity(n);
             for w in &*some {
                 let Place { span, tag, .. } = w.place;
-                if w.cipher.open(w.counter, span.name(), &tag, &mut inbox[w.at..w.at + span.len()]) {
+                let bytes = &mut inbox[w.at..w.at + span.len()];
+                let mut opens = w.cipher.open(w.counter, span.name(), &tag, bytes);
+                if !opens
+                    && let Some(copy) = self.copy_of(w, spare)
+                    && w.cipher.open(w.counter, span.name(), &tag, copy)
+                {
+                    bytes.copy_from_slice(copy);
+                    opens = true;
+                }
+                if opens {
                     opened.push(w);
                 } else if self.state.lock().places.get(w.slot) == Some(w.place) {
                     self.state.lock().extents.distrust(span.extent());
@@ -486,7 +498,9 @@ impl FileDevice {
         let slot = first.slot;
         let mut inbox = self.inbox.lock();
         let Inbox { buffer, unpacker } = &mut *inbox;
-        let inbox = buffer.blocks(READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
+        let inbox =
+            buffer.blocks(PAGE_BLOCKS + READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
+        let (spare, inbox) = inbox.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
         // In the order of the file, so that neighbours become one read.
         order.sort_unstable_by_key(|w| w.place.span);
         let mut rest = &mut order[..];
@@ -499,8 +513,14 @@ impl FileDevice {
                     let before = rest[at].place;
                     self.look_again(rest)?;
                     if rest[at].place == before {
-                        reqs[rest[at].number].1.fill(0);
-                        return Err(ReadError { slot, kind });
+                        let page = &mut *reqs[rest[at].number].1;
+                        let copy = self.copy_of(&rest[at], spare);
+                        if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err()) {
+                            page.fill(0);
+                            return Err(ReadError { slot, kind });
+                        }
+                        rest[..=at].rotate_right(1);
+                        rest = &mut rest[1..];
                     }
                     rest.sort_unstable_by_key(|w| w.place.span);
                 }
@@ -551,6 +571,14 @@ impl FileDevice {
             w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker).map_err(|kind| (i, kind))?;
         }
         Ok(n)
+    }
+
+    /// The bytes of a page from the other copy that there is of it, if there is one; sealed. `spare` is room for its blocks.
+    fn copy_of<'b>(&self, w: &Wanted, spare: &'b mut [u8]) -> Option<&'b mut [u8]> {
+        let span = w.place.span;
+        let blocks = &mut spare[..(span.end_block() - span.block()) as usize * PAGE_SIZE];
+        self.io.read_copy(u64::from(span.block()) * PAGE_SIZE as u64, blocks).ok()?;
+        Some(&mut blocks[span.byte()..][..span.len()])
     }
 
     /// Looks up where pages lie now.

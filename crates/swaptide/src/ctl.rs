@@ -107,7 +107,7 @@ struct SwaponArgs {
     // Not a doc comment: rustdoc would take the brackets for links.
     #[arg(
         value_name = "DEV",
-        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT, with ,prio=N"
+        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT, with ,prio=N; an export with ,mirror=DIRECTORY, a second copy on a local disk"
     )]
     device: String,
     /// The run, by the process you started or any in it [default: the only one]
@@ -190,14 +190,15 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
         format!("{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n", "Filename", "Type", "Size", "Used", "Priority", "State", "Nr");
     for (number, view) in devices {
         text += &format!(
-            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n",
+            "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}{}\n",
             view.name,
             view.kind,
             view.size_bytes / 1024,
             view.used_bytes / 1024,
             view.priority,
             view.state,
-            number
+            number,
+            view.mirror.as_ref().map_or_else(String::new, |mirror| format!(" mirror={}", mirror.place))
         );
     }
     text

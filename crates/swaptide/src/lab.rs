@@ -1,8 +1,12 @@
 //! `swaptide lab`: the swap layer beside the designs that came before it.
 //!
-//! Owns the command line and the files written; the experiments are in swaptide-lab, but for [`zswapin`], which runs the engine. The table goes to standard output, or
+//! Owns the command line and the files written; the experiments are in swaptide-lab, but for [`zswapin`], [`tiers`] and [`preload`], which run the engine. The table goes to standard output, or
 //! JSON in its place with `--json -`; a file for each of `--json` and `--svg`.
 
+pub mod job;
+mod pairs;
+mod preload;
+mod tiers;
 pub mod work;
 mod zswapin;
 
@@ -34,13 +38,13 @@ pub struct LabArgs {
     /// Fewer and smaller cases, for a look
     #[arg(long)]
     quick: bool,
-    /// zswapin: runs of each side [default: 10; 3 with --quick]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=100))]
+    /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
-    /// zswapin: part of the published sizes, 0.03 to 1 [default: 1; 0.125 with --quick]
+    /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default: 1; 0.125 with --quick, tiers 0.5]
     #[arg(long, value_name = "PART", value_parser = scale)]
     scale: Option<f64>,
-    /// zswapin: only the cases whose names begin so
+    /// zswapin, tiers, preload: only the cases whose names begin so
     #[arg(long, value_name = "CASE", value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -60,31 +64,34 @@ enum Name {
     SwapTable,
     /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other side
     Zswapin,
+    /// What tiers and masks cost: processes that walk their memory, and a compile job
+    Tiers,
+    /// Three services frozen into a network tier and brought back, against their cold start
+    Preload,
 }
 
 /// Runs one experiment. 0: done; 1: a run failed, or a file could not be written.
 pub fn main(args: &LabArgs) -> u8 {
     let mut errors = std::io::stderr();
     if errors.is_terminal() {
-        let long = if args.name == Name::Zswapin { "up to an hour" } else { "a minute or two" };
+        let long = match args.name {
+            Name::Zswapin => "up to an hour",
+            Name::Tiers | Name::Preload => "some ten minutes",
+            _ => "a minute or two",
+        };
         let _ = writeln!(errors, "swaptide lab: measuring; this takes {long} without --quick");
     }
     let report = match args.name {
         Name::Allocator => allocator::measure(args.quick),
         Name::SearchSpace => search_space::measure(args.quick),
         Name::SwapTable => swap_table::measure(args.quick),
-        Name::Zswapin => {
-            let (runs, scale) = if args.quick { (3, 0.125) } else { (10, 1.0) };
-            let plan =
-                zswapin::Plan { runs: args.runs.unwrap_or(runs), scale: args.scale.unwrap_or(scale), only: args.only.clone() };
-            match zswapin::measure(&plan) {
-                Ok(report) => report,
-                Err(error) => {
-                    let _ = writeln!(errors, "swaptide lab: {error}");
-                    return 1;
-                }
+        Name::Zswapin | Name::Tiers | Name::Preload => match of_engine(args) {
+            Ok(report) => report,
+            Err(error) => {
+                let _ = writeln!(errors, "swaptide lab: {error}");
+                return 1;
             }
-        }
+        },
     };
     let machine = machine();
     match deliver(args, &report, &machine) {
@@ -93,6 +100,23 @@ pub fn main(args: &LabArgs) -> u8 {
             let _ = writeln!(errors, "swaptide lab: {error}");
             1
         }
+    }
+}
+
+/// The experiments that run programs.
+fn of_engine(args: &LabArgs) -> Result<Report, String> {
+    let (runs, scale) = match (args.name, args.quick) {
+        (Name::Preload, false) => (3, 1.0),
+        (Name::Preload, true) => (1, 0.125),
+        (Name::Tiers, true) => (3, 0.5),
+        (_, false) => (10, 1.0),
+        (_, true) => (3, 0.125),
+    };
+    let (runs, scale, only) = (args.runs.unwrap_or(runs), args.scale.unwrap_or(scale), args.only.clone());
+    match args.name {
+        Name::Tiers => tiers::measure(&tiers::Plan { runs, rounds: runs * 20, scale, only }),
+        Name::Preload => preload::measure(&preload::Plan { runs, scale, only }),
+        _ => zswapin::measure(&zswapin::Plan { runs, scale, only }),
     }
 }
 

@@ -6,6 +6,7 @@
 mod bench;
 mod ctl;
 mod lab;
+mod top;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -39,6 +40,8 @@ enum Command {
     Doctor(DoctorArgs),
     /// Ask a run or the daemon how it is, and steer it
     Ctl(ctl::CtlArgs),
+    /// Show a run or the daemon as it goes on
+    Top(top::TopArgs),
     /// Measure swaptide beside the kernel's own swap, in one call
     Bench(bench::BenchArgs),
     /// Set the swap layer beside the designs that came before it, and the published numbers
@@ -49,6 +52,9 @@ enum Command {
     /// The program that `lab zswapin` measures
     #[command(hide = true)]
     LabWork(lab::work::WorkArgs),
+    /// The programs that `lab tiers` measures
+    #[command(hide = true)]
+    LabJob(lab::job::JobArgs),
 }
 
 #[derive(Args)]
@@ -62,7 +68,7 @@ struct RunArgs {
         value_name = "DEV",
         allow_hyphen_values = true,
         help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
-                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS); each with ,prio=N, any number of them \
+                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local disk); each with ,prio=N, any number of them \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
     swap: Vec<String>,
@@ -129,10 +135,12 @@ impl Cli {
             },
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
+            Command::Top(args) => top::main(&args),
             Command::Bench(args) => ExitCode::from(bench::main(&args)),
             Command::Lab(args) => ExitCode::from(lab::main(&args)),
             Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
             Command::LabWork(args) => ExitCode::from(lab::work::main(&args)),
+            Command::LabJob(args) => lab::job::main(&args),
         }
     }
 }

@@ -195,7 +195,7 @@ impl Handler {
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let total = (bytes.len() as u64).to_le_bytes();
         let descriptors: Vec<_> =
-            [child.uffd.as_fd()].into_iter().chain(areas.iter().map(|handed| handed.opened.as_fd())).collect();
+            [child.uffd.as_fd()].into_iter().chain(areas.iter().filter_map(|handed| handed.opened.shareable())).collect();
         conn.send(&total, &descriptors)?;
         drop(descriptors);
         for part in bytes.chunks(MESSAGE_BYTES) {

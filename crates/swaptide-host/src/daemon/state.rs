@@ -11,10 +11,12 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{AreaId, EXTENT_BYTES, GroupIndex, Segment};
+use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, GroupIndex, Segment};
+use swaptide_store::nbd::{Export, Flags};
 use swaptide_sys::mem::SharedMap;
 use swaptide_sys::process::start_time;
 
@@ -23,6 +25,7 @@ use crate::areas::{Areas, Open};
 use crate::device::{self, Backing, BackingKind, Medium};
 use crate::groups::{GroupPath, Groups, KEYS};
 use crate::keeper::{Keeper, Run};
+use crate::nbd::Connector;
 
 /// A state directory that this process has for itself.
 pub struct Directory {
@@ -46,6 +49,9 @@ pub struct State {
     pub codec: u32,
     /// The swap areas.
     pub areas: Vec<KeptArea>,
+    /// The devices that the configuration file listed.
+    #[serde(default)]
+    pub swap: Vec<String>,
     tiers: String,
     groups: Vec<KeptGroup>,
     frozen: Vec<u32>,
@@ -265,11 +271,32 @@ impl KeptArea {
                     base_bytes: self.base_bytes,
                     priority: self.priority,
                     direct_io: self.direct_io,
+                    mirror: None,
                 }
             }
         };
         (backing.extents, backing.base_bytes, backing.priority) = (self.extents, self.base_bytes, self.priority);
         Ok(backing)
+    }
+}
+
+impl KeptArea {
+    /// An export whose server is away: what was agreed on with it stands in the segment.
+    fn away(&self, segment: &Segment) -> Option<Backing> {
+        let device::DeviceKind::Nbd(url) = device::parse(&self.name).ok()?.kind else { return None };
+        let ExportFacts { bytes, flags, structured, longest, connections } = segment.area(AreaId(self.id)).export();
+        let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
+        Some(Backing {
+            name: self.name.clone(),
+            kind: BackingKind::Nbd,
+            place: self.place.clone(),
+            medium: Medium::Nbd(Arc::new(Connector::new(url).ok()?), export),
+            extents: self.extents,
+            base_bytes: self.base_bytes,
+            priority: self.priority,
+            direct_io: self.direct_io,
+            mirror: None,
+        })
     }
 }
 
@@ -295,6 +322,7 @@ impl State {
             pool_cap,
             codec,
             areas: Vec::new(),
+            swap: Vec::new(),
             tiers: tiers.spec(),
             groups: kept.collect(),
             frozen,
@@ -305,6 +333,11 @@ impl State {
         }
     }
 
+    /// Removes those names that another state does not have.
+    pub fn remove_files_but(&self, other: &State) {
+        self.areas.iter().filter(|area| other.areas.iter().all(|kept| kept.path != area.path)).for_each(KeptArea::remove_file);
+    }
+
     /// Removes the names that were made for files.
     pub fn remove_files(&self) {
         self.areas.iter().for_each(KeptArea::remove_file);
@@ -313,12 +346,30 @@ impl State {
     /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more pages; who uses it has its own descriptor.
     pub fn restore(&self, areas: &Areas, groups: &mut Groups, segment: &Segment) {
         for kept in &self.areas {
-            if let Ok(backing) = kept.open() {
-                areas.restore(AreaId(kept.id), backing);
+            match kept.open() {
+                Ok(backing) => areas.restore(AreaId(kept.id), backing),
+                Err(_) => {
+                    if let Some(backing) = kept.away(segment) {
+                        areas.restore_away(AreaId(kept.id), backing);
+                    }
+                }
             }
         }
-        let lost: Vec<AreaId> = segment.areas().map(|(id, _)| id).filter(|id| areas.open(*id).is_none()).collect();
-        lost.into_iter().for_each(|id| segment.close_area(id));
+        let lost: Vec<AreaId> = segment
+            .areas()
+            .map(|(id, _)| id)
+            .filter(|id| segment.area(*id).state() != AreaState::Paused && areas.open(*id).is_none())
+            .collect();
+        for id in lost {
+            match segment.area(id).state() {
+                // Who has pages there has a descriptor, and moves them.
+                AreaState::Mirror => {
+                    let of: Vec<_> = segment.areas().filter(|(_, area)| area.mirror() == Some(id)).map(|(of, _)| of).collect();
+                    of.into_iter().for_each(|of| segment.close_area(of));
+                }
+                _ => segment.close_area(id),
+            }
+        }
         let mut sorted: Vec<(&KeptGroup, GroupPath)> =
             self.groups.iter().filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?))).collect();
         sorted.sort_by_key(|(_, path)| path.depth());
@@ -352,6 +403,7 @@ impl State {
             }
         }
         // The one before may have been killed while it took something back.
+        segment.forget_trims();
         segment.demand_audit();
     }
 }

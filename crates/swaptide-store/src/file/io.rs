@@ -46,6 +46,11 @@ pub(crate) trait BlockIo: Send + Sync {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 
+    /// Reads whole blocks from the other copy that there is of them: what is read otherwise is not what was written.
+    fn read_copy(&self, _offset: u64, _blocks: &mut [u8]) -> Result<(), Errno> {
+        Err(Errno::NODEV)
+    }
+
     /// The descriptor once more, where another process may use the same one.
     fn share(&self) -> Option<OwnedFd> {
         None

@@ -3,7 +3,13 @@
 //! A device is opened when its first extent is read or written, and again when its number has been given to another one. In a forked child nothing of
 //! the parent's is used: its descriptors may be other files there.
 //!
-//! Invariant: a transfer goes to the device whose generation is that of the extent's place at that moment.
+//! An extent may have a copy on a *mirror*, a local device, while the extent's own is a server's. Then writes go to both, and fail if one fails; reads go
+//! to the mirror, which answers at once, and to the server if the mirror fails or has something else than was written ([`BlockIo::read_copy`]). So
+//! what is mirrored is there as long as one of both is, and nobody waits for a server to read it.
+//!
+//! Invariants:
+//! 1. A transfer goes to the device whose generation is that of the extent's place at that moment.
+//! 2. A write succeeds only when it is on the mirror and on the server.
 //!
 //! Locks: that of a device's descriptor, held while it is opened, not across transfers.
 
@@ -12,16 +18,16 @@ use std::sync::Arc;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
-use super::io::{BlockIo, Run, SwapFile};
+use super::io::{self, BlockIo, Run, SwapFile};
 use super::{EXTENT_BYTES, Extent};
 use crate::nbd::{Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
 pub const MAX_AREAS: usize = 16;
 
-/// Where an extent lies.
+/// Where on a device something lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Location {
+pub struct Spot {
     /// The number of its area, below [`MAX_AREAS`].
     pub area: u8,
     /// Tells the areas apart that have had this number.
@@ -30,14 +36,23 @@ pub struct Location {
     pub offset: u64,
 }
 
+/// Where an extent lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// Its own device.
+    pub spot: Spot,
+    /// A copy of it.
+    pub mirror: Option<Spot>,
+}
+
 /// What an area is read and written through.
 pub enum Opened {
     /// A file or a block device.
     File(OwnedFd),
     /// An export of an NBD server: a connection, and the way to more of them.
     Nbd {
-        /// A socket in the transmission phase.
-        connection: OwnedFd,
+        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is asked for until a call's patience is over.
+        connection: Option<OwnedFd>,
         /// What was negotiated.
         export: Export,
         /// Makes further connections.
@@ -45,10 +60,13 @@ pub enum Opened {
     },
 }
 
-impl AsFd for Opened {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+impl Opened {
+    /// The descriptor that another process could use as well; a connection is one process's.
+    #[must_use]
+    pub fn shareable(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Opened::File(fd) | Opened::Nbd { connection: fd, .. } => fd.as_fd(),
+            Opened::File(fd) => Some(fd.as_fd()),
+            Opened::Nbd { .. } => None,
         }
     }
 }
@@ -92,7 +110,9 @@ pub(super) struct Router {
 fn io_of(opened: Opened) -> Io {
     match opened {
         Opened::File(fd) => Arc::new(SwapFile::new(fd)),
-        Opened::Nbd { connection, export, dialer } => Arc::new(Nbd::new(export, Options::default(), dialer, vec![connection])),
+        Opened::Nbd { connection, export, dialer } => {
+            Arc::new(Nbd::new(export, Options::default(), dialer, connection.into_iter().collect()))
+        }
     }
 }
 
@@ -101,11 +121,16 @@ impl Router {
         Router { areas, open: Default::default() }
     }
 
-    /// The device of a byte, and the byte's place there.
-    fn find(&self, offset: u64) -> Result<(u8, Io, u64), Errno> {
+    /// Where the extent of a byte lies, and which of its bytes it is.
+    fn find(&self, offset: u64) -> Result<(Location, u64), Errno> {
         let place = self.areas.locate(Extent((offset / EXTENT_BYTES) as u32)).ok_or(Errno::NODEV)?;
-        let io = self.device(place.area, place.generation)?;
-        Ok((place.area, io, place.offset + offset % EXTENT_BYTES))
+        Ok((place, offset % EXTENT_BYTES))
+    }
+
+    /// Does something with a device; a failure that speaks against the device is noted.
+    fn on<T>(&self, spot: Spot, f: impl FnOnce(&dyn BlockIo, u64) -> Result<T, Errno>) -> Result<T, Errno> {
+        let io = self.device(spot.area, spot.generation)?;
+        self.judged(spot.area, f(&*io, spot.offset))
     }
 
     fn device(&self, area: u8, generation: u32) -> Result<Io, Errno> {
@@ -131,44 +156,79 @@ impl Router {
     }
 }
 
+impl Router {
+    /// Reads runs that all lie on one area, from the spots that `of` says.
+    fn read_there(&self, runs: &mut [Run<'_>], of: impl Fn(Location) -> Option<Spot>) -> Result<(), (usize, Errno)> {
+        let mut device = None;
+        let mut there = Vec::with_capacity(runs.len());
+        for run in runs {
+            let (place, within) = self.find(run.offset).map_err(|errno| (run.first, errno))?;
+            let spot = of(place).ok_or((run.first, Errno::NODEV))?;
+            if device.is_none() {
+                device = Some((spot.area, self.device(spot.area, spot.generation).map_err(|errno| (run.first, errno))?));
+            }
+            there.push(Run { offset: spot.offset + within, first: run.first, buf: &mut *run.buf });
+        }
+        let Some((area, io)) = device else { return Ok(()) };
+        io.read_runs(&mut there).map_err(|(block, errno)| {
+            let _ = self.judged::<()>(area, Err(errno));
+            (block, errno)
+        })
+    }
+}
+
 impl BlockIo for Router {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
-        let (area, io, at) = self.find(offset)?;
-        self.judged(area, io.read_at(at, buf))
+        let (place, within) = self.find(offset)?;
+        if let Some(mirror) = place.mirror
+            && let Ok(n) = self.on(mirror, |io, at| io.read_at(at + within, buf))
+            && n > 0
+        {
+            return Ok(n);
+        }
+        self.on(place.spot, |io, at| io.read_at(at + within, buf))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
-        let (area, io, at) = self.find(offset)?;
-        self.judged(area, io.write_at(at, bytes))
+        let (place, within) = self.find(offset)?;
+        if let Some(mirror) = place.mirror {
+            self.on(mirror, |io, at| io::write_all(io, at + within, bytes).map_err(|(_, errno)| errno))?;
+        }
+        self.on(place.spot, |io, at| io.write_at(at + within, bytes))
     }
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         // One that cannot punch is none the worse for it.
-        let (_, io, at) = self.find(offset)?;
-        io.punch(at, len)
+        let (place, within) = self.find(offset)?;
+        let punch = |spot: Spot| self.device(spot.area, spot.generation)?.punch(spot.offset + within, len);
+        let copy = place.mirror.map_or(Ok(()), punch);
+        punch(place.spot).and(copy)
     }
 
     fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
         let mut rest = runs;
         while let Some(first) = rest.first() {
-            let (area, io, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
-            let mut there = Vec::with_capacity(rest.len());
-            for run in rest.iter_mut() {
-                // Extents of two areas are never neighbours, so a run lies on one.
-                match self.find(run.offset) {
-                    Ok((other, _, offset)) if other == area => {
-                        there.push(Run { offset, first: run.first, buf: &mut *run.buf });
-                    }
-                    _ => break,
-                }
+            let (lead, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
+            // Extents of two areas are never neighbours, so a run lies on one.
+            let same = |run: &Run<'_>| self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area);
+            let n = rest.iter().take_while(|run| same(run)).count().max(1);
+            let (some, later) = rest.split_at_mut(n);
+            if lead.mirror.is_none() || self.read_there(some, |place| place.mirror).is_err() {
+                self.read_there(some, |place| Some(place.spot))?;
             }
-            let n = there.len();
-            if let Err((block, errno)) = io.read_runs(&mut there) {
-                return self.judged(area, Err(errno)).map_err(|errno| (block, errno));
-            }
-            rest = &mut rest[n..];
+            rest = later;
         }
         Ok(())
+    }
+
+    fn read_copy(&self, offset: u64, blocks: &mut [u8]) -> Result<(), Errno> {
+        let (place, within) = self.find(offset)?;
+        let mirror = place.mirror.ok_or(Errno::NODEV)?;
+        // It has something else than was written, though it did not say so.
+        self.areas.failed(mirror.area);
+        self.on(place.spot, |io, at| {
+            io::read_run(io, &mut Run { offset: at + within, first: 0, buf: blocks }).map_err(|(_, errno)| errno)
+        })
     }
 
     fn shared(&self) -> Vec<HandedOver> {
@@ -221,7 +281,8 @@ mod tests {
         fn locate(&self, extent: Extent) -> Option<Location> {
             let generation = self.generation.load(Relaxed);
             let offset = u64::from(extent.0 / 2) * EXTENT_BYTES;
-            (extent.0 < 8).then_some(Location { area: (extent.0 % 2) as u8, generation, offset })
+            let spot = Spot { area: (extent.0 % 2) as u8, generation, offset };
+            (extent.0 < 8).then_some(Location { spot, mirror: None })
         }
 
         fn open(&self, area: u8) -> Option<Opened> {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use swaptide_host::control;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
+use super::pairs::{deviation, mean};
 use super::work::{READY, Touched};
 use crate::bench::run::{Lines, Next};
 
@@ -292,17 +293,6 @@ fn settled(stats: &impl Fn() -> Result<BTreeMap<String, u64>, String>) -> Result
         last = now;
     }
     Ok(last)
-}
-
-fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len().max(1) as f64
-}
-
-/// Sample standard deviation.
-fn deviation(values: &[f64]) -> f64 {
-    let mean = mean(values);
-    let squares: f64 = values.iter().map(|v| (v - mean) * (v - mean)).sum();
-    (squares / (values.len().max(2) - 1) as f64).sqrt()
 }
 
 /// Both sides of a case, in the order of their runs.
