@@ -7,19 +7,18 @@ mod history;
 use history::{Op, Pair};
 use libfuzzer_sys::fuzz_target;
 use swaptide_core::Kind;
+use swaptide_fuzz::Bytes;
 
-/// Numbers out of the fuzzer's bytes; none are left when it returns `None`.
-struct Bytes<'a>(&'a [u8]);
+/// Operations out of the fuzzer's bytes; none are left when it returns `None`.
+struct History<'a>(Bytes<'a>);
 
-impl Bytes<'_> {
+impl History<'_> {
     fn byte(&mut self) -> Option<u8> {
-        let (first, rest) = self.0.split_first()?;
-        self.0 = rest;
-        Some(*first)
+        self.0.byte()
     }
 
     fn word(&mut self) -> Option<u32> {
-        Some(u32::from_le_bytes([self.byte()?, self.byte()?, self.byte()?, self.byte()?]))
+        self.0.word()
     }
 
     /// How long a range is: mostly powers of two.
@@ -64,7 +63,7 @@ impl Bytes<'_> {
 }
 
 fuzz_target!(|data: &[u8]| {
-    let mut bytes = Bytes(data);
+    let mut bytes = History(Bytes(data));
     let Some(kind) = bytes.byte() else { return };
     let slots = [4096, 4000, 1100, 1024][usize::from(kind % 4)];
     let medium = if kind & 8 == 0 { Kind::Solid } else { Kind::Rotational };

@@ -242,6 +242,8 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     const POPULATE: c_int = 0x8000;
     const HUGETLB: c_int = 0x4_0000;
     const GROWSDOWN: c_int = 0x100;
+    const NORESERVE: c_int = 0x4000;
+    const WRITE: c_int = 0x2;
     if let Some(at) = shared::map(addr, len, prot, flags) {
         return at;
     }
@@ -255,6 +257,8 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     {
         let start = VirtAddr(at as usize);
         engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+    } else if plain && prot & WRITE != 0 && flags & NORESERVE == 0 && !(-4095..0).contains(&at) {
+        start::begin_before(len);
     }
     at
 }

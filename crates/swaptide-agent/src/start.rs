@@ -123,7 +123,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     let _ = now();
     // SAFETY: the handlers are functions of this library, which is never unloaded.
     unsafe { pthread_atfork(prepare, parent, child) };
-    let _ = spawn(sleeper);
+    start_sleeper();
 }
 
 /// The path of this library, as the loader found it.
@@ -255,20 +255,59 @@ fn go_first() {
 
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
-    if empty_table(None).is_err() {
+    if empty_table(None).is_ok() {
+        set_name(c"swaptide");
+        go_first();
+        match segment() {
+            None => log::line("the supervisor does not answer (another network namespace?): this process is not managed"),
+            Some(segment) if !same_pid_namespace(segment) => {
+                log::line("a process-id namespace of its own: this process is not managed");
+            }
+            Some(segment) => wait_for_supervisor(segment),
+        }
+    }
+    PLACE.store(NOBODY, Release);
+}
+
+/// What has become of this process's way to its supervisor: [`NOBODY`], [`COMING`], or its slot's number plus one.
+static PLACE: AtomicU32 = AtomicU32::new(NOBODY);
+const NOBODY: u32 = 0;
+const COMING: u32 = u32::MAX;
+/// No budget is smaller.
+const SMALLEST_BUDGET: usize = 16 << 20;
+/// How long a mapping waits at most for management to begin.
+const BEGINS: Duration = Duration::from_millis(50);
+
+fn start_sleeper() {
+    PLACE.store(COMING, Release);
+    if !spawn(sleeper) {
+        PLACE.store(NOBODY, Release);
+    }
+}
+
+/// A mapping of `len` bytes was made, to be written. One that is as large as the whole budget is not given to the program before the process is
+/// managed: filled at full speed it would be past the budget before the supervisor looked.
+pub fn begin_before(len: usize) {
+    if len < SMALLEST_BUDGET || !is_own_process() {
         return;
     }
-    set_name(c"swaptide");
-    go_first();
-    let Some(segment) = segment() else {
-        log::line("the supervisor does not answer (another network namespace?): this process is not managed");
-        return;
+    let began = now();
+    let pause = || {
+        sleep(Duration::from_micros(100));
+        now().since(began) < BEGINS
     };
-    if !same_pid_namespace(segment) {
-        log::line("a process-id namespace of its own: this process is not managed");
+    while PLACE.load(Acquire) == COMING && pause() {}
+    let place = PLACE.load(Acquire);
+    let Some(segment) = known_segment().filter(|_| place != NOBODY && place != COMING) else { return };
+    let slot = segment.slot(SlotIndex(place - 1));
+    let budget = segment.header.budget_bytes.load(Relaxed);
+    if budget == 0 || (len as u64) < budget || slot.state() != ProcState::Watching {
         return;
     }
-    wait_for_supervisor(segment)
+    slot.asks.store(1, Release);
+    // Whoever asks for the segment is looked at then.
+    drop(ask(Request::Segment));
+    while slot.state() == ProcState::Watching && pause() {}
 }
 
 /// Claims a slot and waits on its bell.
@@ -277,6 +316,7 @@ fn wait_for_supervisor(segment: &'static Segment) {
     let index = match segment.claim(getpid().0, forked_from) {
         Some(index) => index,
         None => {
+            PLACE.store(NOBODY, Release);
             log::line("the supervisor's table of processes is full: this process is not managed before another one ends");
             loop {
                 sleep(Duration::from_secs(1));
@@ -287,6 +327,7 @@ fn wait_for_supervisor(segment: &'static Segment) {
         }
     };
     let slot = segment.slot(index);
+    PLACE.store(index.0 + 1, Release);
     loop {
         let bell = slot.bell.load(Acquire);
         if slot.wanted.load(Acquire) != 0 {
@@ -469,9 +510,7 @@ extern "C" fn child() {
     // SAFETY: null, or the engine this process has a copy of.
     let inherited = unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
     match inherited {
-        None => {
-            let _ = spawn(sleeper);
-        }
+        None => start_sleeper(),
         Some(engine) => {
             engine.forked();
             ENGINE_PID.store(getpid().0, Release);

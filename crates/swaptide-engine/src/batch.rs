@@ -13,6 +13,7 @@
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
@@ -57,6 +58,31 @@ struct Leaving {
     chunk: ChunkNo,
 }
 
+/// A page on its way to the file.
+struct Beyond {
+    frame: FrameNo,
+    /// Its entry in compressed memory, which it leaves if the file takes it.
+    entry: SwapEntry,
+    /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
+    packed: Option<Range<usize>>,
+    /// Its entry in the file, which has taken it.
+    place: Option<SwapEntry>,
+}
+
+impl Beyond {
+    /// The page as it is stored.
+    ///
+    /// # Safety
+    /// The frame is full and nobody writes to it.
+    unsafe fn packed<'b>(&self, engine: &'b Engine, bytes: &'b [u8]) -> Packed<'b> {
+        match &self.packed {
+            Some(range) => Packed::Bytes(&bytes[range.clone()]),
+            // SAFETY: the caller's.
+            None => Packed::Raw(unsafe { &*engine.frame_addr(self.frame).as_ptr::<Page>() }),
+        }
+    }
+}
+
 /// One run of pages to move: program page, place in the slab, length, and which chunk of the batch it begins in.
 #[derive(Clone, Copy)]
 struct Run {
@@ -95,13 +121,13 @@ pub struct Batch {
     leaving: Vec<Leaving>,
     /// Pages that moved.
     pages: usize,
-    /// Pages that do not compress and go to the file.
-    raw: Vec<(FrameNo, SwapEntry)>,
-    is_raw: Places,
+    /// Pages that do not compress, or that compressed memory refuses: they go to the file.
+    beyond: Vec<Beyond>,
+    is_beyond: Places,
+    /// The bytes of those that are compressed.
+    packed: Vec<u8>,
     /// Places whose page is all zeros.
     zeros: Places,
-    /// What of `raw` the file took: frame, old entry, the entry in the file.
-    to_file: Vec<(FrameNo, SwapEntry, SwapEntry)>,
     /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the order of `leaving`.
     kept: Vec<(usize, SwapEntry)>,
     /// Places that are the same: their old slots stand.
@@ -171,10 +197,10 @@ impl Batch {
             runs: Vec::with_capacity(2 * MOST_MOVES),
             leaving: Vec::with_capacity(512),
             pages: 0,
-            raw: Vec::with_capacity(512),
-            is_raw: Places::NONE,
+            beyond: Vec::with_capacity(512),
+            is_beyond: Places::NONE,
+            packed: Vec::new(),
             zeros: Places::NONE,
-            to_file: Vec::with_capacity(512),
             kept: Vec::with_capacity(512),
             unchanged: Places::NONE,
             shared: Vec::with_capacity(MOST_SHARED),
@@ -205,9 +231,9 @@ impl Batch {
         self.chunks.clear();
         self.runs.clear();
         self.leaving.clear();
-        self.raw.clear();
-        self.to_file.clear();
-        self.is_raw = Places::NONE;
+        self.beyond.clear();
+        self.packed.clear();
+        self.is_beyond = Places::NONE;
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
@@ -404,9 +430,11 @@ impl Batch {
         let mut zero = 0;
         let mut stored = 0;
         let mut same = 0;
+        let (mut poor, mut refused) = (0, 0);
         let mut kept = self.kept.iter().peekable();
         for leaving in &self.leaving {
-            let (stored_before, raw_before) = (stored + zero, self.raw.len());
+            let (stored_before, beyond_before) = (stored + zero, self.beyond.len());
+            let refuses = engine.pool_refuses();
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
@@ -433,8 +461,17 @@ impl Batch {
                         self.zeros.add(place);
                     }
                     Packed::Raw(_) if engine.devices.is_backed() => {
-                        self.raw.push((frame, entry));
-                        self.is_raw.add(place);
+                        self.beyond.push(Beyond { frame, entry, packed: None, place: None });
+                        self.is_beyond.add(place);
+                        poor += 1;
+                        continue;
+                    }
+                    Packed::Bytes(bytes) if refuses => {
+                        let start = self.packed.len();
+                        self.packed.extend_from_slice(bytes);
+                        self.beyond.push(Beyond { frame, entry, packed: Some(start..self.packed.len()), place: None });
+                        self.is_beyond.add(place);
+                        refused += 1;
                         continue;
                     }
                     _ => stored += 1,
@@ -446,59 +483,61 @@ impl Batch {
             let n = 1 << leaving.order;
             if stored + zero - stored_before == n {
                 engine.count_order(OfOrder::Zswpout, leaving.order, 1);
-            } else if self.raw.len() - raw_before == n {
+            } else if self.beyond.len() - beyond_before == n {
                 engine.count_order(OfOrder::Swpout, leaving.order, 1);
             }
         }
         engine.count(Counter::SwpoutZero, zero);
         engine.count(Counter::SwpoutClean, same);
         engine.count(Counter::Zswpout, stored);
-        self.store_raw(engine);
+        engine.count(Counter::RejectCompressPoor, poor);
+        engine.count(Counter::RejectPoolFull, refused);
+        self.store_beyond(engine);
+        if refused > 0 {
+            // Somebody is to make room in compressed memory.
+            engine.call_workers();
+        }
     }
 
-    /// Pages that do not compress: the file is cheaper for them than compressed memory. What it does not take goes to compressed memory
-    /// raw. The memory lock is *not* held.
-    fn store_raw(&mut self, engine: &Engine) {
-        if self.raw.is_empty() {
+    /// Pages that do not compress, for which the file is cheaper than compressed memory, and those that it refuses. What the file does not take
+    /// goes there all the same, past its bound. The memory lock is *not* held.
+    fn store_beyond(&mut self, engine: &Engine) {
+        if self.beyond.is_empty() {
             return;
         }
-        let most = if engine.file_rests() { 0 } else { self.raw.len() };
-        for &(frame, entry) in &self.raw[..most] {
-            if let Some(place) = engine.devices.alloc_file(FolioId(frame.0)) {
-                self.to_file.push((frame, entry, place));
+        if !engine.file_rests() {
+            for page in &mut self.beyond {
+                page.place = engine.devices.alloc_file(FolioId(page.frame.0));
             }
         }
         let pages: Vec<(Slot, Packed<'_>)> = self
-            .to_file
+            .beyond
             .iter()
-            .map(|&(frame, _, place)| {
-                // SAFETY: as in `store`.
-                let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
-                (Slot(place.offset().0), Packed::Raw(page))
-            })
+            // SAFETY: as in `store`: the frames are this batch's until `finish`.
+            .filter_map(|page| Some((Slot(page.place?.offset().0), unsafe { page.packed(engine, &self.packed) })))
             .collect();
-        let written = engine.devices.file.device.write(&pages);
+        let mut written = pages.len();
+        let result = engine.devices.file.device.write(&pages);
         drop(pages);
-        if let Err(error) = written {
+        if let Err(error) = result {
             engine.write_failed(&error);
-            for &(frame, _, place) in &self.to_file {
-                engine.devices.free_slot(place, Expect::Folio(FolioId(frame.0)));
-            }
-            self.to_file.clear();
-        }
-        let mut written = self.to_file.iter().map(|t| t.0).peekable();
-        for &(frame, entry) in &self.raw {
-            if written.next_if_eq(&frame).is_none() {
-                engine.tell_full("the swap file takes no more pages: memory stays past the budget");
-                // SAFETY: as in `store`.
-                let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
-                if engine.devices.pool.insert(Slot(entry.offset().0), &Packed::Raw(page)).is_err() {
-                    crate::fatal("the compressed pool's address space is full");
+            for page in &mut self.beyond {
+                if let Some(place) = page.place.take() {
+                    engine.devices.free_slot(place, Expect::Folio(FolioId(page.frame.0)));
                 }
             }
+            written = 0;
         }
-        engine.count(Counter::Pswpout, self.to_file.len());
-        engine.count(Counter::Zswpout, self.raw.len() - self.to_file.len());
+        for page in self.beyond.iter().filter(|page| page.place.is_none()) {
+            engine.tell_full("the swap file takes no more pages: memory stays past the budget");
+            // SAFETY: as above.
+            let packed = unsafe { page.packed(engine, &self.packed) };
+            if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
+                crate::fatal("the compressed pool's address space is full");
+            }
+        }
+        engine.count(Counter::Pswpout, written);
+        engine.count(Counter::Zswpout, self.beyond.len() - written);
     }
 
     /// What was not cancelled becomes a shadow; the frames are free. The memory lock is held.
@@ -507,7 +546,7 @@ impl Batch {
     /// When nothing was taken.
     pub fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
         let slab = self.slab.take().expect("a batch that was taken");
-        self.finish_raw(engine, mm);
+        self.finish_beyond(engine, mm);
         let devices = &engine.devices;
         let shadow = mm.shadow();
         for leaving in &self.leaving {
@@ -516,7 +555,7 @@ impl Batch {
             let plain = (0..n).all(|k| {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
-                !engine.is_cancelled(frame) && mm.kept[frame.0 as usize].is_none() && !self.is_raw.has(place)
+                !engine.is_cancelled(frame) && mm.kept[frame.0 as usize].is_none() && !self.is_beyond.has(place)
             });
             if plain {
                 devices.to_shadow_with_zeros(leaving.entry, n as u32, folio, shadow, self.zeros.of(leaving.place, n));
@@ -546,7 +585,7 @@ impl Batch {
                     let page = mm.owner[frame.0 as usize];
                     mm.queues.pooled(&mut mm.table, page.chunk());
                 } else {
-                    // It went to the file, and `finish_raw` gave its page the new entry.
+                    // It went to the file, and `finish_beyond` gave its page the new entry.
                     devices.free_slot(entry, Expect::Folio(folio));
                 }
             }
@@ -570,10 +609,11 @@ impl Batch {
     }
 
     /// Pages that went to the file get their new entries. Called before the folios are looked at.
-    fn finish_raw(&mut self, engine: &Engine, mm: &mut Mm) {
+    fn finish_beyond(&mut self, engine: &Engine, mm: &mut Mm) {
         let devices = &engine.devices;
         let shadow = mm.shadow();
-        for &(frame, entry, place) in &self.to_file {
+        for &Beyond { frame, entry, place, .. } in &self.beyond {
+            let Some(place) = place else { continue };
             let folio = FolioId(frame.0);
             devices.to_shadow(place, 1, folio, shadow);
             if engine.is_cancelled(frame) {

@@ -14,6 +14,7 @@ use swaptide_ipc::ProcSlot;
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
 
+use crate::acceptance::{Acceptance, Answer};
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
@@ -31,6 +32,7 @@ pub struct Charge {
     /// Bytes that this process's pool may take for its group's sake.
     pool_max: AtomicU64,
     pool_of_others: AtomicU64,
+    acceptance: Acceptance,
     pages: AtomicU64,
     pool: AtomicU64,
     ready: AtomicU64,
@@ -47,12 +49,18 @@ impl Charge {
             pool_cap: AtomicU64::new(pool_cap),
             pool_max: AtomicU64::new(u64::MAX),
             pool_of_others: AtomicU64::new(0),
+            acceptance: Acceptance::new(0, 0),
             pages: AtomicU64::new(0),
             pool: AtomicU64::new(0),
             ready: AtomicU64::new(0),
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
         }
+    }
+
+    /// The same with a rule by which compressed memory takes pages.
+    pub fn with_acceptance(self, acceptance: Acceptance) -> Charge {
+        Charge { acceptance, ..self }
     }
 
     /// The limit in bytes.
@@ -147,11 +155,33 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = (self.divisible() / 1024 * u64::from(self.pool_share())).min(self.pool_max.load(Relaxed));
-        match self.pool_cap() {
-            0 => share,
-            cap => share.min(cap.saturating_sub(self.pool_of_others.load(Relaxed))),
-        }
+        (self.divisible() / 1024 * u64::from(self.pool_share())).min(self.pool_bound())
+    }
+
+    /// Bytes that the compressed pool may take whatever its share is: those of `zram:SIZE` that other processes leave, those of the group, and those
+    /// of `max_pool_percent`; `u64::MAX` where nothing bounds it.
+    pub fn pool_bound(&self) -> u64 {
+        let cap = match self.pool_cap() {
+            0 => u64::MAX,
+            cap => cap.saturating_sub(self.pool_of_others.load(Relaxed)),
+        };
+        cap.min(self.pool_max.load(Relaxed)).min(self.acceptance.bound(self.limit()))
+    }
+
+    /// Whether compressed memory takes pages, now that it has `pool` bytes.
+    pub fn ask_pool(&self, pool: u64) -> Answer {
+        self.acceptance.ask(pool, self.pool_bound())
+    }
+
+    /// True while compressed memory refuses pages, as of the last one that was to be stored.
+    pub fn pool_refuses(&self) -> bool {
+        self.acceptance.is_full()
+    }
+
+    /// Bytes down to which the oldest pages of compressed memory go to the swap areas.
+    pub fn pool_goal(&self) -> u64 {
+        let limit = self.pool_limit();
+        if self.pool_refuses() { limit.min(self.acceptance.threshold(self.pool_bound())) } else { limit }
     }
 
     /// True when nothing should leave the program that only compressed memory can take: it is past its bound, or so far past its share that
@@ -159,7 +189,7 @@ impl Charge {
     pub fn pool_is_full(&self) -> bool {
         let pool = self.pool();
         let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
-        let bounded = self.pool_cap() != 0 || self.pool_max.load(Relaxed) != u64::MAX;
+        let bounded = self.pool_bound() != u64::MAX;
         pool > self.pool_limit() && (bounded || resident < self.divisible() / LEAST_RESIDENT)
     }
 
@@ -225,6 +255,18 @@ mod tests {
         assert!(!bounded.pool_is_full());
         bounded.others_pool(2 << 20);
         assert!(bounded.pool_is_full(), "the bound is for all processes together");
+    }
+
+    #[test]
+    fn a_pool_that_was_full_is_written_back_down_to_its_threshold() {
+        let charge = Charge::new(100 << 20, 60, 0).with_acceptance(Acceptance::new(20, 50));
+        assert_eq!((charge.pool_bound(), charge.pool_limit(), charge.pool_goal()), (20 << 20, 20 << 20, 20 << 20));
+        assert_eq!(charge.ask_pool(20 << 20), Answer::AtLimit);
+        assert_eq!((charge.pool_goal(), charge.pool_refuses()), (10 << 20, true));
+        assert_eq!((charge.ask_pool(11 << 20), charge.ask_pool(10 << 20)), (Answer::NotYet, Answer::Takes));
+        assert_eq!(charge.pool_goal(), 20 << 20);
+        charge.set_pool_share(100);
+        assert_eq!(charge.pool_goal(), (100 << 20) / 1024 * 100, "a smaller share is for write-back alone");
     }
 
     #[test]

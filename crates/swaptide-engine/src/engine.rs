@@ -14,6 +14,7 @@ use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
+use crate::acceptance::{Acceptance, Answer};
 use crate::batch::Jobs;
 use crate::bell::Bells;
 use crate::charge::Charge;
@@ -157,7 +158,9 @@ impl Engine {
             0 => 75,
             percent => u64::from(percent),
         };
+        let acceptance = Acceptance::new(header.pool_max_percent.load(Relaxed), header.pool_accept_percent.load(Relaxed));
         let charge = Charge::new(slot.limit_bytes.load(Relaxed), percent, header.pool_cap_bytes.load(Relaxed));
+        let charge = charge.with_acceptance(acceptance);
         swaptide_sys::lock::on_late(crate::place::rescue);
         Ok(Engine {
             mm: Lock::new(Mm {
@@ -291,6 +294,16 @@ impl Engine {
             self.tell_full("swap space is full: memory stays past the budget");
         }
         full
+    }
+
+    /// True when a page that is to be stored shall go past compressed memory, because that is at its bound and there is something behind it.
+    pub fn pool_refuses(&self) -> bool {
+        match self.charge.ask_pool(self.devices.pool.pool_bytes() as u64) {
+            Answer::Takes => return false,
+            Answer::AtLimit => self.count(Counter::PoolLimitHit, 1),
+            Answer::NotYet => {}
+        }
+        self.devices.is_backed() && !self.file_rests()
     }
 
     /// Something had no place on a device; the first time it is logged.

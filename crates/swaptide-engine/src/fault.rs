@@ -11,7 +11,8 @@
 //! 3. A slot is released only after its page is in the program. A page whose data is damaged is poisoned.
 //! 4. Fills never wake; [`Handler::answer`] wakes last. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
 //!    readahead is not waited for, and ends where there is no room.
-//! 5. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
+//! 5. Of a window a page may be left out, to see whether it is wanted ([`crate::sampling`]).
+//! 6. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
 //!    (`swpin_stale`, `swpin_fallback`), and the page asked for comes alone.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -254,7 +255,7 @@ impl Handler {
             return self.bring_page(page, 1);
         }
         let most = self.gate.most(engine.charge.window_pages(), engine.devices.is_backed());
-        let evidence = self.locality.swap_in(page, self.reading(page.addr()), most);
+        let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
             page,
@@ -286,7 +287,12 @@ impl Handler {
                     self.refused(first.ilog2() as u8);
                     return self.bring(page, 1);
                 }
-                self.bring_span(page, first, page, &mut came)?;
+                self.leaves_out = self.locality.leave_out(page, pages);
+                let brought = self.bring_span(page, first, page, &mut came);
+                if brought.is_err() {
+                    self.leaves_out = None;
+                }
+                brought?;
                 // The thread goes on while its window is filled; a fault it meets there waits for the rest.
                 if pages > first {
                     let _ = self.uffd.wake(range_of(page, 1));
@@ -304,6 +310,7 @@ impl Handler {
                     }
                     at += n;
                 }
+                self.leaves_out = None;
             }
         }
         came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
@@ -410,6 +417,13 @@ impl Handler {
         if n < 64 {
             mask &= (1 << n) - 1;
         }
+        if let Some(out) = self.leaves_out.filter(|out| (start.0..start.0 + n).contains(&out.0)) {
+            let bit = 1 << (out.0 - start.0);
+            if mask & bit != 0 {
+                mask &= !bit;
+                self.locality.left_out(out);
+            }
+        }
         while mask != 0 {
             let first = mask.trailing_zeros() as usize;
             let len = (mask >> first).trailing_ones() as usize;
@@ -507,7 +521,8 @@ impl Handler {
         let kept = mm.table.kept();
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
-            _ => mm.split.belongs_to_file(distance) && engine.devices.file_is_roomy(),
+            // What compressed memory refuses goes to the file however soon it comes back.
+            _ => (mm.split.belongs_to_file(distance) || engine.charge.pool_refuses()) && engine.devices.file_is_roomy(),
         };
         if keeps {
             mm.mark_kept(page, entry);

@@ -66,6 +66,8 @@ pub struct Handler {
     /// What loading from compressed memory cost since it was told to the division.
     pub(crate) loads: Loads,
     pub(crate) locality: Locality,
+    /// A page that is left out of the window that is being brought in.
+    pub(crate) leaves_out: Option<PageNo>,
     /// What the run was told of how much may come in at a time.
     pub(crate) gate: Gate,
     /// Smoothed time of reading a page from the file, in nanoseconds.
@@ -141,6 +143,7 @@ impl Handler {
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),
+            leaves_out: None,
             gate: Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed)),
             read_ns: 60_000,
             large_loads: 0,

@@ -25,6 +25,7 @@
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]
 
+pub mod acceptance;
 pub mod admission;
 pub mod adopt;
 pub mod batch;
@@ -44,6 +45,7 @@ pub mod queue;
 pub mod reclaim;
 pub mod recompress;
 pub mod regions;
+pub mod sampling;
 pub mod split;
 pub mod staging;
 mod throttle;

@@ -9,11 +9,19 @@
 //! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That cannot be seen of pages that are brought in;
 //!    so some chunks are put under observation: of them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
 //!    The mean of the last counts decides for the others.
-//! 3. A hint replaces the guess: sequential starts with a window of a chunk, random never brings in more than the page.
+//!    Each region has its own mean; a new one begins with that of all.
+//! 3. Of a window a page is left out now and then ([`crate::sampling`]). Where less than a third of those is asked for, windows are halved until
+//!    they close and the stream ends; one that is asked for lets them grow again. A page that came for nothing costs a third of a fault.
+//! 4. A hint replaces the guess: sequential starts with a window of a chunk, random never brings in more than the page.
 
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
+use crate::sampling::{SMALLEST, Samples, StreamId, Trust};
 
 const STREAMS: usize = 8;
+/// Regions of which the mean is kept.
+const HOMES: usize = 16;
+/// Score of a stream of which all is wanted; and, negative, of one that is to be made smaller.
+const SURE: i8 = 4;
 /// Chunks under observation at a time.
 const OBSERVED: usize = 16;
 /// Faults during which a chunk is observed.
@@ -35,6 +43,31 @@ struct Stream {
     /// Pages of the last window that came ahead of their fault.
     ahead: usize,
     used: u32,
+    id: StreamId,
+    /// What its windows may be at most, as far as pages that were left out tell.
+    most: usize,
+    /// What of the pages that were left out was asked for: 2 up for each that was, 1 down for each that was not.
+    score: i8,
+}
+
+impl Stream {
+    const NONE: Stream = Stream { next: usize::MAX, window: 0, ahead: 0, used: 0, id: StreamId(0), most: usize::MAX, score: 0 };
+
+    /// A page that was left out was asked for.
+    fn wants(&mut self) {
+        self.score = (self.score + 2).min(SURE);
+        self.most = self.most.saturating_mul(4);
+    }
+
+    /// One was not.
+    fn wants_not(&mut self) {
+        self.score -= 1;
+        if self.score <= -SURE {
+            // From here on each one more makes them smaller.
+            self.score = 1 - SURE;
+            self.most = self.most.min(self.window) / 2;
+        }
+    }
 }
 
 /// Places where one thing followed another.
@@ -43,11 +76,12 @@ struct Streams {
     /// The stream found or started last.
     current: usize,
     clock: u32,
+    started: u32,
 }
 
 impl Streams {
     fn new() -> Streams {
-        Streams { streams: [Stream { next: usize::MAX, window: 0, ahead: 0, used: 0 }; STREAMS], current: 0, clock: 0 }
+        Streams { streams: [Stream::NONE; STREAMS], current: 0, clock: 0, started: 0 }
     }
 
     /// The stream that expects `at`, or, with `slack`, something before it by no more than its own window.
@@ -77,7 +111,8 @@ impl Streams {
     fn start(&mut self, next: usize, window: usize) {
         let clock = self.clock;
         if let Some((at, oldest)) = self.streams.iter_mut().enumerate().max_by_key(|(_, s)| clock.wrapping_sub(s.used)) {
-            *oldest = Stream { next, window, ahead: 0, used: clock };
+            self.started = self.started.wrapping_add(1);
+            *oldest = Stream { next, window, used: clock, id: StreamId(self.started), ..Stream::NONE };
             self.current = at;
         }
     }
@@ -105,9 +140,20 @@ pub enum SwapIn {
     Onward(usize),
 }
 
+/// A region, and what is known of its chunks.
+#[derive(Clone, Copy)]
+struct Home {
+    first: usize,
+    /// Mean of the further faults in an observed chunk, in 1/16.
+    mean_16: u32,
+    until_observation: u32,
+    used: u32,
+}
+
 #[derive(Clone, Copy)]
 struct Observed {
     chunk: usize,
+    home: usize,
     since: u32,
     faults: u32,
 }
@@ -120,9 +166,12 @@ pub struct Locality {
     next_observed: usize,
     /// Swap-in faults so far.
     faults: u32,
-    /// Mean of the further faults in an observed chunk, in 1/16.
+    /// The same mean over all regions.
     mean_16: u32,
-    until_observation: u32,
+    homes: [Home; HOMES],
+    /// The region that was asked about last.
+    home: usize,
+    samples: Samples,
     /// Pages that came ahead and were run through, since they were asked for.
     hits: usize,
 }
@@ -139,12 +188,14 @@ impl Locality {
         Locality {
             growth: Streams::new(),
             reads: Streams::new(),
-            observed: [Observed { chunk: usize::MAX, since: 0, faults: 0 }; OBSERVED],
+            observed: [Observed { chunk: usize::MAX, home: 0, since: 0, faults: 0 }; OBSERVED],
             next_observed: 0,
             faults: 0,
             // Nothing is brought in for nothing before there is a reason to.
             mean_16: WORTH_READING_16 - 8,
-            until_observation: 0,
+            homes: [Home { first: usize::MAX, mean_16: WORTH_READING_16 - 8, until_observation: 0, used: 0 }; HOMES],
+            home: 0,
+            samples: Samples::default(),
             hits: 0,
         }
     }
@@ -168,15 +219,33 @@ impl Locality {
         }
     }
 
-    /// What to bring in for a fault on a swapped page, at most `bound` pages. What came of it is told with [`Locality::came`].
-    pub fn swap_in(&mut self, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
+    /// What to bring in for a fault on a swapped page of the region that begins with page `home`, at most `bound` pages. What came of it is told
+    /// with [`Locality::came`].
+    pub fn swap_in(&mut self, home: PageNo, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
         self.faults = self.faults.wrapping_add(1);
         if reading == Reading::Random || bound < 2 {
             return SwapIn::Page;
         }
+        if let Some(id) = self.samples.asked(page) {
+            if let Some(stream) = self.reads.streams.iter_mut().find(|stream| stream.id == id) {
+                stream.wants();
+            }
+            return SwapIn::Page;
+        }
+        self.enter(home);
         let observed = self.count(page.chunk());
         if let Some(stream) = self.reads.find(page.0, true) {
+            for _ in 0..self.samples.went_on(stream.id) {
+                stream.wants_not();
+            }
             self.hits += std::mem::take(&mut stream.ahead);
+            if stream.most < SMALLEST {
+                // Too little of it is wanted.
+                self.samples.ended(stream.id);
+                *stream = Stream::NONE;
+                return SwapIn::Page;
+            }
+            let bound = bound.min(stream.most);
             stream.window = (stream.window * 2).clamp(2, bound);
             // Windows end at multiples of their size, so that the next ones are aligned blocks. One that still grows may wait for that.
             let end = page.0 + stream.window;
@@ -197,12 +266,29 @@ impl Locality {
             return SwapIn::Onward(window);
         }
         self.reads.start(page.0 + 1, 1);
-        if observed || self.observe(page.chunk()) || self.mean_16 < WORTH_16 {
+        if observed || self.observe(page.chunk()) || self.homes[self.home].mean_16 < WORTH_16 {
             return SwapIn::Page;
         }
         // Who touches the page after the chunk goes on from there.
         self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
         SwapIn::Chunk
+    }
+
+    /// A page to be left out of the window of `pages` pages from `page` on that was foretold just now, if one shall be. That it was is told with
+    /// [`Locality::left_out`].
+    pub fn leave_out(&mut self, page: PageNo, pages: usize) -> Option<PageNo> {
+        let stream = &self.reads.streams[self.reads.current];
+        let trust = match stream.score {
+            SURE.. => Trust::Sure,
+            ..0 => Trust::Doubt,
+            _ => Trust::Unknown,
+        };
+        self.samples.choose(page, pages, trust)
+    }
+
+    /// The page was left out of the last window.
+    pub fn left_out(&mut self, page: PageNo) {
+        self.samples.left_out(page, self.reads.streams[self.reads.current].id);
     }
 
     /// `pages` came in for the fault that was asked about last.
@@ -218,12 +304,27 @@ impl Locality {
 
     /// Pages of a chunk that are wanted, the one asked for among them, in 1/16.
     pub fn wanted_16(&self) -> u32 {
-        self.mean_16 + 16
+        self.homes[self.home].mean_16 + 16
     }
 
     /// True when a page that is read from the file shall bring its neighbours in the chunk from there with it.
     pub fn reads_around(&self) -> bool {
-        self.mean_16 >= WORTH_READING_16
+        self.homes[self.home].mean_16 >= WORTH_READING_16
+    }
+
+    /// Looks up what is known of a region.
+    fn enter(&mut self, first: PageNo) {
+        let clock = self.faults;
+        self.home = match self.homes.iter().position(|home| home.first == first.0) {
+            Some(at) => at,
+            None => {
+                let oldest = self.homes.iter().enumerate().max_by_key(|(_, home)| clock.wrapping_sub(home.used));
+                let at = oldest.map_or(0, |(at, _)| at);
+                self.homes[at] = Home { first: first.0, mean_16: self.mean_16, until_observation: 0, used: clock };
+                at
+            }
+        };
+        self.homes[self.home].used = clock;
     }
 
     /// Counts a fault in a chunk, if that is under observation: then it is true.
@@ -245,16 +346,21 @@ impl Locality {
             if self.faults.wrapping_sub(place.since) <= HORIZON {
                 return false;
             }
-            self.mean_16 = (self.mean_16 * 15 + 16 * place.faults) / 16;
+            let follow = |mean: &mut u32| *mean = (*mean * 15 + 16 * place.faults) / 16;
+            follow(&mut self.mean_16);
+            if let Some(home) = self.homes.iter_mut().find(|home| home.first == place.home) {
+                follow(&mut home.mean_16);
+            }
             place.chunk = usize::MAX;
         }
-        if self.mean_16 >= WORTH_16 {
-            self.until_observation += 1;
-            if !self.until_observation.is_multiple_of(OBSERVE_EVERY) {
+        let home = &mut self.homes[self.home];
+        if home.mean_16 >= WORTH_16 {
+            home.until_observation += 1;
+            if !home.until_observation.is_multiple_of(OBSERVE_EVERY) {
                 return false;
             }
         }
-        *place = Observed { chunk: chunk.0, since: self.faults, faults: 0 };
+        *place = Observed { chunk: chunk.0, home: home.first, since: self.faults, faults: 0 };
         self.next_observed = (self.next_observed + 1) % OBSERVED;
         true
     }
@@ -263,6 +369,8 @@ impl Locality {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const HOME: PageNo = PageNo(0);
 
     #[test]
     fn growth_doubles_along_a_stream_and_starts_small_elsewhere() {
@@ -289,10 +397,17 @@ mod tests {
                 continue;
             }
             faults += 1;
-            match locality.swap_in(PageNo(page), Reading::Unknown, 256) {
+            match locality.swap_in(HOME, PageNo(page), Reading::Unknown, 256) {
                 SwapIn::Page => drop(there.insert(page)),
                 SwapIn::Chunk => there.extend(PageNo(page).chunk().first().0..PageNo(page).chunk().plus(1).first().0),
-                SwapIn::Onward(n) => there.extend(page..page + n),
+                SwapIn::Onward(n) => {
+                    there.extend(page..page + n);
+                    locality.came(n);
+                    if let Some(out) = locality.leave_out(PageNo(page), n) {
+                        there.remove(&out.0);
+                        locality.left_out(out);
+                    }
+                }
             }
             assert!(there.contains(&page));
         }
@@ -315,6 +430,59 @@ mod tests {
     fn a_walk_that_finds_every_third_page_there_is_a_stream_still() {
         let (_, faults) = touch(&mut Locality::new(), (160..16_000).filter(|page| page % 3 != 0));
         assert!(faults < 200, "{faults}");
+    }
+
+    #[test]
+    fn a_stream_that_thins_out_is_given_up_and_one_that_thickens_comes_back() {
+        let mut locality = Locality::new();
+        let (_, _) = touch(&mut locality, 0..8_192);
+        // From here on every eighth page is touched; windows of 256 pages find a touch behind each of them.
+        let (brought, faults) = touch(&mut locality, (8_192..200_000).step_by(8));
+        let touched = (200_000 - 8_192) / 8;
+        assert!(brought < touched + 8192 && faults > touched / 2, "{brought} pages for {touched}, {faults} faults");
+        let (_, faults) = touch(&mut locality, 200_000..208_000);
+        assert!(faults < 120, "{faults}");
+    }
+
+    #[test]
+    fn a_stream_of_which_half_is_wanted_keeps_its_windows() {
+        let (_, faults) = touch(&mut Locality::new(), (0..200_000).filter(|page| *page < 64 || page % 2 == 0));
+        assert!(faults < 200_000 / 64, "{faults}");
+    }
+
+    #[test]
+    fn pages_left_out_cost_little_where_all_are_wanted() {
+        let pages = 400_000;
+        let (_, faults) = touch(&mut Locality::new(), 0..pages);
+        assert!(faults < pages / 256 + pages / 1024 + 32, "{faults}");
+    }
+
+    #[test]
+    fn each_region_has_evidence_of_its_own() {
+        let mut state = 1;
+        let mut locality = Locality::new();
+        let mut brought = [0, 0];
+        // One region is used chunk by chunk in any order, the other page by page.
+        for _ in 0..4000 {
+            let chunk = random(&mut state) % 65_536;
+            let mut there = 0u32;
+            for k in 0..PAGES_PER_CHUNK {
+                let at = (random(&mut state) + 7 * k) % PAGES_PER_CHUNK;
+                if there >> at & 1 == 0 {
+                    there |= match locality.swap_in(HOME, PageNo(chunk * PAGES_PER_CHUNK + at), Reading::Unknown, 64) {
+                        SwapIn::Chunk => 0xffff,
+                        _ => 1 << at,
+                    };
+                    brought[0] += 1;
+                }
+            }
+            let page = (1 << 24) + random(&mut state) % (1 << 20);
+            if locality.swap_in(PageNo(1 << 24), PageNo(page), Reading::Unknown, 64) != SwapIn::Page {
+                brought[1] += 1;
+            }
+        }
+        assert!(brought[0] < 4000 * 5, "faults of the first: {}", brought[0]);
+        assert!(brought[1] < 400, "more than a page for faults of the second: {}", brought[1]);
     }
 
     #[test]
@@ -343,7 +511,7 @@ mod tests {
         let mut locality = Locality::new();
         let mut at = 160;
         for _ in 0..11 {
-            match locality.swap_in(PageNo(at), Reading::Unknown, 64) {
+            match locality.swap_in(HOME, PageNo(at), Reading::Unknown, 64) {
                 SwapIn::Onward(n) => {
                     locality.came(n);
                     at += n;
@@ -358,7 +526,7 @@ mod tests {
         let mut windows = Vec::new();
         for _ in 0..6 {
             let inside = PageNo(at - 1);
-            match locality.swap_in(inside, Reading::Unknown, 64) {
+            match locality.swap_in(HOME, inside, Reading::Unknown, 64) {
                 SwapIn::Onward(n) => windows.push(n),
                 _ => windows.push(1),
             }
@@ -375,7 +543,7 @@ mod tests {
             let mut at = 160;
             let mut largest = 1;
             while at < 2000 {
-                let n = match locality.swap_in(PageNo(at), Reading::Sequential, bound) {
+                let n = match locality.swap_in(HOME, PageNo(at), Reading::Sequential, bound) {
                     SwapIn::Onward(n) => n,
                     _ => 1,
                 };
@@ -393,12 +561,12 @@ mod tests {
                 let mut locality = Locality::new();
                 let mut at = start;
                 for _ in 0..20 {
-                    match locality.swap_in(PageNo(at), Reading::Unknown, bound) {
+                    match locality.swap_in(HOME, PageNo(at), Reading::Unknown, bound) {
                         SwapIn::Onward(n) => at += n,
                         _ => at += 1,
                     }
                 }
-                let SwapIn::Onward(n) = locality.swap_in(PageNo(at), Reading::Unknown, bound) else { panic!("a stream") };
+                let SwapIn::Onward(n) = locality.swap_in(HOME, PageNo(at), Reading::Unknown, bound) else { panic!("a stream") };
                 assert_eq!((n, at % n), (1 << bound.ilog2(), 0), "from {start}, at most {bound}");
             }
         }
@@ -408,8 +576,8 @@ mod tests {
     fn a_hint_of_random_order_brings_single_pages_and_one_of_sequential_order_a_chunk() {
         let mut locality = Locality::new();
         for page in 0..100 {
-            assert_eq!(locality.swap_in(PageNo(page), Reading::Random, 256), SwapIn::Page);
+            assert_eq!(locality.swap_in(HOME, PageNo(page), Reading::Random, 256), SwapIn::Page);
         }
-        assert_eq!(locality.swap_in(PageNo(5000), Reading::Sequential, 256), SwapIn::Onward(PAGES_PER_CHUNK));
+        assert_eq!(locality.swap_in(HOME, PageNo(5000), Reading::Sequential, 256), SwapIn::Onward(PAGES_PER_CHUNK));
     }
 }

@@ -184,12 +184,13 @@ impl Worker {
     /// far past, by both. False when there is nothing to do, or nothing more can be done.
     fn shrink_pool(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
-        let (pool, most) = (charge.pool(), charge.pool_limit());
+        let (pool, most) = (charge.pool(), charge.pool_goal());
         if pool < most / 4 * 3 {
             return false;
         }
         let better = self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
-        let written = pool > most && (!better || charge.pool_overflows()) && self.write_back(engine);
+        let hurries = charge.pool_overflows() || charge.pool_refuses();
+        let written = pool > most && (!better || hurries) && self.write_back(engine);
         better || written
     }
 

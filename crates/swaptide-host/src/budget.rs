@@ -12,6 +12,8 @@
 //!    still being lowered and the use is not over the share.
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as limit nor as use.
 //! 4. `high` lowers limits by and by and never at once; no more is given than it permits.
+//! 5. What is lent ([`lend`]) is no more than what a process shared all the time lately: what it may use by that together with its limit is still
+//!    its limit.
 //!
 //! Locks: none.
 
@@ -29,6 +31,8 @@ pub const WORTH: u64 = 4 << 20;
 const WORTH_IN_NEED: u64 = 1 << 20;
 /// The time that a process may take from being engaged until faults hold it.
 const ENGAGING: Duration = Duration::from_millis(20);
+/// Pages that were shared for so long will be so a while longer: a program that copies what a fork left it shared does it sooner.
+pub const SETTLES: Duration = Duration::from_millis(100);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub const SMALLEST_BUDGET: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
@@ -60,11 +64,42 @@ impl Bounds {
     }
 }
 
+/// A process's pages that others have too, since a fork.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sharing {
+    /// What it holds resident beyond what it uses: the parts of shared pages that count for others. The least of it lately.
+    pub bytes: u64,
+    /// What it was lent so far.
+    pub lent: u64,
+}
+
+/// Follows [`Sharing::bytes`] of a process: what lasts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lasting {
+    before: u64,
+    least: u64,
+    age: Duration,
+}
+
+impl Lasting {
+    /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the time for one to two [`SETTLES`].
+    pub fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
+        self.least = self.least.min(bytes);
+        self.age += elapsed;
+        if self.age >= SETTLES {
+            *self = Lasting { before: self.least, least: bytes, age: Duration::ZERO };
+        }
+        self.before.min(self.least)
+    }
+}
+
 /// How a process stands to the budget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// It can be managed and is not.
     Watching,
+    /// The same, and it waits to be managed: it is about to write more than the budget.
+    Asking,
     /// It is managed, or was asked to be.
     Engaged,
     /// It cannot be managed; it counts all the same.
@@ -132,7 +167,7 @@ fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
 /// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.
 pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
-    let mut engage = Vec::new();
+    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
     for (at, (group, total)) in groups.iter().zip(&totals).enumerate() {
         if *total > trigger(group.most()) {
             let within: Vec<usize> = (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
@@ -231,6 +266,24 @@ pub fn limits(shares: &[Bounds], group: &[Process], elapsed: Duration) -> Vec<u6
     (0..group.len()).map(|at| if raises[at] == 0 { lowered[at] } else { base[at] + raises[at] }).collect()
 }
 
+/// What processes get beyond their limits, for a while.
+///
+/// A process cannot tell which of its pages others have too, and holds all of them against its limit; here they count once. So where processes
+/// share much since a fork, all of them may be at their limits while half of the budget is free. To those that press against their limits is lent
+/// what they share. What is shared may become two pages without a fault: so only what lasted counts, it is reckoned anew at each look, and nothing
+/// is lent in a group that has more than it may.
+pub fn lend(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
+    let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
+    let over = |p: &Process| (0..groups.len()).any(|at| totals[at] > groups[at].most() && is_in(groups, p.group, at));
+    let lent = |(p, sharing): (&Process, &Sharing)| {
+        // With what it was lent the pressure goes: that is no reason to take it back.
+        let presses = p.pressure > 0 || sharing.lent > 0;
+        let full = p.used + sharing.bytes >= p.limit / 4 * 3;
+        if p.standing == Standing::Engaged && presses && full && !over(p) { sharing.bytes } else { 0 }
+    };
+    processes.iter().zip(sharing).map(lent).collect()
+}
+
 /// What each of `count` processes keeps that have `share` bytes together: half of the share is divided by demand.
 fn floor_of(share: u64, count: usize) -> u64 {
     (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
@@ -318,6 +371,14 @@ mod tests {
     fn a_tree_within_its_budget_is_left_alone() {
         let tree = [process(Standing::Watching, 200, 0, 0), process(Standing::Beyond, 150, 0, 0)];
         assert_eq!(decide(&whole(512 * MIB), &tree, TICK), Decision::default());
+    }
+
+    #[test]
+    fn who_asks_is_engaged_whatever_is_free() {
+        let tree = [process(Standing::Asking, 0, 0, 0), process(Standing::Watching, 8, 0, 0)];
+        let decision = decide(&whole(512 * MIB), &tree, TICK);
+        assert_eq!(decision.engage, [0]);
+        assert!(decision.limits[0].1 > 400 * MIB, "{:?}", decision.limits);
     }
 
     #[test]
@@ -504,6 +565,39 @@ mod tests {
             tree.iter_mut().zip(at).for_each(|(p, at)| p.group = at.index(groups.len()));
             (groups, tree)
         })
+    }
+
+    #[test]
+    fn what_is_shared_is_lent_to_those_that_press() {
+        let groups = [Bounds::budget(48 * MIB)];
+        let forked = |used, pressure, limit| process(Standing::Engaged, used, pressure, limit);
+        let sharing = |bytes: u64, lent: u64| Sharing { bytes: bytes * MIB, lent: lent * MIB };
+        let processes = [forked(16, 10, 8), forked(4, 10, 8), forked(4, 0, 8), forked(4, 0, 8), forked(2, 10, 20)];
+        let shared = [sharing(0, 0), sharing(6, 0), sharing(4, 0), sharing(4, 3), sharing(4, 0)];
+        // Who has no pressure needs it only if it is what keeps the pressure away; nor does he who is far below his limit.
+        assert_eq!(lend(&groups, &processes, &shared), [0, 6 * MIB, 0, 4 * MIB, 0]);
+        assert_eq!(lend(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]), [0, 0], "more than there is");
+    }
+
+    #[test]
+    fn a_group_that_is_over_its_bound_is_lent_nothing() {
+        let groups = [Bounds::budget(100 * MIB), Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 }];
+        let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
+        let outside = process(Standing::Engaged, 18, 10, 18);
+        assert_eq!(lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, lent: 0 }; 2]), [0, 8 * MIB]);
+    }
+
+    #[test]
+    fn what_is_shared_counts_when_it_has_lasted_and_goes_at_once() {
+        let mut lasting = Lasting::default();
+        let mut counted = [0; 60];
+        for (at, counts) in counted.iter_mut().enumerate() {
+            let bytes = if at < 50 { 100 + at as u64 } else { 20 };
+            *counts = lasting.follow(bytes, SETTLES / 10);
+        }
+        assert_eq!((counted[0], counted[9], counted[19]), (0, 0, 109), "{counted:?}");
+        assert!(counted[30..50].iter().all(|counts| *counts >= 110), "{counted:?}");
+        assert_eq!(counted[50..], [20; 10]);
     }
 
     proptest! {

@@ -231,7 +231,11 @@ impl Config {
         Ok(config)
     }
 
-    fn parse(text: &str, ram: u64) -> Result<Config, (usize, String)> {
+    /// Reads and checks a file's text.
+    ///
+    /// # Errors
+    /// The first mistake, with its line (0: of none).
+    pub fn parse(text: &str, ram: u64) -> Result<Config, (usize, String)> {
         let line = |span: Range<usize>| 1 + text.bytes().take(span.start).filter(|byte| *byte == b'\n').count();
         let file: File = toml::from_str(text).map_err(|error| {
             let message = error.message().split('\n').next().unwrap_or_default().to_owned();

@@ -12,9 +12,11 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use rustix::fs::{Mode, OFlags};
-use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS};
+use serde::Serialize;
+use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
 use swaptide_store::codec::Choice;
 use swaptide_store::nbd::{Export, Nbd, Options};
 
@@ -55,6 +57,8 @@ pub enum DeviceKind {
         bytes: u64,
         /// How it is compressed.
         codec: Choice,
+        /// When it refuses pages.
+        acceptance: Acceptance,
     },
     /// A file.
     File {
@@ -72,6 +76,35 @@ pub enum DeviceKind {
     Nbd(Url),
 }
 
+/// When compressed memory refuses pages, which then go to what is behind it, if there is anything: zswap's parameters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Acceptance {
+    /// `max_pool_percent`: it takes at most so many percent of the budget.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_pool_percent: Option<u32>,
+    /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to so many percent of it. Where only the other one is
+    /// given 90; where none is, it always takes pages and writes old ones back for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accept_threshold_percent: Option<u32>,
+}
+
+impl Acceptance {
+    /// As it stands in a segment.
+    pub fn of(segment: &Segment) -> Acceptance {
+        let said = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|percent| *percent != 0);
+        Acceptance {
+            max_pool_percent: said(&segment.header.pool_max_percent),
+            accept_threshold_percent: said(&segment.header.pool_accept_percent),
+        }
+    }
+
+    /// Writes it into a segment.
+    pub fn store(&self, segment: &Segment) {
+        segment.header.pool_max_percent.store(self.max_pool_percent.unwrap_or(0), Relaxed);
+        segment.header.pool_accept_percent.store(self.accept_threshold_percent.unwrap_or(0), Relaxed);
+    }
+}
+
 /// Why devices cannot be had.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -84,6 +117,8 @@ pub enum DeviceError {
     Priority(String),
     /// The codec in it is none.
     Codec(String, String),
+    /// No option of compressed memory, or no value of it.
+    Option(String, String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
     /// The mirror that is asked for.
@@ -138,6 +173,13 @@ impl fmt::Display for DeviceError {
             DeviceError::Codec(text, name) => {
                 write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
             }
+            DeviceError::Option(text, option) => {
+                write!(
+                    f,
+                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, max_pool_percent=N, accept_threshold_percent=N (N from 1 \
+                     to 100) and, last, prio=N"
+                )
+            }
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
@@ -180,7 +222,7 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,codec=NAME][,prio=N][,mirror=WHERE]`.
+/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE]`.
 ///
 /// # Errors
 /// See [`DeviceError`].
@@ -206,15 +248,24 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     }
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
-        let (bytes, name) = rest.split_once(",codec=").map_or((rest, None), |(bytes, name)| (bytes, Some(name)));
-        let codec = match name {
-            None => Choice::default(),
-            Some(name) => Choice::ALL
-                .into_iter()
-                .find(|choice| choice.name() == name)
-                .ok_or_else(|| DeviceError::Codec(text.to_owned(), name.to_owned()))?,
-        };
-        DeviceKind::Zram { bytes: at_least(text, size(bytes)?, SMALLEST_POOL)?, codec }
+        let mut parts = rest.split(',');
+        let bytes = at_least(text, size(parts.next().unwrap_or_default())?, SMALLEST_POOL)?;
+        let (mut codec, mut acceptance) = (Choice::default(), Acceptance::default());
+        for part in parts {
+            let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
+            let (name, value) = part.split_once('=').ok_or_else(wrong)?;
+            let percent = || value.parse().ok().filter(|percent| (1..=100).contains(percent)).ok_or_else(wrong);
+            match name {
+                "codec" => {
+                    let found = Choice::ALL.into_iter().find(|choice| choice.name() == value);
+                    codec = found.ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
+                }
+                "max_pool_percent" => acceptance.max_pool_percent = Some(percent()?),
+                "accept_threshold_percent" => acceptance.accept_threshold_percent = Some(percent()?),
+                _ => return Err(wrong()),
+            }
+        }
+        DeviceKind::Zram { bytes, codec, acceptance }
     } else if device
         .strip_prefix("file:")
         .and_then(|rest| rest.rsplit_once(",codec="))
@@ -225,7 +276,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         match rest.rsplit_once(':') {
             _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
             // Colons may be in a path: what follows the last one is a size unless a path goes on there.
-            Some((path, tail)) if !path.is_empty() && !tail.contains('/') => {
+            Some(("", tail)) if !tail.contains('/') => return Err(DeviceError::Syntax(text.to_owned())),
+            Some((path, tail)) if !tail.contains('/') => {
                 let bytes = at_least(text, size(tail)?, SMALLEST_FILE)?;
                 if bytes > LARGEST_FILE {
                     return Err(DeviceError::TooLarge(text.to_owned()));
@@ -281,6 +333,8 @@ pub struct SwapSpace {
     pub pool_cap: u64,
     /// How compressed memory is compressed.
     pub codec: Choice,
+    /// When it refuses pages.
+    pub acceptance: Acceptance,
 }
 
 /// What a [`Backing`] is.
@@ -340,14 +394,14 @@ pub struct Backing {
 /// See [`DeviceError`].
 pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
-    let mut chosen = Choice::default();
+    let (mut chosen, mut refuses) = (Choice::default(), Acceptance::default());
     for device in devices {
-        if let DeviceKind::Zram { bytes, codec } = &device.kind {
+        if let DeviceKind::Zram { bytes, codec, acceptance } = &device.kind {
             if pool.is_some() {
                 return Err(DeviceError::Twice("zram"));
             }
             pool = Some((*bytes, device.priority));
-            chosen = *codec;
+            (chosen, refuses) = (*codec, *acceptance);
         }
     }
     let beyond: Vec<&Device> = devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
@@ -365,7 +419,7 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
         (true, Some(_)) => Vec::new(),
         (true, None) => vec![open_default(budget)?],
     };
-    Ok(SwapSpace { beyond, pool_cap, codec: chosen })
+    Ok(SwapSpace { beyond, pool_cap, codec: chosen, acceptance: refuses })
 }
 
 impl Device {
@@ -588,11 +642,12 @@ mod tests {
 
     #[test]
     fn devices_are_read_as_documented() {
-        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both };
+        let acceptance = Acceptance::default();
+        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both, acceptance };
         assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None });
         assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1), mirror: None });
         for codec in Choice::ALL {
-            let kind = DeviceKind::Zram { bytes: 1 << 30, codec };
+            let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
             let name = codec.name();
             assert_eq!(
                 parse(&format!("zram:1G,codec={name}")).expect("codec"),
@@ -602,6 +657,15 @@ mod tests {
                 parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
                 Device { kind, priority: Some(3), mirror: None }
             );
+        }
+        let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
+        let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4, acceptance };
+        for order in [
+            "codec=lz4,max_pool_percent=20,accept_threshold_percent=100",
+            "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
+        ] {
+            let device = parse(&format!("zram:1G,{order},prio=7")).expect("options");
+            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None });
         }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -626,8 +690,12 @@ mod tests {
             ("zram:1G,prio=high", "prio=N"),
             ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd"),
             ("zram:1G,codec=", "there is no codec"),
-            ("zram:1G,codec=zstd,level=3", "there is no codec"),
-            ("zram:1G,level=3", "not a size"),
+            ("zram:1G,codec=zstd,level=3", "\"level=3\" is no option"),
+            ("zram:1G,level=3", "no option of zram"),
+            ("zram:1G,max_pool_percent=0", "no option of zram"),
+            ("zram:1G,max_pool_percent=101", "no option of zram"),
+            ("zram:1G,accept_threshold_percent", "no option of zram"),
+            ("zram:1G,accept_threshold_percent=many", "no option of zram"),
             ("file:/x,codec=zstd", "chosen for zram"),
             ("file:/x:1G,codec=zstd", "chosen for zram"),
             ("zram:1G,prio=-2", "from -1 to 32767"),

@@ -29,7 +29,7 @@ use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
 
 use crate::areas::Areas;
-use crate::budget::{self, Bounds, Process, Standing};
+use crate::budget::{self, Bounds, Lasting, Process, Sharing, Standing};
 use crate::config::IdleReclaim;
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::report::{ProcessView, Totals, View};
@@ -75,6 +75,9 @@ struct Watch {
     moved_pages: u64,
     pressure: u64,
     used: u64,
+    /// What of its limit is lent, and what it shared lately.
+    lent: u64,
+    lasting: Lasting,
 }
 
 /// A run: the processes under one supervisor.
@@ -225,9 +228,14 @@ impl Keeper {
         }
         self.measure(&processes, &members);
         let decision = budget::decide(&bounds, &processes, elapsed);
+        let sharing: Vec<Sharing> = members.iter().map(|member| self.sharing(member, elapsed)).collect();
+        let lent = budget::lend(&bounds, &processes, &sharing);
         for (at, limit) in &decision.limits {
-            if let Some(slot) = members[*at].slot.map(|index| self.segment.slot(index)) {
-                command(slot, *limit, decision.engage.contains(at));
+            if let Some(index) = members[*at].slot
+                && command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at))
+                && let Some(watch) = self.watches.get_mut(&index)
+            {
+                watch.lent = lent[*at];
             }
         }
         self.bound_pools(&members, &decision.limits);
@@ -333,6 +341,7 @@ impl Keeper {
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
             (ProcState::Engaged, _) => Standing::Engaged,
+            (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
             (ProcState::Watching, 0) => Standing::Watching,
             (ProcState::Watching, _) => Standing::Engaged,
             (ProcState::Refused | ProcState::Free, _) => Standing::Beyond,
@@ -345,7 +354,7 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let new = || Watch { pid, run: member.run, moved_pages: moved, pressure: 0, used };
+        let new = || Watch { pid, run: member.run, moved_pages: moved, pressure: 0, used, lent: 0, lasting: Lasting::default() };
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
@@ -356,8 +365,15 @@ impl Keeper {
         watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
         let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
-        let limit = slot.limit_bytes.load(Relaxed);
+        let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
         Process { group, standing, used, pressure: watch.pressure, limit, growth: growth as u64 }
+    }
+
+    /// What a process has of pages that others have too.
+    fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
+        let now = self.tree.shared(member.pid);
+        let Some(watch) = member.slot.and_then(|index| self.watches.get_mut(&index)) else { return Sharing::default() };
+        Sharing { bytes: watch.lasting.follow(now, elapsed), lent: watch.lent }
     }
 
     /// Notes the most that each run has at a time.
@@ -643,10 +659,11 @@ enum Node {
     Run(u32),
 }
 
-/// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet.
-fn command(slot: &ProcSlot, limit: u64, engage: bool) {
+/// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet. True when it was news.
+fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
     let old = slot.limit_bytes.load(Relaxed);
-    if engage || old.abs_diff(limit) > old / 100 {
+    let changes = engage || old.abs_diff(limit) > old / 100;
+    if changes {
         slot.limit_bytes.store(limit, Relaxed);
         if engage {
             slot.wanted.store(1, Relaxed);
@@ -654,6 +671,7 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) {
         // The bell's release makes both stores visible to who wakes.
         slot.ring();
     }
+    changes
 }
 
 #[cfg(test)]

@@ -250,7 +250,10 @@ impl Connector {
     }
 
     /// Whether what was agreed on can be swapped to.
-    fn export(&self, agreed: &Agreed) -> Result<Export, NbdError> {
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn export(&self, agreed: &Agreed) -> Result<Export, NbdError> {
         const PAGE: u64 = swaptide_store::PAGE_SIZE as u64;
         const LONGEST: u32 = 32 << 20;
         let url = || self.url.to_string();

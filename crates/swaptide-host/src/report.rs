@@ -17,6 +17,7 @@ use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
 use swaptide_store::codec::Choice;
 
 use crate::areas::AreaView;
+use crate::device::Acceptance;
 use crate::groups::GroupView;
 use crate::size::{human, human_count};
 
@@ -207,6 +208,9 @@ pub enum DeviceReport {
         size_bytes: u64,
         /// How it is compressed.
         codec: &'static str,
+        /// When it refuses pages.
+        #[serde(flatten)]
+        acceptance: Acceptance,
         /// Most in use at one time.
         peak_used_bytes: u64,
     },
@@ -224,6 +228,8 @@ pub struct Frame {
     pub pool_cap: u64,
     /// How the pool is compressed.
     pub codec: Choice,
+    /// When the pool refuses pages.
+    pub acceptance: Acceptance,
     /// The program's name.
     pub program: String,
 }
@@ -231,8 +237,9 @@ pub struct Frame {
 impl Report {
     /// The report of a run that ends now.
     pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
-        let mut devices =
-            vec![DeviceReport::Zram { size_bytes: frame.pool_cap, codec: frame.codec.name(), peak_used_bytes: totals.peak_pool }];
+        let Frame { pool_cap: size_bytes, acceptance, .. } = *frame;
+        let codec = frame.codec.name();
+        let mut devices = vec![DeviceReport::Zram { size_bytes, codec, acceptance, peak_used_bytes: totals.peak_pool }];
         devices.extend(totals.areas.iter().cloned().map(DeviceReport::Area));
         Report {
             exit_status,
@@ -364,7 +371,13 @@ mod tests {
     use swaptide_sys::mem::{SharedMap, memfd_create};
 
     fn frame() -> Frame {
-        Frame { budget: 512 << 20, pool_cap: 0, codec: Choice::default(), program: "python3".into() }
+        Frame {
+            budget: 512 << 20,
+            pool_cap: 0,
+            codec: Choice::default(),
+            acceptance: Acceptance::default(),
+            program: "python3".into(),
+        }
     }
 
     fn swapped_totals() -> Totals {

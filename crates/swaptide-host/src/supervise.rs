@@ -49,7 +49,7 @@ use crate::budget::SMALLEST_BUDGET;
 use crate::config::{Config, ConfigError};
 use crate::control::{self, Door, Join, Joined, Run};
 use crate::daemon::client::{self, RemoteAreas};
-use crate::device::{self, DeviceError, SwapSpace};
+use crate::device::{self, Acceptance, DeviceError, SwapSpace};
 use crate::doctor::REQUIRED;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
@@ -295,7 +295,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
             let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
             let codec = Choice::from_number(joined.codec);
-            let frame = Frame { budget: joined.budget, pool_cap: joined.pool_cap, codec, program };
+            let acceptance = Acceptance::of(segment);
+            let frame = Frame { budget: joined.budget, pool_cap: joined.pool_cap, codec, acceptance, program };
             (segment, segment_fd, Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) }, frame)
         }
         None => {
@@ -304,7 +305,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             let (segment, segment_fd) =
                 set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
             let areas = Arc::new(Areas::new(segment));
-            let frame = Frame { budget, pool_cap: space.pool_cap, codec: space.codec, program };
+            let SwapSpace { pool_cap, codec, acceptance, .. } = space;
+            let frame = Frame { budget, pool_cap, codec, acceptance, program };
             for backing in space.beyond {
                 areas.add(backing).map_err(RunError::Area)?;
             }
@@ -422,6 +424,7 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     header.budget_bytes.store(budget, Relaxed);
     header.pool_cap_bytes.store(space.pool_cap, Relaxed);
     header.pool_codec.store(space.codec.number(), Relaxed);
+    space.acceptance.store(segment);
     let namespace = rustix::fs::stat(c"/proc/self/ns/pid").map_or(0, |stat| stat.st_ino);
     header.pid_namespace.store(namespace, Relaxed);
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());

@@ -207,6 +207,12 @@ impl Tree {
         self.members.get(&pid).map_or(0, |member| member.used)
     }
 
+    /// What it held then beyond that: the parts of pages shared since a fork that count for others.
+    pub fn shared(&self, pid: u32) -> u64 {
+        let beyond = |member: &Member| member.pss.as_ref().map_or(0, |_| member.resident.saturating_sub(member.used));
+        self.members.get(&pid).map_or(0, beyond)
+    }
+
     /// Members whose first thread has ended and that live on, or seem to.
     pub fn leaderless(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)

@@ -229,8 +229,9 @@ impl Area {
     }
 
     fn range(&self) -> std::ops::Range<u32> {
-        let first = self.first.load(Relaxed);
-        first..first.saturating_add(self.extents())
+        // Whatever a damaged table says, there are no others.
+        let end = self.first.load(Relaxed).saturating_add(self.extents()).min(MAX_EXTENTS as u32);
+        self.first.load(Relaxed).min(end)..end
     }
 }
 

@@ -34,6 +34,12 @@ counters! {
     ZswprecompTried = "zswprecomp_tried",
     /// Bytes that it saved.
     ZswprecompSaved = "zswprecomp_saved_bytes",
+    /// Times compressed memory was found at its limit when something was to be stored (with an acceptance threshold).
+    PoolLimitHit = "pool_limit_hit",
+    /// Pages that went to the swap areas because compressed memory takes nothing until it has fallen below its acceptance threshold.
+    RejectPoolFull = "reject_pool_full",
+    /// Pages that went to the swap areas because they do not compress.
+    RejectCompressPoor = "reject_compress_poor",
     /// Zero pages that needed no store.
     SwpoutZero = "swpout_zero",
     /// Pages that went out unwritten since they were brought in, and needed no second compression.

@@ -14,7 +14,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
@@ -67,6 +67,11 @@ pub struct Header {
     pub slots_exhausted: AtomicU64,
     /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
     pub pool_cap_bytes: AtomicU64,
+    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in percent (0: nothing was said).
+    pub pool_max_percent: AtomicU32,
+    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until it has fallen below so many percent of it
+    /// (0: it always takes, and writes back for it).
+    pub pool_accept_percent: AtomicU32,
     /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
     pub pid_namespace: AtomicU64,
     /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
@@ -107,6 +112,8 @@ pub struct ProcSlot {
     pub forked_from: AtomicU32,
     /// Not 0: the process shall put its memory under management.
     pub wanted: AtomicU32,
+    /// Not 0: the process has asked for that, and waits.
+    pub asks: AtomicU32,
     /// Futex word: the supervisor raises it and wakes while the first thread of the process has ended and others live.
     pub leaderless: AtomicU32,
     /// Threads of the engine in this process.
@@ -352,6 +359,7 @@ impl Segment {
         slot.group_wanted.store(0, Relaxed);
         slot.no_writeback.store(0, Relaxed);
         slot.preload.store(0, Relaxed);
+        slot.asks.store(0, Relaxed);
         slot.throttle_us.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {

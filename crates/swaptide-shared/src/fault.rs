@@ -333,24 +333,34 @@ impl Inner {
         let id = door.piece.region;
         let Some(region) = state.regions.get_mut(&id) else { return };
         let reading = region.reading(page);
-        let wanted = match region.locality.swap_in(PageNo(page), reading, bound) {
+        let foretold = region.locality.swap_in(PageNo(0), PageNo(page), reading, bound);
+        let wanted = match foretold {
             SwapIn::Page => page..page + 1,
             SwapIn::Chunk => region.chunk_pages(page / 16),
             SwapIn::Onward(n) => page..page + n,
         };
         let wanted = wanted.start..wanted.end.min(region.pages());
+        // Now and then one is left out, to see whether it is wanted.
+        let chosen = match foretold {
+            SwapIn::Onward(_) => region.locality.leave_out(PageNo(page), wanted.len()),
+            _ => None,
+        };
+        let out = chosen.map(|out| out.0).filter(|out| region.state(*out).is_out());
+        if let Some(out) = out {
+            region.locality.left_out(PageNo(out));
+        }
         let ahead = region.runs(wanted.clone(), PageState::is_out).iter().map(|run| run.len()).sum::<usize>();
         region.locality.came(ahead);
         let hits = region.locality.take_hits();
         self.count(Counter::SwapRaHit, hits as u64);
         self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
         self.count(Counter::Pgmajfault, 1);
-        for run in region.runs(wanted.clone(), PageState::is_out) {
+        for run in without(region.runs(wanted.clone(), PageState::is_out), out) {
             self.count_orders(&run);
         }
         // First what was asked for, then who waits, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
-        for run in region.runs(first.clone(), PageState::is_out) {
+        for run in without(region.runs(first.clone(), PageState::is_out), out) {
             self.fill(state, Some(door), id, run, loader);
         }
         if first == wanted {
@@ -361,7 +371,7 @@ impl Inner {
         }
         for rest in [wanted.start..first.start, first.end..wanted.end] {
             let runs = state.regions.get(&id).map_or(Vec::new(), |region| region.runs(rest, PageState::is_out));
-            for run in runs {
+            for run in without(runs, out) {
                 self.fill(state, Some(door), id, run, loader);
             }
         }
@@ -460,6 +470,16 @@ fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data:
     // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which only this pager fills.
     let progress = unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
     progress.done / PAGE_SIZE
+}
+
+/// Runs of pages without one page.
+fn without(mut runs: Vec<Range<usize>>, out: Option<usize>) -> Vec<Range<usize>> {
+    let Some(out) = out else { return runs };
+    if let Some(at) = runs.iter().position(|run| run.contains(&out)) {
+        let run = runs.remove(at);
+        runs.splice(at..at, [run.start..out, out + 1..run.end].into_iter().filter(|part| !part.is_empty()));
+    }
+    runs
 }
 
 /// True when no hole is in a range of pages.

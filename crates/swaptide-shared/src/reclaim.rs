@@ -180,7 +180,15 @@ impl Worker {
             for (page, data) in run.clone().zip(pages) {
                 let slot = Slot(base + page as u32);
                 let put = inner.store.put(slot, data, &mut self.compressor);
-                if put == Put::ForFile {
+                match put {
+                    Put::Poor => inner.count(Counter::RejectCompressPoor, 1),
+                    Put::Refused(at_limit) => {
+                        inner.count(Counter::RejectPoolFull, 1);
+                        inner.count(Counter::PoolLimitHit, at_limit.into());
+                    }
+                    Put::In(_) | Put::Full => {}
+                }
+                if matches!(put, Put::Poor | Put::Refused(_)) {
                     for_file.push((stored.len(), slot, at));
                 }
                 stored.push((*id, page, put));
@@ -269,9 +277,7 @@ impl Inner {
             0 => 60,
             percent => u64::from(percent),
         };
-        let share = limit / 100 * percent;
-        let cap = self.segment.header.pool_cap_bytes.load(Relaxed);
-        self.store.set_pool_limit(if cap == 0 { share } else { share.min(cap) } as usize);
+        self.store.set_pool_limit(limit, percent);
     }
 
     /// Publishes what the keeper and the report ask for.

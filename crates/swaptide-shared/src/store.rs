@@ -5,9 +5,10 @@
 //!
 //! Locks: the devices' own.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use swaptide_engine::acceptance::{Acceptance, Answer};
 use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
 use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot};
@@ -80,8 +81,10 @@ pub struct Store {
     /// The table of areas, as of the last look, and whether something lies on one that is being taken away.
     looked: AtomicU32,
     leaving: AtomicBool,
-    /// Bytes that compressed memory may take.
-    pool_limit: AtomicUsize,
+    /// Bytes that compressed memory may take: its share, and its bound, where it has one.
+    pool_limit: AtomicU64,
+    pool_bound: AtomicU64,
+    acceptance: Acceptance,
     scratch: Mutex<Vec<u8>>,
 }
 
@@ -93,7 +96,9 @@ pub enum Put {
     /// There is no room for it.
     Full,
     /// It does not compress and waits for [`Store::write`].
-    ForFile,
+    Poor,
+    /// Compressed memory refuses it ([`swaptide_engine::acceptance`]); it waits for [`Store::write`]. Whether its bound was met just now.
+    Refused(bool),
 }
 
 impl Store {
@@ -117,7 +122,12 @@ impl Store {
             areas,
             looked: AtomicU32::new(segment.areas_epoch()),
             leaving: AtomicBool::new(false),
-            pool_limit: AtomicUsize::new(usize::MAX),
+            pool_limit: AtomicU64::new(u64::MAX),
+            pool_bound: AtomicU64::new(u64::MAX),
+            acceptance: Acceptance::new(
+                segment.header.pool_max_percent.load(Relaxed),
+                segment.header.pool_accept_percent.load(Relaxed),
+            ),
             scratch: Mutex::default(),
         })
     }
@@ -152,14 +162,28 @@ impl Store {
         matches!(left, Leaving::Left(_))
     }
 
-    /// Sets what compressed memory may take.
-    pub fn set_pool_limit(&self, bytes: usize) {
-        self.pool_limit.store(bytes, Relaxed);
+    /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is bounded for all processes together, what the
+    /// others leave.
+    pub fn set_pool_limit(&self, limit: u64, percent: u64) {
+        let Beyond { segment, index, .. } = &self.areas;
+        let others =
+            || segment.claimed().filter(|(other, _)| other != index).map(|(_, slot)| slot.pool_bytes.load(Relaxed)).sum();
+        let cap = match segment.header.pool_cap_bytes.load(Relaxed) {
+            0 => u64::MAX,
+            cap => cap.saturating_sub(others()),
+        };
+        let bound = cap.min(self.acceptance.bound(limit));
+        self.pool_bound.store(bound, Relaxed);
+        self.pool_limit.store((limit / 100 * percent).min(bound), Relaxed);
     }
 
-    /// Bytes by which compressed memory is over its limit.
-    pub fn pool_excess(&self) -> usize {
-        self.pool.pool_bytes().saturating_sub(self.pool_limit.load(Relaxed))
+    /// Bytes by which compressed memory is over what it may have; while it refuses pages, over the threshold from which on it takes them again.
+    pub fn pool_excess(&self) -> u64 {
+        let mut goal = self.pool_limit.load(Relaxed);
+        if self.acceptance.is_full() {
+            goal = goal.min(self.acceptance.threshold(self.pool_bound.load(Relaxed)));
+        }
+        (self.pool.pool_bytes() as u64).saturating_sub(goal)
     }
 
     /// Bytes that compressed memory takes.
@@ -175,18 +199,25 @@ impl Store {
     /// Puts a page into compressed memory, unless it belongs in the file.
     pub fn put(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
         let packed = compressor.compress(page);
+        let has_file = self.has_file();
         match packed {
             Packed::Zero => return Put::In(PageState::Zero),
-            Packed::Raw(_) if self.has_file() => return Put::ForFile,
+            Packed::Raw(_) if has_file => return Put::Poor,
+            Packed::Bytes(_) if has_file => {
+                match self.acceptance.ask(self.pool.pool_bytes() as u64, self.pool_bound.load(Relaxed)) {
+                    Answer::Takes => {}
+                    answer => return Put::Refused(answer == Answer::AtLimit),
+                }
+            }
             _ => {}
         }
         // With a file behind it, what is over the limit is written back; without one, this is the end.
-        if self.pool_excess() > 0 && !self.has_file() {
+        if !has_file && self.pool_excess() > 0 {
             return Put::Full;
         }
         match self.pool.insert(slot, &packed) {
             Ok(()) => Put::In(PageState::Pool),
-            Err(_) if self.has_file() => Put::ForFile,
+            Err(_) if has_file => Put::Refused(true),
             Err(_) => Put::Full,
         }
     }

@@ -54,8 +54,17 @@ pub fn for_each_vma_of(pid: u32, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool)
     each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
-fn each_line(fd: OwnedFd, buf: &mut [u8], mut f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
-    split_lines(buf, |space| procfs::read_fd(&fd, space), |line| parse_line(line).is_none_or(&mut f))
+fn each_line(fd: OwnedFd, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
+    for_each_vma_in(buf, |space| procfs::read_fd(&fd, space), f)
+}
+
+/// The same for a text that `read` gives piece by piece, nothing at its end. What is no line of such a file is passed over.
+pub fn for_each_vma_in(
+    buf: &mut [u8],
+    read: impl FnMut(&mut [u8]) -> Result<usize, Errno>,
+    mut f: impl FnMut(Vma<'_>) -> bool,
+) -> Result<(), Errno> {
+    split_lines(buf, read, |line| parse_line(line).is_none_or(&mut f))
 }
 
 /// Feeds whole lines to `f` until it returns `false`. A line longer than `buf` comes cut short,

@@ -28,11 +28,11 @@ pub fn anon_rss(pid: u32) -> Option<u64> {
     parse_statm(procfs::read_file(PathBuf::proc(pid, "statm").as_c_str(), &mut buf).ok()?)
 }
 
-/// `size resident shared ...`, in pages.
-fn parse_statm(text: &[u8]) -> Option<u64> {
+/// Bytes of private anonymous memory out of a `statm` file: `size resident shared ...`, in pages.
+pub fn parse_statm(text: &[u8]) -> Option<u64> {
     let mut words = procfs::words(text).skip(1);
     let (resident, shared) = (parse_u64(words.next()?)?, parse_u64(words.next()?)?);
-    Some(resident.saturating_sub(shared) * PAGE_SIZE as u64)
+    Some(resident.saturating_sub(shared).saturating_mul(PAGE_SIZE as u64))
 }
 
 /// An open `statm`, for who asks often. It belongs to the process it was opened for: a forked child
@@ -99,7 +99,8 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
     parse_stat(pid, procfs::read_file(PathBuf::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
 }
 
-fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
+/// What a `stat` file says of process `pid`.
+pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     let mut words = procfs::words(after_name(stat)?);
     // Fields counted from 1: 3 is the state, 4 the parent, 22 the start time.
     let zombie = matches!(words.next()?, b"Z" | b"X");

@@ -65,7 +65,7 @@ pub struct KeptArea {
     name: String,
     kind: Kind,
     place: PathBuf,
-    /// Its own name; of a file, made for this. An export has none but what it is called.
+    /// Its own name; of a file, made for this; of an export, its URL with all options.
     path: PathBuf,
     extents: u32,
     base_bytes: u64,
@@ -205,7 +205,8 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
         let (kind, path) = match (backing.kind, &backing.medium) {
             (BackingKind::File, Medium::File(file)) => (Kind::File, named(backing, file, id, generation)),
             (BackingKind::Block, _) => (Kind::Block, Some(backing.place.clone())),
-            _ => (Kind::Nbd, Some(PathBuf::new())),
+            (_, Medium::Nbd(connector, _)) => (Kind::Nbd, Some(connector.url().whole().into())),
+            (BackingKind::Nbd, Medium::File(_)) => (Kind::Nbd, None),
         };
         kept.extend(path.map(|path| KeptArea {
             id: id.0,
@@ -247,7 +248,8 @@ impl KeptArea {
     fn open(&self) -> io::Result<Backing> {
         let mut backing = match self.kind {
             Kind::Nbd => {
-                let found = device::parse(&self.name).and_then(|device| device::open_beyond(&device, 0));
+                let url = self.path.to_str().unwrap_or_default();
+                let found = device::parse(url).and_then(|device| device::open_beyond(&device, 0));
                 let found = found.map_err(|error| io::Error::other(error.to_string()))?;
                 if found.extents < self.extents {
                     return Err(io::Error::other("is smaller than it was"));

@@ -12,6 +12,7 @@
 //! `%41` stands for a byte anywhere. Without an export, it is the server's default one.
 
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -114,6 +115,31 @@ impl Url {
     #[must_use]
     pub fn is_meant(text: &str) -> bool {
         text.split_once("://").is_some_and(|(scheme, _)| scheme.starts_with("nbd"))
+    }
+
+    /// The URL with its options, in a form that is read as the same again.
+    #[must_use]
+    pub fn whole(&self) -> String {
+        let s = if self.tls { "s" } else { "" };
+        let export = encode(self.export.as_bytes());
+        let path = |path: &PathBuf| encode(path.as_os_str().as_bytes());
+        let (start, socket) = match &self.place {
+            Place::Tcp { host, port } if host.contains(':') => {
+                (format!("nbd{s}://[{}]:{port}/{export}", encode(host.as_bytes())), None)
+            }
+            Place::Tcp { host, port } => (format!("nbd{s}://{}:{port}/{export}", encode(host.as_bytes())), None),
+            Place::Unix(socket) => (format!("nbd{s}+unix:///{export}"), Some(path(socket))),
+        };
+        let options = [
+            ("socket", socket),
+            ("ca", self.ca.as_ref().map(path)),
+            ("cert", self.identity.as_ref().map(|(cert, _)| path(cert))),
+            ("key", self.identity.as_ref().map(|(_, key)| path(key))),
+            ("tls-hostname", self.tls_hostname.as_ref().map(|name| encode(name.as_bytes()))),
+            ("connections", self.connections.map(|n| n.to_string())),
+        ];
+        let options: Vec<String> = options.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?))).collect();
+        if options.is_empty() { start } else { format!("{start}?{}", options.join("&")) }
     }
 
     /// The name that the server's certificate must have.
@@ -249,15 +275,20 @@ fn decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok().filter(|text| !text.contains('\0'))
 }
 
+fn encode(bytes: &[u8]) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b':');
+    bytes.iter().map(|byte| if plain(*byte) { char::from(*byte).to_string() } else { format!("%{byte:02X}") }).collect()
+}
+
 /// Without its options: for messages.
 impl fmt::Display for Url {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let s = if self.tls { "s" } else { "" };
         let export = self.export.escape_debug();
         match &self.place {
-            Place::Tcp { host, port } if host.contains(':') => write!(f, "nbd{s}://[{host}]:{port}/{export}"),
-            Place::Tcp { host, port } => write!(f, "nbd{s}://{host}:{port}/{export}"),
-            Place::Unix(path) => write!(f, "nbd{s}+unix:///{export}?socket={}", path.display()),
+            Place::Tcp { host, port } if host.contains(':') => write!(f, "nbd{s}://[{}]:{port}/{export}", host.escape_debug()),
+            Place::Tcp { host, port } => write!(f, "nbd{s}://{}:{port}/{export}", host.escape_debug()),
+            Place::Unix(path) => write!(f, "nbd{s}+unix:///{export}?socket={}", path.display().to_string().escape_debug()),
         }
     }
 }
@@ -272,6 +303,20 @@ mod tests {
 
     fn refused(text: &str) -> String {
         text.parse::<Url>().expect_err("refused").to_string()
+    }
+
+    #[test]
+    fn a_whole_url_is_read_as_the_same_and_a_name_is_one_line() {
+        for text in [
+            "nbd://host",
+            "nbds://[2001:db8::1]:7000/a%2Fb%20c%25?ca=/c,prio=3&cert=/d&key=/e&tls-hostname=n&connections=4",
+            "nbd+unix:///x%0Ay?socket=/run/a%26b%0A",
+            "nbd://a%2Fb%0A/%3F",
+        ] {
+            let url = parsed(text);
+            assert_eq!(parsed(&url.whole()), url, "{}", url.whole());
+            assert!(!url.to_string().contains('\n'));
+        }
     }
 
     #[test]

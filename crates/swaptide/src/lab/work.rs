@@ -76,6 +76,8 @@ pub enum Order {
     Sparse,
     /// Every page, in any order
     Full,
+    /// Every page of the first quarter, from there on every eighth, upwards
+    Thin,
 }
 
 /// Hints.
@@ -138,6 +140,7 @@ impl Order {
             Order::Stride => Box::new((0..ranges).map(|i| i * RANGE)),
             Order::Sparse => Box::new((0..ranges).map(move |i| scatter(i, ranges) * RANGE)),
             Order::Full => Box::new((0..n).map(move |i| scatter(i, n))),
+            Order::Thin => Box::new((0..n / 4).chain((n / 4..n).step_by(8))),
         }
     }
 }

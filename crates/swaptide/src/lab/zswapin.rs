@@ -136,6 +136,7 @@ fn cases() -> Vec<Case> {
         zram("seqhint_seq64", "seq", table((4.283, 3.948), -20.6, 6223.5)).hint("seq"),
         zram("stride64_sparse", "stride", table((3.095, 3.086), 5.8, 1.0)),
         zram("random64_sparse", "sparse", table((3.095, 3.076), 0.7, 0.0)),
+        zram("thinning", "thin", Seed::default()),
         zram("random64_full", "full", table((4.423, 4.405), 0.1, 0.0)),
         disk("disk_seq64", "seq", table((4.399, 4.279), -10.5, 3110.7)),
         disk("disk_stride64_sparse", "stride", table((3.103, 3.119), 6.2, 0.0)),

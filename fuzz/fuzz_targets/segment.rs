@@ -1,0 +1,117 @@
+//! The supervisor's side of a segment into which a hostile process has written: it neither ends nor stands still, and gives out no extent that
+//! is not there.
+#![no_main]
+
+use std::collections::BTreeSet;
+use std::mem::{offset_of, size_of};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+
+use libfuzzer_sys::fuzz_target;
+use swaptide_fuzz::{Bytes, empty_segment};
+use swaptide_host::groups::{GroupPath, Groups};
+use swaptide_ipc::{
+    AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea, ProcSlot, Segment, SlotIndex,
+};
+
+/// Writes a word where any process of the tree can.
+fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
+    let (place, at, value) = (bytes.byte()?, usize::from(bytes.short()?), bytes.word()?);
+    let (start, len) = match place % 4 {
+        0 => (0, size_of::<Header>()),
+        // The first slots, to the end of what is not the bits of extents, and those.
+        1 => (offset_of!(Segment, procs), 4 * size_of::<ProcSlot>()),
+        2 => (offset_of!(Segment, groups), 64 * MAX_GROUPS),
+        _ => (offset_of!(Segment, extent_refs), 4096),
+    };
+    let offset = start + at * 4 % len / 4 * 4;
+    assert!(offset + 4 <= Segment::BYTES);
+    // SAFETY: the word lies within the segment, is aligned, and a segment is of atomics only.
+    let word = unsafe { &*std::ptr::from_ref(segment).cast::<AtomicU32>().byte_add(offset) };
+    word.store(value, SeqCst);
+    Some(())
+}
+
+fuzz_target!(|data: &[u8]| {
+    let mut bytes = Bytes(data);
+    let segment = empty_segment().0;
+    let mut groups = Groups::new(segment, 1 << 34);
+    let mut scribbled = false;
+    // Extents in use, as long as nobody has scribbled.
+    let mut leased: BTreeSet<(u32, u32)> = BTreeSet::new();
+    // An audit counts millions of words: only in histories that begin with one.
+    let mut audits = usize::from(data.first() != Some(&11));
+    for number in 0..200 {
+        let Some(what) = bytes.byte() else { break };
+        let slot = SlotIndex(u32::from(what >> 4) % 4);
+        match what % 16 {
+            0..=3 => {
+                if scribble(segment, &mut bytes).is_none() {
+                    break;
+                }
+                scribbled = true;
+            }
+            4 => drop(segment.add_area(NewArea::of_file(i32::from(what >> 4), 1 + number % 5))),
+            5 => drop(segment.claim(100 + u32::from(what >> 4), 0)),
+            6 => segment.release(slot, |extent| {
+                assert!((extent.0 as usize) < MAX_EXTENTS);
+                assert!(scribbled || leased.iter().any(|(owner, of)| *owner == slot.0 && *of == extent.0));
+            }),
+            7 | 8 => {
+                if let Some(extent) = segment.lease_charged(slot).or_else(|| segment.lease_extent(slot, AreaMask::ALL)) {
+                    assert!((extent.0 as usize) < MAX_EXTENTS);
+                    assert!(scribbled || leased.iter().all(|(_, of)| *of != extent.0), "{extent:?} is given out twice");
+                    leased.insert((slot.0, extent.0));
+                    let _ = (segment.place_of(extent), segment.sole_holder(extent));
+                }
+            }
+            9 => {
+                if let Some((_, extent)) = leased.iter().find(|(owner, _)| *owner == slot.0).copied() {
+                    segment.release_charged(slot, slot, ExtentId(extent));
+                    leased.remove(&(slot.0, extent));
+                }
+            }
+            10 => {
+                let id = AreaId(what >> 4);
+                if usize::from(id.0) < MAX_AREAS {
+                    segment.close_area(id);
+                    let _ = (segment.holders(id), segment.remove_area(id));
+                }
+            }
+            11 if audits < 1 => {
+                audits += 1;
+                segment.demand_audit();
+                segment.audit(|extent| assert!((extent.0 as usize) < MAX_EXTENTS));
+            }
+            12 => {
+                if let Ok(path) = GroupPath::parse(["/a", "/a/b", "/c", "/"][usize::from(what >> 4) % 4])
+                    && let Ok(index) = groups.ensure(&path, 0)
+                {
+                    let _ = groups.set(index, [("swap.max", "4M")]);
+                    segment.slot(slot).group_wanted.store(index.0, SeqCst);
+                }
+            }
+            13 => segment.regroup(slot),
+            14 => {
+                let claimed: Vec<_> = segment.claimed().collect();
+                assert!(claimed.len() <= segment.procs.len());
+                for index in (0..MAX_GROUPS as u32).map(GroupIndex) {
+                    assert!(segment.ancestry(index).count() <= MAX_GROUPS);
+                }
+                for (index, _) in groups.iter().map(|(index, group)| (index, group.owner)).collect::<Vec<_>>() {
+                    let _ = (groups.view(index), groups.usage(index), groups.swap_bytes(index));
+                }
+            }
+            _ => {
+                groups.publish();
+                let own = segment.claimed().map(|(_, slot)| (GroupIndex(slot.group.load(SeqCst)), Default::default())).collect();
+                groups.account(&own, |_| false);
+            }
+        }
+        if leased.len() > 64 {
+            break;
+        }
+        if what % 16 == 6 {
+            leased.retain(|(owner, _)| *owner != slot.0);
+        }
+    }
+});

@@ -1,0 +1,41 @@
+//! What processes of the tree ask the supervisor for, over its socket, with and without descriptors.
+#![no_main]
+
+use std::fs::File;
+use std::sync::{Arc, OnceLock};
+
+use libfuzzer_sys::fuzz_target;
+use swaptide_fuzz::empty_segment;
+use swaptide_host::areas::{Areas, Open};
+use swaptide_host::socket::Counter;
+use swaptide_ipc::Request;
+use swaptide_sys::AsFd;
+use swaptide_sys::sock::Conn;
+
+fuzz_target!(|data: &[u8]| {
+    static COUNTER: OnceLock<(Counter, Arc<dyn Open>)> = OnceLock::new();
+    let (counter, areas) = COUNTER.get_or_init(|| {
+        let areas: Arc<dyn Open> = Arc::new(Areas::new(empty_segment().0));
+        (Counter::open().expect("a socket"), areas)
+    });
+    let (_, segment) = empty_segment();
+    let Some((first, message)) = data.split_first() else { return };
+    let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+    let file = File::open("/dev/null").expect("a file");
+    let fds = [file.as_fd(), file.as_fd()];
+    // An empty message is none.
+    if message.is_empty() || client.send(&message[..message.len().min(256)], &fds[..usize::from(first % 3)]).is_err() {
+        return;
+    }
+    let joined = counter.serve(segment, areas, None);
+    let known = Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
+    assert!(joined.is_empty() || known == Some(Request::Segment), "who asks for something else has not joined");
+    let (mut reply, mut got) = ([0; 64], [None, None]);
+    if let Ok((length, fds)) = client.recv(&mut reply, &mut got)
+        && length > 0
+    {
+        let known = known.expect("only what is a request is answered");
+        assert!(reply[0] == message[0] && fds <= 1, "{known:?}");
+        assert!(!known.is_shared(), "there is no pager of shared memory");
+    }
+});
