@@ -424,6 +424,29 @@ def daemon_joins(context):
     context.expect(left == ["lock"], f"left behind: {left}")
 
 
+def daemon_shared(context):
+    """Shared memory of runs that a daemon keeps: each run's pager is held to its group's bound, and uses the daemon's areas."""
+    if context.native:
+        return
+    place = context.directory / "swap"
+    place.mkdir()
+    daemon = Daemon(context, CONFIG.format(place=place).replace("zram:32M", "zram:6M"))
+    words = [context.binary("shared"), 96, 4, context.seed, "hammer"]
+    programs = [context.start(words, options=["--shared", "--group", group], env=daemon.env) for group in ("/a", "/b")]
+    peak = 0
+    while any(program.process.poll() is None for program in programs):
+        peak = max(peak, daemon.ctl.value("/b", "ram.current"))
+        time.sleep(0.02)
+    for program in programs:
+        done = program.finish(status=0)
+        context.expect("OK shared hammer" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+        seen = done.report["stats"]
+        context.expect(seen["pswpout"] > 1000 and seen["pswpin"] > 1000, f"nothing went to the daemon's file: {seen}")
+    context.expect(MIB < peak < 64 * MIB * 5 // 4, f"/b had {peak >> 20} MiB of 64")
+    until(context, "nothing held by who is gone", lambda: daemon.ctl.value("/b", "swap.current") == 0)
+    daemon.stop()
+
+
 def daemon_killed(context):
     """A daemon is killed and started again: programs go on meanwhile, it finds them, and takes back what dead ones had."""
     if context.native:
@@ -645,6 +668,7 @@ CASES = [
     Case("top", top, 48, allowance=8),
     Case("shares", shares, 96, allowance=8, forks=True),
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),
+    Case("daemon-shared", daemon_shared, 112, allowance=32, swaps=False, forks=True),
     Case("daemon-killed", daemon_killed, 112, allowance=8, swaps=False),
     Case("daemon-network", daemon_network, 64, needs=("nbdkit",), allowance=8, swaps=False),
     Case("daemon-crowd", daemon_crowd, 384, allowance=64, swaps=False, full=True, limit=400, forks=True),

@@ -435,12 +435,13 @@ def zswap_limit(context):
     report = context.directory / "report.json"
     percent = 15
 
-    def once(data, order, options, shared=False):
+    def once(data, order, options, shared=False, stale="0"):
         words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, "--swap", f"zram:1G{options}",
                  "--swap", f"file:{context.directory}", *(["--shared"] if shared else []), "--", context.swaptide]
         words += ["lab-work", "--target", "96M", "--data", data, "--order", order, "--hint", "none", "--pressure", "64M"]
         words += ["--shared"] if shared else []
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
+                              env={**os.environ, "SWAPTIDE_TEST_STALE": stale})
         said = f"{data} {order} {options} {shared}: status {done.returncode}, {done.stderr!r}"
         context.expect(done.returncode == 0, said)
         result = json.loads(report.read_text())
@@ -459,6 +460,10 @@ def zswap_limit(context):
         # Batches on their way when the bound is met come on top of it.
         most = context.budget * MIB * (percent + 8) // 100
         context.expect(result["peak_pool_bytes"] < most, f"{said}: pool {result['peak_pool_bytes']}, at most {most}")
+    # The same while every third load of several pages is out of date at its second look: it is dropped, and nothing is lost.
+    result, said = once("quarter", "seq", f",max_pool_percent={percent}", stale="3")
+    seen = result["stats"]
+    context.expect(seen["swpin_stale"] > 50 and seen["reject_pool_full"] > 0 and seen["zswpwb"] > 0, f"{said}: {seen}")
     result, said = once("quarter", "full", f",max_pool_percent={percent}", shared=True)
     seen = result["stats"]
     context.expect(seen["pool_limit_hit"] > 0 and seen["reject_pool_full"] > 0 and seen["pswpin"] > 0, f"{said}: {seen}")

@@ -330,8 +330,12 @@ impl Keeper {
 
     fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
         let pid = member.pid;
-        let of_shared = |slot: Option<SlotIndex>| Some(self.shared?.resident_bytes(slot?));
-        let used = self.tree.used(pid) + of_shared(member.slot).unwrap_or(0);
+        let of_shared = |slot: SlotIndex| match self.shared {
+            Some(shared) => shared.resident_bytes(slot),
+            // Another process's pager says how it stands.
+            None => self.segment.slot(slot).shared_bytes.load(Relaxed),
+        };
+        let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
         let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
         let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
         let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);

@@ -1,7 +1,8 @@
 //! The pager of the run's shared memory.
 //!
 //! Owns it: it is started when the first process asks for a region, and lives as long as this one. To the keeper it is a process of the run: it has
-//! a slot in the segment, with a limit, and what it uses is this process's own memory and the regions' pages.
+//! a slot in the segment, with a limit, and what it uses is this process's own memory and the regions' pages. The keeper of a daemon reads these from
+//! the slot, where the pager tells of them every few milliseconds.
 //!
 //! Locks: none of its own.
 
@@ -12,12 +13,12 @@ use swaptide_shared::{Pager, Settings};
 use swaptide_sys::OwnedFd;
 use swaptide_sys::sock::Conn;
 
-use crate::areas::{Areas, Open};
+use crate::areas::Open;
 
 /// See the module's description.
 pub struct Shared {
     segment: &'static Segment,
-    areas: Arc<Areas>,
+    areas: Arc<dyn Open>,
     wanted: bool,
     /// `None` inside: it could not be started.
     pager: OnceLock<Option<Pager>>,
@@ -26,7 +27,7 @@ pub struct Shared {
 impl Shared {
     /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the process's life, for the process ends when nobody
     /// needs it.
-    pub fn new(segment: &'static Segment, areas: Arc<Areas>, wanted: bool) -> &'static Shared {
+    pub fn new(segment: &'static Segment, areas: Arc<dyn Open>, wanted: bool) -> &'static Shared {
         Box::leak(Box::new(Shared { segment, areas, wanted, pager: OnceLock::new() }))
     }
 

@@ -605,15 +605,17 @@ impl Prepared {
         }
     }
 
-    /// Starts the keeper of a run that is alone, and opens its door.
+    /// Starts the keeper of a run that is alone, and opens its door; and what a pager of shared memory needs.
     fn keep(&mut self, front: u32) -> Beside {
-        let Place::Alone { areas, groups, group } = &mut self.place else { return Beside::default() };
         raise_descriptor_limit();
+        let shared = Shared::new(self.segment, self.place.areas(), self.shared);
+        let Place::Alone { areas, groups, group } = &mut self.place else {
+            return Beside { shared: Some(shared), ..Beside::default() };
+        };
         let (root, program) = (std::process::id(), self.frame.program.clone());
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
-        let shared = Shared::new(self.segment, areas.clone(), self.shared);
         let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared);
         let uid = rustix::process::geteuid().as_raw();
         let run = keeper::Run {
@@ -645,7 +647,7 @@ struct Back {
     channel: Option<Channel>,
     signals: Signals,
     counter: Counter,
-    /// Shared memory's pager, where there is no daemon.
+    /// Shared memory's pager.
     shared: Option<&'static Shared>,
     /// Where there is no daemon that does it.
     keeper: Option<mpsc::Sender<keeper::Request>>,

@@ -99,6 +99,10 @@ impl Tree {
 
     /// The root of a process, by its ancestors.
     fn root_above(&self, pid: u32) -> u32 {
+        if self.roots.contains(&pid) {
+            // The pager of its run's shared memory.
+            return pid;
+        }
         let mut at = pid;
         for _ in 0..1024 {
             match parent_of(at) {

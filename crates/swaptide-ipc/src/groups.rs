@@ -165,6 +165,11 @@ impl Segment {
 
     /// [`Segment::lease_extent`], within the group's areas and maximum, and charged to it.
     pub fn lease_charged(&self, index: SlotIndex) -> Option<ExtentId> {
+        self.lease_charged_in(index, AreaMask::ALL)
+    }
+
+    /// The same, of the areas in `within` alone.
+    pub fn lease_charged_in(&self, index: SlotIndex, within: AreaMask) -> Option<ExtentId> {
         let _change = self.slot(index).change();
         let own = self.group_of(index);
         let mut reserved = 0;
@@ -175,7 +180,7 @@ impl Segment {
             }
             reserved += 1;
         }
-        let mask = AreaMask(!self.group(own).areas_excluded());
+        let mask = AreaMask(!self.group(own).areas_excluded() & within.0);
         let extent = if reserved == self.ancestry(own).count() { self.lease_extent(index, mask) } else { None };
         match extent {
             Some(extent) => self.ancestry(own).for_each(|group| {

@@ -136,6 +136,8 @@ pub struct ProcSlot {
     pub limit_bytes: AtomicU64,
     /// Bytes of the program's memory that is managed and resident.
     pub managed_bytes: AtomicU64,
+    /// Bytes of shared memory that this process is the pager of, resident.
+    pub shared_bytes: AtomicU64,
     /// Bytes in staging frames.
     pub staging_bytes: AtomicU64,
     /// Bytes of the compressed pool.
@@ -194,6 +196,7 @@ impl ProcSlot {
     fn clear_use(&self) {
         for word in [
             &self.managed_bytes,
+            &self.shared_bytes,
             &self.staging_bytes,
             &self.pool_bytes,
             &self.overhead_bytes,

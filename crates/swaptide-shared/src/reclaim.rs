@@ -103,6 +103,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
 impl Worker {
     /// Does what there is to do, a step of it; answers with the time until it is worth looking again.
     fn turn(&mut self, inner: &Inner) -> Duration {
+        inner.segment.slot(inner.index).shared_bytes.store(inner.resident_bytes(), Relaxed);
         let Some(limit) = inner.limit() else { return Duration::from_millis(20) };
         if !inner.lock().engaged {
             return Duration::from_millis(2);
@@ -202,8 +203,11 @@ impl Worker {
             if !written {
                 inner.count(Counter::WriteErrors, 1);
             }
-            for (number, ..) in some {
-                stored[*number].2 = if written { Put::In(PageState::File) } else { Put::Full };
+            for (number, slot, at) in some {
+                stored[*number].2 = match written {
+                    true => Put::In(PageState::File),
+                    false => inner.store.keep(*slot, &pages[*at], &mut self.compressor),
+                };
             }
         }
         Some(stored)

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use swaptide_engine::acceptance::{Acceptance, Answer};
-use swaptide_ipc::{AreaId, AreaState, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
 use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot};
 use swaptide_store::zram::Zram;
@@ -42,12 +42,19 @@ impl Beyond {
         }
         guard
     }
+
+    /// The areas that are files or block devices: only processes have connections to the network's.
+    fn files(&self) -> AreaMask {
+        let is_file = |area: &Area| area.transport() == Transport::File && area.state() == AreaState::Open;
+        let files = self.segment.areas().filter(|(_, area)| is_file(area));
+        AreaMask(files.fold(0, |mask, (id, _)| mask | 1 << id.0))
+    }
 }
 
 impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change();
-        self.segment.lease_charged(self.index).map(|extent| Extent(extent.0))
+        self.segment.lease_charged_in(self.index, self.files()).map(|extent| Extent(extent.0))
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
@@ -65,7 +72,8 @@ impl Areas for Beyond {
     }
 
     fn open(&self, area: u8) -> Option<Opened> {
-        (self.open)(AreaId(area)).map(Opened::File)
+        let is_file = self.segment.area(AreaId(area)).transport() == Transport::File;
+        (self.open)(AreaId(area)).filter(|_| is_file).map(Opened::File)
     }
 
     fn failed(&self, area: u8) {
@@ -132,13 +140,10 @@ impl Store {
         })
     }
 
-    /// Whether there is anything beyond compressed memory that takes pages. Where areas of the network are among it there is not: only processes
-    /// have connections.
+    /// Whether there is anything beyond compressed memory that takes pages: a file or a block device.
     pub fn has_file(&self) -> bool {
         let Beyond { segment, index, .. } = &self.areas;
-        segment.has_area()
-            && segment.slot(*index).no_writeback.load(Relaxed) == 0
-            && segment.areas().all(|(_, area)| area.transport() == Transport::File)
+        segment.has_area() && segment.slot(*index).no_writeback.load(Relaxed) == 0 && self.areas.files() != AreaMask(0)
     }
 
     /// Follows changes of the areas: moves some of what lies on one that is being taken away. False when there is nothing to move.
@@ -220,6 +225,12 @@ impl Store {
             Err(_) if has_file => Put::Refused(true),
             Err(_) => Put::Full,
         }
+    }
+
+    /// Puts a page into compressed memory that belongs in the file, which does not take it.
+    pub fn keep(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
+        let kept = self.pool_excess() == 0 && self.pool.insert(slot, &compressor.compress(page)).is_ok();
+        if kept { Put::In(PageState::Pool) } else { Put::Full }
     }
 
     /// Writes pages to the file as they are. False when that failed: then none of them is there.
