@@ -49,6 +49,8 @@ pub struct Fault {
 
 /// How long an event is waited for that another one shows to be on its way: its thread only has to come to its turn.
 pub(crate) const LATEST: Duration = Duration::from_secs(1);
+/// Faults before an engine ends that a test wants to end.
+const FAILS_AFTER: u32 = 500;
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -115,6 +117,10 @@ pub struct Handler {
     pub(crate) noted: Vec<Change>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
     pub(crate) preload: Option<PageNo>,
+    /// Faults until this engine ends as a test wants it (0: never).
+    pub(crate) fails_at: u32,
+    /// The program is to be let go: where bringing everything in goes on.
+    pub(crate) detaching: Option<PageNo>,
 }
 
 impl Handler {
@@ -168,14 +174,18 @@ impl Handler {
             torn: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
+            fails_at: if header.fail.load(Relaxed) == 0 { 0 } else { FAILS_AFTER },
+            detaching: None,
         })
     }
 
-    /// Serves until the process ends.
-    pub fn run(&mut self) -> ! {
+    /// Serves until the process ends. Returns when the program is to be let go and nothing of it is out: [`Handler::let_go`] does it then, or
+    /// this is called again.
+    pub fn run(&mut self) {
+        self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         loop {
             if self.pending.is_empty() {
-                match self.preload {
+                match self.preload.or(self.detaching) {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => self.read(),
@@ -183,13 +193,32 @@ impl Handler {
             }
             if self.pending.is_empty() && !self.forking {
                 self.preload_some();
+                if self.detaching.is_some() && self.detach_some() {
+                    return;
+                }
             }
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
                 if !self.forking {
                     self.worker.balance(self.engine);
                 }
+                if self.fails_at > 0 {
+                    self.fail_as_told();
+                }
             }
+        }
+    }
+
+    /// Tests want to see how a program ends whose engine does.
+    #[cold]
+    fn fail_as_told(&mut self) {
+        self.fails_at -= 1;
+        match self.engine.start.segment.header.fail.load(Relaxed) {
+            _ if self.fails_at > 0 => {}
+            1 => panic!("a check failed, as a test wants it"),
+            2 => self.engine.fails.store(true, Relaxed),
+            3 => swaptide_sys::thread::exit_thread(),
+            _ => std::alloc::handle_alloc_error(std::alloc::Layout::new::<u64>()),
         }
     }
 
@@ -336,6 +365,7 @@ impl Handler {
                 }
                 Ring::Fence => self.fence(),
                 Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
+                Ring::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
                 Ring::ForkDone => {}
             }
         }

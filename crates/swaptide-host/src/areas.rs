@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport};
 use swaptide_store::nbd::Export;
 
+use crate::device::CIPHER;
 use crate::device::{Backing, BackingKind, DeviceError, Medium};
 use crate::size::human;
 
@@ -57,6 +58,8 @@ pub struct AreaView {
     pub errors: u32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// How what lies there is encrypted: `aes-256-gcm`, or `none`.
+    pub cipher: String,
 }
 
 /// Why an area was not added or not taken away. Nothing has changed then.
@@ -178,8 +181,8 @@ impl Areas {
                 (Transport::Nbd, ExportFacts { bytes, flags: flags.0, structured, longest, connections })
             }
         };
-        let Backing { priority, extents, base_bytes, .. } = backing;
-        let new = NewArea { transport, priority, extents, base_bytes, export };
+        let Backing { priority, extents, base_bytes, plain, .. } = backing;
+        let new = NewArea { transport, priority, extents, base_bytes, export, plain };
         let mut held = self.held();
         let id = self.segment.add_area(new).ok_or(AreaError::TooMany)?;
         held.insert(id, Held { backing, peak_extents: 0, retired: false, forgiven: 0, tried: Instant::now() });
@@ -286,6 +289,7 @@ impl Areas {
                     state: state.into(),
                     errors: area.errors(),
                     direct_io: held.backing.direct_io,
+                    cipher: if area.is_plain() { "none".into() } else { CIPHER.into() },
                 };
                 (*id, view)
             })
@@ -403,6 +407,7 @@ mod tests {
             extents,
             base_bytes: 0,
             priority,
+            plain: false,
             direct_io: false,
         }
     }

@@ -27,6 +27,8 @@ pub const SMALLEST_FILE: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
 pub const SMALLEST_POOL: u64 = 1 << 20;
 const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The name of the cipher that areas have unless `cipher=none` is said.
+pub const CIPHER: &str = "aes-256-gcm";
 /// The priority of a device for which none is given.
 pub const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
@@ -40,6 +42,8 @@ pub struct Device {
     pub kind: DeviceKind,
     /// Its priority: the higher one is used first.
     pub priority: Option<i32>,
+    /// What lies there is not encrypted.
+    pub plain: bool,
 }
 
 /// Kinds of devices.
@@ -80,6 +84,10 @@ pub enum DeviceError {
     Priority(String),
     /// The codec in it is none.
     Codec(String, String),
+    /// The cipher in it is none.
+    Cipher(String, String),
+    /// Compressed memory has no cipher.
+    CipherOfZram(String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
     /// The URL of an export is none.
@@ -130,6 +138,10 @@ impl fmt::Display for DeviceError {
             DeviceError::Codec(text, name) => {
                 write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
             }
+            DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
+            DeviceError::CipherOfZram(text) => {
+                write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
+            }
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
@@ -166,18 +178,35 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,codec=NAME][,prio=N]`.
+/// Reads one `DEV[,codec=NAME][,cipher=NAME][,prio=N]`; cipher and priority in any order.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (device, priority) = match text.rsplit_once(",prio=") {
-        Some((device, number)) => match number.parse::<i16>() {
-            Ok(number) if number >= -1 => (device, Some(number.into())),
-            _ => return Err(DeviceError::Priority(text.to_owned())),
-        },
-        None => (text, None),
-    };
+    let (mut device, mut priority, mut cipher) = (text, None, None);
+    loop {
+        // The last option of both kinds.
+        let at = [",prio=", ",cipher="].map(|name| device.rfind(name));
+        if at[0] > at[1] {
+            let (rest, number) = device.rsplit_once(",prio=").unwrap_or((device, ""));
+            match number.parse::<i16>() {
+                Ok(number) if number >= -1 && priority.is_none() => priority = Some(number.into()),
+                _ => return Err(DeviceError::Priority(text.to_owned())),
+            }
+            device = rest;
+        } else if let Some((rest, name)) = device.rsplit_once(",cipher=") {
+            match name {
+                CIPHER | "none" if cipher.is_none() => cipher = Some(name),
+                _ => return Err(DeviceError::Cipher(text.to_owned(), name.to_owned())),
+            }
+            device = rest;
+        } else {
+            break;
+        }
+    }
+    if cipher.is_some() && device.starts_with("zram:") {
+        return Err(DeviceError::CipherOfZram(text.to_owned()));
+    }
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let (bytes, name) = rest.split_once(",codec=").map_or((rest, None), |(bytes, name)| (bytes, Some(name)));
@@ -216,7 +245,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
-    Ok(Device { kind, priority })
+    Ok(Device { kind, priority, plain: cipher == Some("none") })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -296,6 +325,8 @@ pub struct Backing {
     pub priority: i32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// What lies there is not encrypted.
+    pub plain: bool,
 }
 
 /// Opens what was asked for, or the default.
@@ -357,6 +388,7 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
+    backing.plain = device.plain;
     Ok(backing)
 }
 
@@ -421,6 +453,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         base_bytes: 0,
         priority: DEFAULT_PRIORITY,
         direct_io,
+        plain: false,
     })
 }
 
@@ -451,6 +484,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        plain: false,
     })
 }
 
@@ -480,6 +514,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         base_bytes: EXTENT_BYTES,
         priority: DEFAULT_PRIORITY,
         direct_io: true,
+        plain: false,
     })
 }
 
@@ -527,15 +562,40 @@ mod tests {
     use std::os::unix::fs::{FileExt, MetadataExt};
 
     #[test]
+    fn a_cipher_can_be_switched_off_for_what_leaves_memory() {
+        for (text, plain, priority) in [
+            ("file:/var/tmp", false, None),
+            ("file:/var/tmp,cipher=none", true, None),
+            ("file:/var/tmp:1G,cipher=none,prio=7", true, Some(7)),
+            ("/dev/sdb2,prio=7,cipher=none", true, Some(7)),
+            ("nbd://host/x?connections=2,cipher=aes-256-gcm", false, None),
+        ] {
+            let device = parse(text).expect(text);
+            assert_eq!((device.plain, device.priority), (plain, priority), "{text}");
+            assert!(!device.name().contains("cipher"), "{text}");
+        }
+        assert!(matches!(parse("file:/a,cipher=rot13"), Err(DeviceError::Cipher(..))));
+        assert!(matches!(parse("file:/a,cipher=none,cipher=none"), Err(DeviceError::Cipher(..))));
+        assert!(matches!(parse("zram:1G,cipher=none"), Err(DeviceError::CipherOfZram(_))));
+        assert!(matches!(parse("file:/a,prio=1,prio=2"), Err(DeviceError::Priority(_))));
+    }
+
+    #[test]
     fn devices_are_read_as_documented() {
         let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both };
-        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None });
-        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1) });
+        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, plain: false });
+        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1), plain: false });
         for codec in Choice::ALL {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec };
             let name = codec.name();
-            assert_eq!(parse(&format!("zram:1G,codec={name}")).expect("codec"), Device { kind: kind.clone(), priority: None });
-            assert_eq!(parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"), Device { kind, priority: Some(3) });
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name}")).expect("codec"),
+                Device { kind: kind.clone(), priority: None, plain: false }
+            );
+            assert_eq!(
+                parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
+                Device { kind, priority: Some(3), plain: false }
+            );
         }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -592,8 +652,9 @@ mod tests {
     fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let scratch = Scratch::new("device");
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space = open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None }], 1 << 30)
-                .expect("file");
+            let space =
+                open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, plain: false }], 1 << 30)
+                    .expect("file");
             let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
             let Medium::File(file) = &swap.medium else { panic!("no file") };
@@ -612,7 +673,7 @@ mod tests {
     #[test]
     fn what_is_no_block_device_or_not_marked_is_refused() {
         let refused = |path: &str| {
-            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None }], 1 << 30)
+            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, plain: false }], 1 << 30)
                 .expect_err("refused")
                 .to_string()
         };
@@ -626,7 +687,9 @@ mod tests {
         let taken = scratch.path("taken");
         std::fs::write(&taken, "mine").expect("write");
         let refused = |path: PathBuf, bytes| {
-            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None }], 1 << 30).expect_err("refused").to_string()
+            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, plain: false }], 1 << 30)
+                .expect_err("refused")
+                .to_string()
         };
         assert!(refused(taken.clone(), None).contains("exists already"));
         assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");
