@@ -14,7 +14,7 @@ use swaptide_store::{PAGE_SIZE, Page, Slot};
 
 /// Extents of a file that may grow to three.
 #[derive(Clone)]
-struct Source(Arc<Mutex<Vec<u32>>>);
+struct Source(Arc<Mutex<Vec<u32>>>, bool);
 
 impl ExtentSource for Source {
     fn lease(&self) -> Option<Extent> {
@@ -26,6 +26,10 @@ impl ExtentSource for Source {
         assert!(!free.contains(&extent.0), "an extent is given back twice");
         free.push(extent.0);
     }
+
+    fn is_plain(&self, _extent: Extent) -> bool {
+        self.1
+    }
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -35,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
     let fd = rustix::fs::memfd_create("fuzz", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
     let disk = File::from(fd.try_clone().expect("a descriptor"));
     disk.set_len(size).expect("long enough");
-    let source = Source(Arc::new(Mutex::new((0..1 + u32::from(kind & 1) * 2).collect())));
+    let source = Source(Arc::new(Mutex::new((0..1 + u32::from(kind & 1) * 2).collect())), kind & 8 != 0);
     let device = FileDevice::new(fd, [kind; 32], 7, Box::new(source));
     let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % 3]);
     let mut model: BTreeMap<u32, Box<Page>> = BTreeMap::new();

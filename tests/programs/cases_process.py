@@ -550,7 +550,7 @@ def network_mirror(context):
         return
     local = context.directory / "local"
     local.mkdir()
-    for number, mode in enumerate(("single", "threads", "forks")):
+    for number, mode in enumerate(("threads", "single", "forks")[: 3 if context.case.full else 1]):
         server = Server(context)
         try:
             options = ["--tiers", "+SSD:100 +NET:-1", "--swap", "zram:4M", "--swap", f"file:{local}:1G,prio=100", "--group", "/g",
@@ -588,7 +588,8 @@ CASES = [
     Case("ctl", ctl, 32, allowance=4),
     Case("areas", areas, 32, forks=True, allowance=128),
     Case("block-device", block_device, 32, allowance=64),
-    Case("network-mirror", network_mirror, 32, needs=("nbdkit",), limit=240, allowance=128),
+    Case("network-mirror", network_mirror, 32, needs=("nbdkit",), limit=120, allowance=128),
+    Case("full-network-mirror", network_mirror, 32, full=True, needs=("nbdkit",), limit=240, allowance=128),
     Case("network", network, 32, needs=("nbdkit",), limit=120, allowance=128),
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),

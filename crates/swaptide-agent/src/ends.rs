@@ -33,6 +33,13 @@ pub fn note(tid: Tid) {
     let _ = OURS.iter().any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
 }
 
+/// A thread of the engine is about to end: its number may come to be one of the program's.
+pub fn forget(tid: Tid) {
+    for place in &OURS {
+        let _ = place.compare_exchange(tid.0, 0, Release, Relaxed);
+    }
+}
+
 /// In a forked child: the threads are its parent's.
 pub fn forked() {
     OURS.iter().for_each(|place| place.store(0, Relaxed));

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `ASLEEP` | the thread waits for the supervisor; nothing is managed |
 //! | `ENGAGED` | [`ENGINE`] is set |
+//! | `DETACHED` | the program was let go: there is no engine any more, and this process gets none |
 //! | `OFF` | there is no supervisor, or management was refused: the program runs as it would without swaptide |
 //!
 //! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it from its prepare handler to its parent or
@@ -18,7 +19,7 @@ use swaptide_engine::fork::{Decline, NONE, PREPARED};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::affinity::cpus_online;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
@@ -330,7 +331,10 @@ fn wait_for_supervisor(segment: &'static Segment) {
     PLACE.store(index.0 + 1, Release);
     loop {
         let bell = slot.bell.load(Acquire);
-        if slot.wanted.load(Acquire) != 0 {
+        if slot.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
+            slot.set_state(ProcState::Detached);
+        }
+        if slot.wanted.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             engage(segment, index);
         }
         futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
@@ -338,7 +342,39 @@ fn wait_for_supervisor(segment: &'static Segment) {
     }
 }
 
-/// Takes the program's memory under management; returns only if that was refused.
+/// Runs the handler until the process ends; returns when the program was let go.
+fn serve(handler: &mut Handler) {
+    loop {
+        handler.run();
+        // Who forks has the lock and waits for the handler, or comes for it later and finds no engine.
+        let Some(_quiet) = FORK_LOCK.try_lock() else { continue };
+        let Some(engine) = engine() else { return };
+        if handler.let_go() {
+            ENGINE.store(std::ptr::null_mut(), Release);
+            engine.slot().set_state(ProcState::Detached);
+            log::line("all memory is back, and the process is not managed any more");
+            return;
+        }
+    }
+}
+
+/// Has everything brought back, and this process let go for good; returns when that is done. Called by the program's threads.
+pub fn let_go() {
+    let this = getpid().0;
+    let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
+    let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else { return };
+    slot.detach.store(1, Release);
+    slot.limit_bytes.store(NO_LIMIT, Release);
+    slot.ring();
+    if let Some(engine) = engine() {
+        engine.bells.ring(Ring::Detach);
+    }
+    while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// Takes the program's memory under management; returns when that was refused, or the program was let go.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
     if !crate::arena::ready() {
@@ -359,7 +395,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
         }
     };
     drop(guard);
-    handler.run()
+    serve(handler);
 }
 
 /// A failed check in the engine ends the process with a message on the program's standard error: the engine's own leads nowhere.
@@ -462,7 +498,9 @@ extern "C" fn worker(index: usize) {
     // Made by the handler, whose place in the queue it inherits and does not need.
     let _ = swaptide_sys::affinity::set_own_nice(0);
     let Some(engine) = engine() else { exit_thread() };
-    Box::leak(Box::new(Worker::new(engine.choice))).run(engine, index)
+    Box::leak(Box::new(Worker::new(engine.choice))).run(engine, index);
+    // The program was let go.
+    ends::forget(gettid());
 }
 
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
@@ -643,5 +681,10 @@ extern "C" fn heir(_: usize) {
     start_workers(engine);
     slot.set_state(ProcState::Engaged);
     child_is_served();
-    handler.run()
+    serve(handler);
+    loop {
+        let bell = slot.bell.load(Acquire);
+        futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
+        ends::end_if_alone();
+    }
 }

@@ -4,6 +4,9 @@
 //!
 //! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live longer. The engine ends with its
 //! process, and what is swapped then would read as zeros in the other: so everything is brought back first, and stays unmanaged.
+//!
+//! A filter of system calls for all threads binds the engine's, and may end them. With the last of them the userfaultfd would be closed, and what is
+//! swapped read as zeros: so before one is set the process is let go ([`start::let_go`]).
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 
@@ -63,13 +66,20 @@ extern "C" fn clone_next(flags: u64) -> *mut c_void {
 }
 
 /// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with what it goes on to.
-extern "C" fn syscall_next(number: usize, first: usize) -> *mut c_void {
+extern "C" fn syscall_next(number: usize, first: usize, second: usize) -> *mut c_void {
     match number {
         SYS_CLONE => before_clone(first as u64 & 0xffff_ffff),
         // SAFETY: the first word of the program's argument, which the kernel is about to read as well.
         SYS_CLONE3 if first != 0 => before_clone(unsafe { *(first as *const u64) }),
         SYS_EXIT => ends::ending(first),
-        SYS_SECCOMP => shared::will_be_confined(),
+        SYS_SECCOMP => {
+            const SET_MODE_FILTER: usize = 1;
+            const ALL_THREADS: usize = 1;
+            shared::will_be_confined();
+            if first == SET_MODE_FILTER && second & ALL_THREADS != 0 {
+                start::let_go();
+            }
+        }
         SYS_PRCTL if first == hooks::PR_SET_SECCOMP as usize => shared::will_be_confined(),
         _ => {}
     }

@@ -9,12 +9,13 @@
 //! Rules
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
 //! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something itself, or never come back.
-//! 3. A request has a number, and is done when that number was answered: what a dead thread has left there cannot be taken for it.
+//! 3. When the program was let go nobody hears any more, and nobody waits.
+//! 4. A request has a number, and is done when that number was answered: what a dead thread has left there cannot be taken for it.
 //!
 //! Locks: none. A ringing thread waits on futex words of the engine's memory only.
 
 use std::sync::atomic::{
-    AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
@@ -41,10 +42,12 @@ pub enum Ring {
     Fence = 4,
     /// Bring in what is swapped, while nobody faults.
     Preload = 5,
+    /// Bring in everything and let the program go.
+    Detach = 6,
 }
 
 /// Pages of the area.
-const BELLS: usize = 6;
+const BELLS: usize = 7;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
@@ -104,6 +107,8 @@ pub struct Bells {
     /// Number of the last request that the handler has done.
     pub answered: AtomicU32,
     fences: [Fence; FENCES],
+    /// The program was let go.
+    closed: AtomicBool,
 }
 
 impl Bells {
@@ -123,6 +128,7 @@ impl Bells {
             hint_end: AtomicUsize::new(0),
             answered: AtomicU32::new(0),
             fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } }; FENCES],
+            closed: AtomicBool::new(false),
         })
     }
 
@@ -150,6 +156,7 @@ impl Bells {
             3 => Some(Ring::ForkDone),
             4 => Some(Ring::Fence),
             5 => Some(Ring::Preload),
+            6 => Some(Ring::Detach),
             _ => None,
         }
     }
@@ -192,7 +199,7 @@ impl Bells {
         self.ring(Ring::Hint);
         loop {
             let answered = self.answered.load(Acquire);
-            if answered == number {
+            if answered == number || self.closed.load(Acquire) {
                 return;
             }
             futex::wait(&self.answered, answered, Some(Duration::from_millis(100)), futex::Scope::Private);
@@ -228,7 +235,7 @@ impl Bells {
         fence.at.store(at.0, Relaxed);
         fence.state.store(WAITING, Release);
         self.ring(Ring::Fence);
-        while fence.state.load(Acquire) != ANSWERED {
+        while fence.state.load(Acquire) != ANSWERED && !self.closed.load(Acquire) {
             futex::wait(&fence.state, WAITING, Some(Duration::from_millis(100)), futex::Scope::Private);
         }
         fence.state.store(FREE, Release);
@@ -244,6 +251,15 @@ impl Bells {
             known(VirtAddr(fence.at.load(Relaxed)));
             fence.state.store(ANSWERED, Release);
             futex::wake(&fence.state, 1, futex::Scope::Private);
+        }
+    }
+
+    /// Nobody will hear any more: whoever waits goes on.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Release);
+        futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
+        for fence in &self.fences {
+            futex::wake(&fence.state, u32::MAX >> 1, futex::Scope::Private);
         }
     }
 

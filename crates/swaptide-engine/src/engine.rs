@@ -115,6 +115,12 @@ pub struct Engine {
     pub parked: AtomicU32,
     /// Workers running.
     pub workers: AtomicU32,
+    /// A worker is to find a check failed, as a test wants it.
+    pub fails: AtomicBool,
+    /// The handler's thread.
+    pub handler_tid: AtomicU32,
+    /// The program was let go: workers end where they stand still.
+    pub retired: AtomicBool,
     /// A fork left pages shared with another process: taking such a page out needs its sharing broken first.
     pub shared_pages: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::place`]).
@@ -188,6 +194,9 @@ impl Engine {
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
             workers: AtomicU32::new(0),
+            fails: AtomicBool::new(false),
+            handler_tid: AtomicU32::new(0),
+            retired: AtomicBool::new(false),
             // A fork before the memory was managed leaves pages shared too.
             shared_pages: AtomicBool::new(true),
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
@@ -403,10 +412,10 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
-    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done.
-    pub fn stand_still(&self) {
+    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done. False when they shall end.
+    pub fn stand_still(&self) -> bool {
         if self.park.load(Acquire) == 0 {
-            return;
+            return true;
         }
         self.parked.fetch_add(1, Release);
         futex::wake(&self.parked, 1, futex::Scope::Private);
@@ -414,6 +423,7 @@ impl Engine {
             futex::wait(&self.park, 1, None, futex::Scope::Private);
         }
         self.parked.fetch_sub(1, Release);
+        !self.retired.load(Acquire)
     }
 }
 

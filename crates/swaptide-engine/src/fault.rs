@@ -41,11 +41,11 @@ use crate::staging::FrameRun;
 /// Fewer pages than this are copied in.
 const MOVE_FROM: usize = 4;
 /// Pages that are brought in at a time: moves of this size cost little for each page.
-const GROUP_PAGES: usize = 64;
+pub(crate) const GROUP_PAGES: usize = 64;
 /// Groups that are brought in unasked between two looks for faults.
 const PRELOAD_GROUPS: usize = 4;
 /// Beyond every page of a program.
-const LAST_PAGE: PageNo = PageNo(1 << 36);
+pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
 const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && GROUP_PAGES <= probe::MOST);
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
 const MOST_STALE: u32 = 8;
@@ -404,7 +404,7 @@ impl Handler {
 
     /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. What came is
     /// noted in `came`.
-    fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo, came: &mut Came) -> Result<(), Stop> {
+    pub(crate) fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo, came: &mut Came) -> Result<(), Stop> {
         let mut mask = 0u64;
         {
             let mm = self.engine.mm.lock();

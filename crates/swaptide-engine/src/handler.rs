@@ -50,6 +50,8 @@ pub struct Fault {
 
 /// How long an event is waited for that another one shows to be on its way: its thread only has to come to its turn.
 pub(crate) const LATEST: Duration = Duration::from_secs(1);
+/// Faults before an engine ends that a test wants to end.
+const FAILS_AFTER: u32 = 500;
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -120,6 +122,10 @@ pub struct Handler {
     pub(crate) preload: Option<PageNo>,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
+    /// Faults until this engine ends as a test wants it (0: never).
+    pub(crate) fails_at: u32,
+    /// The program is to be let go: where bringing everything in goes on.
+    pub(crate) detaching: Option<PageNo>,
 }
 
 impl Handler {
@@ -175,14 +181,18 @@ impl Handler {
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
             throttle: Throttle::new(),
+            fails_at: if header.fail.load(Relaxed) == 0 { 0 } else { FAILS_AFTER },
+            detaching: None,
         })
     }
 
-    /// Serves until the process ends.
-    pub fn run(&mut self) -> ! {
+    /// Serves until the process ends. Returns when the program is to be let go and nothing of it is out: [`Handler::let_go`] does it then, or
+    /// this is called again.
+    pub fn run(&mut self) {
+        self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         loop {
             if self.pending.is_empty() {
-                match self.preload {
+                match self.preload.or(self.detaching) {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => self.read_within(self.throttle.patience()),
@@ -191,13 +201,32 @@ impl Handler {
             self.wake_held();
             if self.pending.is_empty() && !self.forking {
                 self.preload_some();
+                if self.detaching.is_some() && self.detach_some() {
+                    return;
+                }
             }
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
                 if !self.forking {
                     self.worker.balance(self.engine);
                 }
+                if self.fails_at > 0 {
+                    self.fail_as_told();
+                }
             }
+        }
+    }
+
+    /// Tests want to see how a program ends whose engine does.
+    #[cold]
+    fn fail_as_told(&mut self) {
+        self.fails_at -= 1;
+        match self.engine.start.segment.header.fail.load(Relaxed) {
+            _ if self.fails_at > 0 => {}
+            1 => panic!("a check failed, as a test wants it"),
+            2 => self.engine.fails.store(true, Relaxed),
+            3 => swaptide_sys::thread::exit_thread(),
+            _ => std::alloc::handle_alloc_error(std::alloc::Layout::new::<u64>()),
         }
     }
 
@@ -339,6 +368,7 @@ impl Handler {
                 }
                 Ring::Fence => self.fence(),
                 Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
+                Ring::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
                 Ring::ForkDone => {}
             }
         }

@@ -31,6 +31,7 @@ pub mod adopt;
 pub mod batch;
 pub mod bell;
 pub mod charge;
+pub mod detach;
 pub mod devices;
 pub mod events;
 pub mod fault;

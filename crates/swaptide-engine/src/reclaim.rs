@@ -26,7 +26,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{Nanos, now, yield_now};
+use swaptide_sys::thread::{Nanos, Tid, lives, now, yield_now};
 
 use crate::batch::Batch;
 use crate::bell::Ring;
@@ -236,12 +236,14 @@ impl Worker {
         step
     }
 
-    /// The life of a background worker. Worker 0 looks after the accounts.
-    pub fn run(&mut self, engine: &Engine, index: usize) -> ! {
+    /// The life of a background worker, until the program is let go. Worker 0 looks after the accounts.
+    pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Keeper::new);
         let mut aside = Aside::new();
         loop {
-            engine.stand_still();
+            if !engine.stand_still() {
+                return;
+            }
             aside.keep_from(engine.handler_cpu.load(Relaxed));
             if let Some(keeper) = &mut keeper {
                 keeper.watch(engine);
@@ -335,6 +337,12 @@ impl Keeper {
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
+        assert!(!engine.fails.load(Relaxed), "a check failed in a worker, as a test wants it");
+        // A filter of system calls may have ended it. Faults would wait for ever, and the userfaultfd ends with the last of the engine's threads.
+        let handler = engine.handler_tid.load(Relaxed);
+        if self.ticks.is_multiple_of(16) && handler != 0 && !lives(Tid(handler)) {
+            crate::fatal("the thread that answers faults is gone");
+        }
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {
@@ -342,6 +350,9 @@ impl Keeper {
         }
         if engine.slot().preload.load(Relaxed) != 0 {
             engine.bells.ring(Ring::Preload);
+        }
+        if engine.slot().detach.load(Relaxed) != 0 {
+            engine.bells.ring(Ring::Detach);
         }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();

@@ -277,6 +277,12 @@ impl Staging {
         true
     }
 
+    /// The frames are used no more: nothing of them stays, or stays registered.
+    pub fn retire(&mut self) {
+        self.trim(0);
+        let _ = self.trash_uffd.unregister(self.trash.range());
+    }
+
     /// Gives the pages of a slab back to the kernel: every run of full frames goes to the trash.
     fn throw_away(&self, slab_no: SlabNo, full: &[u64; PAGES_PER_LEAF / 64]) {
         let is_full = |at: usize| full[at / 64] >> (at % 64) & 1 == 1;

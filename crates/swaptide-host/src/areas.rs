@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport};
 use swaptide_store::nbd::Export;
 
+use crate::device::CIPHER;
 use crate::device::{Backing, BackingKind, DeviceError, Medium};
 use crate::size::human;
 
@@ -60,6 +61,8 @@ pub struct AreaView {
     pub errors: u32,
     /// Whether it bypasses the page cache.
     pub direct_io: bool,
+    /// How what lies there is encrypted: `aes-256-gcm`, or `none`.
+    pub cipher: String,
     /// Where a second copy is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mirror: Option<MirrorView>,
@@ -204,7 +207,7 @@ impl Areas {
                 (Transport::Nbd, ExportFacts { bytes, flags: flags.0, structured, longest, connections })
             }
         };
-        let Backing { priority, extents, base_bytes, .. } = backing;
+        let Backing { priority, extents, base_bytes, plain, .. } = backing;
         let mut held = self.held();
         let copy = match backing.mirror.take() {
             Some(copy) => {
@@ -214,7 +217,7 @@ impl Areas {
             None => None,
         };
         let mirror = copy.as_ref().map(|(id, _)| *id);
-        let new = NewArea { transport, priority, extents, base_bytes, export, mirror };
+        let new = NewArea { transport, priority, extents, base_bytes, export, mirror, plain };
         let Some(id) = self.segment.add_area(new) else {
             mirror.inspect(|id| self.segment.drop_mirror(*id));
             return Err(AreaError::TooMany);
@@ -351,6 +354,7 @@ impl Areas {
                         place: all.get(&mirror).map_or_else(String::new, |held| held.backing.place.display().to_string()),
                         errors: self.segment.area(mirror).errors(),
                     }),
+                    cipher: if area.is_plain() { "none".into() } else { CIPHER.into() },
                 };
                 (*id, view)
             })
@@ -478,6 +482,7 @@ mod tests {
             extents,
             base_bytes: 0,
             priority,
+            plain: false,
             direct_io: false,
             mirror: None,
         }

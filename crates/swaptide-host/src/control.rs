@@ -73,6 +73,8 @@ pub enum Question {
     Preload(String),
     /// The budget.
     Budget,
+    /// Bring everything of a process back and let it go for good; all of a run, if it is the one that the user started.
+    Detach(u32),
     /// Of a daemon: the runs that it keeps.
     Runs,
     /// Of a daemon: what each run has that it keeps.
@@ -388,6 +390,7 @@ impl Counter<'_> {
             Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
             Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
+            Question::Detach(pid) => detach(keeper, pid, uid, all, client),
             _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
         }
     }
@@ -516,6 +519,46 @@ fn preload(keeper: &mpsc::Sender<keeper::Request>, path: String, uid: u32, all: 
             (least, since) = (usage.swapped, Instant::now());
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where nothing comes back any more.
+fn detach(keeper: &mpsc::Sender<keeper::Request>, pid: u32, uid: u32, all: bool, client: &UnixStream) -> Answer {
+    let begin = move |keeper: &mut Keeper| {
+        if !keeper.keeps(pid) && keeper.run_of(pid).is_none() || !all && keeper.owner_of(pid) != Some(uid) {
+            return Err(format!("detach: {pid} is no process of this run; swaptide ctl stats shows them"));
+        }
+        let pids = keeper.detachable(pid);
+        keeper.detach(&pids).map(|()| pids)
+    };
+    let pids = match keeper::ask(keeper, begin) {
+        None => return ending(),
+        Some(Err(why)) => return Answer::Error(why),
+        Some(Ok(pids)) => Arc::new(pids),
+    };
+    let (mut least, mut since) = ((usize::MAX, u64::MAX), Instant::now());
+    loop {
+        let asked = Arc::clone(&pids);
+        let Some(now) = keeper::ask(keeper, move |keeper| keeper.detaching(&asked)) else { return ending() };
+        if now.processes == 0 {
+            return Answer::Done;
+        }
+        if (now.processes, now.out) < least {
+            (least, since) = ((now.processes, now.out), Instant::now());
+        }
+        if now.short || since.elapsed() > 5 * PATIENCE {
+            let asked = Arc::clone(&pids);
+            let _ = keeper::ask(keeper, move |keeper| keeper.keep_after_all(&asked));
+            let why = if now.short { "memory ran short" } else { "nothing more came back" };
+            return Answer::Error(format!(
+                "detach: {why} with {} still out: {} go on as before",
+                crate::size::human(now.out),
+                if now.processes == 1 { "the process".into() } else { format!("{} processes", now.processes) }
+            ));
+        }
+        // Who asked may have gone; it goes on all the same.
+        let _ = tell(client, &Answer::Left(now.out));
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -768,6 +811,21 @@ pub fn freeze_group(pid: Option<u32>, path: &str) -> Result<u64, ControlError> {
     }
 }
 
+/// Brings everything of a process back and lets it go for good; of all processes of the run, where none is named or it is the one that the user
+/// started. `progress` is told how many bytes are still out.
+///
+/// # Errors
+/// See [`ControlError`]; what was not let go is managed as before.
+pub fn detach_process(pid: Option<u32>, progress: impl FnMut(u64)) -> Result<(), ControlError> {
+    let target = find(pid)?;
+    let pid = match (pid, target) {
+        (Some(pid), _) => pid,
+        (None, Target::Run(run)) => run,
+        (None, Target::Daemon(_)) => return Err(ControlError::Several(daemon_runs())),
+    };
+    ask(target, &Question::Detach(pid), progress).map(drop)
+}
+
 /// Has a group come back; answers with how much came, and whether that is everything.
 ///
 /// # Errors
@@ -786,7 +844,9 @@ fn ask(target: Target, question: &Question, mut progress: impl FnMut(u64)) -> Re
     let stream = UnixStream::connect(target.path()).map_err(failed)?;
     // What is taken away may not get any less for a while.
     let patience = match question {
-        Question::Swapoff(_) | Question::Reclaim { .. } | Question::Freeze(_) | Question::Preload(_) => 150 * PATIENCE,
+        Question::Swapoff(_) | Question::Reclaim { .. } | Question::Freeze(_) | Question::Preload(_) | Question::Detach(_) => {
+            150 * PATIENCE
+        }
         _ => 2 * PATIENCE,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;

@@ -31,6 +31,8 @@ pub const SMALLEST_FILE: u64 = 16 << 20;
 pub const SMALLEST_POOL: u64 = 1 << 20;
 /// The largest.
 pub const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The name of the cipher that areas have unless `cipher=none` is said.
+pub const CIPHER: &str = "aes-256-gcm";
 /// The priority of a device for which none is given.
 pub const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.
@@ -46,6 +48,8 @@ pub struct Device {
     pub priority: Option<i32>,
     /// Where a second copy of what it has is kept.
     pub mirror: Option<Mirror>,
+    /// What lies there is not encrypted.
+    pub plain: bool,
 }
 
 /// Kinds of devices.
@@ -119,6 +123,10 @@ pub enum DeviceError {
     Codec(String, String),
     /// No option of compressed memory, or no value of it.
     Option(String, String),
+    /// The cipher in it is none.
+    Cipher(String, String),
+    /// Compressed memory has no cipher.
+    CipherOfZram(String),
     /// Only compressed memory has a codec.
     CodecOfFile(String),
     /// The mirror that is asked for.
@@ -173,6 +181,10 @@ impl fmt::Display for DeviceError {
             DeviceError::Codec(text, name) => {
                 write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
             }
+            DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
+            DeviceError::CipherOfZram(text) => {
+                write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
+            }
             DeviceError::Option(text, option) => {
                 write!(
                     f,
@@ -222,29 +234,30 @@ impl fmt::Display for DeviceError {
 
 impl std::error::Error for DeviceError {}
 
-/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE]`.
+/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE][,cipher=NAME]`; the last three in any order.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (mut device, mut priority, mut mirror) = (text, None, None);
-    // In any order, each once.
-    loop {
-        let at = |key: &str| device.rfind(key);
-        match (at(",prio="), at(",mirror=")) {
-            (Some(place), other) if priority.is_none() && other.is_none_or(|other| place > other) => {
-                priority = match device[place + ",prio=".len()..].parse::<i16>() {
-                    Ok(number) if number >= -1 => Some(number.into()),
-                    _ => return Err(DeviceError::Priority(text.to_owned())),
-                };
-                device = &device[..place];
-            }
-            (_, Some(place)) if mirror.is_none() => {
-                mirror = Some(Mirror::parse(text, &device[place + ",mirror=".len()..])?);
-                device = &device[..place];
-            }
-            _ => break,
+    let (mut device, mut priority, mut mirror, mut cipher) = (text, None, None, None);
+    // In any order, each once; the last one first.
+    let keys = [",prio=", ",mirror=", ",cipher="];
+    while let Some((place, key)) = keys.into_iter().filter_map(|key| Some((device.rfind(key)?, key))).max() {
+        let value = &device[place + key.len()..];
+        match key {
+            ",prio=" => match value.parse::<i16>() {
+                Ok(number) if number >= -1 && priority.is_none() => priority = Some(number.into()),
+                _ => return Err(DeviceError::Priority(text.to_owned())),
+            },
+            ",mirror=" if mirror.is_none() => mirror = Some(Mirror::parse(text, value)?),
+            ",mirror=" => return Err(DeviceError::Mirror(text.to_owned(), "it is named twice".into())),
+            _ if cipher.is_none() && matches!(value, CIPHER | "none") => cipher = Some(value),
+            _ => return Err(DeviceError::Cipher(text.to_owned(), value.to_owned())),
         }
+        device = &device[..place];
+    }
+    if cipher.is_some() && device.starts_with("zram:") {
+        return Err(DeviceError::CipherOfZram(text.to_owned()));
     }
     let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
@@ -296,7 +309,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
         return Err(DeviceError::Mirror(text.to_owned(), "only what lies on a server needs one".into()));
     }
-    Ok(Device { kind, priority, mirror })
+    Ok(Device { kind, priority, mirror, plain: cipher == Some("none") })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -386,6 +399,8 @@ pub struct Backing {
     pub direct_io: bool,
     /// A file for a second copy of all that is there, as large.
     pub mirror: Option<Box<Backing>>,
+    /// What lies there is not encrypted.
+    pub plain: bool,
 }
 
 /// Opens what was asked for, or the default.
@@ -447,6 +462,7 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     };
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
+    backing.plain = device.plain;
     match &device.mirror {
         Some(Mirror::Place { path, bytes }) => add_mirror(&mut backing, path, *bytes)?,
         Some(Mirror::Tier(name)) => {
@@ -533,6 +549,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         priority: DEFAULT_PRIORITY,
         direct_io,
         mirror: None,
+        plain: false,
     })
 }
 
@@ -564,6 +581,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         priority: DEFAULT_PRIORITY,
         direct_io: true,
         mirror: None,
+        plain: false,
     })
 }
 
@@ -594,6 +612,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         priority: DEFAULT_PRIORITY,
         direct_io: true,
         mirror: None,
+        plain: false,
     })
 }
 
@@ -641,21 +660,43 @@ mod tests {
     use std::os::unix::fs::{FileExt, MetadataExt};
 
     #[test]
+    fn a_cipher_can_be_switched_off_for_what_leaves_memory() {
+        for (text, plain, priority) in [
+            ("file:/var/tmp", false, None),
+            ("file:/var/tmp,cipher=none", true, None),
+            ("file:/var/tmp:1G,cipher=none,prio=7", true, Some(7)),
+            ("/dev/sdb2,prio=7,cipher=none", true, Some(7)),
+            ("nbd://host/x?connections=2,cipher=aes-256-gcm", false, None),
+        ] {
+            let device = parse(text).expect(text);
+            assert_eq!((device.plain, device.priority), (plain, priority), "{text}");
+            assert!(!device.name().contains("cipher"), "{text}");
+        }
+        assert!(matches!(parse("file:/a,cipher=rot13"), Err(DeviceError::Cipher(..))));
+        assert!(matches!(parse("file:/a,cipher=none,cipher=none"), Err(DeviceError::Cipher(..))));
+        assert!(matches!(parse("zram:1G,cipher=none"), Err(DeviceError::CipherOfZram(_))));
+        assert!(matches!(parse("file:/a,prio=1,prio=2"), Err(DeviceError::Priority(_))));
+    }
+
+    #[test]
     fn devices_are_read_as_documented() {
         let acceptance = Acceptance::default();
         let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both, acceptance };
-        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None });
-        assert_eq!(parse("zram:1G,prio=-1").expect("zram"), Device { kind: zram, priority: Some(-1), mirror: None });
+        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None, plain: false });
+        assert_eq!(
+            parse("zram:1G,prio=-1").expect("zram"),
+            Device { kind: zram, priority: Some(-1), mirror: None, plain: false }
+        );
         for codec in Choice::ALL {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
             let name = codec.name();
             assert_eq!(
                 parse(&format!("zram:1G,codec={name}")).expect("codec"),
-                Device { kind: kind.clone(), priority: None, mirror: None }
+                Device { kind: kind.clone(), priority: None, mirror: None, plain: false }
             );
             assert_eq!(
                 parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
-                Device { kind, priority: Some(3), mirror: None }
+                Device { kind, priority: Some(3), mirror: None, plain: false }
             );
         }
         let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
@@ -665,7 +706,7 @@ mod tests {
             "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
         ] {
             let device = parse(&format!("zram:1G,{order},prio=7")).expect("options");
-            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None });
+            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None, plain: false });
         }
         let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
         assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -726,9 +767,11 @@ mod tests {
     fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let scratch = Scratch::new("device");
         for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space =
-                open(&[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, mirror: None }], 1 << 30)
-                    .expect("file");
+            let space = open(
+                &[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, mirror: None, plain: false }],
+                1 << 30,
+            )
+            .expect("file");
             let swap = &space.beyond[0];
             assert_eq!(swap.extents, 32);
             let Medium::File(file) = &swap.medium else { panic!("no file") };
@@ -747,7 +790,7 @@ mod tests {
     #[test]
     fn what_is_no_block_device_or_not_marked_is_refused() {
         let refused = |path: &str| {
-            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None }], 1 << 30)
+            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None, plain: false }], 1 << 30)
                 .expect_err("refused")
                 .to_string()
         };
@@ -761,7 +804,7 @@ mod tests {
         let taken = scratch.path("taken");
         std::fs::write(&taken, "mine").expect("write");
         let refused = |path: PathBuf, bytes| {
-            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None }], 1 << 30)
+            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None, plain: false }], 1 << 30)
                 .expect_err("refused")
                 .to_string()
         };

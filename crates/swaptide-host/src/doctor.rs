@@ -177,7 +177,10 @@ fn swap_space() -> Finding {
     let mend = "export TMPDIR=/a/directory/on/a/disk/with/space";
     let mut refused = String::from("no directory");
     for place in default_places() {
-        match crate::device::open(&[crate::device::Device { kind: file_in(&place), priority: None, mirror: None }], 1 << 30) {
+        match crate::device::open(
+            &[crate::device::Device { kind: file_in(&place), priority: None, mirror: None, plain: false }],
+            1 << 30,
+        ) {
             Ok(space) => {
                 let free = free_space(&place).unwrap_or(0);
                 let direct = space.beyond.iter().all(|file| file.direct_io);

@@ -11,6 +11,7 @@
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
+mod detach;
 mod idle;
 mod places;
 mod squeeze;
@@ -23,7 +24,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
@@ -36,6 +37,7 @@ use crate::report::{ProcessView, Totals, View};
 use crate::shared::Shared;
 use crate::tree::Tree;
 
+pub use detach::Detaching;
 use idle::Idlers;
 use places::Places;
 pub use squeeze::Squeezed;
@@ -227,9 +229,10 @@ impl Keeper {
             self.audit();
         }
         self.measure(&processes, &members);
-        let decision = budget::decide(&bounds, &processes, elapsed);
+        let counted = self.counted(&members, &processes);
+        let decision = budget::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> = members.iter().map(|member| self.sharing(member, elapsed)).collect();
-        let lent = budget::lend(&bounds, &processes, &sharing);
+        let lent = budget::lend(&bounds, &counted, &sharing);
         for (at, limit) in &decision.limits {
             if let Some(index) = members[*at].slot
                 && command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at))
@@ -249,7 +252,7 @@ impl Keeper {
             self.looked_at_runs = Instant::now();
             self.forget_runs();
         }
-        budget::interval(&bounds, &processes).min(self.squeezes.step(&self.groups))
+        budget::interval(&bounds, &counted).min(self.squeezes.step(&self.groups))
     }
 
     /// Forgets runs whose supervisor is gone, and nobody is left of.
@@ -328,6 +331,14 @@ impl Keeper {
         (bounds, nodes)
     }
 
+    /// What is divided: processes that were let go take nothing of the budget, or those that are still managed would have to pay for them.
+    fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
+        let is_let_go =
+            |member: &Member| member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached);
+        let used = |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
+        members.iter().zip(processes).map(|(member, process)| Process { used: used(member, process), ..*process }).collect()
+    }
+
     fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
         let pid = member.pid;
         let of_shared = |slot: SlotIndex| match self.shared {
@@ -348,7 +359,7 @@ impl Keeper {
             (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
             (ProcState::Watching, 0) => Standing::Watching,
             (ProcState::Watching, _) => Standing::Engaged,
-            (ProcState::Refused | ProcState::Free, _) => Standing::Beyond,
+            (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Beyond,
         };
         if slot.state() == ProcState::Refused
             && self.refused.insert(pid)
@@ -499,6 +510,7 @@ impl Keeper {
                 ProcState::Engaged => "engaged",
                 ProcState::Watching => "watching",
                 ProcState::Refused | ProcState::Free => "unmanaged",
+                ProcState::Detached => "detached",
             };
             ProcessView {
                 pid,
@@ -665,6 +677,8 @@ enum Node {
 
 /// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet. True when it was news.
 fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
+    // All of it is on its way in.
+    let limit = if slot.detach.load(Relaxed) != 0 { NO_LIMIT } else { limit };
     let old = slot.limit_bytes.load(Relaxed);
     let changes = engage || old.abs_diff(limit) > old / 100;
     if changes {

@@ -4,6 +4,7 @@
 //! always powers of 1024) or, where it is allowed, `%`.
 
 use std::fmt;
+use std::path::Path;
 
 /// Why a text is no size.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,6 +127,23 @@ pub fn ram_total() -> u64 {
 
 /// The smallest memory limit of this process's cgroup and the ones above it, of version 2 or 1.
 fn cgroup_limit() -> Option<u64> {
+    each_cgroup(|limit, _| limit)
+}
+
+/// The least that this process's cgroup, or one above it, still has room for. What the kernel can give up of files counts as free.
+pub fn cgroup_room() -> Option<u64> {
+    each_cgroup(|limit, directory| {
+        let number = |file: &str| std::fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok();
+        let Some(used) = number("memory.current").or_else(|| number("memory.usage_in_bytes")) else { return limit };
+        let stat = std::fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
+        let files = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        let files = files("total_inactive_file ").or_else(|| files("inactive_file ")).unwrap_or(0);
+        limit.saturating_sub(used.saturating_sub(files))
+    })
+}
+
+/// The smallest that `f` makes of the limits of this process's cgroup and the ones above it, and their directories.
+fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let mut smallest: Option<u64> = None;
     for line in own.lines() {
@@ -136,11 +154,12 @@ fn cgroup_limit() -> Option<u64> {
             list if list.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
             _ => continue,
         };
-        let mut path = std::path::Path::new(path);
+        let mut path = Path::new(path);
         loop {
-            let full = std::path::Path::new(root).join(path.strip_prefix("/").unwrap_or(path)).join(file);
-            if let Some(limit) = std::fs::read_to_string(full).ok().and_then(|text| text.trim().parse::<u64>().ok()) {
-                smallest = Some(smallest.map_or(limit, |least| least.min(limit)));
+            let directory = Path::new(root).join(path.strip_prefix("/").unwrap_or(path));
+            let limit = std::fs::read_to_string(directory.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
+            if let Some(found) = limit.map(|limit| f(limit, &directory)) {
+                smallest = Some(smallest.map_or(found, |least| least.min(found)));
             }
             match path.parent() {
                 Some(parent) => path = parent,

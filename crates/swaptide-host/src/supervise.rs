@@ -67,6 +67,8 @@ pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
 pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
+/// How engines end, for tests.
+pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// Not empty: no daemon is joined. For measurements, which want to be alone.
 pub const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
 /// The agent's file name.
@@ -430,6 +432,7 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
     header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
+    header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
     header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;

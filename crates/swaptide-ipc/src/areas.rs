@@ -78,6 +78,8 @@ pub struct Area {
     export_connections: AtomicU32,
     /// Number of its mirror and one more; 0 for none.
     mirror: AtomicU32,
+    /// Not 0: what lies there is not encrypted.
+    plain: AtomicU32,
 }
 
 /// What was negotiated with the server of a network export.
@@ -148,13 +150,15 @@ pub struct NewArea {
     pub export: ExportFacts,
     /// Where copies of what lies there are kept.
     pub mirror: Option<AreaId>,
+    /// What lies there is not encrypted.
+    pub plain: bool,
 }
 
 impl NewArea {
     /// A file, from its first byte on.
     pub const fn of_file(priority: i32, extents: u32) -> NewArea {
         let export = ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
-        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export, mirror: None }
+        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export, mirror: None, plain: false }
     }
 }
 
@@ -203,6 +207,11 @@ impl Area {
     /// One more transfer failed.
     pub fn count_error(&self) {
         self.errors.fetch_add(1, Relaxed);
+    }
+
+    /// Whether what lies there is not encrypted.
+    pub fn is_plain(&self) -> bool {
+        self.plain.load(Relaxed) != 0
     }
 
     /// What was negotiated, of a network export.
@@ -299,6 +308,11 @@ impl Segment {
         self.areas().find(|(_, area)| area.range().contains(&extent.0))
     }
 
+    /// Whether what lies in an extent is not encrypted.
+    pub fn is_plain(&self, extent: ExtentId) -> bool {
+        self.area_of(extent).is_some_and(|(_, area)| area.is_plain())
+    }
+
     /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents. Supervisor only.
     pub fn add_area(&self, new: NewArea) -> Option<AreaId> {
         let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
@@ -341,6 +355,7 @@ impl Segment {
         area.extents.store(new.extents, Relaxed);
         area.base_bytes.store(new.base_bytes, Relaxed);
         area.mirror.store(new.mirror.map_or(0, |mirror| u32::from(mirror.0) + 1), Relaxed);
+        area.plain.store(u32::from(new.plain), Relaxed);
         area.export_bytes.store(new.export.bytes, Relaxed);
         area.export_flags.store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
         area.export_longest.store(new.export.longest, Relaxed);

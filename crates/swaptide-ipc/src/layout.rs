@@ -14,9 +14,11 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
+/// The limit of a process that is being let go.
+pub const NO_LIMIT: u64 = 1 << 46;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
 pub const EXTENT_BYTES: u64 = 2 << 20;
 /// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
@@ -46,6 +48,8 @@ pub enum ProcState {
     Engaged = 2,
     /// Its memory cannot be managed (the reason went to the log); it counts against the budget all the same.
     Refused = 3,
+    /// Its memory was managed, or might have been, and was let go for good; it does not count against the budget any more.
+    Detached = 4,
 }
 
 /// What stands once in a segment.
@@ -87,6 +91,9 @@ pub struct Header {
     pub largest_order_plus: AtomicU32,
     /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
     pub stale_every: AtomicU32,
+    /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3: the handler's thread is gone; 4: there is no memory for an
+    /// engine (0: they do not). For tests.
+    pub fail: AtomicU32,
     /// Counts changes of the areas.
     pub(crate) areas_epoch: AtomicU32,
     /// How many areas are open.
@@ -128,6 +135,9 @@ pub struct ProcSlot {
     pub preload: AtomicU32,
     /// Microseconds that a thread waits for [`THROTTLE_PAGES`] fresh pages, because its group has more than `swap.high`.
     pub throttle_us: AtomicU32,
+    /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written by the supervisor, which makes it 0 when it has
+    /// changed its mind; the process has done it when its state is [`ProcState::Detached`].
+    pub detach: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
     /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
@@ -170,6 +180,7 @@ impl ProcSlot {
             1 => ProcState::Watching,
             2 => ProcState::Engaged,
             3 => ProcState::Refused,
+            4 => ProcState::Detached,
             _ => ProcState::Free,
         }
     }
@@ -309,6 +320,7 @@ impl Segment {
             self.forget_holds(index, |_| {});
             let slot = self.slot(index);
             slot.wanted.store(0, Relaxed);
+            slot.detach.store(0, Relaxed);
             slot.limit_bytes.store(0, Relaxed);
             slot.clear_use();
             slot.forked_from.store(forked_from, Relaxed);
@@ -364,6 +376,7 @@ impl Segment {
         slot.preload.store(0, Relaxed);
         slot.asks.store(0, Relaxed);
         slot.throttle_us.store(0, Relaxed);
+        slot.detach.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
             counter.store(0, Relaxed);

@@ -24,7 +24,7 @@ pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{
-    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, ProcSlot, ProcState, Segment, SegmentError, SlotIndex,
-    THROTTLE_PAGES, VERSION,
+    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState, Segment, SegmentError,
+    SlotIndex, THROTTLE_PAGES, VERSION,
 };
 pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};

@@ -61,6 +61,10 @@ impl ExtentSource for Beyond {
         let _change = self.change();
         self.segment.release_charged(self.index, self.index, ExtentId(extent.0));
     }
+
+    fn is_plain(&self, extent: Extent) -> bool {
+        self.segment.is_plain(ExtentId(extent.0))
+    }
 }
 
 impl Areas for Beyond {

@@ -121,25 +121,51 @@ fn units(c: &mut Criterion) {
     group.finish();
 }
 
-/// Extents 0, 1, 2, ...
-struct Endless(std::sync::atomic::AtomicU32);
+/// Extents 0, 1, 2, ..., encrypted or not.
+struct Endless {
+    next: std::sync::atomic::AtomicU32,
+    plain: bool,
+}
 
 impl ExtentSource for Endless {
     fn lease(&self) -> Option<Extent> {
-        Some(Extent(self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed)))
+        Some(Extent(self.next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)))
     }
 
     fn release(&self, _: Extent, _: bool) {}
+
+    fn is_plain(&self, _: Extent) -> bool {
+        self.plain
+    }
 }
 
 fn file(c: &mut Criterion) {
+    for plain in [false, true] {
+        file_in_form(c, plain);
+    }
+}
+
+/// What checksums of compressed memory cost: a block's is made when it is stored and looked at when it is loaded.
+fn checksum(c: &mut Criterion) {
+    let mut group = c.benchmark_group("checksum");
+    let mut codec = Compressor::default();
+    for (name, page) in [("quarter-random", quarter_random(1)), ("text", text(1))] {
+        if let Packed::Bytes(block) = codec.compress(&page) {
+            let block = block.to_vec();
+            group.bench_function(name, |b| b.iter(|| crc32fast::hash(black_box(&block))));
+        }
+    }
+    group.finish();
+}
+
+fn file_in_form(c: &mut Criterion, plain: bool) {
     const BATCH: u32 = 64;
     let path = std::env::temp_dir().join(format!("swaptide-bench-{}", std::process::id()));
     let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let device = FileDevice::new(file.into(), [1; 32], 1, Box::new(Endless(0.into())));
+    let device = FileDevice::new(file.into(), [1; 32], 1, Box::new(Endless { next: 0.into(), plain }));
     let pages: Vec<Page> = (0..u64::from(BATCH)).map(quarter_random).collect();
-    let mut group = c.benchmark_group("file");
+    let mut group = c.benchmark_group(if plain { "file-cipher-none" } else { "file" });
     group.throughput(Throughput::Bytes(u64::from(BATCH) * PAGE_SIZE as u64));
     let mut numbers = Random(5);
     let mut at = || (numbers.next() >> 20) as u32 % 64 * BATCH;
@@ -182,5 +208,5 @@ fn file(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, pages, units, file);
+criterion_group!(benches, pages, units, checksum, file);
 criterion_main!(benches);

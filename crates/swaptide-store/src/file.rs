@@ -5,7 +5,7 @@
 //! byte to the next blocks of the open extent, so pages written together lie together and go out in few large writes. A batch
 //! begins with a new block: no block is ever written to that holds something live.
 //!
-//! Every page is sealed with AES-256-GCM. The tag stays in RAM: what the disk returns is either exactly what was written
+//! Every page is sealed with AES-256-GCM, but on areas that are to have no cipher: there it lies as it is, with a keyed hash. The tag stays in RAM: what the disk returns is either exactly what was written
 //! to this place for this slot last, or an error. There is no key on disk and nothing there outlives the processes.
 //!
 //! When the file may not grow and the free space is scattered in blocks that also hold live pages, a write *cleans* first: it
@@ -42,7 +42,7 @@ use swaptide_sys::lock::{Guard, Lock};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::{Errno, OwnedFd};
 
-use self::cipher::Cipher;
+use self::cipher::{Cipher, Form};
 use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
 use self::io::{BlockIo, Run, SwapFile};
@@ -85,6 +85,11 @@ pub trait ExtentSource: Sync {
     /// back to the file system already; otherwise another process may still read it (see [`FileDevice::freeze_all`]) or the
     /// file system refused.
     fn release(&self, extent: Extent, exclusive_hole_punch: bool);
+
+    /// Whether what lies in a leased extent is not to be encrypted.
+    fn is_plain(&self, _extent: Extent) -> bool {
+        false
+    }
 }
 
 /// A batch was not written; every slot has the page it had before.
@@ -237,7 +242,9 @@ impl FileDevice {
         })?;
         let mut tags = Vec::with_capacity(pages.len());
         let sealed = self.put(out, &taken, |i, at, out| {
-            with_bytes(&pages[i].1, |bytes| tags.push(cipher.seal(at.base + u64::from(at.count), at.span.name(), bytes, out)));
+            with_bytes(&pages[i].1, |bytes| {
+                tags.push(cipher.seal(at.form, at.base + u64::from(at.count), at.span.name(), bytes, out))
+            });
         });
         if let Err(Unwritten { object, extent, errno }) = sealed {
             // A full file system is no fault of this place; anything else may be.
@@ -392,10 +399,10 @@ impl FileDevice {
             for w in &*some {
                 let Place { span, tag, .. } = w.place;
                 let bytes = &mut inbox[w.at..w.at + span.len()];
-                let mut opens = w.cipher.open(w.counter, span.name(), &tag, bytes);
+                let mut opens = w.cipher.open(w.form, w.counter, span.name(), &tag, bytes);
                 if !opens
                     && let Some(copy) = self.copy_of(w, spare)
-                    && w.cipher.open(w.counter, span.name(), &tag, copy)
+                    && w.cipher.open(w.form, w.counter, span.name(), &tag, copy)
                 {
                     bytes.copy_from_slice(copy);
                     opens = true;
@@ -458,7 +465,7 @@ impl FileDevice {
         let mut tags = Vec::with_capacity(pages.len());
         let put = self.put(out, &taken, |i, at, out| {
             let bytes = &inbox[pages[i].at..][..out.len()];
-            tags.push(cipher.seal(at.base + u64::from(at.count), at.span.name(), bytes, out));
+            tags.push(cipher.seal(at.form, at.base + u64::from(at.count), at.span.name(), bytes, out));
         });
         if let Err(Unwritten { extent, errno, .. }) = put {
             self.give_up(&taken, (errno != Errno::NOSPC).then_some(extent));
@@ -763,6 +770,7 @@ struct Wanted {
     place: Place,
     counter: u64,
     cipher: Arc<Cipher>,
+    form: Form,
     /// The caller's number of it.
     number: usize,
     /// Where in the buffer its bytes are.
@@ -771,8 +779,8 @@ struct Wanted {
 
 impl Wanted {
     fn new(state: &State, slot: Slot, place: Place, number: usize) -> Wanted {
-        let (cipher, base) = state.extents.sealed_with(place.span);
-        Wanted { slot, place, counter: base + u64::from(place.count), cipher: Arc::clone(cipher), number, at: 0 }
+        let (cipher, form, base) = state.extents.sealed_with(place.span);
+        Wanted { slot, place, counter: base + u64::from(place.count), cipher: Arc::clone(cipher), form, number, at: 0 }
     }
 
     /// Whether any of its bytes are in that block of the buffer.
@@ -784,10 +792,10 @@ impl Wanted {
     fn unpack(&self, bytes: &mut [u8], page: &mut Page, unpacker: &mut Unpacker) -> Result<(), ReadErrorKind> {
         let Place { span, tag, .. } = &self.place;
         if bytes.len() == PAGE_SIZE {
-            let opens = self.cipher.open_into(self.counter, span.name(), tag, bytes, page);
+            let opens = self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);
             return if opens { Ok(()) } else { Err(ReadErrorKind::Authentication) };
         }
-        if !self.cipher.open(self.counter, span.name(), tag, bytes) {
+        if !self.cipher.open(self.form, self.counter, span.name(), tag, bytes) {
             return Err(ReadErrorKind::Authentication);
         }
         if let Ok(word) = bytes.try_into() {

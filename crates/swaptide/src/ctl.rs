@@ -42,8 +42,17 @@ enum What {
     Freeze(OfGroupArgs),
     /// Have a group come back, at once and in one go; one that was frozen is so no longer
     Preload(OfGroupArgs),
+    /// Bring all memory of a process back and let it go: it goes on without swaptide
+    Detach(DetachArgs),
     /// Have the daemon read its configuration file again
     Reload,
+}
+
+#[derive(Args)]
+struct DetachArgs {
+    /// The process; all of a run, if it is the one you started [default: all of the only run]
+    #[arg(value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -154,6 +163,7 @@ pub fn main(args: &CtlArgs) -> ExitCode {
         What::Preload(args) => control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
             format!("{} came back{}\n", human(bytes), if whole { "" } else { ", there is no room for more" })
         }),
+        What::Detach(args) => with_progress(|progress| control::detach_process(args.pid, progress)).map(|()| String::new()),
         What::Reload => control::reload().map(|()| String::new()),
     };
     match text {
@@ -170,10 +180,14 @@ fn json(value: &impl serde::Serialize) -> String {
     serde_json::to_string_pretty(value).map_or_else(|error| error.to_string(), |text| text + "\n")
 }
 
-/// Progress goes to a terminal only.
 fn swapoff(args: &SwapoffArgs) -> Result<(), control::ControlError> {
+    with_progress(|progress| control::remove_device(args.pid, &args.name, progress))
+}
+
+/// Does what takes a while; how many bytes are left is shown on a terminal only.
+fn with_progress<T>(work: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
     let mut terminal = Some(std::io::stderr()).filter(std::io::IsTerminal::is_terminal);
-    let result = control::remove_device(args.pid, &args.name, |left| {
+    let result = work(&mut |left| {
         if let Some(terminal) = &mut terminal {
             let _ = write!(terminal, "\r{} left  ", human(left));
         }

@@ -1,7 +1,7 @@
-/* 32 threads touch one swapped page at the same moment, page after page: every one of them must see its content. */
+/* 64 threads touch one swapped page at the same moment, page after page: every one of them must see its content. */
 #include "common.h"
 
-#define THREADS 32
+#define THREADS 64
 
 static struct arguments given;
 static unsigned char *arena;

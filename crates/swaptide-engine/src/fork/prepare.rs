@@ -95,7 +95,7 @@ impl Handler {
         }
     }
 
-    fn park_workers(&mut self) {
+    pub(crate) fn park_workers(&mut self) {
         let engine = self.engine;
         engine.park.store(1, Release);
         loop {
@@ -120,13 +120,18 @@ impl Handler {
         self.has_forked = false;
         self.forking = false;
         self.apply_noted();
+        self.unpark_workers();
+        engine.fork.set(NONE);
+    }
+
+    pub(crate) fn unpark_workers(&mut self) {
+        let engine = self.engine;
         engine.park.store(0, Release);
         futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
-        // The next fork counts who stands still: nobody may be on its way out of this one.
+        // Who parks them next counts who stands still: nobody may be on its way out of this one.
         while engine.parked.load(Acquire) != 0 {
             swaptide_sys::thread::yield_now();
         }
-        engine.fork.set(NONE);
     }
 
     /// Applies what was noted. They have been read, so that the kernel no longer holds moves back for them: this must come before a worker goes on, and

@@ -71,6 +71,7 @@ pub struct KeptArea {
     base_bytes: u64,
     priority: i32,
     direct_io: bool,
+    plain: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -218,6 +219,7 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
             base_bytes: backing.base_bytes,
             priority: backing.priority,
             direct_io: backing.direct_io,
+            plain: backing.plain,
         }));
     });
     kept
@@ -272,10 +274,12 @@ impl KeptArea {
                     priority: self.priority,
                     direct_io: self.direct_io,
                     mirror: None,
+                    plain: self.plain,
                 }
             }
         };
         (backing.extents, backing.base_bytes, backing.priority) = (self.extents, self.base_bytes, self.priority);
+        backing.plain = self.plain;
         Ok(backing)
     }
 }
@@ -296,6 +300,7 @@ impl KeptArea {
             priority: self.priority,
             direct_io: self.direct_io,
             mirror: None,
+            plain: self.plain,
         })
     }
 }

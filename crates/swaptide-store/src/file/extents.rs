@@ -12,14 +12,14 @@
 //! 1. `counts` of a block is the number of live objects that overlap it, `live_blocks` that of blocks where it is not zero,
 //!    `live_bytes` the sum of the objects' lengths; an object reserved for a write under way counts.
 //! 2. Extents that are shared, distrusted or to be left are never open, so nothing is laid into them.
-//! 3. All objects of an extent are sealed with the extent's cipher.
+//! 3. All objects of an extent are sealed with the extent's cipher, in the extent's form.
 //! 4. An object is laid only into blocks of a run that were all free when the run was begun, under one hold of the lock.
 //! 5. `free` is the number of free blocks of all extents that objects may be laid into.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::cipher::Cipher;
+use super::cipher::{Cipher, Form};
 use super::{EXTENT_PAGES, Extent, ExtentSource};
 use crate::PAGE_SIZE;
 
@@ -138,6 +138,7 @@ struct Leased {
     /// It is on the list of sparse extents.
     listed: bool,
     cipher: Arc<Cipher>,
+    form: Form,
     /// Counters of its objects are kept relative to this.
     base: u64,
 }
@@ -198,6 +199,7 @@ pub(super) struct Taken {
     pub(super) span: Span,
     pub(super) count: u32,
     pub(super) base: u64,
+    pub(super) form: Form,
 }
 
 impl Extents {
@@ -210,10 +212,10 @@ impl Extents {
         &self.cipher
     }
 
-    /// What an object was sealed with, and the base of its counter.
-    pub(super) fn sealed_with(&self, span: Span) -> (&Arc<Cipher>, u64) {
+    /// What an object was sealed with, in which form, and the base of its counter.
+    pub(super) fn sealed_with(&self, span: Span) -> (&Arc<Cipher>, Form, u64) {
         let leased = self.leased.get(&span.extent().0).expect("swap file: a slot's page is in an extent that was let go");
-        (&leased.cipher, leased.base)
+        (&leased.cipher, leased.form, leased.base)
     }
 
     /// A place for an object of `len` bytes, next to the one before if it fits there.
@@ -258,7 +260,7 @@ impl Extents {
         self.counter += 1;
         let end = pen.byte + len;
         (pen.block, pen.byte) = (pen.block + (end / PAGE_SIZE) as u32, end % PAGE_SIZE);
-        Some(Taken { span, count, base: leased.base })
+        Some(Taken { span, count, base: leased.base, form: leased.form })
     }
 
     /// Sets the pen to the start of a run of free blocks.
@@ -337,6 +339,7 @@ impl Extents {
             leaving: false,
             listed: true,
             cipher: Arc::clone(&self.cipher),
+            form: if source.is_plain(Extent(extent)) { Form::Plain } else { Form::Sealed },
             base: self.counter,
         };
         assert!(self.leased.insert(extent, leased).is_none(), "swap file: extent {extent} is leased twice");

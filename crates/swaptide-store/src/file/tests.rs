@@ -9,6 +9,7 @@ use crate::codec::{Choice, Compressor, PackedKind};
 
 mod leaving;
 mod mirror;
+mod plain;
 
 /// What goes wrong with a disk.
 #[derive(Copy, Clone, Debug, PartialEq)]
@@ -143,11 +144,13 @@ struct PoolState {
 struct Source {
     state: Arc<Mutex<PoolState>>,
     most: u32,
+    /// Extents with an odd number are not encrypted.
+    plain: bool,
 }
 
 impl Source {
     fn new(most: u32) -> Source {
-        Source { state: Arc::default(), most }
+        Source { state: Arc::default(), most, plain: false }
     }
 
     /// As the source does when a child tells it what it inherited.
@@ -184,6 +187,10 @@ impl ExtentSource for Source {
             state.holders.remove(&extent.0);
             state.free.push(extent.0);
         }
+    }
+
+    fn is_plain(&self, extent: Extent) -> bool {
+        self.plain && extent.0 % 2 == 1
     }
 }
 

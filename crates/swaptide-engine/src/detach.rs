@@ -1,0 +1,121 @@
+//! Letting the program go: everything is brought back, and the process goes on as if there had been no engine.
+//!
+//! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so that nothing goes out any more. While
+//! nobody faults, the handler brings in what is swapped, in the order of addresses; then it parks the workers, stores what is on its way, and looks
+//! again. When nothing is out any more, whoever runs the handler keeps forks away and calls [`Handler::let_go`].
+//!
+//! Invariants
+//! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full, and no change of mappings is read but not
+//!    applied: what the kernel fills from then on with zeros was empty.
+//! 2. If the supervisor changes its mind before, the engine goes on as it was.
+//! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd, [`crate::bell::Bells`] all others.
+//!
+//! A page that is lost is poisoned in the page tables, which closing does not change: it stays a bus error.
+//!
+//! Locks: the memory lock.
+
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::time::Duration;
+
+use swaptide_sys::lock::futex;
+
+use crate::admission::Came;
+use crate::fault::{GROUP_PAGES, LAST_PAGE};
+use crate::handler::Handler;
+use crate::ids::{PageNo, range_of};
+use crate::pagetable::{PageState, PageTable};
+use crate::regions::Regions;
+
+/// Groups that are brought in between two looks for faults.
+const GROUPS: usize = 4;
+
+impl Handler {
+    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand still then.
+    pub(crate) fn detach_some(&mut self) -> bool {
+        let engine = self.engine;
+        for _ in 0..GROUPS {
+            let Some(at) = self.detaching else { return false };
+            if engine.slot().detach.load(Relaxed) == 0 {
+                self.detaching = None;
+                return false;
+            }
+            let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else { return self.is_all_in() };
+            let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
+            let mut came = Came::new(first);
+            // Where the whole was another one at the second look, page by page; what is not to be had now is met again at the next round.
+            if self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came).is_err() && self.bring(first, GROUP_PAGES).is_err() {
+                self.drain_events();
+            }
+            self.detaching = Some(first.plus(GROUP_PAGES));
+        }
+        false
+    }
+
+    /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring in; it begins anew then.
+    fn is_all_in(&mut self) -> bool {
+        let engine = self.engine;
+        self.detaching = Some(PageNo(0));
+        if engine.mm.lock().table.swapped() > 0 {
+            return false;
+        }
+        self.park_workers();
+        while self.worker.store_waiting(engine) {}
+        if self.is_let_go_possible() {
+            return true;
+        }
+        self.unpark_workers();
+        false
+    }
+
+    fn is_let_go_possible(&self) -> bool {
+        let mm = self.engine.mm.lock();
+        mm.table.swapped() == 0
+            && mm.jobs.in_flight == 0
+            && mm.late.is_empty()
+            && self.pending.is_empty()
+            && self.strangers.is_empty()
+            && self.rung.is_empty()
+            && !self.forking
+    }
+
+    /// Lets the program go, if nothing is out. False if something is by now: the handler is to be run again. Nobody may be about to fork.
+    ///
+    /// After that the engine is used no more; its workers end.
+    pub fn let_go(&mut self) -> bool {
+        let engine = self.engine;
+        self.read_within(Some(Duration::ZERO));
+        if !self.is_let_go_possible() || engine.slot().detach.load(Relaxed) == 0 {
+            self.unpark_workers();
+            return false;
+        }
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            // A forked child knows of lost pages that its own page tables do not have yet.
+            let mut at = PageNo(0);
+            while let Some(page) = mm.table.next_used(at, LAST_PAGE) {
+                match mm.table.get(page) {
+                    PageState::Poisoned => drop(self.uffd.poison(range_of(page, 1))),
+                    PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+                    _ => {}
+                }
+                at = page.plus(1);
+            }
+            mm.staging.retire();
+            // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand still and end.
+            unsafe { engine.close_uffd() };
+            engine.bells.close();
+            mm.table = PageTable::new();
+            (mm.regions, mm.armed) = (Regions::default(), Regions::default());
+        }
+        let _ = self.mint.discard(0, self.mint.len());
+        engine.devices.file.device.clear();
+        engine.devices.pool.compact(usize::MAX);
+        engine.devices.pool.trim();
+        engine.publish_slot();
+        engine.retired.store(true, Release);
+        engine.park.store(0, Release);
+        futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+        true
+    }
+}
