@@ -85,9 +85,12 @@ pub fn end_if_alone() {
 
 /// The thread that waits for the end of the first one. `PIDFD_THREAD` does not tell of it: newer kernels keep that to themselves until all threads
 /// have ended. So the supervisor tells; if it is gone, this thread looks for itself, now and then.
-pub fn watch(slot: &ProcSlot) -> ! {
+///
+/// It is also the one thread of the engine that never waits for another: `look` is called now and then, to see whether they are there.
+pub fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
     set_name(c"swaptide-end");
     loop {
+        look();
         let told = slot.leaderless.load(Acquire);
         if leader_end().is_some() {
             sleep(Duration::from_millis(10));

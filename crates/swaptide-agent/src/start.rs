@@ -489,7 +489,7 @@ fn start_workers(engine: &'static Engine) {
 
 extern "C" fn watch(_: usize) {
     if let Some(engine) = engine() {
-        ends::watch(engine.slot());
+        ends::watch(engine.slot(), || engine.look_after_handler());
     }
 }
 

@@ -412,6 +412,15 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
+    /// Ends the process if the thread is gone that answers faults: a filter of system calls may have ended it. Faults would wait for ever, workers wait for
+    /// it too, and with the last of the engine's threads the userfaultfd would be closed.
+    pub fn look_after_handler(&self) {
+        let handler = self.handler_tid.load(Relaxed);
+        if handler != 0 && !self.retired.load(Relaxed) && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler)) {
+            crate::fatal("the thread that answers faults is gone");
+        }
+    }
+
     /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done. False when they shall end.
     pub fn stand_still(&self) -> bool {
         if self.park.load(Acquire) == 0 {

@@ -26,7 +26,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{Nanos, Tid, lives, now, yield_now};
+use swaptide_sys::thread::{Nanos, now, yield_now};
 
 use crate::batch::Batch;
 use crate::bell::Ring;
@@ -338,11 +338,6 @@ impl Keeper {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
         assert!(!engine.fails.load(Relaxed), "a check failed in a worker, as a test wants it");
-        // A filter of system calls may have ended it. Faults would wait for ever, and the userfaultfd ends with the last of the engine's threads.
-        let handler = engine.handler_tid.load(Relaxed);
-        if self.ticks.is_multiple_of(16) && handler != 0 && !lives(Tid(handler)) {
-            crate::fatal("the thread that answers faults is gone");
-        }
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {

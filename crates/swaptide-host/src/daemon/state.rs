@@ -287,7 +287,7 @@ impl KeptArea {
 impl KeptArea {
     /// An export whose server is away: what was agreed on with it stands in the segment.
     fn away(&self, segment: &Segment) -> Option<Backing> {
-        let device::DeviceKind::Nbd(url) = device::parse(&self.name).ok()?.kind else { return None };
+        let device::DeviceKind::Nbd(url) = device::parse(self.path.to_str()?).ok()?.kind else { return None };
         let ExportFacts { bytes, flags, structured, longest, connections } = segment.area(AreaId(self.id)).export();
         let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
         Some(Backing {
