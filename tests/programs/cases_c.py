@@ -6,7 +6,7 @@ import time
 from harness import Case, Failure
 
 
-def program(name, *mode, megabytes=128, seconds=4):
+def program(name, *mode, megabytes=128, seconds=3):
     options = ["--shared"] if name == "shared" else []
 
     def run(context):

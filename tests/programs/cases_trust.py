@@ -69,7 +69,7 @@ def detach(context):
     if context.native:
         return
     for program, mode in (("torture", "threads"), ("torture", "single"), ("forks", "nested"), ("threads", "storm")):
-        started = context.start([context.binary(program), 96, 7, context.seed, mode])
+        started = context.start([context.binary(program), 96, 4, context.seed, mode])
         ctl = Ctl(context, started.pid)
         out = lambda: [p for p in states(ctl).values() if p["state"] == "engaged" and p["swapped_pool_bytes"] > 8 * MIB]
         first = until(context, "a process that is swapped", lambda: asked(out))[0]["pid"]

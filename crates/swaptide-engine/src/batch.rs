@@ -157,8 +157,6 @@ pub struct Jobs {
     spare: Vec<Box<Batch>>,
     /// Pages between take and finish.
     pub in_flight: usize,
-    /// The last batch was made of few, long moves.
-    pub dense: bool,
 }
 
 impl Jobs {
@@ -258,7 +256,7 @@ impl Batch {
         }
         self.slab = Some(slab);
         mm.jobs.in_flight += self.pages;
-        mm.jobs.dense = self.pages >= DENSE * moves;
+        engine.charge.set_scattered(self.pages < DENSE * moves);
         mm.evicted += self.pages as u64;
         self.pages
     }

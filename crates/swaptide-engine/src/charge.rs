@@ -8,7 +8,7 @@
 //!
 //! Locks: none; atomics, each read on its own.
 
-use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use swaptide_ipc::ProcSlot;
 use swaptide_sys::page::PAGE_SIZE;
@@ -23,9 +23,14 @@ const KEPT_PART: u64 = 64;
 /// Where nothing can be put any more, at least this part of what there is to divide stays with the program.
 const LEAST_RESIDENT: u64 = 8;
 
+/// By so much at a time the program may go past its limit where it cannot work within, and to this part of the limit at most.
+const GRACE_STEP: u64 = 64 << 10;
+const GRACE_PART: u64 = 16;
+
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
+    grace: AtomicU64,
     /// Share of compressed memory in 1/1024 of what is divided.
     pool_share: AtomicU32,
     pool_cap: AtomicU64,
@@ -38,6 +43,8 @@ pub struct Charge {
     ready: AtomicU64,
     rest: AtomicI64,
     surge: AtomicI64,
+    /// Pages go out one by one, and so they come in.
+    scattered: AtomicBool,
 }
 
 impl Charge {
@@ -45,6 +52,7 @@ impl Charge {
     pub fn new(limit: u64, pool_percent: u64, pool_cap: u64) -> Charge {
         Charge {
             limit: AtomicU64::new(limit),
+            grace: AtomicU64::new(0),
             pool_share: AtomicU32::new((pool_percent * 1024 / 100) as u32),
             pool_cap: AtomicU64::new(pool_cap),
             pool_max: AtomicU64::new(u64::MAX),
@@ -55,6 +63,7 @@ impl Charge {
             ready: AtomicU64::new(0),
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
+            scattered: AtomicBool::new(false),
         }
     }
 
@@ -85,6 +94,18 @@ impl Charge {
             self.limit.store(limit, Relaxed);
         }
         self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
+    }
+
+    /// The program does not get on within its limit (see [`crate::squeeze`]): it may go a little further past it.
+    pub fn widen(&self) {
+        let most = self.limit() / GRACE_PART;
+        self.grace.store((self.grace.load(Relaxed) + GRACE_STEP).min(most), Relaxed);
+    }
+
+    /// Takes back some of what [`Charge::widen`] gave.
+    pub fn narrow(&self) {
+        let grace = self.grace.load(Relaxed);
+        self.grace.store(grace - (grace / 64 + PAGE_SIZE as u64).min(grace), Relaxed);
     }
 
     /// Publishes managed pages (the program's and full frames), how many of them are free frames, and the pool's bytes.
@@ -120,7 +141,7 @@ impl Charge {
     /// in memory that is not managed yet is kept free, up to an eighth of the limit.
     pub fn headroom(&self) -> i64 {
         let limit = self.limit() as i64;
-        limit - self.charged() as i64 - self.surge.load(Relaxed).min(limit / 8)
+        limit + self.grace.load(Relaxed) as i64 - self.charged() as i64 - self.surge.load(Relaxed).min(limit / 8)
     }
 
     /// Bytes that may be filled: the headroom, and the free frames, which are charged already and are filled first.
@@ -138,6 +159,22 @@ impl Charge {
         (self.limit() / 32).clamp(1 << 20, 32 << 20) as i64
     }
 
+    /// The last batch was made of many short moves (or not): so little comes in for a fault, too, and less need be kept free for it.
+    pub fn set_scattered(&self, scattered: bool) {
+        self.scattered.store(scattered, Relaxed);
+    }
+
+    /// While there is less room than this, whoever answers faults has something taken out.
+    pub fn goal(&self) -> i64 {
+        if self.scattered.load(Relaxed) { self.high() / 4 } else { self.high() }
+    }
+
+    /// While there is less room than this, workers take something out themselves: dense batches early, scattered ones only when whoever answers
+    /// faults does not keep up (see [`crate::reclaim`]).
+    pub fn due(&self) -> i64 {
+        if self.scattered.load(Relaxed) { self.high() / 16 } else { self.high() }
+    }
+
     /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its way.
     pub fn batch_chunks(&self) -> usize {
         (self.limit() as usize / 128 / CHUNK_BYTES).clamp(2, CHUNKS_PER_LEAF)
@@ -145,7 +182,8 @@ impl Charge {
 
     /// Free frames worth keeping for the next growth or swap-in.
     pub fn keep_frames(&self) -> usize {
-        (self.limit() as usize / 64 / PAGE_SIZE).clamp(32, 1024)
+        let frames = (self.limit() as usize / 64 / PAGE_SIZE).clamp(32, 1024);
+        if self.scattered.load(Relaxed) { frames / 16 } else { frames }
     }
 
     /// Most pages that one fault fills.

@@ -269,11 +269,9 @@ impl Engine {
         }
     }
 
-    /// True when a worker shall take a batch out: dense ones early, scattered ones only when whoever answers faults does not keep up (see
-    /// [`crate::reclaim`]).
+    /// True when a worker shall take a batch out.
     pub fn is_reclaim_due(&self, mm: &Mm) -> bool {
-        let room = self.charge.room() + (mm.jobs.in_flight * PAGE_SIZE) as i64;
-        room < if mm.jobs.dense { self.charge.high() } else { self.charge.low() / 2 }
+        self.charge.room() + ((mm.jobs.in_flight * PAGE_SIZE) as i64) < self.charge.due()
     }
 
     /// Lets the refaults so far move the division between resident and compressed memory.

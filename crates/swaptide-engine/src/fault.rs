@@ -505,7 +505,11 @@ impl Handler {
     /// A swapped page is in the program: its heat is set, its slot released.
     fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
-        let Some(distance) = mm.refault_distance(&engine.devices, entry) else {
+        let distance = mm.refault_distance(&engine.devices, entry);
+        if self.squeeze.came_back(distance) {
+            engine.charge.widen();
+        }
+        let Some(distance) = distance else {
             // Wanted again before it was even stored: it gets a second chance.
             mm.table.update(page.chunk(), |c| c.hot = 1);
             mm.mark_present(page);

@@ -35,6 +35,7 @@ use crate::locality::Locality;
 use crate::place::Place;
 use crate::reclaim::Worker;
 use crate::split::Loads;
+use crate::squeeze::Squeeze;
 use crate::throttle::Throttle;
 
 /// A fault that waits for its answer.
@@ -122,6 +123,7 @@ pub struct Handler {
     pub(crate) preload: Option<PageNo>,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
+    pub(crate) squeeze: Squeeze,
     /// Faults until this engine ends as a test wants it (0: never).
     pub(crate) fails_at: u32,
     /// The program is to be let go: where bringing everything in goes on.
@@ -181,6 +183,7 @@ impl Handler {
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
             throttle: Throttle::new(),
+            squeeze: Squeeze::default(),
             fails_at: if header.fail.load(Relaxed) == 0 { 0 } else { FAILS_AFTER },
             detaching: None,
         })

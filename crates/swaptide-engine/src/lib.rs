@@ -48,6 +48,7 @@ pub mod recompress;
 pub mod regions;
 pub mod sampling;
 pub mod split;
+pub mod squeeze;
 pub mod staging;
 mod throttle;
 pub mod writeback;

@@ -5,8 +5,10 @@
 //!
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
 //! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
-//! the handler would starve beside other work. So it goes there only while no more threads of the machine want a CPU than there are CPUs, and looks
-//! again every so often and whenever an answer took long. It cannot see that it starves: others do. A worker that finds a message unread for some
+//! the handler would starve beside other work. So it measures: what the two waited for a CPU, beyond what the one waited for the other, is what others
+//! took. It goes there only where that is little, looks again every so often and whenever something took long, and stays away the longer the less its
+//! last stay was worth. (How many threads want a CPU says less: the kernel counts, for milliseconds, those that have just gone to sleep.)
+//! It cannot see that it starves: others do. A worker that finds a message unread for some
 //! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell, and so
 //! waits for the handler, calls [`nudge`] first.
 //!
@@ -18,7 +20,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_sys::affinity::{
-    CpuSet, Runnable, ThreadStat, clear_own_affinity, cpus_online, current_cpu, own_affinity, own_nice, sched_idle, sched_normal,
+    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, sched_normal,
     set_own_affinity,
 };
 use swaptide_sys::thread::{Nanos, gettid};
@@ -32,12 +34,14 @@ const FOLLOW_EVERY: u32 = 4;
 const IN_A_ROW: u32 = 64;
 /// Faults further apart than this are no conversation.
 const GAP_NS: u64 = 200_000;
-/// Faults between two looks at who else wants a CPU, fewer after a look that saw a crowd; so many of these in a row are one. A single look tells
-/// little: a thread that runs for some microseconds makes a crowd, too.
+/// Faults between two looks at what others take, fewer after a look that saw a crowd; so many of these in a row are one.
 const LOOK_AROUND: u32 = 32;
-const LOOK_AGAIN: u32 = 4;
-const CROWDED: u32 = 6;
-/// An answer that takes so long is a reason to look at once.
+const LOOK_AGAIN: u32 = 8;
+const CROWDED: u32 = 2;
+/// It is a crowd that takes more than this part of the time: beside one the handler would hardly come to its turn in the idle class. A host that takes a
+/// virtual machine's CPUs away takes less, and from either class.
+const CROWD_PART: u64 = 2;
+/// What takes so long, an answer or the time until the next fault, is a reason to look at once.
 const SLOW_NS: u64 = 300_000;
 /// Where there is a crowd the handler does not go there, and looks again after this time.
 const LOOK_LATER_NS: u64 = 2_000_000;
@@ -132,6 +136,14 @@ impl Aside {
     }
 }
 
+/// What the handler and the thread that faults had of the CPUs by some moment.
+#[derive(Clone, Copy)]
+struct Times {
+    own: CpuTimes,
+    theirs: CpuTimes,
+    at: Nanos,
+}
+
 /// See the module's description.
 pub struct Place {
     allowed: Option<CpuSet>,
@@ -146,12 +158,16 @@ pub struct Place {
     row: u32,
     /// The handler is in the idle class.
     idle: bool,
-    runnable: Option<Runnable>,
-    cpus: u32,
-    /// Faults until the next look at who else wants a CPU; looks in a row that saw a crowd; when the fault was read that is being answered.
+    /// The handler's times and the thread's, while there is a conversation; and what they were at the last look.
+    own: Option<ThreadTimes>,
+    theirs: Option<ThreadTimes>,
+    looked: Option<Times>,
+    /// Faults until the next look at what others take; looks in a row that saw a crowd; when the fault was read that is being answered, and whether
+    /// it was long in coming.
     look_around: u32,
     crowded: u32,
     began: Nanos,
+    late: bool,
     /// The last answer.
     last: Nanos,
     entered: Nanos,
@@ -181,11 +197,13 @@ impl Place {
             every: LOOK_FIRST,
             row: 0,
             idle: false,
-            runnable: Runnable::open(),
-            cpus: cpus_online(),
+            own: None,
+            theirs: None,
+            looked: None,
             look_around: 0,
             crowded: 0,
             began: Nanos(0),
+            late: false,
             last: Nanos(0),
             entered: Nanos(0),
             retry_at: Nanos(0),
@@ -212,7 +230,11 @@ impl Place {
         self.follow_cpu(tid);
         let gap = now.since(self.last).as_nanos() as u64;
         self.began = now;
+        self.late = gap > SLOW_NS;
         if !self.idle {
+            if self.row == IN_A_ROW / 2 {
+                self.listen(now);
+            }
             if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
                 self.enter(now);
             }
@@ -230,28 +252,46 @@ impl Place {
             return;
         }
         self.look_around = self.look_around.saturating_sub(1);
-        if self.look_around > 0 && now.since(self.began).as_nanos() as u64 <= SLOW_NS {
+        if self.look_around > 0 && !self.late && now.since(self.began).as_nanos() as u64 <= SLOW_NS {
             return;
         }
-        self.crowded = if self.is_crowded() { self.crowded + 1 } else { 0 };
+        self.crowded = if self.is_crowded(now) { self.crowded + 1 } else { 0 };
         self.look_around = if self.crowded > 0 { LOOK_AGAIN } else { LOOK_AROUND };
         if self.crowded >= CROWDED {
             self.leave(now);
-            // Nothing waited long yet: back soon, if the crowd is gone.
-            self.stay_out_ns = STAY_OUT_NS;
-            self.retry_at = Nanos(now.0.saturating_add(STAY_OUT_NS));
         }
     }
 
-    /// True when more threads want a CPU than there are CPUs, or nobody knows. The kernel counts a thread for a while that has just gone to sleep:
-    /// the one that waits for this handler.
-    fn is_crowded(&self) -> bool {
-        self.runnable.as_ref().and_then(Runnable::threads).is_none_or(|threads| threads > self.cpus + 1)
+    /// A conversation has begun: notes the times of both from now on.
+    fn listen(&mut self, now: Nanos) {
+        if self.own.is_none() {
+            self.own = ThreadTimes::open(gettid().0);
+        }
+        self.theirs = ThreadTimes::open(self.tid);
+        self.looked = self.times(now);
+    }
+
+    fn times(&self, at: Nanos) -> Option<Times> {
+        Some(Times { own: self.own.as_ref()?.read()?, theirs: self.theirs.as_ref()?.read()?, at })
+    }
+
+    /// True when others took more of the time since the last look than they may, or nobody knows.
+    fn is_crowded(&mut self, now: Nanos) -> bool {
+        let times = self.times(now);
+        let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else { return true };
+        // What each of the two waited beyond what the other ran: on one CPU they wait for each other.
+        let since = |now: CpuTimes, then: CpuTimes| CpuTimes {
+            ran: now.ran.saturating_sub(then.ran),
+            waited: now.waited.saturating_sub(then.waited),
+        };
+        let (own, theirs) = (since(now.own, then.own), since(now.theirs, then.theirs));
+        let taken = own.waited.saturating_sub(theirs.ran) + theirs.waited.saturating_sub(own.ran);
+        taken > now.at.since(then.at).as_nanos() as u64 / CROWD_PART
     }
 
     /// To the idle class, if it can be left again.
     fn enter(&mut self, now: Nanos) {
-        if self.is_crowded() {
+        if self.is_crowded(now) {
             self.retry_at = Nanos(now.0.saturating_add(LOOK_LATER_NS));
             return;
         }

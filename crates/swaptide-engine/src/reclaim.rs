@@ -129,11 +129,11 @@ impl Worker {
     /// Called by the handler when it has answered: takes a batch for the workers, if room gets short and they have nothing to do.
     pub fn balance(&mut self, engine: &Engine) {
         let charge = &engine.charge;
-        if charge.room() >= charge.high() || engine.park.load(Acquire) != 0 {
+        if charge.room() >= charge.goal() || engine.park.load(Acquire) != 0 {
             return;
         }
         let mut mm = engine.mm.lock();
-        let urgent = charge.room() < charge.low() / 2 && mm.jobs.in_flight < MOST_JOBS * crate::ids::PAGES_PER_LEAF;
+        let urgent = charge.room() < charge.goal() / 2 && mm.jobs.in_flight < MOST_JOBS * crate::ids::PAGES_PER_LEAF;
         if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
@@ -360,6 +360,7 @@ impl Keeper {
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
             engine.balance_pool();
+            engine.charge.narrow();
             // Pages that left it leave holes; a quarter of it for nothing is too much.
             let pool = &engine.devices.pool;
             if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_FROM {

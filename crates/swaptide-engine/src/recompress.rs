@@ -6,7 +6,7 @@
 //! eighth stays as it is. No page is tried twice: compressed memory notes it.
 //!
 //! Where the last pages got hardly smaller, or where pages come back from the file so late that no packing would have kept them, most chunks are settled
-//! untried, and one in sixteen is looked at.
+//! untried, and one in sixteen is looked at; ever fewer, while those get hardly smaller either.
 //!
 //! Owns: the buffers of one batch, and how much was saved lately.
 //!
@@ -32,8 +32,9 @@ const BATCH: usize = 8;
 const MOST_CHUNKS: usize = 64;
 /// Saved bytes in 1/1024 of the tried ones, below which most chunks are left untried.
 const POOR: u32 = 100;
-/// Of those, one in so many is tried.
+/// Of those, one in so many is tried: at first, and at last.
 const SAMPLE: u32 = 16;
+const SAMPLE_LAST: u32 = 512;
 
 struct Item {
     page: PageNo,
@@ -52,8 +53,9 @@ pub struct Recompress {
     plain: Box<Page>,
     /// Smoothed part of the bytes that was saved, in 1/1024.
     gain: u32,
-    /// Chunks left untried since one was tried.
+    /// Chunks left untried since one was tried, and before one is.
     skipped: u32,
+    every: u32,
 }
 
 impl Default for Recompress {
@@ -72,6 +74,7 @@ impl Recompress {
             plain: Box::new([0; PAGE_SIZE]),
             gain: 300,
             skipped: 0,
+            every: SAMPLE,
         }
     }
 
@@ -93,7 +96,7 @@ impl Recompress {
                 }
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 looked += 1;
-                if (self.gain < POOR || !mm.split.tighter_helps()) && self.skipped < SAMPLE {
+                if (self.gain < POOR || !mm.split.tighter_helps()) && self.skipped < self.every {
                     self.skipped += 1;
                 } else {
                     self.skipped = 0;
@@ -103,6 +106,10 @@ impl Recompress {
             }
         }
         self.compress(engine, compressor, unpacker);
+        if !self.items.is_empty() {
+            let tight = self.items.iter().filter(|item| item.tight.is_some()).count();
+            self.every = if tight > self.items.len() / 4 { SAMPLE } else { (self.every * 2).min(SAMPLE_LAST) };
+        }
         self.exchange(engine);
         looked > 0
     }

@@ -117,22 +117,31 @@ impl ThreadStat {
     }
 }
 
-/// How many threads of the whole machine want a CPU, to be asked again and again.
-pub struct Runnable(crate::OwnedFd);
+/// What a thread had of the CPUs, in nanoseconds since it began.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct CpuTimes {
+    /// It ran.
+    pub ran: u64,
+    /// It could have run and waited for a CPU.
+    pub waited: u64,
+}
 
-impl Runnable {
-    /// `None` without /proc/loadavg.
-    pub fn open() -> Option<Runnable> {
-        procfs::open_read(c"/proc/loadavg").ok().map(Runnable)
+/// A thread of this process, to be asked again and again how long it ran and waited.
+pub struct ThreadTimes(crate::OwnedFd);
+
+impl ThreadTimes {
+    /// A thread by its id; `None` when there is no such thread, or the kernel does not count this (`CONFIG_SCHED_INFO`).
+    pub fn open(tid: u32) -> Option<ThreadTimes> {
+        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(ThreadTimes)
     }
 
-    /// Threads that run or wait for a CPU, the caller among them.
-    pub fn threads(&self) -> Option<u32> {
-        let mut buf = [0; 128];
+    /// Its times; those of a thread that runs at this moment may lag behind. `None` when it is gone, or the kernel does not count.
+    pub fn read(&self) -> Option<CpuTimes> {
+        let mut buf = [0; 96];
         let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
-        // 0.20 0.18 0.12 RUNNABLE/ALL LAST
-        let field = procfs::words(&buf[..n]).nth(3)?;
-        Some(parse_u64(field.split(|b| *b == b'/').next()?)? as u32)
+        let mut words = procfs::words(&buf[..n]);
+        let times = CpuTimes { ran: parse_u64(words.next()?)?, waited: parse_u64(words.next()?)? };
+        (times.ran > 0).then_some(times)
     }
 }
 
@@ -204,5 +213,24 @@ mod tests {
         .unwrap();
         assert!(cpus_online() >= 1);
         assert_eq!(thread_cpu(u32::MAX), None);
+    }
+
+    #[test]
+    fn two_threads_of_one_cpu_wait_for_each_other() {
+        let cpu = own_affinity().unwrap().iter().next().unwrap();
+        let busy = move || {
+            set_own_affinity(cpu).unwrap();
+            let own = ThreadTimes::open(crate::thread::gettid().0)?;
+            let begin = std::time::Instant::now();
+            while begin.elapsed() < std::time::Duration::from_millis(150) {}
+            own.read()
+        };
+        let threads = [std::thread::spawn(busy), std::thread::spawn(busy)];
+        for times in threads.map(|thread| thread.join().unwrap()) {
+            // Without CONFIG_SCHED_INFO there is nothing to read.
+            let Some(times) = times else { return };
+            assert!(times.ran > 10_000_000 && times.waited > 10_000_000, "{times:?}");
+        }
+        assert!(ThreadTimes::open(u32::MAX).is_none());
     }
 }
