@@ -238,12 +238,12 @@ CASES = [
     # The sizes of the promise: each at a quarter of its memory or less.
     Case("full-python", python("structures.py", 300), 256, full=True, limit=900, allowance=4),
     Case("full-walk", python("walk.py", 1024), 256, full=True, limit=900, allowance=4),
-    Case("full-sort", sort(300, 200), 50, full=True, limit=1800, needs=("sort",), allowance=4),
-    Case("full-sqlite", sqlite(1000000), 64, full=True, limit=1800, needs=("sqlite3",), allowance=4),
+    Case("full-sort", sort(144, 96), 24, full=True, limit=1200, needs=("sort",), allowance=4),
+    Case("full-sqlite", sqlite(300000), 19, full=True, limit=1200, needs=("sqlite3",), allowance=4),
     Case("full-redis", redis(500000), 160, full=True, limit=900, needs=("redis-server",), allowance=16, forks=True),
     Case("full-postgres", postgres(600000, 192), 96, full=True, limit=900, needs=("psql",), allowance=48, forks=True),
     Case("full-gcc", gcc(4, 300), 128, full=True, limit=900, needs=("gcc",), allowance=8, forks=True),
     Case("full-java", java("G1", 900000), 128, full=True, limit=900, needs=("java",), allowance=64),
-    Case("full-node", node(250000), 58, full=True, limit=1800, needs=("node",), allowance=4),
+    Case("full-node", node(120000), 32, full=True, limit=1200, needs=("node",), allowance=4),
     Case("full-stress-ng", stress(60, 512), 128, full=True, limit=300, needs=("stress-ng",), allowance=8, forks=True),
 ]

@@ -545,6 +545,8 @@ extern "C" fn child() {
     let mask = FORK_MASK.load(Relaxed);
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
     unsafe { FORK_LOCK.force_unlock() };
+    // Whoever holds it from now on is a thread of this process: the one that begins management, say. The next fork must wait for it.
+    FORKER_PID.store(getpid().0, Relaxed);
     // SAFETY: null, or the engine this process has a copy of.
     let inherited = unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
     match inherited {
