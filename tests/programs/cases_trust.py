@@ -162,7 +162,10 @@ def cipher(context):
         found = 0
         for pid in descendants(program.pid):
             for fd in Path(f"/proc/{pid}/fd").iterdir():
-                target = os.readlink(fd)
+                try:
+                    target = os.readlink(fd)
+                except FileNotFoundError:
+                    continue  # Closed since: a socket of this very request, say.
                 if str(context.directory) in target and target.endswith("(deleted)"):
                     with open(fd, "rb") as file:
                         found += sum(block.count(b"the secret that is searched for") for block in iter(lambda: file.read(1 << 20), b""))
