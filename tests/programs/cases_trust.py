@@ -277,6 +277,6 @@ CASES = [
       for mode, allowance in (("vmas", 16), ("threads", 24), ("uring", 8), ("limits", 8), ("nothp", 8))],
     Case("strain-abort", strain_abort, 32, allowance=8),
     Case("confined", confined, 32, allowance=160),
-    Case("detach", detach, 32, full=True, limit=400, forks=True, allowance=400),
+    Case("detach", detach, 32, limit=150, forks=True, allowance=400),
     Case("detach-refused", detach_refused, 48, allowance=120),
 ]

@@ -182,7 +182,8 @@ impl Handler {
     }
 
     /// The mapping may have grown since it was listed: then the registration has split it, and the tail is registered at once, which joins
-    /// it again. Returns the whole.
+    /// it again. Returns the whole. A neighbour that does not join is a mapping of its own (another advice was given for it, say): it stays
+    /// armed, and is adopted by itself.
     fn register_tail(&mut self, mut range: VirtRange) -> VirtRange {
         for _ in 0..4 {
             let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
@@ -197,12 +198,16 @@ impl Handler {
             if !tail || vma.name.starts_with(b"[stack") {
                 return range;
             }
+            let end = vma.range.end;
             self.engine.mm.lock().armed.insert(vma.range);
             if self.uffd.register_missing(vma.range).is_err() {
                 self.engine.mm.lock().armed.remove(vma.range);
                 return range;
             }
-            range.end = vma.range.end;
+            match self.maps.vma_at(range.start) {
+                Ok(Some(joined)) if joined.vma().range.end >= end => range.end = end,
+                _ => return range,
+            }
         }
         range
     }

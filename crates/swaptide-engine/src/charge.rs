@@ -25,7 +25,7 @@ const LEAST_RESIDENT: u64 = 8;
 
 /// By so much at a time the program may go past its limit where it cannot work within, and to this part of the limit at most.
 const GRACE_STEP: u64 = 64 << 10;
-const GRACE_PART: u64 = 16;
+const GRACE_PART: u64 = 20;
 
 /// See the module's description.
 pub struct Charge {
@@ -147,11 +147,6 @@ impl Charge {
     /// Bytes that may be filled: the headroom, and the free frames, which are charged already and are filled first.
     pub fn room(&self) -> i64 {
         self.headroom() + (self.ready.load(Relaxed) * PAGE_SIZE as u64) as i64
-    }
-
-    /// Reclaim starts when the headroom is less than this.
-    pub fn low(&self) -> i64 {
-        (self.limit() / 64).clamp(512 << 10, 16 << 20) as i64
     }
 
     /// Reclaim goes on until the headroom is this.
@@ -277,8 +272,30 @@ mod tests {
         assert_eq!(charge.charged(), (4 << 20) + (1 << 20));
         assert_eq!(charge.headroom(), (64 - 5) << 20);
         assert_eq!(charge.room(), (64 - 4) << 20);
-        assert!(charge.low() < charge.high());
         assert_eq!(charge.pool_limit(), 48 << 20);
+    }
+
+    #[test]
+    fn who_does_not_get_on_gets_a_twentieth_more_and_gives_it_back() {
+        let charge = Charge::new(40 << 20, 75, 0);
+        charge.publish(40 << 8, 0, 0);
+        assert_eq!(charge.headroom(), 0);
+        charge.widen();
+        assert_eq!(charge.headroom(), 64 << 10);
+        (0..100).for_each(|_| charge.widen());
+        assert_eq!(charge.headroom(), 2 << 20);
+        (0..1000).for_each(|_| charge.narrow());
+        assert_eq!(charge.headroom(), 0);
+    }
+
+    #[test]
+    fn where_pages_go_out_one_by_one_less_is_kept_free() {
+        let charge = Charge::new(512 << 20, 75, 0);
+        let dense = (charge.goal(), charge.due(), charge.keep_frames());
+        charge.set_scattered(true);
+        let scattered = (charge.goal(), charge.due(), charge.keep_frames());
+        assert_eq!(dense, (16 << 20, 16 << 20, 1024));
+        assert_eq!(scattered, (4 << 20, 1 << 20, 64), "the handler begins before the workers do");
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Letting the program go: everything is brought back, and the process goes on as if there had been no engine.
 //!
 //! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so that nothing goes out any more. While
-//! nobody faults, the handler brings in what is swapped, in the order of addresses; then it parks the workers, stores what is on its way, and looks
-//! again. When nothing is out any more, whoever runs the handler keeps forks away and calls [`Handler::let_go`].
+//! nobody faults, and after every so many answers to those that never cease to, the handler brings in what is swapped, in the order of
+//! addresses; then it parks the workers, stores what is on its way, and looks again. When nothing is out any more, whoever runs the handler
+//! keeps forks away and calls [`Handler::let_go`].
 //!
 //! Invariants
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full, and no change of mappings is read but not
@@ -22,7 +23,7 @@ use swaptide_sys::lock::futex;
 use crate::admission::Came;
 use crate::fault::{GROUP_PAGES, LAST_PAGE};
 use crate::handler::Handler;
-use crate::ids::{PageNo, range_of};
+use crate::ids::{ChunkNo, PageNo, range_of};
 use crate::pagetable::{PageState, PageTable};
 use crate::regions::Regions;
 
@@ -42,13 +43,22 @@ impl Handler {
             let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else { return self.is_all_in() };
             let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
             let mut came = Came::new(first);
-            // Where the whole was another one at the second look, page by page; what is not to be had now is met again at the next round.
-            if self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came).is_err() && self.bring(first, GROUP_PAGES).is_err() {
+            // A program that changes its mappings without pause leaves moments only behind the reading of an event. What is not to be had now is met
+            // again at the next round.
+            let _ = self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came);
+            if self.is_any_out(first) {
                 self.drain_events();
+                let _ = self.bring(first, GROUP_PAGES);
             }
             self.detaching = Some(first.plus(GROUP_PAGES));
         }
         false
+    }
+
+    /// True when some of a group is swapped.
+    fn is_any_out(&self, first: PageNo) -> bool {
+        let mm = self.engine.mm.lock();
+        (first.chunk().0..first.plus(GROUP_PAGES).chunk().0).any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
     }
 
     /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring in; it begins anew then.
@@ -60,6 +70,8 @@ impl Handler {
         }
         self.park_workers();
         while self.worker.store_waiting(engine) {}
+        // Who publishes otherwise stands still.
+        engine.publish_slot();
         if self.is_let_go_possible() {
             return true;
         }
@@ -67,12 +79,12 @@ impl Handler {
         false
     }
 
+    /// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or there, and the kernel answers them then.
     fn is_let_go_possible(&self) -> bool {
         let mm = self.engine.mm.lock();
         mm.table.swapped() == 0
             && mm.jobs.in_flight == 0
             && mm.late.is_empty()
-            && self.pending.is_empty()
             && self.strangers.is_empty()
             && self.rung.is_empty()
             && !self.forking

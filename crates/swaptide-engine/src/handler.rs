@@ -53,6 +53,8 @@ pub struct Fault {
 pub(crate) const LATEST: Duration = Duration::from_secs(1);
 /// Faults before an engine ends that a test wants to end.
 const FAILS_AFTER: u32 = 500;
+/// Answers after which a program that is to be let go has some of it brought in, though faults wait.
+const ANSWERS: u32 = 16;
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -193,6 +195,7 @@ impl Handler {
     /// this is called again.
     pub fn run(&mut self) {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
+        let mut answers = 0u32;
         loop {
             if self.pending.is_empty() {
                 match self.preload.or(self.detaching) {
@@ -204,12 +207,15 @@ impl Handler {
             self.wake_held();
             if self.pending.is_empty() && !self.forking {
                 self.preload_some();
-                if self.detaching.is_some() && self.detach_some() {
-                    return;
-                }
+            }
+            // Threads that give memory up and touch it again never cease to fault.
+            let is_due = self.detaching.is_some() && (self.pending.is_empty() || answers.is_multiple_of(ANSWERS));
+            if is_due && !self.forking && self.detach_some() {
+                return;
             }
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
+                answers = answers.wrapping_add(1);
                 if !self.forking {
                     self.worker.balance(self.engine);
                 }

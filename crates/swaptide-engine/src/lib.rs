@@ -37,6 +37,7 @@ pub mod events;
 pub mod fault;
 pub mod fork;
 pub mod handler;
+mod hints;
 pub mod ids;
 pub mod locality;
 pub mod pagetable;

@@ -49,6 +49,9 @@ const LOOK_LATER_NS: u64 = 2_000_000;
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
 
+/// There is no way back from the idle class.
+const NEVER: Nanos = Nanos(u64::MAX);
+
 /// No CPU.
 pub const NO_CPU: u32 = u32::MAX;
 
@@ -144,6 +147,18 @@ struct Times {
     at: Nanos,
 }
 
+impl Times {
+    /// Nanoseconds that others took: what each of the two waited beyond what the other ran, for on one CPU they wait for each other.
+    fn taken_since(self, then: Times) -> u64 {
+        let since = |now: CpuTimes, then: CpuTimes| CpuTimes {
+            ran: now.ran.saturating_sub(then.ran),
+            waited: now.waited.saturating_sub(then.waited),
+        };
+        let (own, theirs) = (since(self.own, then.own), since(self.theirs, then.theirs));
+        own.waited.saturating_sub(theirs.ran) + theirs.waited.saturating_sub(own.ran)
+    }
+}
+
 /// See the module's description.
 pub struct Place {
     allowed: Option<CpuSet>,
@@ -232,7 +247,7 @@ impl Place {
         self.began = now;
         self.late = gap > SLOW_NS;
         if !self.idle {
-            if self.row == IN_A_ROW / 2 {
+            if self.row == IN_A_ROW / 2 && self.retry_at != NEVER {
                 self.listen(now);
             }
             if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
@@ -279,14 +294,7 @@ impl Place {
     fn is_crowded(&mut self, now: Nanos) -> bool {
         let times = self.times(now);
         let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else { return true };
-        // What each of the two waited beyond what the other ran: on one CPU they wait for each other.
-        let since = |now: CpuTimes, then: CpuTimes| CpuTimes {
-            ran: now.ran.saturating_sub(then.ran),
-            waited: now.waited.saturating_sub(then.waited),
-        };
-        let (own, theirs) = (since(now.own, then.own), since(now.theirs, then.theirs));
-        let taken = own.waited.saturating_sub(theirs.ran) + theirs.waited.saturating_sub(own.ran);
-        taken > now.at.since(then.at).as_nanos() as u64 / CROWD_PART
+        now.taken_since(then) > now.at.since(then.at).as_nanos() as u64 / CROWD_PART
     }
 
     /// To the idle class, if it can be left again.
@@ -298,7 +306,7 @@ impl Place {
         // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
         RESCUED.store(false, Relaxed);
         if own_nice() >= 0 || !idle_class(true) {
-            self.retry_at = Nanos(u64::MAX);
+            self.retry_at = NEVER;
             return;
         }
         self.entered = now;
@@ -365,5 +373,23 @@ impl Place {
             let _ = clear_own_affinity(allowed);
             self.bound = None;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_only_for_the_other_has_nothing_taken() {
+        let times = |own: [u64; 2], theirs: [u64; 2]| Times {
+            own: CpuTimes { ran: own[0], waited: own[1] },
+            theirs: CpuTimes { ran: theirs[0], waited: theirs[1] },
+            at: Nanos(0),
+        };
+        let then = times([100, 50], [30, 70]);
+        assert_eq!(times([170, 80], [60, 140]).taken_since(then), 0, "30 and 70 of each other");
+        assert_eq!(times([170, 180], [60, 140]).taken_since(then), 100);
+        assert_eq!(times([170, 80], [60, 1140]).taken_since(then), 1000);
     }
 }

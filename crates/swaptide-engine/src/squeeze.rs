@@ -1,6 +1,6 @@
 //! When a program cannot get on within its limit.
 //!
-//! What a process shares with another since a fork, what is locked or pinned stays resident and counts. Where that alone reaches the limit, whatever else
+//! What is locked or pinned, or could not be adopted, stays resident and counts. Where that alone reaches the limit, whatever else
 //! comes in goes out at once, before the instruction that asked for it has its second operand: the program stands still though it runs. It is seen by how soon
 //! pages come back: after fewer others than any program needs at hand. Then it gets a little more than its limit ([`crate::charge::Charge::widen`]), step by
 //! step until that ends, and gives it back as time goes by.

@@ -560,14 +560,22 @@ mod tests {
         let segment = grouped();
         segment.group(A).set_swap_max(Some(40));
         let groups = [GroupIndex::ROOT, A, B, INNER];
+        let (start, leased_below_a) = (&std::sync::Barrier::new(4), &AtomicU32::new(0));
         std::thread::scope(|scope| {
             for number in 0..4u32 {
                 scope.spawn(move || {
                     let index = member(segment, 100 + number, groups[number as usize]);
                     let mut held = Vec::new();
+                    start.wait();
                     for round in 0..3000u32 {
                         match round.wrapping_mul(2_654_435_761) >> 28 {
-                            0..=7 => held.extend(segment.lease_charged(index)),
+                            0..=7 => {
+                                let extent = segment.lease_charged(index);
+                                if extent.is_some() && segment.ancestry(segment.group_of(index)).any(|group| group == A) {
+                                    leased_below_a.fetch_add(1, Relaxed);
+                                }
+                                held.extend(extent);
+                            }
                             8..=13 => {
                                 held.pop().map(|extent| segment.release_charged(index, index, extent));
                             }
@@ -587,7 +595,8 @@ mod tests {
             }
         });
         assert!(is_sound(segment));
-        assert!(segment.group(A).swap_used() > 0);
+        // What a group holds at the end is chance: one thread may have taken everything and gone elsewhere.
+        assert!(leased_below_a.load(Relaxed) > 0);
         assert!(!segment.audit_is_due());
         for index in (0..8).map(SlotIndex) {
             segment.release(index, |_| {});

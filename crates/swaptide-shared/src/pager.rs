@@ -520,6 +520,8 @@ impl Inner {
         const PAGEOUT: i32 = 21;
         let chunks = |pages: &Range<usize>| pages.start / 16..pages.end.div_ceil(16);
         let Some(region) = state.regions.get_mut(&id) else { return };
+        // A mapping may be longer than what it maps.
+        let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
         match advice {
             NORMAL => region.say(pages, Reading::Unknown),
             RANDOM => region.say(pages, Reading::Random),
@@ -532,12 +534,16 @@ impl Inner {
             REMOVE => self.discard(state, id, pages),
             COLD => {
                 for chunk in chunks(&pages).rev() {
-                    region.chunk(chunk).hot = false;
+                    let is_in = region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+                    let marks = region.chunk(chunk);
+                    marks.hot = false;
                     // It stands in the queue twice then, and is skipped the second time.
-                    state.queue.push_front((id, chunk as u32));
+                    if is_in && !std::mem::replace(&mut marks.ahead, true) {
+                        state.queue.push_front((id, chunk as u32));
+                    }
                 }
             }
-            PAGEOUT => state.wanted_out.extend(chunks(&pages).map(|chunk| (id, chunk as u32))),
+            PAGEOUT => chunks(&pages).for_each(|chunk| state.want_out(id, chunk)),
             _ => {}
         }
     }
@@ -580,6 +586,20 @@ impl State {
     /// True while what forbids going out is about to pass: a forked child whose guard is on its way, a mapping that is being moved.
     pub fn is_passing(&self) -> bool {
         self.spaces.values().any(|space| space.moving > 0 || space.guard.is_none() && space.unguarded.elapsed() < GUARD_SOON)
+    }
+
+    /// Has a chunk go out of which something is in.
+    pub fn want_out(&mut self, id: RegionId, chunk: usize) {
+        let Some(region) = self.regions.get_mut(&id) else { return };
+        let is_in = chunk < region.chunk_count() && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+        if is_in && !std::mem::replace(&mut region.chunk(chunk).wanted, true) {
+            self.wanted_out.push_back((id, chunk as u32));
+        }
+    }
+
+    /// Has chunks go out that were asked for, and could not go.
+    pub fn want_again(&mut self, chunks: Vec<(RegionId, u32)>) {
+        chunks.into_iter().for_each(|(id, chunk)| self.want_out(id, chunk as usize));
     }
 
     /// Puts a chunk at the end of the queue, if it does not stand in it.

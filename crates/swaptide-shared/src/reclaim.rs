@@ -63,6 +63,8 @@ struct Worker {
 /// Pages on their way out.
 struct Batch {
     runs: Vec<(RegionId, Range<usize>)>,
+    /// Chunks among them that somebody asked for.
+    wanted: Vec<(RegionId, u32)>,
     generation: u64,
 }
 
@@ -70,6 +72,14 @@ impl Batch {
     fn pages(&self) -> usize {
         self.runs.iter().map(|(_, run)| run.len()).sum()
     }
+}
+
+/// A page that was put away. Its slot stands here because its region may be gone before it is known to be out.
+struct Stored {
+    region: RegionId,
+    page: usize,
+    slot: Slot,
+    put: Put,
 }
 
 /// What became of an attempt.
@@ -115,20 +125,22 @@ impl Worker {
         if inner.store.has_file() && inner.store.pool_excess() > 0 && self.write_back(inner) {
             return Duration::ZERO;
         }
-        let over = {
+        let (over, wanted) = {
             let state = inner.lock();
             let used = (state.counts().resident * PAGE_SIZE) as u64 + inner.own_bytes();
             inner.tell_use(&state);
-            if state.wanted_out.is_empty() { used.saturating_sub(limit - margin(limit)) } else { u64::MAX }
+            (used.saturating_sub(limit - margin(limit)), !state.wanted_out.is_empty())
         };
-        if over == 0 {
+        if over == 0 && !wanted {
+            inner.store.tidy();
             return Duration::from_millis(5);
         }
-        let mut outcome = self.batch(inner, (over / PAGE_SIZE as u64).clamp(16, BATCH as u64) as usize);
+        let least = if over == 0 { 0 } else { 16 };
+        let mut outcome = self.batch(inner, (over / PAGE_SIZE as u64).clamp(least, BATCH as u64) as usize);
         if outcome == Outcome::Nothing && inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
-        if matches!(outcome, Outcome::Nothing | Outcome::Full) {
+        if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
             inner.lock().stuck_until = Some(Instant::now() + STUCK);
         }
         inner.tell_room();
@@ -150,33 +162,35 @@ impl Worker {
             Err(_) => return Outcome::Again,
         };
         let excused = inner.exempted(&batch);
-        let stored = if excused { None } else { self.store(inner, &batch) };
-        let Some(stored) = stored else {
+        let mut stored = Vec::with_capacity(batch.pages());
+        if excused || !self.store(inner, &batch, &mut stored) {
+            stored.iter().for_each(|stored| inner.drop_stored(stored));
             inner.unprotect(&mut inner.lock(), &batch);
             return Outcome::Nothing;
-        };
-        let full = !stored.is_empty() && stored.iter().all(|(_, _, put)| *put == Put::Full);
+        }
+        let full = !stored.is_empty() && stored.iter().all(|stored| stored.put == Put::Full);
         match inner.finish(&batch, &stored, &self.buffer) {
             Some(_) if full => Outcome::Full,
             Some(out) => Outcome::Out(out),
-            None => Outcome::Again,
+            None => {
+                inner.lock().want_again(batch.wanted);
+                Outcome::Again
+            }
         }
     }
 
-    /// Reads the pages of a batch and puts them away.
-    fn store(&mut self, inner: &Inner, batch: &Batch) -> Option<Vec<(RegionId, usize, Put)>> {
+    /// Reads the pages of a batch and puts them away. False when one of its regions is gone.
+    fn store(&mut self, inner: &Inner, batch: &Batch, stored: &mut Vec<Stored>) -> bool {
         self.buffer.resize(batch.pages() * PAGE_SIZE, 0);
-        let mut stored = Vec::with_capacity(batch.pages());
         let mut at = 0;
         let mut for_file: Vec<(usize, Slot, usize)> = Vec::new();
         for (id, run) in &batch.runs {
             let bytes = at * PAGE_SIZE..(at + run.len()) * PAGE_SIZE;
-            let (memory, base) = {
-                let state = inner.lock();
-                let region = state.regions.get(id)?;
-                (region.memory.clone(), region.base)
-            };
-            memory.read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64).ok()?;
+            let found = inner.lock().regions.get(id).map(|region| (region.memory.clone(), region.base));
+            let Some((memory, base)) = found else { return false };
+            if memory.read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64).is_err() {
+                return false;
+            }
             let (pages, _) = self.buffer[bytes].as_chunks::<PAGE_SIZE>();
             for (page, data) in run.clone().zip(pages) {
                 let slot = Slot(base + page as u32);
@@ -192,7 +206,7 @@ impl Worker {
                 if matches!(put, Put::Poor | Put::Refused(_)) {
                     for_file.push((stored.len(), slot, at));
                 }
-                stored.push((*id, page, put));
+                stored.push(Stored { region: *id, page, slot, put });
                 at += 1;
             }
         }
@@ -204,13 +218,13 @@ impl Worker {
                 inner.count(Counter::WriteErrors, 1);
             }
             for (number, slot, at) in some {
-                stored[*number].2 = match written {
+                stored[*number].put = match written {
                     true => Put::In(PageState::File),
                     false => inner.store.keep(*slot, &pages[*at], &mut self.compressor),
                 };
             }
         }
-        Some(stored)
+        true
     }
 
     /// Writes the oldest pages of compressed memory to the file. False when there was nothing to write, or it failed.
@@ -265,7 +279,7 @@ impl Worker {
         }
         inner.publish(&state.counts());
         drop(state);
-        inner.store.compact();
+        inner.store.tidy();
         moved > 0
     }
 }
@@ -301,19 +315,29 @@ impl Inner {
         }
     }
 
-    /// Chooses pages and protects them. `None` when nothing may go out; an error when some address space is changing.
+    /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when nothing may go out; an error when some
+    /// address space is changing.
     fn protect(&self, most: usize) -> Result<Option<Batch>, Errno> {
         let mut state = self.lock();
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
         let mut count = 0;
         let forbidden = state.forbidden();
-        while let Some((id, chunk)) = state.wanted_out.pop_front() {
-            if !forbidden.contains(&id) {
-                count += take_chunk(&mut state, id, chunk as usize, &mut runs);
+        let (mut wanted, mut later) = (Vec::new(), Vec::new());
+        while count < BATCH
+            && let Some((id, chunk)) = state.wanted_out.pop_front()
+        {
+            let Some(region) = state.regions.get_mut(&id) else { continue };
+            region.chunk(chunk as usize).wanted = false;
+            if forbidden.contains(&id) {
+                later.push((id, chunk));
+                continue;
             }
-            if count >= most.min(BATCH) {
-                break;
-            }
+            count += take_chunk(&mut state, id, chunk as usize, &mut runs);
+            wanted.push((id, chunk));
+        }
+        // What will soon be allowed waits for it; what will not was asked for in vain.
+        if state.is_passing() {
+            state.want_again(later);
         }
         let mut left = state.queue.len();
         while count < most.min(BATCH) && left > 0 {
@@ -321,6 +345,7 @@ impl Inner {
             let Some((id, chunk)) = state.queue.pop_front() else { break };
             let Some(region) = state.regions.get_mut(&id) else { continue };
             let marks = region.chunk(chunk as usize);
+            marks.ahead = false;
             if forbidden.contains(&id) || std::mem::take(&mut marks.hot) {
                 marks.queued = true;
                 state.queue.push_back((id, chunk));
@@ -333,7 +358,7 @@ impl Inner {
         if count == 0 {
             return Ok(None);
         }
-        let batch = Batch { runs, generation: state.generation };
+        let batch = Batch { runs, wanted, generation: state.generation };
         let ids: Vec<SpaceId> = state.spaces.keys().copied().collect();
         for id in ids {
             let space = &state.spaces[&id];
@@ -345,6 +370,7 @@ impl Inner {
                 Some(Errno::SRCH) => {
                     // Gone, and with it whoever might write.
                     self.unprotect(&mut state, &batch);
+                    state.want_again(batch.wanted);
                     self.forget_space(&mut state, id);
                     return Err(Errno::SRCH);
                 }
@@ -353,6 +379,7 @@ impl Inner {
                         self.learn(&mut state, id);
                     }
                     self.unprotect(&mut state, &batch);
+                    state.want_again(batch.wanted);
                     return Err(errno);
                 }
             }
@@ -405,8 +432,16 @@ impl Inner {
         }
     }
 
+    /// Frees what a page was put into that does not go out. Its slot may be another region's by now, of which nothing can be stored there: only
+    /// this thread stores.
+    fn drop_stored(&self, stored: &Stored) {
+        if let Put::In(place) = stored.put {
+            self.store.free(stored.slot, place);
+        }
+    }
+
     /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and nothing went out.
-    fn finish(&self, batch: &Batch, stored: &[(RegionId, usize, Put)], buffer: &[u8]) -> Option<usize> {
+    fn finish(&self, batch: &Batch, stored: &[Stored], buffer: &[u8]) -> Option<usize> {
         let mut state = self.lock();
         let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
         let quiet = state.generation == batch.generation
@@ -414,14 +449,13 @@ impl Inner {
                 !space.layout.iter().any(|piece| concerned(&piece.region)) || space.standing() != Standing::Changing
             });
         let mut outs: Vec<(RegionId, usize, PageState)> = Vec::new();
-        for (id, page, put) in stored {
-            let Put::In(place) = *put else { continue };
-            let leaving = quiet && state.regions.get(id).is_some_and(|region| region.state(*page) == PageState::Leaving);
-            if leaving {
-                outs.push((*id, *page, place));
+        for stored in stored {
+            let Put::In(place) = stored.put else { continue };
+            let (id, page) = (stored.region, stored.page);
+            if quiet && state.regions.get(&id).is_some_and(|region| region.state(page) == PageState::Leaving) {
+                outs.push((id, page, place));
             } else {
-                let slot = state.regions.get(id).map(|region| region.slot(*page));
-                slot.into_iter().for_each(|slot| self.store.free(slot, place));
+                self.drop_stored(stored);
             }
         }
         // Known to be out before it is.

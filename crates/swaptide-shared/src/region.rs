@@ -67,6 +67,10 @@ pub struct Chunk {
     pub hot: bool,
     /// It stands in the log of compressed memory.
     pub logged: bool,
+    /// It stands among what a program wants out.
+    pub wanted: bool,
+    /// It was put at the head of the queue, and nobody has taken it from there since.
+    pub ahead: bool,
 }
 
 /// Pages by where they are.

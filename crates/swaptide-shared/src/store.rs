@@ -299,9 +299,12 @@ impl Store {
         }
     }
 
-    /// Gives back what compressed memory does not need.
-    pub fn compact(&self) {
+    /// Gives back what compressed memory does not need, a little at a time.
+    pub fn tidy(&self) {
         self.pool.compact(256 << 10);
+        if self.pool.stored_bytes() == 0 && self.pool.pool_bytes() > 0 {
+            self.pool.trim();
+        }
     }
 }
 

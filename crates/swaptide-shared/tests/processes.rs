@@ -35,6 +35,7 @@ const CASES: &[(&str, fn())] = &[
     ("to_the_file", to_the_file),
     ("advice", advice),
     ("the_last_one_frees", the_last_one_frees),
+    ("regions_end_while_their_pages_leave", regions_end_while_their_pages_leave),
     ("direct_io_holds", direct_io_holds),
     ("a_killed_pager", a_killed_pager),
     ("a_raw_clone", a_raw_clone),
@@ -542,7 +543,17 @@ fn the_last_one_frees() {
     assert!(host.out() > 0, "somebody has it still");
     worker.kill().and_then(|()| worker.wait()).expect("killed");
     until("nobody has it", || host.out() == 0);
-    until("nothing of it is left", || host.view.bytes().0 == 0 && host.view.pool_bytes() <= MIB);
+    until("nothing of it is left", || host.view.bytes().0 == 0 && host.view.pool_bytes() == 0);
+}
+
+fn regions_end_while_their_pages_leave() {
+    let host = Pager::start(8 * MIB, None);
+    for _ in 0..20 {
+        let region = SharedRegion::create(host.name, 24 << 20).expect("a region");
+        Words::of(&region).fill();
+    }
+    until("nobody has any", || host.out() == 0);
+    until("nothing of any is left", || host.view.bytes().0 == 0 && host.view.pool_bytes() == 0);
 }
 
 fn direct_io_holds() {

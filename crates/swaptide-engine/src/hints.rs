@@ -1,0 +1,137 @@
+//! What the program says of its memory, and what the run asks for: not answers to faults, and so never at their cost.
+//!
+//! Owns: nothing; the ranges that were spoken of stand in the handler. Locks: the memory lock, for a look or a group of pages at a time.
+
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+use swaptide_ipc::{Counter, OfOrder};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+
+use crate::admission::Came;
+use crate::bell::Hint;
+use crate::engine::NO_RANGE;
+use crate::fault::{GROUP_PAGES, LAST_PAGE, Stop};
+use crate::handler::Handler;
+use crate::ids::{PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::locality::Reading;
+use crate::pagetable::PageState;
+use crate::reclaim::Step;
+
+/// Groups that are brought in unasked between two looks for faults.
+const PRELOAD_GROUPS: usize = 4;
+
+impl Handler {
+    /// What the program said of how an address is read.
+    pub(crate) fn reading(&self, addr: VirtAddr) -> Reading {
+        self.hints.iter().rev().find(|(range, _)| range.contains(addr)).map_or(Reading::Unknown, |(_, reading)| *reading)
+    }
+
+    /// Acts on a hint.
+    pub(crate) fn hint(&mut self, hint: Hint, range: VirtRange) {
+        let engine = self.engine;
+        match hint {
+            Hint::Sequential => self.note(range, Reading::Sequential),
+            Hint::Random => self.note(range, Reading::Random),
+            Hint::Normal => self.note(range, Reading::Unknown),
+            Hint::Cold | Hint::PageOut => {
+                let mut guard = engine.mm.lock();
+                let mm = &mut *guard;
+                for page in pages_of(range).step_by(PAGES_PER_CHUNK) {
+                    let chunk = PageNo(page).chunk();
+                    mm.queues.first_to_go(&mut mm.table, chunk);
+                }
+                drop(guard);
+                if hint == Hint::PageOut {
+                    let mut left = range.len() / PAGE_SIZE;
+                    while left > 0 {
+                        match self.worker.step(engine) {
+                            Step::Took(pages) => left = left.saturating_sub(pages),
+                            Step::Again => self.drain_events(),
+                            Step::Nothing => break,
+                        }
+                    }
+                }
+            }
+            Hint::Release => self.release(range),
+            Hint::Mapped => self.adopt_mapping(range.start),
+            Hint::WillNeed => {
+                let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
+                for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {
+                    let mut came = Came::new(PageNo(page));
+                    if self.bring_span(PageNo(page).chunk().first(), PAGES_PER_CHUNK, PageNo(page), &mut came).is_err() {
+                        break;
+                    }
+                    came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+                }
+            }
+        }
+    }
+
+    /// Brings in some of what is swapped, in the order of addresses. It is over when all is there; for now, when there is no room for more: nothing
+    /// goes out for its sake.
+    pub(crate) fn preload_some(&mut self) {
+        let engine = self.engine;
+        for _ in 0..PRELOAD_GROUPS {
+            let Some(at) = self.preload else { return };
+            if engine.slot().preload.load(Relaxed) == 0 || engine.charge.headroom() < engine.charge.high() {
+                self.preload = None;
+                return;
+            }
+            let next = engine.mm.lock().table.next_used(at, LAST_PAGE);
+            let Some(page) = next else {
+                self.preload = None;
+                engine.slot().preload.store(0, Release);
+                return;
+            };
+            let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
+            let mut came = Came::new(first);
+            // What does not come now comes when it is wanted.
+            if self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came).is_err() {
+                self.preload = None;
+                return;
+            }
+            engine.count(Counter::SwapRa, came.pages());
+            came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+            self.preload = Some(first.plus(GROUP_PAGES));
+        }
+    }
+
+    /// Brings a range in and lets it go.
+    fn release(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        engine.mm.lock().held = range;
+        let pages = pages_of(range);
+        let end = PageNo(pages.end);
+        let mut at = PageNo(pages.start);
+        let mut tries = 0;
+        loop {
+            let next = engine.mm.lock().table.next_used(at, end);
+            let Some(page) = next.filter(|p| *p < end) else { break };
+            match self.bring(page, 1) {
+                Err(Stop::Again) if tries < 1000 => {
+                    tries += 1;
+                    self.drain_events();
+                }
+                _ => at = page.plus(1),
+            }
+        }
+        let mut mm = engine.mm.lock();
+        mm.held = NO_RANGE;
+        if (pages.start..pages.end).any(|page| matches!(mm.table.get(PageNo(page)), PageState::Swapped(_))) {
+            (engine.start.log)("a range could not be brought in whole and stays managed");
+            return;
+        }
+        // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
+        let _ = self.uffd.unregister(range);
+        crate::events::drop_pages(&mut mm, engine, range);
+        mm.regions.remove(range);
+        engine.settle(&mm);
+    }
+
+    fn note(&mut self, range: VirtRange, reading: Reading) {
+        self.hints.retain(|(r, _)| !(range.start <= r.start && r.end <= range.end));
+        if reading != Reading::Unknown && self.hints.len() < 256 {
+            self.hints.push((range, reading));
+        }
+    }
+}

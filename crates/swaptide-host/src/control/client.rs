@@ -1,0 +1,309 @@
+//! Who asks a run or the daemon.
+//!
+//! Owns: which of them is asked about a process, and how long an answer is waited for.
+//!
+//! Locks: none.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+
+use super::{Answer, ControlError, PATIENCE, Question, TiersView, directory, path_of};
+use crate::areas::AreaView;
+use crate::device;
+use crate::groups::GroupView;
+use crate::report::View;
+
+/// The runs of this user, by the process that the user started, in ascending order. Doors that were left behind are removed.
+///
+/// # Errors
+/// [`ControlError::Directory`].
+pub fn runs() -> Result<Vec<u32>, ControlError> {
+    let directory = directory();
+    let entries = match std::fs::read_dir(&directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(ControlError::Directory(directory, error)),
+    };
+    let mut runs = Vec::new();
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let pid = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
+        let (Some(pid), true) = (pid, path.extension().is_some_and(|end| end == "sock")) else { continue };
+        match UnixStream::connect(&path) {
+            Ok(_) => runs.push(pid),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(&path)),
+            Err(_) => {}
+        }
+    }
+    runs.sort_unstable();
+    Ok(runs)
+}
+
+/// Who is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    /// A run, by the process that the user started.
+    Run(u32),
+    /// The daemon; one of its runs by any process, where that matters.
+    Daemon(Option<u32>),
+}
+
+/// Asks a run how it is: the one that `pid` started or is in, or, where none is named, the only one there is.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn stats(pid: Option<u32>) -> Result<View, ControlError> {
+    let target = find(pid)?;
+    match (target, target == Target::Daemon(None)) {
+        (_, true) => match daemon_runs().as_slice() {
+            [] => Err(ControlError::NoRun),
+            [run] => stats_of(Target::Daemon(Some(*run))),
+            runs => Err(ControlError::Several(runs.to_vec())),
+        },
+        (target, _) => stats_of(target),
+    }
+}
+
+fn stats_of(target: Target) -> Result<View, ControlError> {
+    let question = match target {
+        Target::Daemon(Some(pid)) => Question::StatsOf(pid),
+        _ => Question::Stats,
+    };
+    match ask(target, &question, |_| ())? {
+        Answer::Stats(view) => Ok(*view),
+        _ => Err(other(target)),
+    }
+}
+
+fn other(target: Target) -> ControlError {
+    target.failed("it answers another question".into())
+}
+
+impl Target {
+    fn failed(self, why: String) -> ControlError {
+        match self {
+            Target::Run(run) => ControlError::Run(run, why),
+            Target::Daemon(_) => ControlError::Daemon(why),
+        }
+    }
+
+    fn path(self) -> PathBuf {
+        match self {
+            Target::Run(run) => path_of(run),
+            Target::Daemon(_) => daemon_path(),
+        }
+    }
+}
+
+/// Where the daemon of this user listens, or would.
+pub fn daemon_path() -> PathBuf {
+    directory().join("daemon.sock")
+}
+
+/// Whether a daemon answers there.
+pub fn daemon_is_there() -> bool {
+    UnixStream::connect(daemon_path()).is_ok()
+}
+
+/// The runs that the daemon keeps, by the processes that the users started.
+pub fn daemon_runs() -> Vec<u32> {
+    match ask(Target::Daemon(None), &Question::Runs, |_| ()) {
+        Ok(Answer::Runs(runs)) => runs.into_iter().map(|(front, _)| front).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// The budget of the daemon.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn budget() -> Result<u64, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Budget, |_| ())? {
+        Answer::Budget(bytes) => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
+/// The runs that the daemon keeps.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn views() -> Result<Vec<View>, ControlError> {
+    let target = Target::Daemon(None);
+    match ask(target, &Question::Views, |_| ())? {
+        Answer::Views(views) => Ok(views),
+        _ => Err(other(target)),
+    }
+}
+
+/// Who is asked about a process, or, where none is named, the only one there is to ask.
+fn find(pid: Option<u32>) -> Result<Target, ControlError> {
+    let runs = runs()?;
+    match (pid, runs.as_slice()) {
+        (Some(pid), runs) if runs.contains(&pid) => Ok(Target::Run(pid)),
+        (Some(pid), runs) => {
+            let inside = |run: &&u32| {
+                stats_of(Target::Run(**run)).is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid))
+            };
+            if let Some(run) = runs.iter().find(inside) {
+                return Ok(Target::Run(*run));
+            }
+            let kept = Target::Daemon(Some(pid));
+            if daemon_is_there() && stats_of(kept).is_ok() { Ok(kept) } else { Err(ControlError::NotFound(pid)) }
+        }
+        (None, []) if daemon_is_there() => Ok(Target::Daemon(None)),
+        (None, []) => Err(ControlError::NoRun),
+        (None, [run]) if !daemon_is_there() => Ok(Target::Run(*run)),
+        (None, runs) => Err(ControlError::Several(runs.to_vec())),
+    }
+}
+
+/// Has the daemon read its configuration file again.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn reload() -> Result<(), ControlError> {
+    ask(Target::Daemon(None), &Question::Reload, |_| ()).map(drop)
+}
+
+/// The swap areas of a run, with their numbers, in the order in which they are used.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn devices(pid: Option<u32>) -> Result<Vec<(u8, AreaView)>, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Devices, |_| ())? {
+        Answer::Devices(devices) => Ok(devices),
+        _ => Err(other(target)),
+    }
+}
+
+/// Adds a swap area to a run: a device as `swaptide run --swap` takes it.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn add_device(pid: Option<u32>, text: &str) -> Result<(), ControlError> {
+    // The run is in another directory.
+    let text = device::absolute(text).map_err(|error| ControlError::Refused(error.to_string()))?;
+    ask(find(pid)?, &Question::Swapon(text), |_| ()).map(drop)
+}
+
+/// Takes a swap area away from a run, by its name or number; `progress` is told how many bytes are still there.
+///
+/// # Errors
+/// See [`ControlError`]; the area is as it was then.
+pub fn remove_device(pid: Option<u32>, name: &str, progress: impl FnMut(u64)) -> Result<(), ControlError> {
+    ask(find(pid)?, &Question::Swapoff(name.to_owned()), progress).map(drop)
+}
+
+/// The tiers of a run; with a text, after they were changed by it.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Tiers(text.map(str::to_owned)), |_| ())? {
+        Answer::Tiers(view) => Ok(view),
+        _ => Err(other(target)),
+    }
+}
+
+/// A group of a run and those below it; with settings, after these were made.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn run_group(pid: Option<u32>, path: &str, set: &[(String, String)]) -> Result<Vec<GroupView>, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Group { path: path.to_owned(), set: set.to_vec() }, |_| ())? {
+        Answer::Groups(views) => Ok(views),
+        _ => Err(other(target)),
+    }
+}
+
+/// Removes a group of a run.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn remove_group(pid: Option<u32>, path: &str) -> Result<(), ControlError> {
+    ask(find(pid)?, &Question::Remove(path.to_owned()), |_| ()).map(drop)
+}
+
+/// Takes memory from a group of a run; answers with how much went out, and whether that is what was asked for.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn reclaim_group(pid: Option<u32>, path: &str, bytes: u64) -> Result<(u64, bool), ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Reclaim { path: path.to_owned(), bytes }, |_| ())? {
+        Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
+        _ => Err(other(target)),
+    }
+}
+
+/// Has a group go out and stay there; answers with how much went out.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn freeze_group(pid: Option<u32>, path: &str) -> Result<u64, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Freeze(path.to_owned()), |_| ())? {
+        Answer::Reclaimed { bytes, .. } => Ok(bytes),
+        _ => Err(other(target)),
+    }
+}
+
+/// Brings everything of a process back and lets it go for good; of all processes of the run, where none is named or it is the one that the user
+/// started. `progress` is told how many bytes are still out.
+///
+/// # Errors
+/// See [`ControlError`]; what was not let go is managed as before.
+pub fn detach_process(pid: Option<u32>, progress: impl FnMut(u64)) -> Result<(), ControlError> {
+    let target = find(pid)?;
+    let pid = match (pid, target) {
+        (Some(pid), _) => pid,
+        (None, Target::Run(run)) => run,
+        (None, Target::Daemon(_)) => return Err(ControlError::Several(daemon_runs())),
+    };
+    ask(target, &Question::Detach(pid), progress).map(drop)
+}
+
+/// Has a group come back; answers with how much came, and whether that is everything.
+///
+/// # Errors
+/// See [`ControlError`].
+pub fn preload_group(pid: Option<u32>, path: &str) -> Result<(u64, bool), ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Preload(path.to_owned()), |_| ())? {
+        Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
+        _ => Err(other(target)),
+    }
+}
+
+/// Asks a run or a daemon; answers that something is still left go to `progress`.
+fn ask(target: Target, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
+    let failed = |error: io::Error| target.failed(error.to_string());
+    let stream = UnixStream::connect(target.path()).map_err(failed)?;
+    // What is taken away may not get any less for a while.
+    let patience = match question {
+        Question::Swapoff(_) | Question::Reclaim { .. } | Question::Freeze(_) | Question::Preload(_) | Question::Detach(_) => {
+            150 * PATIENCE
+        }
+        _ => 2 * PATIENCE,
+    };
+    stream.set_read_timeout(Some(patience)).map_err(failed)?;
+    let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;
+    question.push(b'\n');
+    (&stream).write_all(&question).map_err(failed)?;
+    let mut reader = BufReader::new(&stream);
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).map_err(failed)?;
+        match serde_json::from_str(&line) {
+            Ok(Answer::Left(bytes)) => progress(bytes),
+            Ok(Answer::Error(why)) => return Err(ControlError::Refused(why)),
+            Ok(answer) => return Ok(answer),
+            Err(error) => return Err(failed(error.into())),
+        }
+    }
+}
