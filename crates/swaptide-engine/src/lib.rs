@@ -30,6 +30,7 @@ pub mod admission;
 pub mod adopt;
 pub mod batch;
 pub mod bell;
+mod calm;
 pub mod charge;
 pub mod detach;
 pub mod devices;

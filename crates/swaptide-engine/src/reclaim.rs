@@ -30,6 +30,7 @@ use swaptide_sys::thread::{Nanos, now, yield_now};
 
 use crate::batch::Batch;
 use crate::bell::Ring;
+use crate::calm::Calm;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, range_of};
 use crate::place::{self, Aside};
@@ -47,6 +48,8 @@ const DIVIDE_EVERY: Duration = Duration::from_millis(10);
 /// Compressed memory is made compact when it holds this much more than a quarter for nothing; so many bytes are moved at a time.
 const COMPACT_FROM: usize = 1 << 20;
 const COMPACT_BYTES: usize = 512 << 10;
+/// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
+const WORTH: u64 = 16;
 /// Batches that may wait for a worker.
 const MOST_JOBS: usize = 2;
 
@@ -194,6 +197,20 @@ impl Worker {
         better || written
     }
 
+    /// Makes compressed memory smaller while nobody wants anything, so that there is room when somebody does. False when nothing is cold, or
+    /// there is too little of it to matter.
+    fn tighten(&mut self, engine: &Engine) -> bool {
+        let (charge, pool) = (&engine.charge, &engine.devices.pool);
+        if charge.pool() < charge.limit() / WORTH {
+            return false;
+        }
+        if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {
+            return true;
+        }
+        // What it freed lies in holes.
+        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM && pool.compact(COMPACT_BYTES) > 0
+    }
+
     /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
     /// meanwhile is a fault, which the handler answers. So never in the handler itself.
     ///
@@ -249,7 +266,7 @@ impl Worker {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
-            let idle = self.work(engine, index == 0);
+            let idle = self.work(engine, keeper.as_mut());
             if idle {
                 let charge = &engine.charge;
                 let near = charge.headroom() < 4 * charge.high();
@@ -261,10 +278,11 @@ impl Worker {
         }
     }
 
-    /// Works until there is nothing to do, or for about a millisecond where `brief`: a program that grows in new mappings is seen by the
-    /// accounts alone. True when there is nothing more to do.
-    fn work(&mut self, engine: &Engine, brief: bool) -> bool {
+    /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond: a program that grows in new mappings is
+    /// seen by them alone. True when there is nothing more to do.
+    fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Keeper>) -> bool {
         let charge = &engine.charge;
+        let brief = keeper.is_some();
         let began = now();
         let over = || brief && now().since(began) >= TICK_NEAR || engine.park.load(Acquire) != 0;
         while !over() {
@@ -290,6 +308,9 @@ impl Worker {
             if self.shrink_pool(engine) || brief && engine.devices.file.leave_areas() {
                 continue;
             }
+            if keeper.as_mut().is_some_and(|keeper| keeper.has_time(engine)) && self.tighten(engine) {
+                continue;
+            }
             return true;
         }
         false
@@ -307,11 +328,20 @@ struct Keeper {
     areas: u32,
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
+    calm: Calm,
 }
 
 impl Keeper {
     fn new() -> Keeper {
-        Keeper { statm: StatmFd::open_self().ok(), rest_at_adoption: 0, ticks: 0, divided: now(), areas: 0, still: None }
+        Keeper {
+            statm: StatmFd::open_self().ok(),
+            rest_at_adoption: 0,
+            ticks: 0,
+            divided: now(),
+            areas: 0,
+            still: None,
+            calm: Calm::new(now()),
+        }
     }
 
     /// Sees to it that the handler comes to its turn (see [`crate::place`]). Takes no lock: the handler may hold it.
@@ -331,6 +361,13 @@ impl Keeper {
             }
             _ => self.still = Some((turns, now)),
         }
+    }
+
+    /// True when nothing has come in or gone out for a while, and nobody else wants the CPU.
+    fn has_time(&mut self, engine: &Engine) -> bool {
+        let counters = &engine.slot().counters;
+        let happened = [Counter::Pgmajfault, Counter::Pgsteal].map(|counter| counters[counter as usize].load(Relaxed));
+        self.calm.is_calm(happened[0].wrapping_add(happened[1]), now())
     }
 
     /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has grown.

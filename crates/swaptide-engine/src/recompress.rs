@@ -8,6 +8,8 @@
 //! Where the last pages got hardly smaller, or where pages come back from the file so late that no packing would have kept them, most chunks are settled
 //! untried, and one in sixteen is looked at; ever fewer, while those get hardly smaller either.
 //!
+//! It is done when compressed memory comes near its share, and while the program is calm ([`crate::calm`]).
+//!
 //! Owns: the buffers of one batch, and how much was saved lately.
 //!
 //! Invariant: what was copied out without the memory lock is replaced under it, and only if the page's word and its chunk's epoch are what they were:
@@ -28,6 +30,8 @@ use crate::pagetable::PageState;
 
 /// A batch is that many pages, and what more its last chunk has: few, for whoever does it has other things to do.
 const BATCH: usize = 8;
+/// Bytes that are moved to make room where there is none.
+const HOLES_BYTES: usize = 256 << 10;
 /// Chunks looked at for one batch.
 const MOST_CHUNKS: usize = 64;
 /// Saved bytes in 1/1024 of the tried ones, below which most chunks are left untried.
@@ -154,25 +158,35 @@ impl Recompress {
 
     /// Puts what got smaller in its place, where the page is still the one that was copied.
     fn exchange(&mut self, engine: &Engine) {
-        if self.items.is_empty() {
+        let tried = self.items.len();
+        if tried == 0 {
             return;
         }
         let (mut better, mut saved) = (0, 0);
-        let guard = engine.mm.lock();
-        for item in &self.items {
-            if guard.table.get(item.page) != PageState::Swapped(item.entry) || guard.table.chunk(item.chunk).epoch != item.epoch {
-                continue;
-            }
-            let bytes = item.tight.as_ref().map(|range| &self.tight[range.clone()]);
-            if let Ok(less) = engine.devices.pool.settle(Slot(item.entry.offset().0), bytes) {
+        for is_last in [false, true] {
+            let guard = engine.mm.lock();
+            self.items.retain(|item| {
+                if guard.table.get(item.page) != PageState::Swapped(item.entry)
+                    || guard.table.chunk(item.chunk).epoch != item.epoch
+                {
+                    return false;
+                }
+                let bytes = item.tight.as_ref().map(|range| &self.tight[range.clone()]);
+                let Ok(less) = engine.devices.pool.settle(Slot(item.entry.offset().0), bytes) else { return true };
                 better += usize::from(bytes.is_some());
                 saved += less;
+                false
+            });
+            engine.settle(&guard);
+            drop(guard);
+            if self.items.is_empty() || is_last {
+                break;
             }
+            // Compressed memory is at its bound, and what was replaced so far has left holes.
+            engine.devices.pool.compact(HOLES_BYTES);
         }
-        engine.settle(&guard);
-        drop(guard);
         engine.count(Counter::Zswprecomp, better);
-        engine.count(Counter::ZswprecompTried, self.items.len());
+        engine.count(Counter::ZswprecompTried, tried);
         engine.count(Counter::ZswprecompSaved, saved);
     }
 }

@@ -1,7 +1,7 @@
 //! The door of a run: a socket on which its owner asks what goes on inside.
 //!
 //! Owns the directory of the sockets, their names, and what is said: one line of JSON in, one line of JSON out, both hang up. Here are the questions, the answers and
-//! who answers; [`client`] asks.
+//! who answers; `client.rs` asks.
 //! The directory is the user's own (mode 0700), the sockets have mode 0600, and who connects must be of the run's user or root.
 //!
 //! A run whose door cannot be opened goes on without one: nothing of it depends on being asked.

@@ -310,11 +310,11 @@ impl Zram {
                 state.pool.settle(old);
                 return Ok(0);
             };
-            let handle = state.store(slot, 0, &[], bytes, sum_of(bytes))?;
-            if let Handle::Object(id) = handle {
-                state.pool.settle(id);
-            }
-            state.replace(slot, handle);
+            let len = bytes.len() as u16;
+            let id = state.pool.alloc_for_less(Head { slot: slot.0, len, live: 0, sum: sum_of(bytes) })?;
+            state.pool.bytes_mut(id).copy_from_slice(bytes);
+            state.pool.settle(id);
+            state.replace(slot, Handle::Object(id));
             Ok(usize::from(head.len).saturating_sub(bytes.len()))
         })
     }

@@ -33,6 +33,8 @@ const MAX_BLOCKS: usize = 1 << 20;
 const INDEX_BITS: u32 = 11;
 /// Emptied blocks that keep their pages for the next use.
 const WARM_BLOCKS: usize = 16;
+/// How far the pool may go past its limit while objects are replaced by smaller ones: a new block for each class among them.
+const SLACK: usize = 16 * BLOCK_BYTES;
 /// Fullness groups of blocks that are not full, by quarters.
 const GROUPS: usize = 4;
 const NONE: u32 = u32::MAX;
@@ -216,6 +218,8 @@ pub(super) struct Pool {
     head_bytes: usize,
     /// Most bytes `resident_pages` may come to.
     limit: usize,
+    /// Bytes that may be had beyond it for now.
+    slack: usize,
     /// Classes in which, or above which, objects were freed since compaction last found nothing there.
     loose: u128,
 }
@@ -245,6 +249,7 @@ impl Pool {
             objects: 0,
             head_bytes: 0,
             limit: usize::MAX,
+            slack: 0,
             loose: 0,
         })
     }
@@ -286,6 +291,15 @@ impl Pool {
             None => self.start_block(class).or_else(|full| self.block_with_room(class, 4).ok_or(full))?,
         };
         Ok(self.place(block, head))
+    }
+
+    /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new one put into a place of the old one's size, which is
+    /// all there is there, nothing would be gained.
+    pub(super) fn alloc_for_less(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
+        self.slack = SLACK;
+        let id = self.alloc(head);
+        self.slack = 0;
+        id
     }
 
     /// Gives an object's room back, and the block's pages with its last object.
@@ -478,6 +492,12 @@ impl Pool {
         self.head_bytes += size_of_val(&*heads);
         let b = &mut self.blocks[block as usize];
         let missing = pages.saturating_sub(b.resident);
+        let beyond = usize::from(b.resident.saturating_sub(pages)) * PAGE_SIZE;
+        // What a warm block has beyond would be held for nothing as long as the block lives. A refusal is harmless: it stays counted.
+        if beyond > 0 && self.memory.discard(block as usize * BLOCK_BYTES + usize::from(pages) * PAGE_SIZE, beyond).is_ok() {
+            b.resident = pages;
+            self.resident_pages -= beyond / PAGE_SIZE;
+        }
         if missing > 0 {
             let from = usize::from(b.resident) * PAGE_SIZE;
             b.resident = pages;
@@ -498,14 +518,14 @@ impl Pool {
         let pages = usize::from(pages);
         if let Some(block) = self.warm.pop() {
             let more = pages.saturating_sub(self.blocks[block as usize].resident.into());
-            if (self.resident_pages + more) * PAGE_SIZE <= self.limit {
+            if (self.resident_pages + more) * PAGE_SIZE <= self.limit.saturating_add(self.slack) {
                 return Ok(block);
             }
             self.discard(block);
         }
-        if (self.resident_pages + pages) * PAGE_SIZE > self.limit {
+        if (self.resident_pages + pages) * PAGE_SIZE > self.limit.saturating_add(self.slack) {
             self.chill();
-            if (self.resident_pages + pages) * PAGE_SIZE > self.limit {
+            if (self.resident_pages + pages) * PAGE_SIZE > self.limit.saturating_add(self.slack) {
                 return Err(PoolFull);
             }
         }

@@ -229,6 +229,32 @@ fn the_pool_stays_dense_through_churn() {
 }
 
 #[test]
+fn what_is_replaced_by_less_at_the_limit_leaves_room() {
+    const SLOTS: u32 = 20_000;
+    let zram = Zram::new(SLOTS).unwrap();
+    let mut numbers = Random(3);
+    (0..SLOTS).for_each(|slot| insert_bytes(&zram, slot, 2000 + numbers.below(150)));
+    let full = zram.pool_bytes();
+    zram.set_limit(full);
+    let bytes = [7; PAGE_SIZE];
+    for slot in (0..SLOTS).filter(|slot| slot % 8 != 0) {
+        let less = Some(&bytes[..1400 + numbers.below(200)]);
+        // Of the places that are free by now some are in every block.
+        let saved = zram.settle(Slot(slot), less).or_else(|_| {
+            zram.compact(256 << 10);
+            zram.settle(Slot(slot), less)
+        });
+        assert!(saved.unwrap() > 0);
+        assert!(zram.pool_bytes() <= full + (1 << 20));
+    }
+    while zram.compact(256 << 10) > 0 {}
+    zram.trim();
+    zram.check();
+    let ratio = zram.pool_bytes() as f64 / zram.stored_bytes() as f64;
+    assert!(ratio <= 1.06, "{ratio}");
+}
+
+#[test]
 fn pool_bytes_are_what_the_kernel_holds() {
     let resident = || {
         let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();

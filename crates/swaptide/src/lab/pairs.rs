@@ -34,6 +34,19 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// The median of ratios, and half the width of the range in which it lies with a certainty of 95%.
+pub fn middle_of(ratios: &[f64]) -> (f64, f64) {
+    let middle = median(ratios);
+    let spread = median(&ratios.iter().map(|ratio| (ratio - middle).abs()).collect::<Vec<_>>());
+    // The median of n values deviates by 1.253 of their deviation by the root of n; that is 1.483 times the spread.
+    (middle, 1.96 * 1.253 * 1.483 * spread / (ratios.len().max(1) as f64).sqrt())
+}
+
+/// The row of such a ratio, in per cent, with its bounds as deviation.
+pub fn ratio_row(case: &str, metric: &str, ratio: (f64, f64)) -> Row {
+    Row::new(case, metric, "%", 100.0, ratio.0 * 100.0).with_deviations(0.0, ratio.1 * 100.0)
+}
+
 impl Pairs {
     /// One more of a side.
     pub fn push(&mut self, before: bool, took: Took) {
@@ -52,13 +65,9 @@ impl Pairs {
         self.before.iter().zip(&self.after).map(|(before, after)| f(after) / f(before).max(1e-9)).collect()
     }
 
-    /// Their median, and half the width of the range in which it lies with a certainty of 95%.
+    /// The middle of [`Pairs::ratios`], as [`middle_of`] tells it.
     pub fn ratio(&self, f: impl Fn(&Took) -> f64) -> (f64, f64) {
-        let ratios = self.ratios(f);
-        let middle = median(&ratios);
-        let spread = median(&ratios.iter().map(|ratio| (ratio - middle).abs()).collect::<Vec<_>>());
-        // The median of n values deviates by 1.253 of their deviation by the root of n; that is 1.483 times the spread.
-        (middle, 1.96 * 1.253 * 1.483 * spread / (ratios.len().max(1) as f64).sqrt())
+        middle_of(&self.ratios(f))
     }
 }
 

@@ -13,7 +13,7 @@ use swaptide_host::control;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
 use super::job::Took;
-use super::pairs::{Pairs, Scratch};
+use super::pairs::{Pairs, Scratch, ratio_row};
 use crate::bench::run::{Lines, Next};
 
 const TIERS: &str = "+SSD:100 +HDD:50 +NET:-1";
@@ -280,8 +280,7 @@ impl Pairs {
             Some(name) => self.row(case, name, "s", |took| took.wall_s),
             None => self.row(case, "throughput", "MB/s", speed),
         };
-        let (ratio, half) = self.ratio(|took| took.cpu_s);
-        let ratio = Row::new(case, "CPU time, ratio", "%", 100.0, ratio * 100.0).with_deviations(0.0, half * 100.0);
+        let ratio = ratio_row(case, "CPU time, ratio", self.ratio(|took| took.cpu_s));
         [first, self.row(case, "CPU time", "s", |took| took.cpu_s), ratio]
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use swaptide_host::control;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
-use super::pairs::{deviation, mean};
+use super::pairs::{deviation, mean, middle_of, ratio_row};
 use super::work::{READY, Touched};
 use crate::bench::run::{Lines, Next};
 
@@ -309,6 +309,12 @@ impl Pair {
         Row::new(case.name, metric, unit, mean(&base), mean(&ours)).with_deviations(deviation(&base), deviation(&ours))
     }
 
+    /// The median of the ratios of neighbours: what a moment's noise does to one pair it does not do to the middle one.
+    fn ratio_row(&self, case: &Case, metric: &str, f: impl Fn(&Outcome) -> f64) -> Row {
+        let ratios: Vec<f64> = self.base.iter().zip(&self.ours).map(|(base, ours)| f(ours) / f(base).max(1e-9)).collect();
+        ratio_row(case.name, metric, middle_of(&ratios))
+    }
+
     fn rows(&self, case: &Case) -> Vec<Row> {
         let seed = &case.seed;
         let beside = |row: Row, seed_after: Option<f64>| Row { seed_after, ..row };
@@ -318,6 +324,8 @@ impl Pair {
             seed.elapsed.map_or(elapsed.clone(), |(before, after)| elapsed.shaped_like(before, after)),
             // The seed gives the change alone.
             seed.refault_pct.map_or(refault.clone(), |pct| refault.shaped_like(100.0, 100.0 + pct)),
+            self.ratio_row(case, "elapsed, ratio", |o| o.touched.elapsed_s),
+            self.ratio_row(case, "refault, ratio", |o| o.touched.refault_s),
             beside(self.row(case, "zswpin", "pages", |o| o.counter("zswpin")), seed.zswpin),
             beside(self.row(case, "pswpin", "pages", |o| o.counter("pswpin")), seed.pswpin),
             beside(self.row(case, "zswpwb", "pages", |o| o.counter("zswpwb")), seed.zswpwb),
@@ -385,6 +393,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
 fn notes() -> Vec<String> {
     [
         "mean+-sample standard deviation; counters are those of the refault phase",
+        "`ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% bounds as deviation",
         "the seed's refault is given as order 0 = 100; its times and counts are of another machine and of the kernel",
         "pressure is freed before the refault phase; usama_1g pages the target out by a hint instead",
         "pressure and mixed rows: one page of the target in six compresses; the pressure stays, of which one in three does",

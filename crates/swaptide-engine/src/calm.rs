@@ -1,0 +1,96 @@
+//! Whether there is time for what nobody waits for.
+//!
+//! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may use CPU time that nobody else wants: as soon as it waits for a
+//! CPU longer than a quarter of the time that it runs, somebody does, and it rests.
+//!
+//! Owns: what was seen last. Locks: none; it is worker 0's.
+
+use std::time::Duration;
+
+use swaptide_sys::affinity::{CpuTimes, ThreadTimes};
+use swaptide_sys::thread::Nanos;
+
+/// A process is calm when nothing happened for so long.
+const AFTER: Duration = Duration::from_millis(200);
+/// How often the worker's own waiting is looked at.
+const LOOK: Duration = Duration::from_millis(10);
+/// It rests so long when others want the CPU.
+const REST: Duration = Duration::from_secs(1);
+/// Its waiting may be this part of its running.
+const WAITS_PART: u64 = 4;
+
+/// See the module's description.
+pub struct Calm {
+    happened: u64,
+    since: Nanos,
+    times: Option<ThreadTimes>,
+    seen: CpuTimes,
+    looked: Nanos,
+    rests_until: Nanos,
+}
+
+impl Calm {
+    /// For the calling thread.
+    pub fn new(now: Nanos) -> Calm {
+        let times = ThreadTimes::open(swaptide_sys::thread::gettid().0);
+        let seen = times.as_ref().and_then(ThreadTimes::read).unwrap_or_default();
+        Calm { happened: 0, since: now, times, seen, looked: now, rests_until: now }
+    }
+
+    /// True when there is time. `happened` is any number that changes whenever something happens.
+    pub fn is_calm(&mut self, happened: u64, now: Nanos) -> bool {
+        if std::mem::replace(&mut self.happened, happened) != happened {
+            self.since = now;
+        }
+        if now.since(self.since) < AFTER || now < self.rests_until {
+            return false;
+        }
+        if now.since(self.looked) >= LOOK {
+            let times = self.times.as_ref().and_then(ThreadTimes::read);
+            return self.is_unwanted(times, now);
+        }
+        true
+    }
+
+    /// False, for a while, when somebody wants the CPU on which the worker runs; where nobody can tell it never has one for itself.
+    fn is_unwanted(&mut self, times: Option<CpuTimes>, now: Nanos) -> bool {
+        let Some(times) = times else { return false };
+        let then = std::mem::replace(&mut self.seen, times);
+        self.looked = now;
+        let (ran, waited) = (times.ran.saturating_sub(then.ran), times.waited.saturating_sub(then.waited));
+        if waited > ran / WAITS_PART && waited > LOOK.as_nanos() as u64 / 10 {
+            self.rests_until = Nanos(now.0 + REST.as_nanos() as u64);
+            return false;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_calm_after_a_while_without_anything() {
+        let ms = |n: u64| Nanos(n * 1_000_000);
+        let mut calm = Calm { times: None, ..Calm::new(ms(0)) };
+        calm.looked = ms(1 << 20);
+        assert!(!calm.is_calm(7, ms(1)) && !calm.is_calm(7, ms(200)));
+        assert!(calm.is_calm(7, ms(202)));
+        assert!(!calm.is_calm(8, ms(203)) && !calm.is_calm(8, ms(402)));
+        assert!(calm.is_calm(8, ms(404)));
+    }
+
+    #[test]
+    fn who_waits_for_a_cpu_rests() {
+        let ms = |n: u64| Nanos(n * 1_000_000);
+        let mut calm = Calm::new(ms(0));
+        calm.seen = CpuTimes::default();
+        let times = |ran: u64, waited: u64| Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 });
+        assert!(calm.is_unwanted(times(9, 1), ms(10)));
+        assert!(!calm.is_unwanted(times(15, 5), ms(20)), "4 of 6");
+        assert!(!calm.is_calm(0, ms(1000)), "it rests");
+        assert!(calm.is_unwanted(times(25, 5), ms(1030)));
+        assert!(!calm.is_unwanted(None, ms(1040)));
+    }
+}
