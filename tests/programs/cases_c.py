@@ -53,7 +53,7 @@ CASES = [
     Case("stack", program("stack"), 32, allowance=2),
     Case("bss", program("bss", megabytes=300), 64, allowance=2),
     Case("sparse", program("sparse"), 32, allowance=2),
-    Case("neighbours", program("neighbours"), 32, allowance=4),
+    Case("neighbours", program("neighbours"), 32, allowance=8, forks=True),
     # How far the first turn gets before it is managed is a race.
     Case("zeros", program("zeros", megabytes=192), 32, allowance=8),
     Case("onepage", program("onepage"), 32, allowance=4),

@@ -195,7 +195,7 @@ impl Handler {
             }
             let tail =
                 vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
-            if !tail || vma.name.starts_with(b"[stack") {
+            if !tail || vma.name.starts_with(b"[stack") || (self.engine.start.excluded)(vma.range) {
                 return range;
             }
             let end = vma.range.end;
