@@ -125,6 +125,7 @@ impl Handler {
         let _ = self.uffd.unregister(range);
         crate::events::drop_pages(&mut mm, engine, range);
         mm.regions.remove(range);
+        mm.armed.remove(range);
         engine.settle(&mm);
     }
 

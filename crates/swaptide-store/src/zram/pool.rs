@@ -267,6 +267,12 @@ impl Pool {
         self.resident_pages * PAGE_SIZE
     }
 
+    /// Where the objects are.
+    #[cfg(test)]
+    pub(super) fn range(&self) -> swaptide_sys::page::VirtRange {
+        swaptide_sys::page::VirtRange::from_len(swaptide_sys::page::VirtAddr(self.memory.as_ptr() as usize), self.memory.len())
+    }
+
     pub(super) fn stored_bytes(&self) -> usize {
         self.stored
     }

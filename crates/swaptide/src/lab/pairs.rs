@@ -115,4 +115,14 @@ mod tests {
         assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), 2.5);
         assert_eq!(deviation(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]), (32.0f64 / 7.0).sqrt());
     }
+
+    #[test]
+    fn one_bad_pair_moves_the_middle_of_ratios_hardly() {
+        assert_eq!(middle_of(&[1.0; 9]), (1.0, 0.0));
+        let (middle, half) = middle_of(&[0.9, 1.0, 1.1, 1.0, 9.0]);
+        assert_eq!(middle, 1.0);
+        // The spread is 0.1.
+        assert!((half - 1.96 * 1.253 * 1.483 * 0.1 / 5f64.sqrt()).abs() < 1e-9, "{half}");
+        assert_eq!(middle_of(&[]), (0.0, 0.0));
+    }
 }
