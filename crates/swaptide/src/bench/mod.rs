@@ -19,6 +19,7 @@ pub mod workload;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
@@ -27,7 +28,7 @@ use swaptide_host::size::{SizeError, parse_bytes};
 use peers::{Folios, Peer};
 use report::{Better, Pairing, Report, SWAPTIDE, Side, Stats, human};
 use restore::{Machine, Restorer};
-use run::{Job, Outcome, Runner};
+use run::{Held, Job, Outcome, Runner};
 use workload::{Content, Phase};
 
 /// Arguments of `swaptide bench`.
@@ -89,6 +90,8 @@ pub enum Name {
     Startup,
     /// More than compressed memory holds: growth, refault in order and at random while it is written back to a file
     Pressure,
+    /// How many pages compressed memory holds in one page of RAM, when nothing was touched for 10 s
+    Pool,
     /// Throughput of one job against its budget
     Sweep,
 }
@@ -161,6 +164,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
         Name::Seq => bench.memory(Phase::Seq, &[Phase::Fill, Phase::Seq]),
         Name::Random => bench.memory(Phase::Random, &[Phase::Fill, Phase::Random]),
         Name::Pressure => bench.pressure(),
+        Name::Pool => bench.pool(),
         Name::Within => bench.within(),
         Name::Startup => bench.startup(),
         Name::Sweep => bench.sweep(),
@@ -193,13 +197,13 @@ fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
 /// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked for by name, it ends
 /// the call.
 fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failure> {
-    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Pressure | Name::Sweep);
+    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Pressure | Name::Pool | Name::Sweep);
     let kernel = |p: &&PeerArg| **p != PeerArg::None;
     if !compares && args.peer.iter().any(|p| kernel(&p)) {
         return Err(Failure(2, "--peer: this benchmark compares with the same program without swaptide only".into()));
     }
     if args.peer.is_empty() && args.name != Name::Sweep && compares {
-        let usual = if args.name == Name::Pressure { Peer::Zswap } else { Peer::Zram };
+        let usual = if matches!(args.name, Name::Pressure | Name::Pool) { Peer::Zswap } else { Peer::Zram };
         return match usual.check(machine) {
             Ok(_) => Ok(vec![usual]),
             Err(e) => {
@@ -219,6 +223,11 @@ fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failur
         let named = args.peer.contains(&named);
         match peer.check(machine) {
             _ if !all && !named => {}
+            _ if args.name == Name::Pool && peer == Peer::File => {
+                if named {
+                    return Err(Failure(2, format!("--peer {}: it has no compressed memory", peer.name())));
+                }
+            }
             Ok(_) => chosen.push(peer),
             Err(e) if named => return Err(Failure(2, format!("--peer {}: {e}", peer.name()))),
             Err(e) => eprintln!("swaptide bench: left out: --peer {}: {e}", peer.name()),
@@ -277,7 +286,7 @@ impl Bench<'_> {
         let (touches, seconds_cap) = (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
         let content = self.args.ratio.first().copied().unwrap_or(Content::Four);
         // Nothing may be pushed out to the file: zswap stands for the compressed cache.
-        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap, zswap_percent: 50 }
+        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap, zswap_percent: 50, settle: Duration::ZERO }
     }
 
     /// One phase's throughput, with as much data as asked for.
@@ -328,6 +337,30 @@ impl Bench<'_> {
         if self.peers.is_empty() {
             report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
         }
+        self.note_peers(&mut report);
+        Ok(report)
+    }
+
+    /// How much less RAM pages take, when there was time to do something for it.
+    fn pool(&self) -> Result<Report, Failure> {
+        const SETTLE: Duration = Duration::from_secs(10);
+        let data = self.args.data.unwrap_or(1 << 30);
+        let content = self.args.ratio.first().copied().unwrap_or(Content::Two);
+        let job = Job { content, settle: SETTLE, ..self.job(data, &[Phase::Fill]) };
+        let value = |o: &Outcome| match o.held {
+            Held { ram: 1.., pages: 1.. } => Ok(o.held.pages as f64 / o.held.ram as f64),
+            _ => Err("nothing was in compressed memory at the end".to_owned()),
+        };
+        let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
+        let mut report = self.report("pool", &title, "x", Better::Higher, data);
+        for &peer in &self.peers {
+            report.pairs.push(self.beside(peer, &job, self.ram, &value)?.0);
+        }
+        if self.peers.is_empty() {
+            report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
+        }
+        report.notes.push("x: pages in compressed memory for each page of RAM that it takes, 10 s after the last touch".into());
+        report.notes.push("of swaptide the column `pool` is the most it had".into());
         self.note_peers(&mut report);
         Ok(report)
     }

@@ -12,6 +12,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 
 use super::cgroup::Hierarchy;
 use super::restore::{Machine, Restorer, Scope, Undo};
+use super::run::Held;
 
 /// Swap priority above whatever the machine has.
 const PRIORITY: &str = "32767";
@@ -107,7 +108,7 @@ enum Pool {
     None,
     Zram(u32),
     /// And what zswap held before, on behalf of others.
-    Zswap(u64),
+    Zswap(Held),
 }
 
 /// The kernel's swap, on; switched off and removed when dropped.
@@ -140,7 +141,7 @@ impl Setup {
             }
             Peer::Zswap => {
                 let codec = zswap(restorer, zswap_percent)?;
-                let before = zswap_pool(&restorer.machine().read("/proc/meminfo")?);
+                let before = zswap_held(&restorer.machine().read("/proc/meminfo")?);
                 swap_file(restorer, bytes, dir)?;
                 (Some(codec), Pool::Zswap(before))
             }
@@ -148,15 +149,18 @@ impl Setup {
         Ok(Setup { codec, pool, machine: restorer.machine().clone(), _scope: scope })
     }
 
-    /// Bytes of RAM the compressed pool takes now.
-    pub fn pool_bytes(&self) -> u64 {
+    /// What the compressed pool holds now.
+    pub fn held(&self) -> Held {
         match self.pool {
-            Pool::None => 0,
+            Pool::None => Held::default(),
             Pool::Zram(id) => {
                 let stat = self.machine.read(format!("/sys/block/zram{id}/mm_stat")).unwrap_or_default();
-                MmStat::parse(&stat).map_or(0, |s| s.used)
+                MmStat::parse(&stat).map_or(Held::default(), |s| Held { ram: s.used, pages: s.original })
             }
-            Pool::Zswap(before) => zswap_pool(&self.machine.read("/proc/meminfo").unwrap_or_default()).saturating_sub(before),
+            Pool::Zswap(before) => {
+                let now = zswap_held(&self.machine.read("/proc/meminfo").unwrap_or_default());
+                Held { ram: now.ram.saturating_sub(before.ram), pages: now.pages.saturating_sub(before.pages) }
+            }
         }
     }
 }
@@ -234,10 +238,13 @@ impl MmStat {
     }
 }
 
-/// Bytes of RAM zswap takes, from the text of /proc/meminfo.
-fn zswap_pool(meminfo: &str) -> u64 {
-    let kib = |line: &str| line.strip_prefix("Zswap:")?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok();
-    meminfo.lines().find_map(kib).unwrap_or(0) * 1024
+/// What zswap holds, from the text of /proc/meminfo.
+fn zswap_held(meminfo: &str) -> Held {
+    let of = |name: &str| {
+        let kib = |line: &str| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok();
+        meminfo.lines().find_map(kib).unwrap_or(0) * 1024
+    };
+    Held { ram: of("Zswap:"), pages: of("Zswapped:") }
 }
 
 #[cfg(test)]
@@ -255,10 +262,10 @@ mod tests {
     }
 
     #[test]
-    fn zswap_pool_is_its_own_line_of_meminfo() {
+    fn zswaps_pool_and_pages_are_their_own_lines_of_meminfo() {
         let text = "MemTotal:       24681936 kB\nZswap:            251904 kB\nZswapped:         790528 kB\n";
-        assert_eq!(zswap_pool(text), 251904 * 1024);
-        assert_eq!(zswap_pool("MemTotal: 1 kB\n"), 0);
-        assert_eq!(zswap_pool("Zswapped: 7 kB\n"), 0);
+        assert_eq!(zswap_held(text), Held { ram: 251904 * 1024, pages: 790528 * 1024 });
+        assert_eq!(zswap_held("MemTotal: 1 kB\n"), Held::default());
+        assert_eq!(zswap_held("Zswapped: 7 kB\n"), Held { ram: 0, pages: 7 << 10 });
     }
 }

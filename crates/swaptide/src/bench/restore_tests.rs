@@ -93,7 +93,7 @@ fn zram_is_set_up_and_taken_away() {
     let fake = Fake::new("zram");
     let restorer = Restorer::new(fake.machine.clone());
     let setup = fake.setup(&restorer, Peer::Zram, Folios::Large).unwrap();
-    assert_eq!(setup.pool_bytes(), 200);
+    assert_eq!(setup.held().ram, 200);
     assert_eq!(fake.text("/sys/block/zram7/disksize"), "1048576");
     assert!(fake.machine.swap_is_on(Path::new("/dev/zram7")));
     assert_eq!(fake.text("/sys/kernel/mm/transparent_hugepage/hugepages-64kB/enabled"), "always");
@@ -112,9 +112,9 @@ fn zswap_and_its_file_are_set_up_and_taken_away() {
     let setup = fake.setup(&restorer, Peer::Zswap, Folios::Small).unwrap();
     assert_eq!(setup.codec.as_deref(), Some("lz4"));
     assert_eq!(fake.text("/sys/module/zswap/parameters/enabled"), "Y");
-    assert_eq!(setup.pool_bytes(), 0, "what zswap held before is not this run's");
+    assert_eq!(setup.held().ram, 0, "what zswap held before is not this run's");
     std::fs::write(fake.root.join("proc/meminfo"), "Zswap: 10 kB\n").unwrap();
-    assert_eq!(setup.pool_bytes(), 6 * 1024);
+    assert_eq!(setup.held().ram, 6 * 1024);
     assert_eq!(std::fs::read_dir(fake.root.join("var/tmp")).unwrap().count(), 1);
     drop(setup);
     fake.assert_as_before();

@@ -10,6 +10,7 @@ use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use swaptide_host::report::ProcessView;
 
 use super::cgroup::{Cgroup, Hierarchy};
 use super::peers::{Folios, Peer, Setup};
@@ -33,6 +34,24 @@ pub struct Job {
     pub seconds_cap: u64,
     /// What the kernel's zswap may take of the machine's memory, in percent.
     pub zswap_percent: u32,
+    /// How long nothing is touched before the pool is looked at.
+    pub settle: Duration,
+}
+
+/// What a compressed pool holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Bytes of RAM that it takes.
+    pub ram: u64,
+    /// Bytes of the pages in it, as they were.
+    pub pages: u64,
+}
+
+/// What the processes of the run `pid` have in compressed memory; `None` when it cannot be asked.
+fn held_by(pid: u32) -> Option<Held> {
+    let view = swaptide_host::control::stats(Some(pid)).ok()?;
+    let sum = |f: fn(&ProcessView) -> u64| view.processes.iter().map(f).sum();
+    Some(Held { ram: sum(|process| process.pool_bytes), pages: sum(|process| process.swapped_pool_bytes) })
 }
 
 /// Pages that the kernel has written to swap devices since it started.
@@ -57,8 +76,10 @@ pub struct Outcome {
     pub phases: Vec<PhaseResult>,
     /// From start to exit of the process, set-up not included.
     pub wall_s: f64,
-    /// Bytes of compressed data in RAM at the end, where there is a pool.
+    /// Bytes of compressed data in RAM at the end (of swaptide the most so far), where there is a pool.
     pub pool_bytes: u64,
+    /// The pool at the end.
+    pub held: Held,
     /// The most resident memory, as the cgroup or swaptide counts it; swaptide's includes its pool.
     pub peak_resident: Option<u64>,
     /// Pages that went to a device.
@@ -135,7 +156,7 @@ impl Runner {
 
     /// Without any swap.
     pub fn plain(&self, job: &Job) -> Result<Outcome, String> {
-        self.work(self.command(None), job, None, || 0)
+        self.work(self.command(None), job, None, |_| Held::default())
     }
 
     /// Under the kernel's swap, in a cgroup of `limit` bytes.
@@ -145,7 +166,8 @@ impl Runner {
         let before = written(self.restorer.machine());
         let scope = self.restorer.scope();
         let group = Cgroup::create(&self.restorer, cgroups, limit)?;
-        let mut outcome = self.work(self.command(None), job, Some(&group.procs()), || setup.pool_bytes())?;
+        let mut outcome = self.work(self.command(None), job, Some(&group.procs()), |_| setup.held())?;
+        outcome.pool_bytes = outcome.held.ram;
         outcome.written_pages = written(self.restorer.machine()).saturating_sub(before);
         outcome.peak_resident = group.peak(self.restorer.machine());
         outcome.codec.clone_from(&setup.codec);
@@ -159,7 +181,7 @@ impl Runner {
     pub fn swaptide(&self, job: &Job, ram: u64) -> Result<Outcome, String> {
         let _scope = self.restorer.scope();
         let report = self.report_file()?;
-        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, || 0)?;
+        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, |pid| held_by(pid).unwrap_or_default())?;
         if outcome.ended && !report.exists() {
             return Ok(outcome);
         }
@@ -197,7 +219,7 @@ impl Runner {
         mut command: Command,
         job: &Job,
         join: Option<&Path>,
-        pool_bytes: impl FnOnce() -> u64,
+        held: impl FnOnce(u32) -> Held,
     ) -> Result<Outcome, String> {
         let phases: Vec<&str> = job.phases.iter().map(|p| p.name()).collect();
         command.args(["bench-work", "--hold", "--data", &job.data.to_string(), "--phase", &phases.join(",")]);
@@ -230,8 +252,13 @@ impl Runner {
                 }
             }
         }
+        let settled = Instant::now() + job.settle;
+        while finished && Instant::now() < settled {
+            std::thread::sleep(Duration::from_millis(20).min(job.settle));
+            self.restorer.stop_if_interrupted();
+        }
         if finished || outcome.ended {
-            outcome.pool_bytes = pool_bytes();
+            outcome.held = held(running.child.id());
         }
         if outcome.ended {
             running.end();
