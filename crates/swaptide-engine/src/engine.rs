@@ -488,13 +488,38 @@ impl Mm {
     /// The distance of the page that went to compressed memory longest ago of those that were not looked at since; `None` when that is not
     /// known.
     pub fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
-        let pages = self.queues.oldest_unsettled().flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
+        self.queues.oldest_unsettled().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
+    }
+
+    /// The distance of the page of a chunk that went to compressed memory longest ago, 0 when it is on its way; `None` when none is there.
+    fn pooled_for(&self, devices: &Devices, chunk: ChunkNo) -> Option<u64> {
+        let pages = (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k));
         pages
             .filter_map(|page| match self.table.get(page) {
-                PageState::Swapped(entry) if entry.ty() == POOL => self.refault_distance(devices, entry),
+                PageState::Swapped(entry) if entry.ty() == POOL => Some(self.refault_distance(devices, entry).unwrap_or(0)),
                 _ => None,
             })
             .max()
+    }
+
+    /// Puts chunks that stand at the old end of the unsettled ones for pages that have been back meanwhile behind the others, and drops those that have nothing
+    /// in compressed memory any more. Such a chunk is younger than some further back; were it left, nothing behind it would be old enough to be looked at.
+    pub fn put_back_young(&mut self, devices: &Devices) {
+        let mut oldest = None;
+        for _ in 0..MOST_PUT_BACK {
+            let Some(first) = self.queues.oldest_unsettled().next() else { return };
+            let Some(age) = self.pooled_for(devices, first) else {
+                self.queues.next_pooled(&mut self.table);
+                continue;
+            };
+            let oldest = *oldest.get_or_insert_with(|| {
+                self.queues.unsettled_further_back().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
+            });
+            if Some(age) >= oldest {
+                return;
+            }
+            self.queues.put_back_first();
+        }
     }
 
     /// The shadow of what goes out now.
@@ -512,6 +537,8 @@ impl Mm {
 /// An empty range.
 pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
 
+/// Chunks put back at a time.
+const MOST_PUT_BACK: usize = 8;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.

@@ -105,6 +105,16 @@ impl Queues {
         self.pool.iter().take(4).copied()
     }
 
+    /// A few of the chunks that have not been looked at, from all over their log.
+    pub fn unsettled_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        (1..8).filter_map(|eighth| self.pool.get(self.pool.len() * eighth / 8).copied())
+    }
+
+    /// Puts the first chunk of those that have not been looked at behind the others.
+    pub fn put_back_first(&mut self) {
+        self.pool.rotate_left(usize::from(!self.pool.is_empty()));
+    }
+
     /// Takes the chunk that is the next to go to the file.
     pub fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let Some(chunk) = self.settled.pop_front() else { return self.next_pooled(table) };
@@ -136,6 +146,22 @@ mod tests {
         queues.pooled(&mut table, page.chunk());
         assert_eq!(queues.next_pooled(&mut table), Some(page.chunk()));
         assert_eq!(queues.next_pooled(&mut table), None);
+    }
+
+    #[test]
+    fn a_chunk_is_put_behind_the_others() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        queues.put_back_first();
+        assert_eq!(queues.unsettled_further_back().count(), 0);
+        let chunks = [1600, 3200, 4800].map(|page| PageNo(page).chunk());
+        for chunk in chunks {
+            table.set(chunk.first(), PageState::Present);
+            queues.pooled(&mut table, chunk);
+        }
+        assert!(queues.unsettled_further_back().any(|chunk| chunk == chunks[2]));
+        queues.put_back_first();
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_pooled(&mut table)).collect();
+        assert_eq!(order, [chunks[1], chunks[2], chunks[0]]);
     }
 
     #[test]

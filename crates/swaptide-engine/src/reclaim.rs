@@ -197,13 +197,9 @@ impl Worker {
         better || written
     }
 
-    /// Makes compressed memory smaller while nobody wants anything, so that there is room when somebody does. False when nothing is cold, or
-    /// there is too little of it to matter.
+    /// Makes compressed memory smaller while nobody wants anything, so that there is room when somebody does. False when nothing is cold.
     fn tighten(&mut self, engine: &Engine) -> bool {
-        let (charge, pool) = (&engine.charge, &engine.devices.pool);
-        if charge.pool() < charge.limit() / WORTH {
-            return false;
-        }
+        let pool = &engine.devices.pool;
         if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {
             return true;
         }
@@ -308,8 +304,14 @@ impl Worker {
             if self.shrink_pool(engine) || brief && engine.devices.file.leave_areas() {
                 continue;
             }
-            if keeper.as_mut().is_some_and(|keeper| keeper.has_time(engine)) && self.tighten(engine) {
-                continue;
+            if let Some(keeper) = &mut keeper
+                && charge.pool() >= charge.limit() / WORTH
+                && keeper.has_time(engine)
+            {
+                if self.tighten(engine) {
+                    continue;
+                }
+                keeper.calm.stopped();
             }
             return true;
         }

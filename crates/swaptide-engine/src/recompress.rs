@@ -94,6 +94,7 @@ impl Recompress {
             let mm = &mut *guard;
             // A page that came back by now would have come back while it was resident in a program that has twice the memory.
             let old = (mm.table.present() / 2) as u64;
+            mm.put_back_young(&engine.devices);
             while looked < MOST_CHUNKS && self.items.len() < BATCH {
                 if mm.oldest_unsettled(&engine.devices).is_some_and(|distance| distance < old) {
                     break;

@@ -89,6 +89,9 @@ impl Writeback {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
             self.moving.clear();
+            if !mm.queues.any_settled() {
+                mm.put_back_young(&engine.devices);
+            }
             while self.moving.len() + PAGES_PER_CHUNK <= BATCH
                 && let Some(chunk) = mm.queues.next_to_file(&mut mm.table)
             {

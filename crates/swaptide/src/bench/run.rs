@@ -78,7 +78,7 @@ pub struct Outcome {
     pub wall_s: f64,
     /// Bytes of compressed data in RAM at the end (of swaptide the most so far), where there is a pool.
     pub pool_bytes: u64,
-    /// The pool at the end.
+    /// The pool at the end; of swaptide's nothing where the job does not wait for it.
     pub held: Held,
     /// The most resident memory, as the cgroup or swaptide counts it; swaptide's includes its pool.
     pub peak_resident: Option<u64>,
@@ -181,7 +181,9 @@ impl Runner {
     pub fn swaptide(&self, job: &Job, ram: u64) -> Result<Outcome, String> {
         let _scope = self.restorer.scope();
         let report = self.report_file()?;
-        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, |pid| held_by(pid).unwrap_or_default())?;
+        // The question costs a little of the time that is measured, so only those ask who want to know.
+        let held = |pid| if job.settle.is_zero() { Held::default() } else { held_by(pid).unwrap_or_default() };
+        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, held)?;
         if outcome.ended && !report.exists() {
             return Ok(outcome);
         }

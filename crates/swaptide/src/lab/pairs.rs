@@ -34,6 +34,11 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// What the second of two neighbours gave by what the first gave.
+pub fn ratios<T>(before: &[T], after: &[T], f: impl Fn(&T) -> f64) -> Vec<f64> {
+    before.iter().zip(after).map(|(before, after)| f(after) / f(before).max(1e-9)).collect()
+}
+
 /// The median of ratios, and half the width of the range in which it lies with a certainty of 95%.
 pub fn middle_of(ratios: &[f64]) -> (f64, f64) {
     let middle = median(ratios);
@@ -62,7 +67,7 @@ impl Pairs {
 
     /// After by before, of each pair.
     pub fn ratios(&self, f: impl Fn(&Took) -> f64) -> Vec<f64> {
-        self.before.iter().zip(&self.after).map(|(before, after)| f(after) / f(before).max(1e-9)).collect()
+        ratios(&self.before, &self.after, f)
     }
 
     /// The middle of [`Pairs::ratios`], as [`middle_of`] tells it.

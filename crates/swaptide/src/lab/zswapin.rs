@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use swaptide_host::control;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
-use super::pairs::{deviation, mean, middle_of, ratio_row};
+use super::pairs::{deviation, mean, middle_of, ratio_row, ratios};
 use super::work::{READY, Touched};
 use crate::bench::run::{Lines, Next};
 
@@ -311,8 +311,7 @@ impl Pair {
 
     /// The median of the ratios of neighbours: what a moment's noise does to one pair it does not do to the middle one.
     fn ratio_row(&self, case: &Case, metric: &str, f: impl Fn(&Outcome) -> f64) -> Row {
-        let ratios: Vec<f64> = self.base.iter().zip(&self.ours).map(|(base, ours)| f(ours) / f(base).max(1e-9)).collect();
-        ratio_row(case.name, metric, middle_of(&ratios))
+        ratio_row(case.name, metric, middle_of(&ratios(&self.base, &self.ours, f)))
     }
 
     fn rows(&self, case: &Case) -> Vec<Row> {
