@@ -524,6 +524,37 @@ def swap_in(context):
     context.expect(touched * 0.8 < loaded < touched * 1.25, f"{loaded} pages for {touched} touches; {said}: {seen}")
 
 
+CODECS = """if True:
+    import json, random, sys
+    numbers = random.Random(5)
+    words = [numbers.randbytes(numbers.randint(2, 6)).hex() for _ in range(500)]
+    text = lambda k: json.dumps({"id": k, "tags": numbers.choices(words, k=6), "at": numbers.random()}).encode()
+    rows = [text(k) for k in range(90000)]
+    numbers.seed(5)
+    words = [numbers.randbytes(numbers.randint(2, 6)).hex() for _ in range(500)]
+    sys.exit(7 if all(row == text(k) for k, row in enumerate(rows)) else 1)
+"""
+
+
+def codecs(context):
+    """The codec and its level are chosen: every page comes back, and the stronger one takes less memory."""
+    if context.native:
+        return
+    report = context.directory / "report.json"
+    sizes = []
+    for options, codec, level in ((",codec=lz4", "lz4", None), (",codec=zstd", "zstd", 1), (",level=9,codec=zstd", "zstd", 9)):
+        words = [context.swaptide, "run", "--quiet", "--ram", f"{context.budget}M", "--report", report, "--swap", f"zram:1G{options}",
+                 "--", context.python, "-c", CODECS]
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = json.loads(report.read_text())
+        device = result["devices"][0]
+        said = f"{options}: status {done.returncode}, {done.stderr!r}, {device}"
+        context.expect(done.returncode == 7, said)
+        context.expect((device["codec"], device.get("zstd_level")) == (codec, level), said)
+        sizes.append(result["peak_pool_bytes"])
+    context.expect(sizes[0] * 0.9 > sizes[1] > sizes[2], f"lz4, zstd 1, zstd 9: {sizes}")
+
+
 # Half of each page repeats the other half, and is text that lz4 finds nothing in and zstd half of it.
 RESTS = """if True:
     import os, random, signal, sys, time
@@ -641,6 +672,7 @@ CASES = [
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),
     Case("calm", calm, 64, allowance=4),
+    Case("codecs", codecs, 20, swaps=False),
     Case("zswap-limit", zswap_limit, 48, swaps=False),
     Case("pipes", pipes, 32, swaps=False),
     Case("environment", environment, 48, swaps=False),

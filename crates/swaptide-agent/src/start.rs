@@ -498,7 +498,7 @@ extern "C" fn worker(index: usize) {
     // Made by the handler, whose place in the queue it inherits and does not need.
     let _ = swaptide_sys::affinity::set_own_nice(0);
     let Some(engine) = engine() else { exit_thread() };
-    Box::leak(Box::new(Worker::new(engine.choice))).run(engine, index);
+    Box::leak(Box::new(Worker::new(engine.scheme))).run(engine, index);
     // The program was let go.
     ends::forget(gettid());
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{AreaId, Counter, OfOrder, ProcSlot, Segment, SlotIndex};
-use swaptide_store::codec::Choice;
+use swaptide_store::codec::Scheme;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
@@ -135,7 +135,7 @@ pub struct Engine {
     /// Until then nothing is written to the swap file: it took nothing a moment ago.
     file_rests_until: AtomicU64,
     /// How pages are compressed.
-    pub choice: Choice,
+    pub scheme: Scheme,
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
@@ -204,7 +204,7 @@ impl Engine {
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             file_rests_until: AtomicU64::new(0),
-            choice: Choice::from_number(header.pool_codec.load(Relaxed)),
+            scheme: Scheme::from_number(header.pool_codec.load(Relaxed)),
             start,
             staging_base,
             uffd: AtomicPtr::new(Box::into_raw(Box::new(uffd))),

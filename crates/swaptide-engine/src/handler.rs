@@ -149,7 +149,7 @@ impl Handler {
             uffd: engine.uffd(),
             // A thread waits for one fault at a time, and nothing may be allocated during a fork.
             pending: VecDeque::with_capacity(4096),
-            worker: Worker::new(engine.choice),
+            worker: Worker::new(engine.scheme),
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),

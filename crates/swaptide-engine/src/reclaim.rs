@@ -20,7 +20,7 @@ use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release}
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
-use swaptide_store::codec::{Choice, Compressor, Unpacker};
+use swaptide_store::codec::{Compressor, Scheme, Unpacker};
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
@@ -85,9 +85,9 @@ pub struct Worker {
 
 impl Worker {
     /// A worker with its buffers.
-    pub fn new(choice: Choice) -> Worker {
+    pub fn new(scheme: Scheme) -> Worker {
         Worker {
-            compressor: Compressor::new(choice),
+            compressor: Compressor::new(scheme),
             unpacker: Unpacker::new(),
             recompress: Recompress::new(),
             writeback: Writeback::new(),

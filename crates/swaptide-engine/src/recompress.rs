@@ -84,7 +84,7 @@ impl Recompress {
 
     /// Looks at one batch. False when nothing has been in compressed memory for long, or zstd is not wanted.
     pub fn step(&mut self, engine: &Engine, compressor: &mut Compressor, unpacker: &mut Unpacker) -> bool {
-        if engine.choice != Choice::Both {
+        if engine.scheme.choice != Choice::Both {
             return false;
         }
         self.items.clear();

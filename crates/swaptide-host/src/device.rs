@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
 use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
-use swaptide_store::codec::Choice;
+use swaptide_store::codec::{Choice, Level, Scheme};
 use swaptide_store::nbd::{Export, Nbd, Options};
 
 use crate::mirror::Mirror;
@@ -60,7 +60,7 @@ pub enum DeviceKind {
         /// The most it may take, compressed.
         bytes: u64,
         /// How it is compressed.
-        codec: Choice,
+        codec: Scheme,
         /// When it refuses pages.
         acceptance: Acceptance,
     },
@@ -121,6 +121,10 @@ pub enum DeviceError {
     Priority(String),
     /// The codec in it is none.
     Codec(String, String),
+    /// The level of zstd in it is none.
+    Level(String, String),
+    /// A level for lz4, which has none.
+    LevelOfLz4(String),
     /// No option of compressed memory, or no value of it.
     Option(String, String),
     /// The cipher in it is none.
@@ -181,6 +185,10 @@ impl fmt::Display for DeviceError {
             DeviceError::Codec(text, name) => {
                 write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
             }
+            DeviceError::Level(text, level) => {
+                write!(f, "{text:?}: there is no level {level:?} of zstd; use 1 to {}", Level::LAST.get())
+            }
+            DeviceError::LevelOfLz4(text) => write!(f, "{text:?}: a level is for zstd; lz4 has none"),
             DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
             DeviceError::CipherOfZram(text) => {
                 write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
@@ -188,7 +196,7 @@ impl fmt::Display for DeviceError {
             DeviceError::Option(text, option) => {
                 write!(
                     f,
-                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, max_pool_percent=N, accept_threshold_percent=N (N from 1 \
+                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, level=N, max_pool_percent=N, accept_threshold_percent=N (N from 1 \
                      to 100) and, last, prio=N"
                 )
             }
@@ -263,7 +271,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let mut parts = rest.split(',');
         let bytes = at_least(text, size(parts.next().unwrap_or_default())?, SMALLEST_POOL)?;
-        let (mut codec, mut acceptance) = (Choice::default(), Acceptance::default());
+        let (mut choice, mut level, mut acceptance) = (Choice::default(), None, Acceptance::default());
         for part in parts {
             let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
             let (name, value) = part.split_once('=').ok_or_else(wrong)?;
@@ -271,14 +279,21 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             match name {
                 "codec" => {
                     let found = Choice::ALL.into_iter().find(|choice| choice.name() == value);
-                    codec = found.ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
+                    choice = found.ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
+                }
+                "level" => {
+                    let found = value.parse().ok().and_then(Level::new);
+                    level = Some(found.ok_or_else(|| DeviceError::Level(text.to_owned(), value.to_owned()))?);
                 }
                 "max_pool_percent" => acceptance.max_pool_percent = Some(percent()?),
                 "accept_threshold_percent" => acceptance.accept_threshold_percent = Some(percent()?),
                 _ => return Err(wrong()),
             }
         }
-        DeviceKind::Zram { bytes, codec, acceptance }
+        if level.is_some() && !choice.has_zstd() {
+            return Err(DeviceError::LevelOfLz4(text.to_owned()));
+        }
+        DeviceKind::Zram { bytes, codec: Scheme { choice, level: level.unwrap_or_default() }, acceptance }
     } else if device
         .strip_prefix("file:")
         .and_then(|rest| rest.rsplit_once(",codec="))
@@ -345,7 +360,7 @@ pub struct SwapSpace {
     /// Upper bound of the compressed pool in bytes; 0: a share of each process's limit.
     pub pool_cap: u64,
     /// How compressed memory is compressed.
-    pub codec: Choice,
+    pub codec: Scheme,
     /// When it refuses pages.
     pub acceptance: Acceptance,
 }
@@ -409,7 +424,7 @@ pub struct Backing {
 /// See [`DeviceError`].
 pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
-    let (mut chosen, mut refuses) = (Choice::default(), Acceptance::default());
+    let (mut chosen, mut refuses) = (Scheme::default(), Acceptance::default());
     for device in devices {
         if let DeviceKind::Zram { bytes, codec, acceptance } = &device.kind {
             if pool.is_some() {
@@ -681,15 +696,16 @@ mod tests {
     #[test]
     fn devices_are_read_as_documented() {
         let acceptance = Acceptance::default();
-        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Both, acceptance };
+        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Scheme::default(), acceptance };
         assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None, plain: false });
         assert_eq!(
             parse("zram:1G,prio=-1").expect("zram"),
             Device { kind: zram, priority: Some(-1), mirror: None, plain: false }
         );
-        for codec in Choice::ALL {
+        let levels = Level::new(3).map(|level| (Scheme { choice: Choice::Zstd, level }, "zstd,level=3"));
+        let schemes = Choice::ALL.map(|choice| (choice.into(), choice.name())).into_iter().chain(levels);
+        for (codec, name) in schemes {
             let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
-            let name = codec.name();
             assert_eq!(
                 parse(&format!("zram:1G,codec={name}")).expect("codec"),
                 Device { kind: kind.clone(), priority: None, mirror: None, plain: false }
@@ -700,7 +716,7 @@ mod tests {
             );
         }
         let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
-        let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4, acceptance };
+        let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4.into(), acceptance };
         for order in [
             "codec=lz4,max_pool_percent=20,accept_threshold_percent=100",
             "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
@@ -731,8 +747,11 @@ mod tests {
             ("zram:1G,prio=high", "prio=N"),
             ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd"),
             ("zram:1G,codec=", "there is no codec"),
-            ("zram:1G,codec=zstd,level=3", "\"level=3\" is no option"),
-            ("zram:1G,level=3", "no option of zram"),
+            ("zram:1G,codec=zstd,level=10", "there is no level \"10\" of zstd; use 1 to 9"),
+            ("zram:1G,level=0", "no level"),
+            ("zram:1G,level=", "no level"),
+            ("zram:1G,level=3,codec=lz4", "lz4 has none"),
+            ("zram:1G,levels=3", "no option of zram"),
             ("zram:1G,max_pool_percent=0", "no option of zram"),
             ("zram:1G,max_pool_percent=101", "no option of zram"),
             ("zram:1G,accept_threshold_percent", "no option of zram"),

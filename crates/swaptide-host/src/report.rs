@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
-use swaptide_store::codec::Choice;
+use swaptide_store::codec::Scheme;
 
 use crate::areas::AreaView;
 use crate::device::Acceptance;
@@ -208,6 +208,9 @@ pub enum DeviceReport {
         size_bytes: u64,
         /// How it is compressed.
         codec: &'static str,
+        /// The level of zstd, where pages get it.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        zstd_level: Option<u8>,
         /// When it refuses pages.
         #[serde(flatten)]
         acceptance: Acceptance,
@@ -227,7 +230,7 @@ pub struct Frame {
     /// Cap of the pool.
     pub pool_cap: u64,
     /// How the pool is compressed.
-    pub codec: Choice,
+    pub codec: Scheme,
     /// When the pool refuses pages.
     pub acceptance: Acceptance,
     /// The program's name.
@@ -238,8 +241,15 @@ impl Report {
     /// The report of a run that ends now.
     pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
         let Frame { pool_cap: size_bytes, acceptance, .. } = *frame;
-        let codec = frame.codec.name();
-        let mut devices = vec![DeviceReport::Zram { size_bytes, codec, acceptance, peak_used_bytes: totals.peak_pool }];
+        let Scheme { choice, level } = frame.codec;
+        let zstd_level = choice.has_zstd().then_some(level.get());
+        let mut devices = vec![DeviceReport::Zram {
+            size_bytes,
+            codec: choice.name(),
+            zstd_level,
+            acceptance,
+            peak_used_bytes: totals.peak_pool,
+        }];
         devices.extend(totals.areas.iter().cloned().map(DeviceReport::Area));
         Report {
             exit_status,
@@ -374,7 +384,7 @@ mod tests {
         Frame {
             budget: 512 << 20,
             pool_cap: 0,
-            codec: Choice::default(),
+            codec: Scheme::default(),
             acceptance: Acceptance::default(),
             program: "python3".into(),
         }

@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
 use swaptide_ipc::{ENV_SOCKET, GroupIndex, MAGIC, Segment, VERSION};
-use swaptide_store::codec::Choice;
+use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::sock::poll_readable;
@@ -296,7 +296,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             let system = |error| RunError::System("the daemon's segment", error);
             let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
             let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
-            let codec = Choice::from_number(joined.codec);
+            let codec = Scheme::from_number(joined.codec);
             let acceptance = Acceptance::of(segment);
             let frame = Frame { budget: joined.budget, pool_cap: joined.pool_cap, codec, acceptance, program };
             (segment, segment_fd, Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) }, frame)

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use swaptide_engine::acceptance::{Acceptance, Answer};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
-use swaptide_store::codec::{Choice, Compressor, Packed, PackedKind, Unpacker};
+use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
@@ -310,5 +310,5 @@ impl Store {
 
 /// A compressor for the codec of a segment.
 pub fn compressor(segment: &Segment) -> Compressor {
-    Compressor::new(Choice::from_number(segment.header.pool_codec.load(Relaxed)))
+    Compressor::new(Scheme::from_number(segment.header.pool_codec.load(Relaxed)))
 }

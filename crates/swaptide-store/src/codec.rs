@@ -64,21 +64,71 @@ impl Choice {
         }
     }
 
-    /// The number that stands for it where processes share memory.
+    /// True when some pages get zstd.
     #[must_use]
-    pub const fn number(self) -> u32 {
-        self as u32
-    }
-
-    /// The choice of such a number; lz4 and zstd for one that has no meaning.
-    #[must_use]
-    pub fn from_number(number: u32) -> Choice {
-        Choice::ALL.into_iter().find(|choice| choice.number() == number).unwrap_or_default()
+    pub const fn has_zstd(self) -> bool {
+        !matches!(self, Choice::Lz4)
     }
 }
 
-/// The level of zstd: on heaps the next two cost a tenth to a half more time and take 0.99 to 1.04 times the bytes.
-pub const ZSTD_LEVEL: i32 = 1;
+/// A level of zstd: the higher, the longer it looks for what repeats. Usually the first: on heaps the next two cost a tenth to a half more time and take
+/// 0.99 to 1.04 times the bytes.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct Level(u8);
+
+impl Level {
+    /// The last one. Higher ones take several times as long for a hundredth of the bytes of a page.
+    pub const LAST: Level = Level(9);
+
+    /// The level of a number from 1 to [`Level::LAST`]; `None` for others.
+    #[must_use]
+    pub fn new(level: u8) -> Option<Level> {
+        (1..=Level::LAST.0).contains(&level).then_some(Level(level))
+    }
+
+    /// Its number.
+    #[must_use]
+    pub const fn get(self) -> u8 {
+        self.0
+    }
+}
+
+impl Default for Level {
+    fn default() -> Self {
+        Level(1)
+    }
+}
+
+/// How pages are compressed.
+#[derive(Copy, Clone, Debug, PartialEq, Eq, Default)]
+pub struct Scheme {
+    /// By which codecs.
+    pub choice: Choice,
+    /// By which level of zstd, where pages get it.
+    pub level: Level,
+}
+
+impl From<Choice> for Scheme {
+    fn from(choice: Choice) -> Self {
+        Scheme { choice, level: Level::default() }
+    }
+}
+
+impl Scheme {
+    /// The number that stands for it where processes share memory; 0 for the usual one.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        self.choice as u32 | u32::from(self.level.0 - 1) << 8
+    }
+
+    /// The scheme of such a number; what is usual in place of what has no meaning.
+    #[must_use]
+    pub fn from_number(number: u32) -> Scheme {
+        let choice = Choice::ALL.into_iter().find(|choice| *choice as u32 == number & 0xff).unwrap_or_default();
+        let level = u8::try_from(number >> 8).ok().and_then(|level| Level::new(level.saturating_add(1))).unwrap_or_default();
+        Scheme { choice, level }
+    }
+}
 
 /// Most pages one unit may hold.
 pub const MAX_UNIT_PAGES: usize = 16;
@@ -275,9 +325,10 @@ pub struct Compressor {
 impl Compressor {
     /// A compressor with its tables and buffer (about 160 KiB, half of it not touched before zstd is used).
     #[must_use]
-    pub fn new(choice: Choice) -> Compressor {
+    pub fn new(scheme: impl Into<Scheme>) -> Compressor {
+        let Scheme { choice, level } = scheme.into();
         let out = vec![0; Lz4::bound(MAX_UNIT_PAGES * PAGE_SIZE)];
-        Compressor { lz4: Lz4::new(), zstd: ZstdCompressor::new(ZSTD_LEVEL), choice, in_vain: 0, out }
+        Compressor { lz4: Lz4::new(), zstd: ZstdCompressor::new(level), choice, in_vain: 0, out }
     }
 
     /// Packs one page.
@@ -344,7 +395,7 @@ impl Compressor {
 
 impl Default for Compressor {
     fn default() -> Self {
-        Self::new(Choice::default())
+        Self::new(Scheme::default())
     }
 }
 

@@ -14,10 +14,8 @@ use core::ptr::NonNull;
 
 use zstd_sys::ZSTD_cParameter as Parameter;
 
+use super::Level;
 use crate::PAGE_SIZE;
-
-/// Levels of zstd that are of use for pages: below, it is no better than lz4; above, it takes several times as long for a hundredth.
-pub(super) const LEVELS: core::ops::RangeInclusive<i32> = 1..=9;
 
 // Not among what `lz4_sys` declares, but part of the library it builds.
 unsafe extern "C" {
@@ -113,10 +111,8 @@ pub(super) struct ZstdCompressor {
 unsafe impl Send for ZstdCompressor {}
 
 impl ZstdCompressor {
-    /// # Panics
-    /// If the level is none of [`LEVELS`].
-    pub(super) fn new(level: i32) -> ZstdCompressor {
-        assert!(LEVELS.contains(&level), "zstd level {level}");
+    pub(super) fn new(level: Level) -> ZstdCompressor {
+        let level = c_int::from(level.get());
         // SAFETY: both only compute numbers.
         let (parameters, len) = unsafe {
             let parameters = zstd_sys::ZSTD_getCParams(level, PAGE_SIZE as u64, 0);

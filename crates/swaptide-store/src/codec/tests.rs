@@ -145,13 +145,45 @@ fn what_lz4_leaves_raw_zstd_may_shrink() {
 }
 
 #[test]
-fn choices_have_names_and_numbers_of_their_own() {
+fn schemes_have_names_and_numbers_of_their_own() {
+    let mut seen = std::collections::BTreeSet::new();
     for choice in Choice::ALL {
-        assert_eq!(Choice::from_number(choice.number()), choice);
         assert_eq!(Choice::ALL.iter().filter(|other| other.name() == choice.name()).count(), 1);
+        for level in (0..=u8::MAX).filter_map(Level::new) {
+            let scheme = Scheme { choice, level };
+            assert_eq!(Scheme::from_number(scheme.number()), scheme);
+            assert!(seen.insert(scheme.number()));
+        }
     }
-    assert_eq!(Choice::from_number(77), Choice::Both);
-    assert_eq!(Choice::Both.number(), 0, "memory that nobody wrote to means the default");
+    assert_eq!(seen.len(), 27);
+    assert_eq!(Scheme::default().number(), 0, "memory that nobody wrote to means the default");
+    for senseless in [77, 9 << 8, u32::MAX] {
+        assert_eq!(Scheme::from_number(senseless), Scheme::default());
+    }
+    assert_eq!((Level::new(0), Level::new(10)), (None, None));
+}
+
+#[test]
+fn a_higher_level_takes_less_and_every_level_comes_back() {
+    let mut u = Unpacker::new();
+    // Words of one list in no order, with what numbers them.
+    let mut page = [0; PAGE_SIZE];
+    for (k, (word, noise)) in page.chunks_exact_mut(8).zip(random_page(3)).enumerate() {
+        word.copy_from_slice(
+            &[b"one ", b"two ", b"some", b"many"][usize::from(noise) % 4].map(|byte| byte ^ noise >> 6).repeat(2)[..8],
+        );
+        word[7] = k as u8 / 4;
+    }
+    let sizes: Vec<usize> = (1..=Level::LAST.get())
+        .filter_map(Level::new)
+        .map(|level| {
+            let mut c = Compressor::new(Scheme { choice: Choice::Zstd, level });
+            let Packed::Bytes(bytes) = c.compress(&page) else { panic!("text must compress") };
+            assert!(guarded(&mut u, bytes, PAGE_SIZE).as_deref() == Some(&page[..]), "{level:?}");
+            bytes.len()
+        })
+        .collect();
+    assert!(sizes[8] < sizes[0], "{sizes:?}");
 }
 
 #[test]
