@@ -49,7 +49,7 @@ fuzz_target!(|data: &[u8]| {
         }
         return;
     }
-    let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % 3]);
+    let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % Choice::ALL.len()]);
     let flips: Vec<[u8; 3]> = bytes.some(3 * usize::from(kind >> 5)).as_chunks().0.to_vec();
     if kind & 8 != 0 {
         let n = 1 + usize::from(kind >> 4 & 3);

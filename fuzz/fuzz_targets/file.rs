@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
     disk.set_len(size).expect("long enough");
     let source = Source(Arc::new(Mutex::new((0..1 + u32::from(kind & 1) * 2).collect())), kind & 8 != 0);
     let device = FileDevice::new(fd, [kind; 32], 7, Box::new(source));
-    let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % 3]);
+    let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % Choice::ALL.len()]);
     let mut model: BTreeMap<u32, Box<Page>> = BTreeMap::new();
     // Somebody has changed the file.
     let mut touched = false;

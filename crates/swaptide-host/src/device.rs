@@ -123,8 +123,8 @@ pub enum DeviceError {
     Codec(String, String),
     /// The level of zstd in it is none.
     Level(String, String),
-    /// A level for lz4, which has none.
-    LevelOfLz4(String),
+    /// A level, and no zstd.
+    LevelOfNone(String),
     /// No option of compressed memory, or no value of it.
     Option(String, String),
     /// The cipher in it is none.
@@ -188,7 +188,7 @@ impl fmt::Display for DeviceError {
             DeviceError::Level(text, level) => {
                 write!(f, "{text:?}: there is no level {level:?} of zstd; use 1 to {}", Level::LAST.get())
             }
-            DeviceError::LevelOfLz4(text) => write!(f, "{text:?}: a level is for zstd; lz4 has none"),
+            DeviceError::LevelOfNone(text) => write!(f, "{text:?}: a level is for zstd, and no page gets that here"),
             DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
             DeviceError::CipherOfZram(text) => {
                 write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
@@ -291,7 +291,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             }
         }
         if level.is_some() && !choice.has_zstd() {
-            return Err(DeviceError::LevelOfLz4(text.to_owned()));
+            return Err(DeviceError::LevelOfNone(text.to_owned()));
         }
         DeviceKind::Zram { bytes, codec: Scheme { choice, level: level.unwrap_or_default() }, acceptance }
     } else if device
@@ -745,12 +745,13 @@ mod tests {
             ("file:/x:9T", "too large"),
             ("file:/x:lots", "not a size"),
             ("zram:1G,prio=high", "prio=N"),
-            ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd"),
+            ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd, snappy"),
             ("zram:1G,codec=", "there is no codec"),
             ("zram:1G,codec=zstd,level=10", "there is no level \"10\" of zstd; use 1 to 9"),
             ("zram:1G,level=0", "no level"),
             ("zram:1G,level=", "no level"),
-            ("zram:1G,level=3,codec=lz4", "lz4 has none"),
+            ("zram:1G,level=3,codec=lz4", "a level is for zstd"),
+            ("zram:1G,level=3,codec=snappy", "a level is for zstd"),
             ("zram:1G,levels=3", "no option of zram"),
             ("zram:1G,max_pool_percent=0", "no option of zram"),
             ("zram:1G,max_pool_percent=101", "no option of zram"),

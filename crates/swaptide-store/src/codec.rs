@@ -1,17 +1,18 @@
 //! Turns a page into what a device stores, and back.
 //!
 //! Owns the choice of representation: a page of zeros and a page of one repeated word need no bytes at all, a page that
-//! hardly shrinks is kept as it is (loading it is then a copy), everything else is an lz4 block or a zstd frame ([`Codec`]). A *unit* is
+//! hardly shrinks is kept as it is (loading it is then a copy), everything else is an lz4 block, a zstd frame or a snappy block ([`Codec`]). A *unit* is
 //! up to [`MAX_UNIT_PAGES`] neighbouring pages compressed as one lz4 block: better ratio, but it comes back whole.
 //!
-//! Packed bytes tell by themselves which codec they are of: a frame begins with a byte of 0, a block never does (its first byte would
-//! call for a match, and there is nothing yet to match). So pages of both lie side by side in every device and go from one to another as
-//! they are, and no record of theirs is larger for it.
+//! Packed bytes tell by themselves which codec they are of: a frame begins with a byte of 0, a block of lz4 never does (its first byte would
+//! call for a match, and there is nothing yet to match), and before one of snappy stands what in a frame would mean a window of terabytes. So pages of
+//! all lie side by side in every device and go from one to another as they are, and no record of theirs is larger for it.
 //!
 //! Many pages end in a run of one word, mostly zeros. Of such a page only what comes before the run, and the word once, is compressed: bytes
 //! that unpack to less than a page go on with their last word to its end. That spares both codecs what they are slow at.
 //!
-//! lz4 costs 2 to 10 microseconds a page and 1 to 4 back, zstd 8 to 30 and 2 to 13; on heaps zstd takes 0.4 to 0.7 of the bytes.
+//! lz4 costs 2 to 10 microseconds a page and 1 to 4 back, zstd 8 to 30 and 2 to 13; on heaps zstd takes 0.4 to 0.7 of the bytes. snappy is of the class
+//! of lzo-rle, which has no library that could be used here: as fast as lz4 on the way out and slower back, at about the same ratio.
 //!
 //! A [`Compressor`] holds the codecs' tables and the output buffer, an [`Unpacker`] the memory zstd needs to decompress, so neither work
 //! allocates. Each belongs to one thread at a time and is meant to be used outside all locks.
@@ -28,13 +29,22 @@ pub enum Codec {
     Lz4,
     /// A zstd frame without magic number, content size, checksum and dictionary.
     Zstd,
+    /// A snappy block behind [`SNAPPY_MARK`].
+    Snappy,
 }
+
+/// What snappy's blocks stand behind: no frame of zstd begins so.
+const SNAPPY_MARK: [u8; 2] = [0, 0xff];
 
 impl Codec {
     /// The codec of packed bytes.
     #[must_use]
     pub fn of(packed: &[u8]) -> Codec {
-        if packed.first() == Some(&0) { Codec::Zstd } else { Codec::Lz4 }
+        match packed {
+            [0, 0xff, ..] => Codec::Snappy,
+            [0, ..] => Codec::Zstd,
+            _ => Codec::Lz4,
+        }
     }
 }
 
@@ -48,11 +58,13 @@ pub enum Choice {
     Lz4,
     /// zstd at once.
     Zstd,
+    /// snappy alone.
+    Snappy,
 }
 
 impl Choice {
     /// Every choice.
-    pub const ALL: [Choice; 3] = [Choice::Both, Choice::Lz4, Choice::Zstd];
+    pub const ALL: [Choice; 4] = [Choice::Both, Choice::Lz4, Choice::Zstd, Choice::Snappy];
 
     /// Its name on the command line.
     #[must_use]
@@ -61,13 +73,14 @@ impl Choice {
             Choice::Both => "lz4+zstd",
             Choice::Lz4 => "lz4",
             Choice::Zstd => "zstd",
+            Choice::Snappy => "snappy",
         }
     }
 
     /// True when some pages get zstd.
     #[must_use]
     pub const fn has_zstd(self) -> bool {
-        !matches!(self, Choice::Lz4)
+        matches!(self, Choice::Both | Choice::Zstd)
     }
 }
 
@@ -157,7 +170,7 @@ pub enum Packed<'a> {
     Zero,
     /// A page of one repeated word.
     Same(u64),
-    /// An lz4 block or a zstd frame ([`Codec::of`]).
+    /// An lz4 block, a zstd frame or a snappy block ([`Codec::of`]).
     Bytes(&'a [u8]),
     /// The page itself, which does not compress well.
     Raw(&'a Page),
@@ -170,7 +183,7 @@ pub enum PackedKind {
     Zero,
     /// A page of one repeated word.
     Same(u64),
-    /// An lz4 block or a zstd frame of that many bytes.
+    /// An lz4 block, a zstd frame or a snappy block of that many bytes.
     Bytes(usize),
     /// The page itself.
     Raw,
@@ -214,7 +227,7 @@ pub enum PackedUnit<'a> {
     Raw(&'a [u8]),
 }
 
-/// The data is no lz4 block and no zstd frame of the expected size.
+/// The data is of no codec, or not of the expected size.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("compressed data does not decompress to the expected size")]
 pub struct BadBlock;
@@ -292,6 +305,7 @@ impl Unpacker {
         let len = match Codec::of(packed) {
             Codec::Lz4 => library::lz4_decompress(packed, out),
             Codec::Zstd => self.zstd.decompress(packed, out),
+            Codec::Snappy => snap::raw::Decoder::new().decompress(&packed[SNAPPY_MARK.len()..], out).ok(),
         };
         match len {
             Some(len) if len == out.len() => Ok(()),
@@ -316,6 +330,8 @@ impl Default for Unpacker {
 pub struct Compressor {
     lz4: Lz4,
     zstd: ZstdCompressor,
+    /// Where it was chosen.
+    snappy: Option<Box<snap::raw::Encoder>>,
     choice: Choice,
     /// Pages in a row that zstd could not shrink either.
     in_vain: u32,
@@ -328,7 +344,11 @@ impl Compressor {
     pub fn new(scheme: impl Into<Scheme>) -> Compressor {
         let Scheme { choice, level } = scheme.into();
         let out = vec![0; Lz4::bound(MAX_UNIT_PAGES * PAGE_SIZE)];
-        Compressor { lz4: Lz4::new(), zstd: ZstdCompressor::new(level), choice, in_vain: 0, out }
+        let snappy = (choice == Choice::Snappy).then(|| Box::new(snap::raw::Encoder::new()));
+        let mut compressor = Compressor { lz4: Lz4::new(), zstd: ZstdCompressor::new(level), snappy, choice, in_vain: 0, out };
+        // The first page is what snappy makes its table for.
+        compressor.snappy(&[0; PAGE_SIZE]);
+        compressor
     }
 
     /// Packs one page.
@@ -364,7 +384,7 @@ impl Compressor {
     pub fn compress_tightly(&mut self, page: &Page, most: usize) -> Option<&[u8]> {
         let room = most.min(RAW_ABOVE);
         let len = self.zstd.compress(&page[..head_len(page)], &mut self.out[..room])?;
-        (self.out[0] == 0 && len > SHORTEST).then(|| &self.out[..len])
+        (Codec::of(&self.out[..len]) == Codec::Zstd && len > SHORTEST).then(|| &self.out[..len])
     }
 
     /// Compresses a page into the buffer as was chosen; `None` when it does not get small enough.
@@ -373,6 +393,7 @@ impl Compressor {
         match self.choice {
             Choice::Lz4 => self.block(&page[..head_len(page)]).filter(small_enough),
             Choice::Zstd => self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len),
+            Choice::Snappy => self.snappy(&page[..head_len(page)]).filter(small_enough),
             Choice::Both => self.block(&page[..head_len(page)]).filter(small_enough).or_else(|| {
                 // Text without repetitions, digits, say. Where that fails it mostly fails again, and is tried now and then.
                 if self.in_vain > 8 && !self.in_vain.is_multiple_of(32) {
@@ -384,6 +405,14 @@ impl Compressor {
                 len
             }),
         }
+    }
+
+    /// Compresses at most a page into the buffer with snappy; `None` where it was not chosen.
+    fn snappy(&mut self, input: &[u8]) -> Option<usize> {
+        let (mark, out) = self.out.split_at_mut(SNAPPY_MARK.len());
+        let len = SNAPPY_MARK.len() + self.snappy.as_mut()?.compress(input, out).ok()?;
+        mark.copy_from_slice(&SNAPPY_MARK);
+        (len > SHORTEST).then_some(len)
     }
 
     /// Compresses `input` into the buffer with lz4; `None` only if the library refuses, which a full-sized buffer rules out.

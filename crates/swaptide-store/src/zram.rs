@@ -284,7 +284,7 @@ impl Zram {
             return false;
         }
         let bytes = state.pool.bytes(id);
-        if Codec::of(bytes) == Codec::Zstd {
+        if Codec::of(bytes) != Codec::Lz4 {
             return false;
         }
         let start = out.len();

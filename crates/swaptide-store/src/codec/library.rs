@@ -6,7 +6,7 @@
 //!
 //! Invariants:
 //! 1. A library writes only to the memory of its owner and to the output it is given, whatever the input holds.
-//! 2. A zstd frame made here begins with a byte of 0 (no magic number, and a frame header that declares nothing); an lz4 block never does.
+//! 2. A zstd frame made here begins with a byte of 0 (no magic number, and a frame header that declares nothing); an lz4 block never does. Its second byte, the window, is far from 255.
 
 use core::alloc::Layout;
 use core::ffi::{c_char, c_int, c_void};
