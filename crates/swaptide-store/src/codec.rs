@@ -29,7 +29,7 @@ pub enum Codec {
     Lz4,
     /// A zstd frame without magic number, content size, checksum and dictionary.
     Zstd,
-    /// A snappy block behind [`SNAPPY_MARK`].
+    /// A snappy block behind two bytes that no frame of zstd begins with.
     Snappy,
 }
 
@@ -41,7 +41,7 @@ impl Codec {
     #[must_use]
     pub fn of(packed: &[u8]) -> Codec {
         match packed {
-            [0, 0xff, ..] => Codec::Snappy,
+            [0, ..] if packed.starts_with(&SNAPPY_MARK) => Codec::Snappy,
             [0, ..] => Codec::Zstd,
             _ => Codec::Lz4,
         }
