@@ -21,28 +21,14 @@ def outcomes(path):
     return found
 
 
-# Not every installation has the file that makes a module of these tests.
-MULTIPROCESSING = """import unittest
-import test._test_multiprocessing
-test._test_multiprocessing.install_tests_in_module_dict(globals(), "fork")
-if __name__ == "__main__":
-    unittest.main()
-"""
-
-
 def cpython(module):
     """A module of CPython's own tests."""
     def run(context):
-        where = []
-        if module == "test_multiprocessing_fork":
-            (context.directory / f"{module}.py").write_text(MULTIPROCESSING)
-            where = ["--testdir", context.directory]
-
         def tests(native, names=()):
             only = [word for name in names for word in ("-m", name)]
             made = context.directory / "tests.xml"
             made.unlink(missing_ok=True)
-            done = context.run([context.python, "-m", "test", "--junit-xml", made, *where, *only, module], native=native, status=None)
+            done = context.run([context.python, "-m", "test", "--junit-xml", made, *only, module], native=native, status=None)
             context.expect(made.exists(), f"{module} wrote no results: status {done.status}, {done.errors()[-300:]!r}")
             return outcomes(made)
 
@@ -65,5 +51,5 @@ TREES = 48
 
 CASES = [
     Case(f"full-cpython-{module}", cpython(f"test_{module}"), budget, full=True, limit=1200, allowance=32, forks=True)
-    for module, budget in (("mmap", 24), ("io", 24), ("threading", TREES), ("subprocess", TREES), ("multiprocessing_fork", TREES))
+    for module, budget in (("mmap", 24), ("io", 24), ("threading", TREES), ("subprocess", TREES))
 ]
