@@ -75,6 +75,9 @@ def detach(context):
         first = until(context, "a process that is swapped", lambda: asked(out))[0]["pid"]
         context.expect(is_armed(first), "managed, and not registered")
         status, _, errors = ask(context, "detach", str(first))
+        if "nothing more came back" in errors:
+            # On a machine that hardly gets to run, a program that does everything at once may be faster than what brings it back: it goes on as before.
+            status, _, errors = ask(context, "detach", str(first))
         # It may have come to its own end meanwhile.
         context.expect(status == 0 or not Path(f"/proc/{first}/smaps").exists(), f"detach: status {status}: {errors}")
         after = (asked(lambda: states(ctl)) or {}).get(first)
