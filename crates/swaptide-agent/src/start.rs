@@ -435,6 +435,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         main_object: is_main_object,
         excluded: pins::is_excluded,
         pinned: pins::is_pinned,
+        spawn_reader,
     };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = match Handler::new(engine) {
@@ -487,9 +488,23 @@ fn start_workers(engine: &'static Engine) {
     engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
 }
 
+/// Starts a thread that waits for servers.
+fn spawn_reader() -> bool {
+    spawn_with(STACK, reader, 0)
+}
+
+extern "C" fn reader(_: usize) {
+    set_name(c"swaptide-read");
+    // As a worker.
+    let _ = swaptide_sys::affinity::set_own_nice(0);
+    let Some(engine) = engine() else { exit_thread() };
+    engine.read_far();
+    ends::forget(gettid());
+}
+
 extern "C" fn watch(_: usize) {
     if let Some(engine) = engine() {
-        ends::watch(engine.slot(), || engine.look_after_handler());
+        ends::watch(engine.slot(), || engine.look_after_threads());
     }
 }
 

@@ -238,6 +238,9 @@ impl Batch {
         self.shared.clear();
         self.refused = false;
         self.pages = 0;
+        if mm.behind {
+            return 0;
+        }
         let Some(slab) = mm.staging.take_empty() else { return 0 };
         self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;

@@ -186,6 +186,11 @@ impl Charge {
         (self.limit() as usize / 64 / PAGE_SIZE).clamp(16, 512)
     }
 
+    /// The same where the pages are far: a window is all that comes in the time of one answer.
+    pub fn far_window_pages(&self) -> usize {
+        (self.limit() as usize / 16 / PAGE_SIZE).clamp(16, 512)
+    }
+
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
         (self.divisible() / 1024 * u64::from(self.pool_share())).min(self.pool_bound())

@@ -84,6 +84,7 @@ impl Handler {
         let mm = self.engine.mm.lock();
         mm.table.swapped() == 0
             && mm.jobs.in_flight == 0
+            && self.away.is_empty()
             && mm.late.is_empty()
             && self.strangers.is_empty()
             && self.rung.is_empty()
@@ -128,6 +129,7 @@ impl Handler {
         engine.retired.store(true, Release);
         engine.park.store(0, Release);
         futex::wake(&engine.park, u32::MAX >> 1, futex::Scope::Private);
+        engine.far.call();
         true
     }
 }

@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
-use swaptide_store::file::{Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened, Spot};
+use swaptide_store::file::{
+    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened, ServerId, Spot,
+};
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
@@ -84,6 +86,12 @@ impl ExtentSource for Beyond {
     fn is_plain(&self, extent: Extent) -> bool {
         self.segment.is_plain(ExtentId(extent.0))
     }
+
+    fn server_of(&self, extent: Extent) -> Option<ServerId> {
+        let place = self.segment.place_of(ExtentId(extent.0))?;
+        let is_far = place.mirror.is_none() && self.segment.area(place.area).transport() == Transport::Nbd;
+        is_far.then_some(ServerId(place.area.0))
+    }
 }
 
 impl Areas for Beyond {
@@ -150,6 +158,8 @@ pub struct FileTier {
     pub device: FileDevice,
     areas: Beyond,
     roomy: AtomicBool,
+    /// There are areas that are far.
+    has_far: AtomicBool,
     /// Some of what lies there shall be moved to other areas.
     leaving: AtomicBool,
 }
@@ -188,8 +198,24 @@ impl FileTier {
         self.device.rekey_salt(salt);
     }
 
+    fn look_for_far(&self) {
+        let is_far = self.areas.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
+        self.has_far.store(is_far, Relaxed);
+    }
+
+    /// True when writing may take long, and how long nobody knows.
+    pub fn has_far(&self) -> bool {
+        self.has_far.load(Relaxed)
+    }
+
+    /// True when a page's data is to be had from a server alone.
+    pub fn is_far(&self, entry: SwapEntry) -> bool {
+        self.has_far() && self.device.server_of(Slot(entry.offset().0)).is_some()
+    }
+
     /// The table of areas has changed: looks what shall be left.
     pub fn look_at_areas(&self) {
+        self.look_for_far();
         let closed = |extent: Extent| {
             let place = self.areas.segment.place_of(ExtentId(extent.0));
             place.is_some_and(|place| self.areas.segment.area(place.area).state() == AreaState::Closed)
@@ -231,7 +257,8 @@ impl Devices {
         let slots = SwapDevice::new(FILE, slots, 1, Kind::Solid).with_table_discard(give_back);
         let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())) };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
-        let file = FileTier { slots, device, areas, roomy: true.into(), leaving: false.into() };
+        let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };
+        file.look_for_far();
         file.open_files();
         Ok(Devices { pool_slots, pool, file, segment })
     }

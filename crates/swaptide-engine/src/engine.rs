@@ -19,6 +19,7 @@ use crate::batch::Jobs;
 use crate::bell::Bells;
 use crate::charge::Charge;
 use crate::devices::{Devices, FILE, POOL};
+use crate::far::Far;
 use crate::fork::ForkControl;
 use crate::fork::layout::Change;
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
@@ -58,6 +59,8 @@ pub struct Start {
     pub excluded: fn(VirtRange) -> bool,
     /// True for a chunk that must stay (it holds a thread's control block).
     pub pinned: fn(ChunkNo) -> bool,
+    /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
+    pub spawn_reader: fn() -> bool,
 }
 
 /// What the memory lock guards.
@@ -80,6 +83,9 @@ pub struct Mm {
     pub kept: Vec<Option<SwapEntry>>,
     /// A range that is being let go: nothing of it is taken out.
     pub held: VirtRange,
+    /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not refuse moves for them any more, and where a word says that
+    /// a page is, another may be. Nothing is taken out.
+    pub behind: bool,
     /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
     pub late: Vec<Event>,
     /// Old places of moves that were read, until it was read as well that they were left (see [`crate::events`]).
@@ -107,6 +113,8 @@ pub struct Engine {
     pub bells: Bells,
     /// Forks.
     pub fork: ForkControl,
+    /// Pages that were sent for.
+    pub(crate) far: Far,
     /// Futex word on which idle workers wait: raised when there may be work.
     pub work: AtomicU32,
     /// Not 0: workers stand still at their next safe point.
@@ -179,6 +187,7 @@ impl Engine {
                 base: vec![crate::devices::NO_ENTRY; frames],
                 kept: vec![None; frames],
                 held: NO_RANGE,
+                behind: false,
                 late: Vec::with_capacity(64),
                 owed: Vec::with_capacity(256),
                 recent: Vec::with_capacity(64),
@@ -190,6 +199,7 @@ impl Engine {
             charge,
             bells,
             fork: ForkControl::new(),
+            far: Far::new().map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
@@ -410,9 +420,12 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
-    /// Ends the process if the thread is gone that answers faults: a filter of system calls may have ended it. Faults would wait for ever, workers wait for
-    /// it too, and with the last of the engine's threads the userfaultfd would be closed.
-    pub fn look_after_handler(&self) {
+    /// Ends the process if the thread is gone that answers faults, or one that reads far pages: a filter of system calls may have ended it. Faults would wait
+    /// for ever, workers wait for the handler too, and with the last of the engine's threads the userfaultfd would be closed.
+    pub fn look_after_threads(&self) {
+        if !self.far.are_all_there() && !self.retired.load(Relaxed) {
+            crate::fatal("a thread that reads from servers is gone");
+        }
         let handler = self.handler_tid.load(Relaxed);
         if handler != 0 && !self.retired.load(Relaxed) && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler)) {
             crate::fatal("the thread that answers faults is gone");

@@ -34,7 +34,6 @@ use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
 use crate::locality::Reading;
 use crate::pagetable::PageState;
 use crate::probe::{self, Place, Snapshot};
-use crate::reclaim::Step;
 use crate::staging::FrameRun;
 
 /// Fewer pages than this are copied in.
@@ -61,6 +60,10 @@ pub enum Served {
     Again,
     /// The address is not managed.
     Unmanaged,
+    /// The page was sent for: its thread is woken when it lands.
+    Away,
+    /// It is to be sent for when there is a place for it.
+    Crowded,
 }
 
 /// Why a fill stopped.
@@ -73,6 +76,8 @@ pub(crate) enum Stop {
     Exists,
     /// The range was another one at the second look: nothing was put in place.
     Stale,
+    /// No more can be sent for at the moment.
+    Crowded,
 }
 
 impl Handler {
@@ -90,12 +95,21 @@ impl Handler {
                 return Served::Spurious;
             }
             PageState::Empty => self.grow(page, region),
-            PageState::Swapped(_) => self.swap_in(page, region),
+            PageState::Swapped(_) if self.away.has(page) => return Served::Away,
+            PageState::Swapped(entry) => {
+                self.away.asks(Some(page));
+                let result = self.swap_in(page, entry, region);
+                self.post();
+                self.away.asks(None);
+                result
+            }
         };
         match result {
+            Ok(()) if self.away.has(page) => Served::Away,
             Ok(()) => Served::Filled,
             Err(Stop::Again | Stop::Stale) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
+            Err(Stop::Crowded) => Served::Crowded,
         }
     }
 
@@ -116,45 +130,6 @@ impl Handler {
     /// True while events are noted and not applied: only the page asked for is known to be what the table says.
     fn is_alone(&self) -> bool {
         self.deferring || self.giving
-    }
-
-    /// Makes room for `n` pages.
-    fn make_room(&mut self, n: usize) {
-        let engine = self.engine;
-        let bytes = (n * PAGE_SIZE) as i64;
-        for _ in 0..256 {
-            if engine.charge.room() >= bytes {
-                return;
-            }
-            if engine.park.load(Relaxed) != 0 {
-                return;
-            }
-            // Compressed memory that is past its share takes from the program what swap-out gives: the file must take some first.
-            if engine.charge.pool_overflows() && self.worker.write_back(engine) {
-                continue;
-            }
-            match self.worker.step(engine) {
-                Step::Took(pages) => engine.count(Counter::PgstealDirect, pages),
-                // What is read then may be a fork that must have the page first.
-                Step::Again if self.giving => return,
-                Step::Again => self.drain_events(),
-                Step::Nothing => {
-                    if engine.charge.pool() > engine.charge.limit() / 16 && self.worker.write_back(engine) {
-                        continue;
-                    }
-                    let mut mm = engine.mm.lock();
-                    mm.staging.trim(n);
-                    engine.settle(&mm);
-                    return;
-                }
-            }
-        }
-    }
-
-    /// True when `n` pages can be filled within the limit. Where nothing can be taken out (what two processes share since a fork, say), what is
-    /// brought in beyond the page asked for is the next to go, before it is touched.
-    fn has_room(&self, n: usize) -> bool {
-        self.engine.charge.room() >= (n * PAGE_SIZE) as i64
     }
 
     /// Answers a first touch.
@@ -245,13 +220,17 @@ impl Handler {
     }
 
     /// Brings back what a fault asks for and what it foretells.
-    fn swap_in(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
+    fn swap_in(&mut self, page: PageNo, entry: SwapEntry, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
         if self.is_alone() {
             self.make_room(1);
             return self.bring_page(page, 1);
         }
-        let most = self.gate.most(engine.charge.window_pages(), engine.devices.is_backed());
+        let window = match self.away.is_usual() || entry.ty() != POOL && engine.devices.file.is_far(entry) {
+            true => engine.charge.far_window_pages(),
+            false => engine.charge.window_pages(),
+        };
+        let most = self.gate.most(window, engine.devices.is_backed());
         let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
@@ -291,7 +270,7 @@ impl Handler {
                 }
                 brought?;
                 // The thread goes on while its window is filled; a fault it meets there waits for the rest.
-                if pages > first {
+                if pages > first && !self.away.has(page) {
                     let _ = self.uffd.wake(range_of(page, 1));
                 }
                 let mut at = first;
@@ -311,7 +290,12 @@ impl Handler {
             }
         }
         came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
-        self.locality.came(came.pages());
+        // What was sent for comes too, a little later.
+        self.locality.came(came.pages() + self.away.asks(Some(page)));
+        if self.away.has(page) {
+            engine.count(Counter::SwapRa, came.pages());
+            return Ok(());
+        }
         engine.count(Counter::SwapRa, came.pages().saturating_sub(1));
         engine.mm.lock().split.fault(came.pages());
         Ok(())
@@ -428,7 +412,8 @@ impl Handler {
             let run = start.plus(first);
             let asked = run <= page && page < run.plus(len);
             match self.bring(run, len) {
-                Ok(()) => came.add(run, len),
+                Ok(()) if self.away.is_empty() => came.add(run, len),
+                Ok(()) => (0..len).map(|k| run.plus(k)).filter(|page| !self.away.has(*page)).for_each(|page| came.add(page, 1)),
                 Err(Stop::Stale) if asked => {
                     // The range changed under the load: what was loaded is dropped, and the page comes alone.
                     self.bring(page, 1)?;
@@ -438,6 +423,7 @@ impl Handler {
                 Err(_) => {}
             }
         }
+        self.post();
         Ok(())
     }
 
@@ -446,10 +432,19 @@ impl Handler {
         let engine = self.engine;
         let mut at = 0;
         let mut stale = 0;
+        let mut waits = false;
         while at < n {
-            let snapshot = self.probe(page.plus(at), n - at);
+            let mut snapshot = self.probe(page.plus(at), n - at);
+            if waits || !self.may_send() {
+                snapshot.bring_near();
+            }
             match snapshot.place(0) {
                 Place::Absent => at += 1,
+                Place::Far => match self.send_for(&snapshot, snapshot.far()) {
+                    // It changed, or nobody reads.
+                    Err(Stop::Stale) => waits = true,
+                    sent => at += sent?,
+                },
                 Place::Cached => at += self.bring_cached(page.plus(at))?,
                 Place::Pool | Place::File | Place::Zero => {
                     let filled = self.bring_stored(&snapshot);
@@ -500,7 +495,7 @@ impl Handler {
     }
 
     /// A swapped page is in the program: its heat is set, its slot released.
-    fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
         let distance = mm.refault_distance(&engine.devices, entry);
         // Where there is room, what comes back soon was sent out by the program itself.
@@ -597,13 +592,20 @@ impl Handler {
     }
 
     /// True when a test wants this load to be out of date.
-    fn is_stale_by_order(&mut self) -> bool {
+    pub(crate) fn is_stale_by_order(&mut self) -> bool {
         self.large_loads = self.large_loads.wrapping_add(1);
         self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
     }
 
     /// Puts loaded pages in their place: moves them there when they lie in staging frames, else copies them.
-    fn put_in(&mut self, mm: &mut Mm, page: PageNo, from: VirtAddr, len: usize, run: Option<FrameRun>) -> Result<usize, Stop> {
+    pub(crate) fn put_in(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        from: VirtAddr,
+        len: usize,
+        run: Option<FrameRun>,
+    ) -> Result<usize, Stop> {
         let mut len = len;
         if let Some(run) = run {
             let progress = self.move_in(mm, page, from, len);
@@ -723,12 +725,12 @@ impl Handler {
     }
 
     /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.
-    fn overtaken(&mut self, page: PageNo, entry: SwapEntry) -> ! {
+    pub(crate) fn overtaken(&mut self, page: PageNo, entry: SwapEntry) -> ! {
         crate::fatal(&format!("page {:?} is swapped to {entry:?} and mapped as well", page.addr()))
     }
 
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
-    fn poison(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
+    pub(crate) fn poison(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
         let engine = self.engine;
         match self.uffd.poison(range_of(page, 1)).error {
             Some(Errno::AGAIN) => return Err(Stop::Again),

@@ -8,11 +8,13 @@
 //! 3. While an event is unread the kernel refuses fills with EAGAIN; the handler then reads events and tries again.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
+use swaptide_sys::gong::Gong;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::VirtRange;
@@ -27,6 +29,7 @@ use crate::EngineError;
 use crate::admission::Gate;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
+use crate::far::{Away, FAIL_OF_A_READER};
 use crate::fault::Served;
 use crate::fork::Recipient;
 use crate::fork::layout::Change;
@@ -71,6 +74,11 @@ pub struct Handler {
     /// What loading from compressed memory cost since it was told to the division.
     pub(crate) loads: Loads,
     pub(crate) locality: Locality,
+    /// Pages that were sent for, and what is struck when some are back.
+    pub(crate) away: Away,
+    pub(crate) gong: Arc<Gong>,
+    /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing of them.
+    listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
     /// What the run was told of how much may come in at a time.
@@ -153,6 +161,9 @@ impl Handler {
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),
+            away: Away::new(),
+            listens: false,
+            gong: engine.far.open_gong().map_err(memory("a descriptor that tells of far pages"))?,
             leaves_out: None,
             gate: Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed)),
             read_ns: 60_000,
@@ -186,7 +197,7 @@ impl Handler {
             preload: None,
             throttle: Throttle::new(),
             squeeze: Squeeze::default(),
-            fails_at: if header.fail.load(Relaxed) == 0 { 0 } else { FAILS_AFTER },
+            fails_at: if matches!(header.fail.load(Relaxed), 0 | FAIL_OF_A_READER) { 0 } else { FAILS_AFTER },
             detaching: None,
         })
     }
@@ -197,11 +208,15 @@ impl Handler {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         let mut answers = 0u32;
         loop {
+            self.land();
             if self.pending.is_empty() {
                 match self.preload.or(self.detaching) {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
-                    None => self.read_within(self.throttle.patience()),
+                    None => {
+                        self.listens = true;
+                        self.read_within(self.throttle.patience());
+                    }
                 }
             }
             self.wake_held();
@@ -270,8 +285,9 @@ impl Handler {
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
         }
-        // When nothing is under way, no fork is that could be older than what was applied.
-        if !mm.recent.is_empty() && !self.deferring && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+        // When nothing is under way, no fork is that could be older than what was applied, but one that was read just now: its thread may have gone on.
+        let met = self.giving || !self.strangers.is_empty();
+        if !mm.recent.is_empty() && !self.deferring && !met && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
             mm.recent.clear();
         }
         engine.settle(&mm);
@@ -287,10 +303,13 @@ impl Handler {
         self.serve_bells();
     }
 
-    /// Waits for a message. False if none came. Others can see that the handler waits, and does not starve.
-    fn wait(&self, timeout: Option<Duration>) -> bool {
+    /// Waits for a message, and where it `listens` for a far page to be back. False if no message came. Others can see that the handler waits, and does
+    /// not starve.
+    fn wait(&mut self, timeout: Option<Duration>) -> bool {
         self.engine.turns.fetch_add(1, Relaxed);
-        let ready = matches!(poll_readable(&[self.uffd.as_fd()], timeout), Ok(ready) if ready != 0);
+        let fds = [self.uffd.as_fd(), self.gong.as_fd()];
+        let awaited = if std::mem::take(&mut self.listens) && !self.away.is_empty() { &fds } else { &fds[..1] };
+        let ready = matches!(poll_readable(awaited, timeout), Ok(ready) if ready & 1 != 0);
         self.engine.turns.fetch_add(1, Relaxed);
         ready
     }
@@ -357,7 +376,10 @@ impl Handler {
             }
             (Event::Fork { uffd }, _) => self.strangers.push(uffd),
             // What follows a fork event may be earlier than the fork: the child must be looked at first.
-            (event, None) if self.deferring || self.giving || !self.strangers.is_empty() => self.note_event(event),
+            (event, None) if self.deferring || self.giving || !self.strangers.is_empty() => {
+                mm.behind = true;
+                self.note_event(event);
+            }
             (event, None) => self.engine.apply(mm, event),
         }
     }
@@ -423,6 +445,8 @@ impl Handler {
             Served::Spurious => {
                 let _ = self.uffd.wake(range_of(page, 1));
             }
+            Served::Away => {}
+            Served::Crowded => self.away.wait(fault),
             Served::Again => {
                 fault.tries += 1;
                 // A thread that changes mappings without pause leaves moments only between the reading of its event and its next one.

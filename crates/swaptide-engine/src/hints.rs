@@ -33,6 +33,8 @@ impl Handler {
             Hint::Sequential => self.note(range, Reading::Sequential),
             Hint::Random => self.note(range, Reading::Random),
             Hint::Normal => self.note(range, Reading::Unknown),
+            // Who is to be let go has everything brought back: one thread that goes on sending pages out would keep it from ending.
+            Hint::Cold | Hint::PageOut if engine.slot().detach.load(Relaxed) != 0 => {}
             Hint::Cold | Hint::PageOut => {
                 let mut guard = engine.mm.lock();
                 let mm = &mut *guard;

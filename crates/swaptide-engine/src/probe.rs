@@ -26,6 +26,8 @@ pub enum Place {
     Pool,
     /// In the swap file.
     File,
+    /// On a server alone.
+    Far,
     /// It is all zeros; there is nothing to load.
     Zero,
     /// On its way out, in a staging frame.
@@ -35,7 +37,7 @@ pub enum Place {
 }
 
 impl Place {
-    /// There is data to bring from a device.
+    /// There is data to bring from a device that answers soon.
     pub fn is_stored(self) -> bool {
         matches!(self, Place::Pool | Place::File | Place::Zero)
     }
@@ -94,6 +96,7 @@ impl Snapshot {
             *place = match devices.slots(entry.ty()).lookup(entry.offset()) {
                 TableSlot::Folio(_) => Place::Cached,
                 TableSlot::Shadow { zero: true, .. } => Place::Zero,
+                TableSlot::Shadow { .. } if entry.ty() == FILE && devices.file.is_far(*entry) => Place::Far,
                 TableSlot::Shadow { .. } if entry.ty() == FILE => Place::File,
                 TableSlot::Shadow { .. } => Place::Pool,
                 TableSlot::Free | TableSlot::Bad => Place::Changed,
@@ -135,6 +138,16 @@ impl Snapshot {
         self.places[..self.len].iter().take_while(|place| place.is_stored()).count()
     }
 
+    /// How many pages from the first on are far.
+    pub fn far(&self) -> usize {
+        self.places[..self.len].iter().take_while(|place| **place == Place::Far).count()
+    }
+
+    /// Far pages count as near: they are to be waited for.
+    pub fn bring_near(&mut self) {
+        self.places[..self.len].iter_mut().filter(|place| **place == Place::Far).for_each(|place| *place = Place::File);
+    }
+
     /// What backs `n` pages from the `k`-th on.
     pub fn backing(&self, k: usize, n: usize) -> Backing {
         let (mut pool, mut file, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
@@ -142,7 +155,7 @@ impl Snapshot {
             match place {
                 Place::Absent => {}
                 Place::Pool => pool += 1,
-                Place::File => file += 1,
+                Place::File | Place::Far => file += 1,
                 Place::Zero => zero += 1,
                 Place::Cached => cached += 1,
                 Place::Changed => other += 1,

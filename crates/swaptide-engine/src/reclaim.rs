@@ -393,6 +393,7 @@ impl Keeper {
         if std::mem::replace(&mut self.areas, areas) != areas {
             engine.devices.file.look_at_areas();
         }
+        engine.devices.file.device.let_go_far();
         if engine.charge.pool_cap() != 0 {
             engine.charge.others_pool(engine.pool_of_others());
         }

@@ -256,13 +256,19 @@ impl Areas {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
-    /// Gives the space of an extent back that nobody holds. The caller keeps it from everybody meanwhile. Nobody waits for a server here: an export's
-    /// extent is trimmed later, should nobody have it then.
-    pub fn punch(self: &Arc<Self>, extent: ExtentId) {
-        let Some(place) = self.segment.place_of(extent) else { return };
-        if self.is_far(place.area) {
+    /// Gives the space of an extent back, if nobody holds it. Nobody waits for a server here: an export's extent is trimmed later, should nobody have it
+    /// then.
+    pub fn give_back(self: &Arc<Self>, extent: ExtentId) {
+        let is_free = self.segment.while_unheld(extent, || self.punch(extent));
+        // Not before: who trims keeps it from everybody, too.
+        if is_free && self.segment.place_of(extent).is_some_and(|place| self.is_far(place.area)) {
             self.trim_later(extent);
         }
+    }
+
+    /// Gives the space back that an extent has in files. The caller keeps it from everybody meanwhile.
+    fn punch(&self, extent: ExtentId) {
+        let Some(place) = self.segment.place_of(extent) else { return };
         let file = |id: AreaId| match &self.held().get(&id)?.backing.medium {
             Medium::File(file) => file.try_clone().ok(),
             Medium::Nbd(..) => None,

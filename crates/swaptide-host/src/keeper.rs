@@ -491,7 +491,7 @@ impl Keeper {
         // Where others are in the middle of a change all the time, the next tick tries again.
         if self.segment.audit(|extent| freed.push(extent)) {
             for extent in freed {
-                self.segment.while_unheld(extent, || self.areas.punch(extent));
+                self.areas.give_back(extent);
             }
         }
     }
@@ -562,7 +562,7 @@ impl Keeper {
         let mut freed = Vec::new();
         self.segment.release(index, |extent| freed.push(extent));
         for extent in freed {
-            self.segment.while_unheld(extent, || self.areas.punch(extent));
+            self.areas.give_back(extent);
         }
     }
 

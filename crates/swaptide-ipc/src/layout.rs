@@ -92,7 +92,7 @@ pub struct Header {
     /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
     pub stale_every: AtomicU32,
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3: the handler's thread is gone; 4: there is no memory for an
-    /// engine (0: they do not). For tests.
+    /// engine; 5: at its first order, a thread is gone that reads from servers (0: they do not). For tests.
     pub fail: AtomicU32,
     /// Counts changes of the areas.
     pub(crate) areas_epoch: AtomicU32,

@@ -26,32 +26,37 @@
 //! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than was written looks whether
 //!    the page was moved before it calls it damaged.
 //!
-//! Locks: `inbox` or `bounce` (both only to keep everybody out, in this order), then `state`. `inbox` and `bounce` are held
-//! across I/O, `state` is not (but across calls to the source). Readers do not wait for writers.
+//! Locks: one of `inboxes` or `bounce` (all of them only to keep everybody out, in this order), then `state`, or `emptied` alone. An inbox and `bounce`
+//! are held across I/O, `state` is not (but across calls to the source). Readers do not wait for writers, nor for each other while an inbox is free.
 
 mod cipher;
 mod digests;
 mod extents;
 pub(crate) mod io;
 mod places;
+mod reading;
 mod router;
 
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use core::time::Duration;
 use std::sync::Arc;
 
 use swaptide_sys::lock::{Guard, Lock};
 use swaptide_sys::mem::Mapping;
+use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::{Errno, OwnedFd};
 
-use self::cipher::{Cipher, Form};
+use self::cipher::Cipher;
 use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
-use self::io::{BlockIo, Run, SwapFile};
+use self::io::{BlockIo, SwapFile};
 use self::places::{Place, Places};
+use self::reading::{INBOXES, Inbox, Wanted, lay_out};
 use self::router::Router;
 pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened, Spot};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::nbd::Nbd;
-use crate::{PAGE_SIZE, Page, Slot};
+use crate::{PAGE_SIZE, Slot};
 
 /// Blocks (of a page's size) in an extent.
 pub const EXTENT_PAGES: usize = 512;
@@ -60,12 +65,13 @@ pub const EXTENT_BYTES: u64 = (EXTENT_PAGES * PAGE_SIZE) as u64;
 
 /// Blocks one write has: enough for a size disks like.
 const WRITE_BLOCKS: usize = 64;
-/// Blocks that are read before they are unpacked.
-const READ_BLOCKS: usize = 128;
 /// Blocks that a packed page may lie in.
 const PAGE_BLOCKS: usize = 2;
 /// Bytes that stand for a page of one repeated word: no packed page is so short.
 const WORD: usize = codec::SHORTEST;
+/// A server that has not taken note of an empty extent for so long does not answer; then none is told for a while.
+const TRIM_TAKES: Duration = Duration::from_secs(1);
+const TRIMS_REST: Duration = Duration::from_secs(60);
 /// Times a write cleans before it gives up.
 const CLEANINGS: usize = 8;
 
@@ -90,7 +96,20 @@ pub trait ExtentSource: Sync {
     fn is_plain(&self, _extent: Extent) -> bool {
         false
     }
+
+    /// The server that alone has what lies in a leased extent, if that is so: reading it takes long, and how long nobody knows.
+    fn server_of(&self, _extent: Extent) -> Option<ServerId> {
+        None
+    }
 }
+
+/// Tells the servers apart that have pages: what one does says nothing of another.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct ServerId(pub u8);
+
+/// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same page all the time.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct Stamp(Place);
 
 /// A batch was not written; every slot has the page it had before.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -154,9 +173,31 @@ pub struct FileDevice {
     digester: Digester,
     state: Lock<State>,
     /// Blocks on their way in.
-    inbox: Lock<Inbox>,
+    inboxes: [Lock<Inbox>; INBOXES],
     /// Blocks on their way out; the lock of the writers.
     bounce: Lock<Buffer>,
+    /// When the write began that is under way, in nanoseconds of the monotonic clock; 0: none is.
+    writing_since: AtomicU64,
+    /// Before this moment no server is told of extents that emptied: one has just not answered. In nanoseconds of the monotonic clock.
+    trims_rest: AtomicU64,
+    /// Far extents without live pages: what a server is told of them is not told by who freed the last one.
+    emptied: Lock<Vec<Vacated>>,
+}
+
+/// Notes when a write begins and ends.
+struct UnderWay<'a>(&'a AtomicU64);
+
+impl UnderWay<'_> {
+    fn begin(since: &AtomicU64) -> UnderWay<'_> {
+        since.store(now().0, Relaxed);
+        UnderWay(since)
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Relaxed);
+    }
 }
 
 /// Block-aligned memory, made when first needed.
@@ -175,12 +216,6 @@ impl Buffer {
         // its owner keeps others off.
         Ok(unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr(), len) })
     }
-}
-
-/// What reading needs.
-struct Inbox {
-    buffer: Buffer,
-    unpacker: Unpacker,
 }
 
 struct State {
@@ -220,9 +255,20 @@ impl FileDevice {
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
         let state = State { places: Places::default(), digests: Digests::default(), extents };
-        let inbox = Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() });
+        let inboxes = core::array::from_fn(|_| Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() }));
         let bounce = Lock::new(Buffer::default());
-        FileDevice { io, source, key, digester, state: Lock::new(state), inbox, bounce }
+        FileDevice {
+            io,
+            source,
+            key,
+            digester,
+            state: Lock::new(state),
+            inboxes,
+            bounce,
+            writing_since: AtomicU64::new(0),
+            trims_rest: AtomicU64::new(0),
+            emptied: Lock::default(),
+        }
     }
 
     /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is recorded.
@@ -234,6 +280,7 @@ impl FileDevice {
     pub fn write(&self, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
         let Some(&(first, _)) = pages.first() else { return Ok(()) };
         let mut bounce = self.bounce.lock();
+        let _under_way = UnderWay::begin(&self.writing_since);
         let (taken, cipher) = self.reserve(pages, &mut bounce)?;
         // One block more than a write has, for the page that crosses its end.
         let out = bounce.blocks(WRITE_BLOCKS + 1).map_err(|errno| {
@@ -285,6 +332,11 @@ impl FileDevice {
             }
             let Some(full) = full else { return Ok((taken, Arc::clone(state.extents.cipher()))) };
             drop(state);
+            if full == Full::Entirely && !self.emptied.lock().is_empty() {
+                // There is room, and nobody has said so yet.
+                self.let_go_far();
+                continue;
+            }
             if full == Full::Entirely {
                 self.give_up(&taken, None);
                 return Err(WriteError { slot: pages[taken.len()].0, errno: Errno::NOSPC });
@@ -355,6 +407,7 @@ impl FileDevice {
     /// Pages that cannot be read stay where they are: who wants them will be told.
     pub fn leave(&self) -> Leaving {
         let mut bounce = self.bounce.lock();
+        let _under_way = UnderWay::begin(&self.writing_since);
         let some = self.state.lock().extents.leaving();
         if some.is_empty() {
             return Leaving::Done;
@@ -489,116 +542,7 @@ impl FileDevice {
         Some(gained)
     }
 
-    /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly what was written.
-    ///
-    /// What was read is remembered by its digest, for [`Self::unchanged`].
-    pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
-        let mut order = Vec::with_capacity(reqs.len());
-        {
-            let state = self.state.lock();
-            for (i, &(slot, _)) in reqs.iter().enumerate() {
-                let place = state.places.get(slot).ok_or(ReadError { slot, kind: ReadErrorKind::NoSuchSlot })?;
-                order.push(Wanted::new(&state, slot, place, i));
-            }
-        }
-        let Some(first) = order.first() else { return Ok(()) };
-        let slot = first.slot;
-        let mut inbox = self.inbox.lock();
-        let Inbox { buffer, unpacker } = &mut *inbox;
-        let inbox =
-            buffer.blocks(PAGE_BLOCKS + READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
-        let (spare, inbox) = inbox.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
-        // In the order of the file, so that neighbours become one read.
-        order.sort_unstable_by_key(|w| w.place.span);
-        let mut rest = &mut order[..];
-        while !rest.is_empty() {
-            match self.read_some(rest, inbox, unpacker, reqs) {
-                Ok(n) => rest = &mut rest[n..],
-                Err((at, kind)) => {
-                    let slot = rest[at].slot;
-                    // Cleaning may have moved it, and something else may lie there now.
-                    let before = rest[at].place;
-                    self.look_again(rest)?;
-                    if rest[at].place == before {
-                        let page = &mut *reqs[rest[at].number].1;
-                        let copy = self.copy_of(&rest[at], spare);
-                        if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err()) {
-                            page.fill(0);
-                            return Err(ReadError { slot, kind });
-                        }
-                        rest[..=at].rotate_right(1);
-                        rest = &mut rest[1..];
-                    }
-                    rest.sort_unstable_by_key(|w| w.place.span);
-                }
-            }
-        }
-        let digests: Vec<_> = order.iter().map(|w| self.digester.of(reqs[w.number].1)).collect();
-        let mut state = self.state.lock();
-        for (w, digest) in order.iter().zip(digests) {
-            // Not if it was freed meanwhile; one that was moved is left out too.
-            if let Some(digest) = digest.filter(|_| state.places.get(w.slot) == Some(w.place)) {
-                state.digests.set(w.slot, digest);
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and had these contents. Does no
-    /// I/O; `false` proves nothing.
-    #[must_use]
-    pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
-        let Some(then) = self.state.lock().digests.get(slot) else { return false };
-        self.digester.of(page) == Some(then)
-    }
-
-    /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted` failed.
-    fn read_some(
-        &self,
-        wanted: &mut [Wanted],
-        inbox: &mut [u8],
-        unpacker: &mut Unpacker,
-        reqs: &mut [(Slot, &mut Page)],
-    ) -> Result<usize, (usize, ReadErrorKind)> {
-        let (n, mut runs) = lay_out(wanted, inbox);
-        if let Err((block, errno)) = self.io.read_runs(&mut runs) {
-            let at = wanted[..n].iter().position(|w| w.uses(block)).expect("every block that is read is some page's");
-            return Err((at, ReadErrorKind::Io(errno)));
-        }
-        for i in 0..n {
-            let w = &wanted[i];
-            if let Some(same) = i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span) {
-                // Asked for twice. Its bytes have been opened already.
-                if let Ok([(_, from), (_, to)]) = reqs.get_disjoint_mut([same.number, w.number]) {
-                    to.copy_from_slice(&from[..]);
-                }
-                continue;
-            }
-            let page = &mut *reqs[w.number].1;
-            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker).map_err(|kind| (i, kind))?;
-        }
-        Ok(n)
-    }
-
-    /// The bytes of a page from the other copy that there is of it, if there is one; sealed. `spare` is room for its blocks.
-    fn copy_of<'b>(&self, w: &Wanted, spare: &'b mut [u8]) -> Option<&'b mut [u8]> {
-        let span = w.place.span;
-        let blocks = &mut spare[..(span.end_block() - span.block()) as usize * PAGE_SIZE];
-        self.io.read_copy(u64::from(span.block()) * PAGE_SIZE as u64, blocks).ok()?;
-        Some(&mut blocks[span.byte()..][..span.len()])
-    }
-
-    /// Looks up where pages lie now.
-    fn look_again(&self, wanted: &mut [Wanted]) -> Result<(), ReadError> {
-        let state = self.state.lock();
-        for w in wanted {
-            let place = state.places.get(w.slot).ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
-            *w = Wanted::new(&state, w.slot, place, w.number);
-        }
-        Ok(())
-    }
-
-    /// Forgets what a slot holds; `false` if it held nothing.
+    /// Forgets what a slot holds; `false` if it held nothing. Does not wait for a server (see [`Self::let_go_far`]).
     pub fn free(&self, slot: Slot) -> bool {
         let vacated = {
             let mut state = self.state.lock();
@@ -606,8 +550,46 @@ impl FileDevice {
             state.digests.remove(slot);
             state.extents.free(place.span)
         };
-        self.let_go(vacated.as_slice());
+        match vacated {
+            Some(far) if self.source.server_of(far.extent).is_some() => self.emptied.lock().push(far),
+            near => self.let_go(near.as_slice()),
+        }
         true
+    }
+
+    /// Gives the far extents back that [`Self::free`] has emptied. Waits for their servers, but not again and again for one that does not answer: the
+    /// space is its own to keep then, until something else is written there.
+    pub fn let_go_far(&self) {
+        let emptied = core::mem::take(&mut *self.emptied.lock());
+        for Vacated { extent, shared } in emptied {
+            let began = now();
+            let tells = !shared && began.0 >= self.trims_rest.load(Relaxed);
+            let told = tells && self.punch(extent);
+            if tells && !told && now().since(began) > TRIM_TAKES {
+                self.trims_rest.store(now().0.saturating_add(TRIMS_REST.as_nanos() as u64), Relaxed);
+            }
+            self.source.release(extent, told);
+        }
+    }
+
+    /// Whether a write has been under way for so long.
+    #[must_use]
+    pub fn is_writing_for(&self, long: Duration) -> bool {
+        let since = self.writing_since.load(Relaxed);
+        since != 0 && now().since(Nanos(since)) > long
+    }
+
+    /// What a slot holds now, to be compared with what it holds later; `None` if that is nothing.
+    #[must_use]
+    pub fn stamp(&self, slot: Slot) -> Option<Stamp> {
+        self.state.lock().places.get(slot).map(Stamp)
+    }
+
+    /// The server that alone has a slot's page, if that is so.
+    #[must_use]
+    pub fn server_of(&self, slot: Slot) -> Option<ServerId> {
+        let place = self.state.lock().places.get(slot)?;
+        self.source.server_of(place.span.extent())
     }
 
     /// Whether a slot holds a page.
@@ -647,6 +629,8 @@ impl FileDevice {
     /// In a forked child, before its first transfer: the parent's descriptors and its io_uring are forgotten, not closed, for their numbers may be
     /// other files here; `handed` is used instead, and what is not in it is opened when it is needed.
     pub fn abandon(&self, handed: Vec<HandedOver>) {
+        // They are the parent's to give back: it held them alone.
+        self.emptied.lock().clear();
         self.io.abandon(handed);
     }
 
@@ -659,15 +643,16 @@ impl FileDevice {
             state.extents.clear()
         };
         self.let_go(&vacated);
+        self.let_go_far();
     }
 
     /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped: for a fork, after
     /// [`Self::freeze_all`], so that the child's copy is complete and consistent.
     #[must_use]
     pub fn quiesce(&self) -> Quiesced<'_> {
-        let inbox = self.inbox.lock();
+        let inboxes = self.inboxes.each_ref().map(Lock::lock);
         let bounce = self.bounce.lock();
-        Quiesced { _state: self.state.lock(), _bounce: bounce, _inbox: inbox }
+        Quiesced { _emptied: self.emptied.lock(), _state: self.state.lock(), _bounce: bounce, _inboxes: inboxes }
     }
 
     /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
@@ -679,7 +664,9 @@ impl FileDevice {
         unsafe {
             self.state.force_unlock();
             self.bounce.force_unlock();
-            self.inbox.force_unlock();
+            self.inboxes.iter().for_each(|inbox| inbox.force_unlock());
+            self.emptied.force_unlock();
+            self.writing_since.store(0, Relaxed);
             self.io.force_unlock();
         }
     }
@@ -719,17 +706,22 @@ impl FileDevice {
     /// nobody can lease them before the source has them back.
     fn let_go(&self, vacated: &[Vacated]) {
         for &Vacated { extent, shared } in vacated {
-            let punched = !shared && self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok();
+            let punched = !shared && self.punch(extent);
             self.source.release(extent, punched);
         }
+    }
+
+    fn punch(&self, extent: Extent) -> bool {
+        self.io.punch(u64::from(extent.0) * EXTENT_BYTES, EXTENT_BYTES).is_ok()
     }
 }
 
 /// Keeps everybody out of a device; see [`FileDevice::quiesce`].
 pub struct Quiesced<'a> {
+    _emptied: Guard<'a, Vec<Vacated>>,
     _state: Guard<'a, State>,
     _bounce: Guard<'a, Buffer>,
-    _inbox: Guard<'a, Inbox>,
+    _inboxes: [Guard<'a, Inbox>; INBOXES],
 }
 
 /// How far the leaving of extents has got.
@@ -762,82 +754,6 @@ struct Unwritten {
     object: usize,
     extent: Extent,
     errno: Errno,
-}
-
-/// A page to read, and what it takes to open it.
-struct Wanted {
-    slot: Slot,
-    place: Place,
-    counter: u64,
-    cipher: Arc<Cipher>,
-    form: Form,
-    /// The caller's number of it.
-    number: usize,
-    /// Where in the buffer its bytes are.
-    at: usize,
-}
-
-impl Wanted {
-    fn new(state: &State, slot: Slot, place: Place, number: usize) -> Wanted {
-        let (cipher, form, base) = state.extents.sealed_with(place.span);
-        Wanted { slot, place, counter: base + u64::from(place.count), cipher: Arc::clone(cipher), form, number, at: 0 }
-    }
-
-    /// Whether any of its bytes are in that block of the buffer.
-    fn uses(&self, block: usize) -> bool {
-        (self.at / PAGE_SIZE..(self.at + self.place.span.len()).div_ceil(PAGE_SIZE)).contains(&block)
-    }
-
-    /// Opens its bytes and unpacks them.
-    fn unpack(&self, bytes: &mut [u8], page: &mut Page, unpacker: &mut Unpacker) -> Result<(), ReadErrorKind> {
-        let Place { span, tag, .. } = &self.place;
-        if bytes.len() == PAGE_SIZE {
-            let opens = self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);
-            return if opens { Ok(()) } else { Err(ReadErrorKind::Authentication) };
-        }
-        if !self.cipher.open(self.form, self.counter, span.name(), tag, bytes) {
-            return Err(ReadErrorKind::Authentication);
-        }
-        if let Ok(word) = bytes.try_into() {
-            codec::fill(page, u64::from_le_bytes(word));
-            return Ok(());
-        }
-        unpacker.unpack(bytes, page).map_err(|_| ReadErrorKind::Unpacking)
-    }
-}
-
-/// Gives every block that the first pages of `wanted` (in the order of the file) need a place in the buffer, neighbours next to
-/// each other. Returns for how many pages there is room, and what to read.
-fn lay_out<'b>(wanted: &mut [Wanted], mut buffer: &'b mut [u8]) -> (usize, Vec<Run<'b>>) {
-    let room = (buffer.len() / PAGE_SIZE) as u32;
-    let mut runs = Vec::new();
-    // The run so far: its first block, the one after its last, and the blocks of the buffer before it.
-    let (mut start, mut end, mut before) = (0, 0, 0u32);
-    let mut laid = 0;
-    let mut close = |start: u32, end: u32, before: u32| {
-        if start < end {
-            let (buf, rest) = core::mem::take(&mut buffer).split_at_mut((end - start) as usize * PAGE_SIZE);
-            buffer = rest;
-            runs.push(Run { offset: u64::from(start) * PAGE_SIZE as u64, first: before as usize, buf });
-        }
-    };
-    for w in wanted {
-        let span = w.place.span;
-        let apart = laid == 0 || span.block() > end;
-        let (from, used) = if apart { (span.block(), before + (end - start)) } else { (start, before) };
-        if used + (span.end_block().max(end) - from) > room && (apart || span.end_block() > end) {
-            break;
-        }
-        if apart {
-            close(start, end, before);
-            (start, end, before) = (span.block(), span.block(), used);
-        }
-        end = end.max(span.end_block());
-        w.at = (before + (span.block() - start)) as usize * PAGE_SIZE + span.byte();
-        laid += 1;
-    }
-    close(start, end, before);
-    (laid, runs)
 }
 
 /// Bytes a packed page takes in the file.

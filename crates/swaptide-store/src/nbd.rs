@@ -13,7 +13,7 @@
 //!
 //! A connection is given up when it ends, when what comes over it is not the protocol, or when a request has waited longer
 //! than [`Options::request_limit`]. Its requests then go out again on another. A call whose requests make no progress for its
-//! patience ([`Options::read_patience`], [`Options::write_patience`]) fails with `EIO`. What the server itself refuses is not
+//! patience ([`Options::read_patience`], [`Options::write_patience`]) fails with `ETIMEDOUT`. What the server itself refuses is not
 //! tried again.
 //!
 //! A write that is replayed because it was late may still reach the disk when its replay is long done and the block holds
@@ -366,7 +366,7 @@ impl Nbd {
     /// Carries out requests that change something.
     fn change(&self, requests: &mut [Request<'_>]) -> Result<usize, Errno> {
         if now().0 < self.writes_rest.load(Relaxed) {
-            return Err(Errno::IO);
+            return Err(Errno::TIMEDOUT);
         }
         let answer = self.done(requests, self.options.write_patience);
         if requests.iter().any(|request| request.outcome() == Err(Failure::Unreachable)) {

@@ -17,6 +17,7 @@
 extern crate alloc;
 
 pub mod affinity;
+pub mod gong;
 pub mod lock;
 pub mod maps;
 pub mod mem;

@@ -87,6 +87,8 @@ impl Engine {
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.
         unsafe { self.devices.file.force_unlock() };
+        // SAFETY: as above.
+        unsafe { self.far.forked() };
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);
@@ -242,6 +244,7 @@ impl Handler {
         engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
         {
             let mut mm = engine.mm.lock();
+            mm.behind = false;
             mm.recent.clear();
             // They are in their order; what the parent's threads owe is not owed here.
             mm.owed.clear();

@@ -11,9 +11,11 @@
 
 use std::time::Duration;
 
-use swaptide_core::Slot as TableSlot;
+use swaptide_core::{Slot as TableSlot, SwapEntry};
 use swaptide_ipc::Counter;
+use swaptide_store::file::{FileDevice, Stamp};
 use swaptide_store::{Page, Slot};
+use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{now, yield_now};
@@ -35,6 +37,33 @@ const ATTENDED: usize = 16;
 const MOST_MET: usize = 4;
 /// Between two looks.
 const LOOK: Duration = Duration::from_micros(50);
+
+/// Pages of swap areas that are read at a time for one who gets everything.
+const AHEAD: usize = 64;
+
+/// Pages that were read from swap areas before their turn: one at a time, each would take as long as its device takes to answer.
+struct Ahead {
+    buffer: Option<Mapping>,
+    /// Whose the pages in the buffer are, and what their slots held.
+    read: Vec<(SwapEntry, Option<Stamp>)>,
+    /// What comes before was in it, as far as it could be.
+    next: PageNo,
+}
+
+impl Ahead {
+    fn new() -> Ahead {
+        Ahead { buffer: None, read: Vec::new(), next: PageNo(0) }
+    }
+
+    /// A page's contents, if they were read and nothing else is there by now.
+    fn find(&self, entry: SwapEntry, device: &FileDevice) -> Option<&Page> {
+        let at = self.read.iter().position(|(of, _)| *of == entry)?;
+        let stamp = device.stamp(Slot(entry.offset().0));
+        let buffer = self.buffer.as_ref().filter(|_| stamp.is_some() && stamp == self.read[at].1)?;
+        // SAFETY: as many pages as `read` is long lie in the buffer, and it is written to with `self` borrowed for that alone.
+        Some(unsafe { &*buffer.as_ptr().add(at * PAGE_SIZE).cast::<Page>() })
+    }
+}
 
 /// A process that is given pages.
 pub(crate) struct Recipient {
@@ -238,6 +267,7 @@ impl Handler {
     pub(super) fn give_all(&mut self, child: &mut Recipient) {
         let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
         let mut copied = 0;
+        let mut ahead = Ahead::new();
         for region in regions {
             let pages = pages_of(region);
             let end = PageNo(pages.end);
@@ -246,8 +276,14 @@ impl Handler {
                 let next = self.engine.mm.lock().table.next_used(at, end);
                 let Some(page) = next.filter(|p| *p < end) else { break };
                 let state = self.engine.mm.lock().table.get(page);
+                if let PageState::Swapped(entry) = state
+                    && entry.ty() != POOL
+                    && page >= ahead.next
+                {
+                    self.read_ahead(&mut ahead, page, end);
+                }
                 if matches!(state, PageState::Swapped(_) | PageState::Poisoned) {
-                    self.copy_to(child, page);
+                    self.copy_read(child, page, &ahead);
                     copied += 1;
                     if self.giving && copied % ATTEND_EVERY == 0 {
                         self.attend(child);
@@ -257,6 +293,37 @@ impl Handler {
             }
         }
         self.give_to_its_children(child);
+    }
+
+    /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again when it is its turn.
+    fn read_ahead(&self, ahead: &mut Ahead, page: PageNo, end: PageNo) {
+        let devices = &self.engine.devices;
+        ahead.read.clear();
+        if ahead.buffer.is_none() {
+            ahead.buffer = Mapping::reserve(AHEAD * PAGE_SIZE).ok();
+        }
+        let Some(buffer) = &mut ahead.buffer else { return };
+        {
+            let mm = self.engine.mm.lock();
+            let mut at = page;
+            while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end && ahead.read.len() < AHEAD) {
+                if let PageState::Swapped(entry) = mm.table.get(page)
+                    && entry.ty() != POOL
+                    && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
+                {
+                    ahead.read.push((entry, devices.file.device.stamp(Slot(entry.offset().0))));
+                }
+                at = page.plus(1);
+            }
+            ahead.next = at;
+        }
+        // SAFETY: the buffer is this call's alone while it is borrowed.
+        let pages = unsafe { buffer.slice_mut(0, ahead.read.len() * PAGE_SIZE) };
+        let pages = pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
+        let mut wanted: Vec<(Slot, &mut Page)> = ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
+        if devices.file.device.read(&mut wanted).is_err() {
+            ahead.read.clear();
+        }
     }
 
     /// Gives everything to what a process has forked. A fork that began before the last page was there is told of only after it; while one is under
@@ -291,6 +358,11 @@ impl Handler {
 
     /// Copies what this process has for a page to another one. Its place there, if it is there now and was not before.
     pub(super) fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+        self.copy_read(child, page, &Ahead::new())
+    }
+
+    /// The same where some was read ahead.
+    fn copy_read(&mut self, child: &mut Recipient, page: PageNo, ahead: &Ahead) -> Option<PageNo> {
         let engine = self.engine;
         loop {
             let place = child.place(page)?;
@@ -311,7 +383,13 @@ impl Handler {
                         _ if entry.ty() == POOL => {
                             engine.devices.pool.load(Slot(entry.offset().0), out, &mut self.unpacker).is_ok()
                         }
-                        _ => engine.devices.file.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok(),
+                        _ => match ahead.find(entry, &engine.devices.file.device) {
+                            Some(page) => {
+                                out.copy_from_slice(page);
+                                true
+                            }
+                            None => engine.devices.file.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok(),
+                        },
                     };
                     if loaded {
                         // SAFETY: the buffer is the handler's own; the destination is another process's missing page.

@@ -101,11 +101,14 @@ impl Handler {
         loop {
             engine.work.store(1, Release);
             futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
-            if engine.parked.load(Acquire) == engine.workers.load(Acquire) {
+            let stand_still = engine.parked.load(Acquire) == engine.workers.load(Acquire);
+            if stand_still && self.away.is_empty() && engine.far.is_settled() {
                 return;
             }
             // A worker may be waiting for the handler to read its bell, or for a page.
             self.drain_events();
+            self.post();
+            self.land();
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
             }
@@ -145,6 +148,7 @@ impl Handler {
         for change in self.noted.drain(..) {
             engine.apply(&mut mm, change.event());
         }
+        mm.behind = false;
         engine.settle(&mm);
         let is_late = !mm.late.is_empty();
         drop(mm);

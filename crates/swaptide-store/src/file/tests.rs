@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use proptest::prelude::*;
 
 use super::*;
+use crate::Page;
 use crate::codec::{Choice, Compressor, PackedKind};
 
+mod far;
 mod leaving;
 mod mirror;
 mod plain;
@@ -146,11 +148,13 @@ struct Source {
     most: u32,
     /// Extents with an odd number are not encrypted.
     plain: bool,
+    /// All lie on a server.
+    far: bool,
 }
 
 impl Source {
     fn new(most: u32) -> Source {
-        Source { state: Arc::default(), most, plain: false }
+        Source { state: Arc::default(), most, plain: false, far: false }
     }
 
     /// As the source does when a child tells it what it inherited.
@@ -191,6 +195,10 @@ impl ExtentSource for Source {
 
     fn is_plain(&self, extent: Extent) -> bool {
         self.plain && extent.0 % 2 == 1
+    }
+
+    fn server_of(&self, _extent: Extent) -> Option<ServerId> {
+        self.far.then_some(ServerId(0))
     }
 }
 

@@ -44,7 +44,8 @@ impl Failure {
     pub(super) fn errno(self) -> Errno {
         match self {
             Failure::Refused(errno) => errno,
-            Failure::Unreachable => Errno::IO,
+            // No server can say this: who asked can tell it from a refusal.
+            Failure::Unreachable => Errno::TIMEDOUT,
         }
     }
 }

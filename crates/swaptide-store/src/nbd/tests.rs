@@ -335,17 +335,17 @@ fn patience_ends_and_writes_do_not_try_for_a_while_then() {
     let patience = Duration::from_millis(150);
     let nbd = lab.client(export(), Options { read_patience: 2 * patience, write_patience: patience, ..options() });
     let start = Instant::now();
-    assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::IO));
+    assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= 2 * patience);
     let start = Instant::now();
-    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::IO));
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= patience);
     // The server is back, but that takes a while to be noticed by those who can go elsewhere; reads try at once.
     refuse.store(0, SeqCst);
     let dialed = lab.dialed.load(SeqCst);
-    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::IO));
-    assert_eq!(nbd.trim(0, 4096), Err(Errno::IO));
-    assert_eq!(nbd.write_many(&[(0, &[1; 4096])]), Err((0, Errno::IO)));
+    assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
+    assert_eq!(nbd.trim(0, 4096), Err(Errno::TIMEDOUT));
+    assert_eq!(nbd.write_many(&[(0, &[1; 4096])]), Err((0, Errno::TIMEDOUT)));
     assert_eq!(lab.dialed.load(SeqCst), dialed);
     assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
     std::thread::sleep(WRITES_REST);
@@ -665,7 +665,7 @@ fn only_lies_are_given_up_in_time() {
     });
     let nbd = lab.client(export(), Options { read_patience: Duration::from_millis(300), ..options() });
     let start = Instant::now();
-    assert_eq!(guarded_read(&nbd, 0, 65536).0, Err(Errno::IO));
+    assert_eq!(guarded_read(&nbd, 0, 65536).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() < Duration::from_secs(10));
     let stats = nbd.stats();
     // Not as fast as it can, either.
