@@ -15,7 +15,8 @@
 //! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and would answer the first write without a fault that
 //!    anybody sees. What is so in whole chunks goes out at once, so that growth there is seen, too.
 //!
-//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events.
+//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events. Its arming is remembered
+//!    for the children of forks that are read later ([`crate::fork::layout`]).
 //!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
@@ -27,6 +28,8 @@ use swaptide_sys::mem::own_ranges;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
+use crate::events::remember;
+use crate::fork::layout::Change;
 use crate::handler::Handler;
 use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::reclaim::Step;
@@ -137,11 +140,14 @@ impl Handler {
 
     fn adopt_range(&mut self, range: VirtRange) {
         let engine = self.engine;
+        self.let_changes_pass();
         engine.mm.lock().armed.insert(range);
         if self.uffd.register_missing(range).is_err() {
             engine.mm.lock().armed.remove(range);
             return;
         }
+        // A fork that was not read yet may be from before or after it.
+        remember(&mut engine.mm.lock(), Change::Armed(range));
         let gap = range;
         let range = self.register_tail(range);
         for _ in 0..16 {
@@ -160,6 +166,25 @@ impl Handler {
         }
         // An event that was read meanwhile may have been about what was there before.
         engine.mm.lock().armed.insert(range);
+    }
+
+    /// Waits until no fork can be older than what was applied, if that comes soon: what a child has where something else was before could not be told
+    /// from what is about to be armed there.
+    fn let_changes_pass(&mut self) {
+        for _ in 0..16 {
+            let engine = self.engine;
+            {
+                let mut mm = engine.mm.lock();
+                if mm.recent.is_empty() {
+                    return;
+                }
+                if self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+                    mm.recent.clear();
+                    return;
+                }
+            }
+            self.drain_events();
+        }
     }
 
     /// Disarms what of a range is not the program's private memory. That stays armed: it may be a managed mapping that was moved there

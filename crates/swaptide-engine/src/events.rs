@@ -65,6 +65,17 @@ fn overlap(a: VirtRange, b: VirtRange) -> bool {
     a.start < b.end && b.start < a.end
 }
 
+fn hull(a: VirtRange, b: VirtRange) -> VirtRange {
+    VirtRange { start: a.start.min(b.start), end: a.end.max(b.end) }
+}
+
+/// Keeps a change of the table for the child of a fork that is read later and may be older.
+pub fn remember(mm: &mut Mm, change: Change) {
+    if mm.recent.len() < MOST_RECENT {
+        mm.recent.push(change);
+    }
+}
+
 /// True when something of a range is managed or has a word.
 fn in_use(mm: &Mm, range: VirtRange) -> bool {
     if mm.regions.overlaps(range) || mm.armed.overlaps(range) {
@@ -148,10 +159,17 @@ impl Engine {
 
     /// Applies a change of mappings that is known to be the next.
     pub(crate) fn apply_now(&self, mm: &mut Mm, event: Event) {
-        if let Some(change @ (Change::Moved { .. } | Change::Gone(_))) = Change::of(&event)
-            && mm.recent.len() < MOST_RECENT
-        {
-            mm.recent.push(change);
+        match Change::of(&event) {
+            Some(change @ Change::Moved { .. }) => remember(mm, change),
+            Some(change) if owed_by(mm, &event).is_some() => remember(mm, change),
+            // Of what the table knew of it: a child of a fork is looked at there.
+            Some(Change::Gone(range)) => {
+                let known = [mm.regions.extent(range), mm.armed.extent(range)].into_iter().flatten().reduce(hull);
+                if let Some(known) = known {
+                    remember(mm, Change::Gone(known));
+                }
+            }
+            _ => {}
         }
         while let Some(at) = owed_by(mm, &event) {
             mm.owed.swap_remove(at);

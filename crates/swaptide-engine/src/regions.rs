@@ -56,6 +56,14 @@ impl Regions {
         self.ranges.get(at).is_some_and(|r| r.start < range.end)
     }
 
+    /// From the first to the last byte of `range` that is managed; `None` if none is.
+    pub fn extent(&self, range: VirtRange) -> Option<VirtRange> {
+        let first = self.ranges.get(self.ranges.partition_point(|r| r.end <= range.start))?;
+        let last = self.ranges[..self.ranges.partition_point(|r| r.start < range.end)].last()?;
+        let part = VirtRange { start: first.start.max(range.start), end: last.end.min(range.end) };
+        (part.start < part.end).then_some(part)
+    }
+
     /// Calls `f` with each part of `range` that is not managed.
     pub fn gaps(&self, range: VirtRange, mut f: impl FnMut(VirtRange)) {
         let mut at = range.start;
@@ -99,6 +107,13 @@ mod tests {
             }
             let all: Vec<_> = regions.iter().collect();
             prop_assert!(all.windows(2).all(|w| w[0].end < w[1].start), "disjoint, sorted, joined");
+            let managed = |from: usize, to: usize| VirtRange { start: VirtAddr(from * 4096), end: VirtAddr(to * 4096) };
+            for from in 0..80 {
+                let within = from..(from + 13).min(80);
+                let first = within.clone().find(|page| model[*page]);
+                let extent = first.map(|first| managed(first, 1 + within.clone().rfind(|page| model[*page]).unwrap_or(first)));
+                prop_assert_eq!(regions.extent(managed(within.start, within.end)), extent);
+            }
             let mut outside = 0;
             regions.gaps(VirtRange { start: VirtAddr(0), end: VirtAddr(80 * 4096) }, |gap| outside += gap.len() / 4096);
             prop_assert_eq!(outside, model.iter().filter(|inside| !**inside).count());

@@ -248,8 +248,8 @@ impl Handler {
             mm.recent.clear();
             // They are in their order; what the parent's threads owe is not owed here.
             mm.owed.clear();
-            for change in std::mem::take(&mut left.changes) {
-                engine.apply_now(&mut mm, change.event());
+            for event in std::mem::take(&mut left.changes).into_iter().filter_map(Change::event) {
+                engine.apply_now(&mut mm, event);
             }
             engine.apply_late(&mut mm);
             mm.recent.clear();

@@ -247,10 +247,10 @@ impl Handler {
             let Some(at) = self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr))) else { return };
             let Some(fault) = self.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
-            self.copy_to(child, page);
+            self.give(child, page);
             let mut others = std::mem::take(&mut self.recipients);
             for other in &mut others {
-                self.copy_to(other, page);
+                self.give(other, page);
             }
             self.recipients = others;
             self.answer(fault);
@@ -356,8 +356,15 @@ impl Handler {
         }
     }
 
+    /// Copies a page to another process that is about to leave the table. Its place there, if it is there now and was not before. What is not swapped
+    /// the other has itself, or nobody has.
+    pub(super) fn give(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+        let state = self.engine.mm.lock().table.get(page);
+        matches!(state, PageState::Swapped(_) | PageState::Poisoned).then(|| self.copy_to(child, page))?
+    }
+
     /// Copies what this process has for a page to another one. Its place there, if it is there now and was not before.
-    pub(super) fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+    fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
         self.copy_read(child, page, &Ahead::new())
     }
 

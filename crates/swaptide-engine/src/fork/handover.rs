@@ -107,7 +107,7 @@ impl Handler {
         }
         let Some(fault) = self.pending.remove(at) else { return };
         for child in children {
-            served.extend(self.copy_to(child, page).map(|place| place.0 as u64));
+            served.extend(self.give(child, page).map(|place| place.0 as u64));
         }
         self.answer(fault);
     }
@@ -191,7 +191,7 @@ impl Handler {
         words.extend(areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)));
         words.push(served.len() as u64);
         words.extend_from_slice(served);
-        words.extend(child.layout().done().iter().flat_map(encode));
+        words.extend(child.layout().done().iter().filter_map(encode).flatten());
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let total = (bytes.len() as u64).to_le_bytes();
         let descriptors: Vec<_> =

@@ -14,6 +14,8 @@
 //! ([`Coverage::Changing`]). So when that ends after a fork event was read, every change that the child may have was read as well; and a change that
 //! was read when nothing was under way is older than any fork that is read later. The changes in between fall into histories that have nothing to do with
 //! each other; of each the child has a first part, and which one its userfaultfd tells: what of the places concerned is armed there.
+//! A fresh mapping is no event, and looks the same where something else was before: what the handler arms is therefore a change as well
+//! ([`Change::Armed`]).
 //!
 //! Owns: the changes in which a child differs from its parent's table.
 //!
@@ -21,7 +23,8 @@
 //! 1. `undone` are changes that the table has and the child has not; `done` those that the child has and the table has not. Each in the order
 //!    in which they happened to one page.
 //! 2. An `Unmap` that only ends a `Remap`'s old place is in neither: the `Remap` says it.
-//! 3. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the child, so it is always taken as given up;
+//! 3. No two pages of the table have the same place in the child: what was armed after the fork has none.
+//! 4. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the child, so it is always taken as given up;
 //!    but not where a change before it did not reach the child.
 //!
 //! A range that a thread unmaps while another forks past the hook may be in the child with zeros: the child of such a program cannot know
@@ -50,6 +53,8 @@ pub enum Change {
     Gone(VirtRange),
     /// Given up, and still mapped.
     Dropped(VirtRange),
+    /// Armed by the handler: something new is there. The table's alone; it is not told of, and no child hears of it.
+    Armed(VirtRange),
 }
 
 impl Change {
@@ -63,20 +68,22 @@ impl Change {
         }
     }
 
-    /// The event that tells of it.
-    pub fn event(self) -> Event {
+    /// The event that tells of it, if one does.
+    pub fn event(self) -> Option<Event> {
         match self {
-            Change::Moved { from, to, len } => Event::Remap { from, to, len },
-            Change::Gone(range) => Event::Unmap(range),
-            Change::Dropped(range) => Event::Remove(range),
+            Change::Moved { from, to, len } => Some(Event::Remap { from, to, len }),
+            Change::Gone(range) => Some(Event::Unmap(range)),
+            Change::Dropped(range) => Some(Event::Remove(range)),
+            Change::Armed(_) => None,
         }
     }
 
     /// What is not what it was before.
-    fn source(self) -> VirtRange {
+    fn source(self) -> Option<VirtRange> {
         match self {
-            Change::Moved { from, len, .. } => VirtRange { start: from, end: from.offset(len) },
-            Change::Gone(range) | Change::Dropped(range) => range,
+            Change::Moved { from, len, .. } => Some(VirtRange { start: from, end: from.offset(len) }),
+            Change::Gone(range) | Change::Dropped(range) => Some(range),
+            Change::Armed(_) => None,
         }
     }
 
@@ -84,13 +91,14 @@ impl Change {
     fn target(self) -> Option<VirtRange> {
         match self {
             Change::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),
+            Change::Armed(range) => Some(range),
             Change::Gone(_) | Change::Dropped(_) => None,
         }
     }
 
     /// Whether something of a range was free afterwards.
     fn frees(self, range: VirtRange) -> bool {
-        !matches!(self, Change::Dropped(_)) && overlap(self.source(), range)
+        !matches!(self, Change::Dropped(_)) && self.takes(range)
     }
 
     /// Whether something was at a range before this change, if that is to be seen from it.
@@ -104,7 +112,11 @@ impl Change {
 
     /// Whether it changes anything of a range.
     pub(super) fn concerns(self, range: VirtRange) -> bool {
-        overlap(self.source(), range) || self.reaches(range)
+        self.takes(range) || self.reaches(range)
+    }
+
+    fn takes(self, range: VirtRange) -> bool {
+        self.source().is_some_and(|source| overlap(source, range))
     }
 
     fn reaches(self, range: VirtRange) -> bool {
@@ -129,7 +141,8 @@ pub struct Layout {
 
 impl Layout {
     /// Judges which changes a child has. `applied`: in the table, and perhaps later than the fork; `noted`: not in the table, and perhaps earlier.
-    /// `armed`: whether the child has an armed mapping at a page; `managed`: whether the table has one managed.
+    /// `armed`: whether the child has an armed mapping at a page; `managed`: whether the table has one managed. What is applied and says
+    /// that something is unmapped says it of what the table knew.
     pub fn judge(
         applied: &[Change],
         noted: &[Change],
@@ -146,7 +159,7 @@ impl Layout {
         for at in 0..all.len() {
             if let Change::Dropped(range) = all[at] {
                 let lacks = |k: usize| !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], Change::Dropped(_));
-                has[at] = !(0..at).any(|k| lacks(k) && (all[k].reaches(range) || overlap(all[k].source(), range)));
+                has[at] = !(0..at).any(|k| lacks(k) && all[k].concerns(range));
             }
         }
         let chosen = |part: std::ops::Range<usize>, wanted: bool| {
@@ -155,20 +168,20 @@ impl Layout {
         Layout { undone: chosen(0..applied.len(), false), done: chosen(applied.len()..all.len(), true) }
     }
 
-    /// Where the child has a page of the parent's table; `None` if it has given it up.
+    /// Where the child has a page of the parent's table; `None` if it has given it up, or never had it.
     pub fn place(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
         for change in self.undone.iter().rev() {
-            if let Change::Moved { from, to, .. } = *change
-                && change.reaches(range_of(at, 1))
-            {
-                at = shifted(at, to, from);
+            match *change {
+                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
+                Change::Armed(range) if range.contains(at.addr()) => return None,
+                _ => {}
             }
         }
         for change in &self.done {
             match *change {
-                Change::Moved { from, to, .. } if change.source().contains(at.addr()) => at = shifted(at, from, to),
-                _ if change.source().contains(at.addr()) || change.reaches(range_of(at, 1)) => return None,
+                Change::Moved { from, to, .. } if change.takes(range_of(at, 1)) => at = shifted(at, from, to),
+                _ if change.concerns(range_of(at, 1)) => return None,
                 _ => {}
             }
         }
@@ -181,13 +194,13 @@ impl Layout {
         for change in self.done.iter().rev() {
             match *change {
                 Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
-                _ if change.source().contains(at.addr()) => return None,
+                _ if change.takes(range_of(at, 1)) => return None,
                 _ => {}
             }
         }
         for change in &self.undone {
             if let Change::Moved { from, to, .. } = *change
-                && change.source().contains(at.addr())
+                && change.takes(range_of(at, 1))
             {
                 at = shifted(at, from, to);
             }
@@ -211,7 +224,8 @@ fn ends_of_moves(all: &[Change]) -> Vec<Option<usize>> {
     let mut ends = vec![None; all.len()];
     for (at, change) in all.iter().enumerate() {
         if let Change::Gone(range) = change {
-            let of = |k: &usize| ends[*k].is_none() && matches!(all[*k], Change::Moved { .. }) && all[*k].source() == *range;
+            let of =
+                |k: &usize| ends[*k].is_none() && matches!(all[*k], Change::Moved { .. }) && all[*k].source() == Some(*range);
             if let Some(of) = (0..at).rev().find(of) {
                 ends[of] = Some(at);
             }
@@ -234,7 +248,7 @@ fn histories(all: &[Change], ends: &[Option<usize>]) -> Vec<History> {
             continue;
         }
         let mut joined =
-            History { changes: Vec::new(), ranges: [Some(change.source()), change.target()].into_iter().flatten().collect() };
+            History { changes: Vec::new(), ranges: [change.source(), change.target()].into_iter().flatten().collect() };
         let (touched, apart): (Vec<History>, Vec<History>) = std::mem::take(&mut histories)
             .into_iter()
             .partition(|h| h.ranges.iter().any(|r| joined.ranges.iter().any(|other| overlap(*r, *other))));
@@ -265,22 +279,19 @@ impl History {
         armed: &mut impl FnMut(PageNo) -> bool,
         managed: &impl Fn(VirtAddr) -> bool,
     ) -> usize {
-        let is_at = |range: VirtRange, place: VirtAddr| range.contains(place);
+        let is_at = |range: Option<VirtRange>, place: VirtAddr| range.is_some_and(|range| range.contains(place));
         let mut places: Vec<VirtAddr> = self.ranges.iter().map(|r| r.start).collect();
         places.sort_unstable();
         places.dedup();
         let seen: Vec<bool> = places.iter().map(|place| armed(PageNo::of(*place))).collect();
-        // Before all of them.
+        // Before all of them: of what the first change of a place says.
         let mut expected: Vec<bool> = places
             .iter()
             .map(|place| {
-                let first = self
-                    .changes
-                    .iter()
-                    .map(|at| all[*at])
-                    .find(|c| is_at(c.source(), *place) || c.target().is_some_and(|target| is_at(target, *place)));
-                match first {
-                    Some(c @ Change::Moved { .. }) => is_at(c.source(), *place),
+                let concerns = |at: &&usize| is_at(all[**at].source(), *place) || is_at(all[**at].target(), *place);
+                match self.changes.iter().find(concerns).map(|at| (*at, all[*at])) {
+                    Some((_, c @ (Change::Moved { .. } | Change::Armed(_)))) => is_at(c.source(), *place),
+                    Some((at, Change::Gone(_))) if at < read_before => true,
                     _ => managed(*place),
                 }
             })
@@ -296,7 +307,7 @@ impl History {
                     if leaves && is_at(all[at].source(), *place) {
                         *expected = false;
                     }
-                    if all[at].target().is_some_and(|target| is_at(target, *place)) {
+                    if is_at(all[at].target(), *place) {
                         *expected = true;
                     }
                 }
@@ -346,7 +357,7 @@ mod tests {
         (addr.0 - at(0).0) / LEN
     }
 
-    fn happen(world: &mut World, change: Change) {
+    fn happen(world: &mut World, call: usize, change: Change) {
         match change {
             Change::Moved { from, to, .. } => {
                 if let Some(block) = world.remove(&place_of(from)) {
@@ -354,19 +365,26 @@ mod tests {
                 }
             }
             Change::Gone(range) => drop(world.remove(&place_of(range.start))),
+            Change::Armed(range) => drop(world.insert(place_of(range.start), FRESH + call as u32)),
             Change::Dropped(_) => {}
         }
     }
 
-    /// Every way to cut a history in two: the child has what is before the cut, whatever was applied to the table.
+    /// Blocks from this number on were armed later.
+    const FRESH: u32 = 100;
+
+    /// Every way to cut a history in two: the child has what is before the cut, whatever was applied to the table. What was armed is applied.
     fn all_cuts(blocks: &[usize], calls: &[&[Change]]) {
         let start: World = blocks.iter().enumerate().map(|(block, place)| (*place, block as u32)).collect();
+        let least = calls.iter().rposition(|c| c.iter().any(|c| matches!(c, Change::Armed(_)))).map_or(0, |at| at + 1);
+        let of =
+            |first: usize| calls[..first].iter().enumerate().flat_map(|(call, c)| c.iter().map(move |change| (call, *change)));
         for cut in 0..=calls.len() {
-            for applied in 0..=calls.len() {
+            for applied in least..=calls.len() {
                 let mut child = start.clone();
-                calls[..cut].iter().flat_map(|c| c.iter()).for_each(|c| happen(&mut child, *c));
+                of(cut).for_each(|(call, change)| happen(&mut child, call, change));
                 let mut table = start.clone();
-                calls[..applied].iter().flat_map(|c| c.iter()).for_each(|c| happen(&mut table, *c));
+                of(applied).for_each(|(call, change)| happen(&mut table, call, change));
                 let flat = |calls: &[&[Change]]| calls.iter().flat_map(|c| c.iter()).copied().collect::<Vec<_>>();
                 let layout = Layout::judge(
                     &flat(&calls[..applied]),
@@ -381,6 +399,12 @@ mod tests {
                         assert_eq!(found, Some(real), "block {block}: cut {cut}, applied {applied}, {layout:?}");
                         let origin = layout.origin(PageNo::of(at(real))).map(|page| place_of(page.addr()));
                         assert_eq!(origin, Some(*place), "block {block} back: cut {cut}, applied {applied}, {layout:?}");
+                    } else if *block >= FRESH && cut + 1 >= least {
+                        // Something is armed only when no fork can be older than what was applied, if that is to be had.
+                        assert_eq!(
+                            found, None,
+                            "block {block} is younger than the child: cut {cut}, applied {applied}, {layout:?}"
+                        );
                     }
                 }
             }
@@ -428,6 +452,39 @@ mod tests {
             .map(|k| if k % 2 == 0 { [moved(0, 5), Change::Gone(range(0))] } else { [moved(5, 0), Change::Gone(range(5))] })
             .collect();
         all_cuts(&[0], &back_and_forth.iter().map(|call| &call[..]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_fresh_mapping_is_not_taken_for_what_was_there_before() {
+        // The block goes over one fresh mapping, and another is made where it has been.
+        let over = [Change::Gone(range(2)), moved(1, 2), Change::Gone(range(1))];
+        let on = [moved(2, 0), Change::Gone(range(2))];
+        let back = [moved(0, 1), Change::Gone(range(0))];
+        let fresh = [Change::Armed(range(2))];
+        all_cuts(&[1, 2], &[&over, &on, &back, &fresh]);
+        all_cuts(&[1, 2], &[&over, &on, &back, &fresh, &over, &on]);
+        all_cuts(&[1], &[&fresh, &over, &on, &fresh]);
+        all_cuts(&[0], &[&back, &[Change::Armed(range(0))], &[moved(1, 5), Change::Gone(range(1))]]);
+    }
+
+    #[test]
+    fn a_move_onto_what_is_being_armed_may_be_told_of_after_it() {
+        let told = [moved(0, 1), Change::Gone(range(0))];
+        for (child_has, place) in [(0, 0), (1, 1)] {
+            for applied in 0..=told.len() {
+                let before: Vec<Change> = [Change::Armed(range(1))].into_iter().chain(told[..applied].iter().copied()).collect();
+                // What was armed is the block: the fresh mapping that was meant is gone.
+                let layout = Layout::judge(
+                    &before,
+                    &told[applied..],
+                    |page| place_of(page.addr()) == child_has,
+                    |addr| place_of(addr) == 1,
+                );
+                let now = if applied > 0 { 1 } else { 0 };
+                let found = layout.place(PageNo::of(at(now))).map(|page| place_of(page.addr()));
+                assert_eq!(found, Some(place), "applied {applied}: {layout:?}");
+            }
+        }
     }
 
     #[test]

@@ -145,8 +145,8 @@ impl Handler {
         }
         let engine = self.engine;
         let mut mm = engine.mm.lock();
-        for change in self.noted.drain(..) {
-            engine.apply(&mut mm, change.event());
+        for event in self.noted.drain(..).filter_map(Change::event) {
+            engine.apply(&mut mm, event);
         }
         mm.behind = false;
         engine.settle(&mm);
