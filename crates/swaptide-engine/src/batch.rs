@@ -31,7 +31,7 @@ use crate::pagetable::{PageState, STUCK};
 use crate::staging::{FrameNo, SlabNo};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the program, and all happen under the lock.
-const MOST_MOVES: usize = 64;
+const MOST_MOVES: usize = 128;
 /// Pages shared since a fork that one batch notes.
 const MOST_SHARED: usize = 256;
 /// Fewer pages than this in a move, on average, make a batch a scattered one.

@@ -123,6 +123,8 @@ pub struct Engine {
     pub parked: AtomicU32,
     /// Workers running.
     pub workers: AtomicU32,
+    /// The threads of the first workers, for the handler to place them; 0: none.
+    pub worker_tids: [AtomicU32; PLACED_WORKERS],
     /// A worker is to find a check failed, as a test wants it.
     pub fails: AtomicBool,
     /// The handler's thread.
@@ -204,6 +206,7 @@ impl Engine {
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
             workers: AtomicU32::new(0),
+            worker_tids: [const { AtomicU32::new(0) }; PLACED_WORKERS],
             fails: AtomicBool::new(false),
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
@@ -552,6 +555,8 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Chunks put back at a time.
 const MOST_PUT_BACK: usize = 8;
+/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more wake-up hurts less.
+const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;
 /// Pages of one step of a shadow's clock.

@@ -279,6 +279,7 @@ impl Handler {
             }
             Err(Errno::AGAIN) if expected => {
                 drop(mm);
+                self.place.elsewhere();
                 self.wait(None);
                 return;
             }
@@ -428,8 +429,11 @@ impl Handler {
     pub(crate) fn answer(&mut self, mut fault: Fault) {
         let started = now();
         let page = PageNo::of(fault.addr);
-        self.place.follow(fault.tid, started);
-        self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
+        self.place.follow(fault.tid, started, &self.engine.worker_tids);
+        let own_cpu = self.place.own_cpu();
+        if self.engine.handler_cpu.swap(own_cpu, Relaxed) != own_cpu {
+            self.place.send_aside(&self.engine.worker_tids);
+        }
         match self.serve(page) {
             Served::Filled => {
                 let answered = now();

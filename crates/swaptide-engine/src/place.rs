@@ -12,16 +12,19 @@
 //! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell, and so
 //! waits for the handler, calls [`nudge`] first.
 //!
-//! Owns: the CPU the handler is bound to, and its class.
+//! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
 //! Where the thread runs is asked often at first and ever less often while the answer stays the same; another thread's fault
-//! starts over.
+//! starts over. A handler in the idle class that comes to its turn and finds nothing to read knows that the thread is elsewhere, and asks at the next fault.
+//!
+//! Workers that keep away from one CPU may be bound to another one by that, and a worker that wakes on the handler's drives the thread away. So who goes to
+//! another CPU sends the workers from there before they wake.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_sys::affinity::{
     CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, sched_normal,
-    set_own_affinity,
+    set_affinity, set_own_affinity,
 };
 use swaptide_sys::thread::{Nanos, gettid};
 
@@ -43,11 +46,14 @@ const CROWDED: u32 = 2;
 const CROWD_PART: u64 = 2;
 /// What takes so long, an answer or the time until the next fault, is a reason to look at once.
 const SLOW_NS: u64 = 300_000;
-/// Where there is a crowd the handler does not go there, and looks again after this time.
+/// Where there is a crowd the handler does not go there, and looks again after this time; it comes back as soon from a stay that was worth it.
 const LOOK_LATER_NS: u64 = 2_000_000;
-/// How long the handler stays out of the idle class that it has left: at first, and at most. One wait may take a second.
+/// How long the handler stays out of the idle class that it has left, if the stay was not worth it: at first, and at most. One wait may take a second.
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
+
+/// A stay in which so many faults were answered was worth it, however short: each was answered several microseconds sooner.
+const WORTH: u32 = 1000;
 
 /// There is no way back from the idle class.
 const NEVER: Nanos = Nanos(u64::MAX);
@@ -185,7 +191,8 @@ pub struct Place {
     late: bool,
     /// The last answer.
     last: Nanos,
-    entered: Nanos,
+    /// Faults answered since the handler went to the idle class.
+    served: u32,
     /// Not before then does the handler go to the idle class again.
     retry_at: Nanos,
     stay_out_ns: u64,
@@ -220,9 +227,31 @@ impl Place {
             began: Nanos(0),
             late: false,
             last: Nanos(0),
-            entered: Nanos(0),
+            served: 0,
             retry_at: Nanos(0),
             stay_out_ns: STAY_OUT_NS,
+        }
+    }
+
+    /// The thread that was woken is not where the handler is.
+    pub fn elsewhere(&mut self) {
+        self.left = 0;
+    }
+
+    /// Sends workers away from the handler's CPU, or lets them run anywhere again. `workers`: their ids; 0: none.
+    pub fn send_aside(&self, workers: &[AtomicU32]) {
+        self.send_away(self.own_cpu(), workers);
+    }
+
+    /// The same for a CPU ([`NO_CPU`]: from none).
+    fn send_away(&self, cpu: u32, workers: &[AtomicU32]) {
+        let Some(mut cpus) = self.allowed else { return };
+        if cpu != NO_CPU {
+            cpus.remove(cpu);
+        }
+        for tid in workers.iter().map(|worker| worker.load(Relaxed)).filter(|tid| *tid != 0) {
+            // One that has just ended needs no place.
+            let _ = set_affinity(tid, &cpus);
         }
     }
 
@@ -236,13 +265,13 @@ impl Place {
         self.idle
     }
 
-    /// A fault of thread `tid` was read; it is `now`.
-    pub fn follow(&mut self, tid: u32, now: Nanos) {
+    /// A fault of thread `tid` was read; it is `now`. `workers`: their ids; 0: none.
+    pub fn follow(&mut self, tid: u32, now: Nanos, workers: &[AtomicU32]) {
         if self.allowed.is_none() {
             return;
         }
         self.row = if tid == self.tid { self.row.saturating_add(1) } else { 0 };
-        self.follow_cpu(tid);
+        self.follow_cpu(tid, workers);
         let gap = now.since(self.last).as_nanos() as u64;
         self.began = now;
         self.late = gap > SLOW_NS;
@@ -266,6 +295,7 @@ impl Place {
         if !self.idle {
             return;
         }
+        self.served = self.served.saturating_add(1);
         self.look_around = self.look_around.saturating_sub(1);
         if self.look_around > 0 && !self.late && now.since(self.began).as_nanos() as u64 <= SLOW_NS {
             return;
@@ -309,7 +339,7 @@ impl Place {
             self.retry_at = NEVER;
             return;
         }
-        self.entered = now;
+        self.served = 0;
         self.idle = true;
         self.crowded = 0;
     }
@@ -333,14 +363,17 @@ impl Place {
         idle_class(false);
         self.idle = false;
         self.row = 0;
-        // A stay that was worth it starts over with a short absence.
-        let stayed = now.since(self.entered).as_nanos() as u64;
-        self.stay_out_ns =
-            if stayed > 10 * self.stay_out_ns { STAY_OUT_NS } else { (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS) };
-        self.retry_at = Nanos(now.0.saturating_add(self.stay_out_ns));
+        let away = if self.served >= WORTH {
+            self.stay_out_ns = STAY_OUT_NS;
+            LOOK_LATER_NS
+        } else {
+            self.stay_out_ns = (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS);
+            self.stay_out_ns
+        };
+        self.retry_at = Nanos(now.0.saturating_add(away));
     }
 
-    fn follow_cpu(&mut self, tid: u32) {
+    fn follow_cpu(&mut self, tid: u32, workers: &[AtomicU32]) {
         let Some(allowed) = &self.allowed else { return };
         if tid != self.tid {
             self.changes = self.changes.wrapping_add(1);
@@ -367,11 +400,17 @@ impl Place {
         if !allowed.contains(cpu) {
             return;
         }
-        if set_own_affinity(cpu).is_ok() {
-            self.bound = Some(cpu);
-        } else {
-            let _ = clear_own_affinity(allowed);
-            self.bound = None;
+        let allowed = *allowed;
+        let go = || {
+            if self.idle {
+                self.send_away(cpu, workers);
+            }
+            set_own_affinity(cpu).is_ok()
+        };
+        // In the idle class it would wait here for a worker that comes from there, or there for one that has not gone.
+        self.bound = if self.normally(go) { Some(cpu) } else { None };
+        if self.bound.is_none() {
+            let _ = clear_own_affinity(&allowed);
         }
     }
 }

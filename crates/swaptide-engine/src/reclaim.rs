@@ -26,14 +26,14 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{Nanos, now, yield_now};
+use swaptide_sys::thread::{Nanos, gettid, now, yield_now};
 
 use crate::batch::Batch;
 use crate::bell::Ring;
 use crate::calm::Calm;
 use crate::engine::{Engine, Mm};
 use crate::ids::{PageNo, range_of};
-use crate::place::{self, Aside};
+use crate::place::{self, Aside, NO_CPU};
 use crate::recompress::Recompress;
 use crate::writeback::Writeback;
 
@@ -41,6 +41,8 @@ use crate::writeback::Writeback;
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR: Duration = Duration::from_millis(1);
+/// The same while a thread faults again and again with the handler on its CPU: who wakes up, if only for a look, may part the two.
+const TICK_ASIDE: Duration = Duration::from_millis(4);
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it is no harm if it does it in the normal class.
 const STARVED: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
@@ -253,8 +255,15 @@ impl Worker {
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Keeper::new);
         let mut aside = Aside::new();
+        let placed = engine.worker_tids.get(index);
+        if let Some(placed) = placed {
+            placed.store(gettid().0, Relaxed);
+        }
         loop {
             if !engine.stand_still() {
+                if let Some(placed) = placed {
+                    placed.store(0, Relaxed);
+                }
                 return;
             }
             aside.keep_from(engine.handler_cpu.load(Relaxed));
@@ -268,7 +277,12 @@ impl Worker {
                 let near = charge.headroom() < 4 * charge.high();
                 engine.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
-                    futex::wait(&engine.work, 0, Some(if near { TICK_NEAR } else { TICK }), futex::Scope::Private);
+                    let tick = match near {
+                        false => TICK,
+                        true if engine.handler_cpu.load(Relaxed) != NO_CPU => TICK_ASIDE,
+                        true => TICK_NEAR,
+                    };
+                    futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
                 }
             }
         }

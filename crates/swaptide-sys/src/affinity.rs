@@ -66,8 +66,13 @@ pub fn set_own_affinity(cpu: u32) -> Result<(), Errno> {
 
 /// Lets the calling thread run on all of `mask` (again).
 pub fn clear_own_affinity(mask: &CpuSet) -> Result<(), Errno> {
-    // SAFETY: the kernel reads the set, and 0 names the calling thread.
-    unsafe { syscall!(k::__NR_sched_setaffinity, 0usize, size_of::<CpuSet>(), mask.0.as_ptr() as usize) }.map(drop)
+    set_affinity(0, mask)
+}
+
+/// Lets a thread of this process run on all of `mask` and nowhere else. `ESRCH` when there is none of that id.
+pub fn set_affinity(tid: u32, mask: &CpuSet) -> Result<(), Errno> {
+    // SAFETY: the kernel reads the set; 0 names the calling thread.
+    unsafe { syscall!(k::__NR_sched_setaffinity, tid as usize, size_of::<CpuSet>(), mask.0.as_ptr() as usize) }.map(drop)
 }
 
 /// Where the calling thread may run.

@@ -41,6 +41,9 @@ pub struct LabArgs {
     /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
+    /// zswapin: times that each run pushes its target out and touches it; the sum counts
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
     /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default: 1; 0.125 with --quick, tiers 0.5]
     #[arg(long, value_name = "PART", value_parser = scale)]
     scale: Option<f64>,
@@ -116,7 +119,7 @@ fn of_engine(args: &LabArgs) -> Result<Report, String> {
     match args.name {
         Name::Tiers => tiers::measure(&tiers::Plan { runs, rounds: runs * 20, scale, only }),
         Name::Preload => preload::measure(&preload::Plan { runs, scale, only }),
-        _ => zswapin::measure(&zswapin::Plan { runs, scale, only }),
+        _ => zswapin::measure(&zswapin::Plan { runs, rounds: args.rounds, scale, only }),
     }
 }
 
@@ -256,6 +259,7 @@ mod tests {
             svg: Some(svg.clone()),
             quick: true,
             runs: None,
+            rounds: 1,
             scale: None,
             only: Vec::new(),
         };

@@ -92,6 +92,7 @@ impl Engine {
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);
+        self.worker_tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.work.store(0, Relaxed);
         self.bells.reset();
         self.handler_tid.store(0, Relaxed);

@@ -1,7 +1,7 @@
 //! The program that `lab zswapin` measures: `swaptide lab-work`.
 //!
 //! Owns the workloads' shape: fill a target, push it out, then touch it in an order. Before and after the touching it says a line and waits for
-//! one, so that whoever measures can look at the counters in between.
+//! one, so that whoever measures can look at the counters in between. In several rounds the target, once filled, is pushed out and touched again and again.
 //!
 //! A page's contents follow from its number alone, and are checked as it is touched.
 
@@ -48,6 +48,9 @@ pub struct WorkArgs {
     /// What is said of that order
     #[arg(long, value_enum)]
     pub hint: Hint,
+    /// Times that the target is pushed out and touched
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub rounds: u32,
 }
 
 /// What pages hold.
@@ -145,10 +148,10 @@ impl Order {
     }
 }
 
-/// What is said when all is touched.
+/// What is said when all is touched, in each round.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Touched {
-    /// Filling, pushing out and touching.
+    /// Filling (in the first round), pushing out and touching.
     pub elapsed_s: f64,
     /// Touching alone.
     pub refault_s: f64,
@@ -224,37 +227,41 @@ pub fn main(args: &WorkArgs) -> u8 {
 }
 
 fn work(args: &WorkArgs) -> Result<(), String> {
-    let begin = Instant::now();
+    let mut begin = Instant::now();
     let mut target = Memory::new(args.target, args.shared)?;
     target.fill(args.data);
-    let mut held = None;
-    if let Some(bytes) = args.pressure {
-        let mut pressure = Memory::new(bytes, false)?;
-        pressure.fill(args.pressure_data.unwrap_or(args.data));
-        held = args.hold.then_some(pressure);
-    }
-    match args.hint {
-        Hint::None => {}
-        Hint::Seq => target.advise(libc::MADV_SEQUENTIAL)?,
-        Hint::Rand => target.advise(libc::MADV_RANDOM)?,
-    }
-    if args.pressure.is_none() {
-        target.advise(libc::MADV_PAGEOUT)?;
-    }
-    let prepared = begin.elapsed();
-    say(READY)?;
-    let begin = Instant::now();
-    let mut pages = 0;
-    for index in args.order.pages(target.pages) {
-        if !args.data.check(&target.words[target.of(index)], index) {
-            return Err(format!("page {index} of {} does not hold what was written to it", target.pages));
+    for round in 0..args.rounds {
+        let mut held = None;
+        if let Some(bytes) = args.pressure {
+            let mut pressure = Memory::new(bytes, false)?;
+            pressure.fill(args.pressure_data.unwrap_or(args.data));
+            held = args.hold.then_some(pressure);
         }
-        pages += 1;
+        match args.hint {
+            _ if round > 0 => {}
+            Hint::None => {}
+            Hint::Seq => target.advise(libc::MADV_SEQUENTIAL)?,
+            Hint::Rand => target.advise(libc::MADV_RANDOM)?,
+        }
+        if args.pressure.is_none() {
+            target.advise(libc::MADV_PAGEOUT)?;
+        }
+        let prepared = begin.elapsed();
+        say(READY)?;
+        begin = Instant::now();
+        let mut pages = 0;
+        for index in args.order.pages(target.pages) {
+            if !args.data.check(&target.words[target.of(index)], index) {
+                return Err(format!("page {index} of {} does not hold what was written to it", target.pages));
+            }
+            pages += 1;
+        }
+        let refault = begin.elapsed();
+        let touched = Touched { elapsed_s: (prepared + refault).as_secs_f64(), refault_s: refault.as_secs_f64(), pages };
+        say(&serde_json::to_string(&touched).map_err(|e| e.to_string())?)?;
+        begin = Instant::now();
+        drop(held);
     }
-    let refault = begin.elapsed();
-    let touched = Touched { elapsed_s: (prepared + refault).as_secs_f64(), refault_s: refault.as_secs_f64(), pages };
-    say(&serde_json::to_string(&touched).map_err(|e| e.to_string())?)?;
-    drop(held);
     Ok(())
 }
 

@@ -25,6 +25,8 @@ const PATIENCE: Duration = Duration::from_secs(600);
 pub struct Plan {
     /// Runs of each side.
     pub runs: u32,
+    /// Times that a run pushes its target out and touches it.
+    pub rounds: u32,
     /// Part of the published sizes.
     pub scale: f64,
     /// Beginnings of the names of cases; empty: all.
@@ -204,7 +206,8 @@ impl Drop for Running {
 }
 
 /// The command line of a run.
-fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
+fn command(case: &Case, plan: &Plan, order_0: bool) -> Result<Command, String> {
+    let scale = plan.scale;
     let exe = std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
     let bytes = |mib: f64| ((mib * scale * MIB) as u64) & !0x1f_ffff;
     let ram = bytes(case.ram).max(LEAST_RAM);
@@ -231,7 +234,7 @@ fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
         command.arg("--shared");
     }
     command.arg("--").arg(&exe).args(["lab-work", "--target", &bytes(case.target).to_string()]);
-    command.args(["--data", case.data, "--order", case.order, "--hint", case.hint]);
+    command.args(["--data", case.data, "--order", case.order, "--hint", case.hint, "--rounds", &plan.rounds.to_string()]);
     if let Some(pressure) = case.pressure {
         command.args(["--pressure", &bytes(pressure).to_string()]);
     }
@@ -244,9 +247,10 @@ fn command(case: &Case, scale: f64, order_0: bool) -> Result<Command, String> {
     Ok(command)
 }
 
-fn run(case: &Case, scale: f64, order_0: bool) -> Result<Outcome, String> {
+/// One run; what it gives is the sum of its rounds.
+fn run(case: &Case, plan: &Plan, order_0: bool) -> Result<Outcome, String> {
     let failed = |what: &str| format!("{}: {what}", case.name);
-    let mut command = command(case, scale, order_0)?;
+    let mut command = command(case, plan, order_0)?;
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|e| failed(&e.to_string()))?;
     let mut running = Running(child);
     let (Some(mut stdin), Some(stdout)) = (running.0.stdin.take(), running.0.stdout.take()) else {
@@ -261,21 +265,28 @@ fn run(case: &Case, scale: f64, order_0: bool) -> Result<Outcome, String> {
         Err(error) => Err(failed(&error.to_string())),
     };
     let stats = || control::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
-    if line()? != READY {
-        return Err(failed("the program said something else than that it is ready"));
-    }
-    let before = settled(&stats)?;
     let mut go_on = || writeln!(stdin).map_err(|e| failed(&e.to_string()));
-    go_on()?;
-    let touched: Touched = serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
-    let mut counters = stats()?;
-    go_on()?;
+    let mut touched = Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 };
+    let mut counters: BTreeMap<String, u64> = BTreeMap::new();
+    for _ in 0..plan.rounds {
+        if line()? != READY {
+            return Err(failed("the program said something else than that it is ready"));
+        }
+        let before = settled(&stats)?;
+        go_on()?;
+        let round: Touched = serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
+        touched.elapsed_s += round.elapsed_s;
+        touched.refault_s += round.refault_s;
+        touched.pages += round.pages;
+        for (name, value) in stats()? {
+            let more = value.saturating_sub(before.get(&name).copied().unwrap_or(0));
+            *counters.entry(name).or_default() += more;
+        }
+        go_on()?;
+    }
     let status = running.0.wait().map_err(|e| failed(&e.to_string()))?;
     if !status.success() {
         return Err(failed(&format!("the program ended with {status}")));
-    }
-    for (name, value) in &mut counters {
-        *value -= before.get(name).copied().unwrap_or(0).min(*value);
     }
     Ok(Outcome { touched, counters })
 }
@@ -362,7 +373,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
             // Who goes first changes too.
             for order_0 in [turn % 2 == 0, turn % 2 != 0] {
                 let side = if order_0 { &mut pair.base } else { &mut pair.ours };
-                side.push(run(case, plan.scale, order_0)?);
+                side.push(run(case, plan, order_0)?);
             }
         }
         rows.extend(pair.rows(case));
@@ -377,11 +388,11 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     if !seeds.is_empty() {
         curves.push(Curve { name: "the seed".into(), ours: false, points: seeds });
     }
-    let (runs, scale) = (plan.runs, plan.scale);
+    let (runs, rounds, scale) = (plan.runs, plan.rounds, plan.scale);
     Ok(Report {
         name: "zswapin",
         title: format!(
-            "order 0 alone (before) and the policy (after), {runs} runs of each in turns, {scale} of the published sizes"
+            "order 0 alone (before) and the policy (after), {runs} runs of {rounds} rounds of each in turns, {scale} of the published sizes"
         ),
         rows,
         plot: Plot { x: "case, as in the table".into(), y: "refault, % of order 0".into(), log_x: false, curves },
@@ -423,8 +434,9 @@ mod tests {
     #[test]
     fn the_sides_differ_in_the_largest_order_alone() {
         let text = |command: Command| command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
+        let plan = Plan { runs: 1, rounds: 1, scale: 0.1, only: Vec::new() };
         for case in cases() {
-            let (base, ours) = (text(command(&case, 0.1, true).unwrap()), text(command(&case, 0.1, false).unwrap()));
+            let (base, ours) = (text(command(&case, &plan, true).unwrap()), text(command(&case, &plan, false).unwrap()));
             let at = base.iter().position(|arg| arg == "--largest-order").expect("the baseline's setting");
             let mut rest = base.clone();
             assert_eq!(rest.drain(at..at + 2).collect::<Vec<_>>(), ["--largest-order", "0"]);
