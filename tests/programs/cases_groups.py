@@ -15,7 +15,7 @@ import time
 
 from harness import HERE, MIB, Case
 from processes import descendants
-from cases_process import PRESSURE, Server, ask, wait_for_line
+from cases_process import PRESSURE, Server, ask, process_of, wait_for_line
 
 
 def until(context, what, true, seconds=20):
@@ -120,6 +120,77 @@ def groups(context):
     context.expect(sorted(seen) == ["/", "/batch", "/web"] and int(seen["/"]["ram.current"]) >= 0, f"{seen}")
     # By then the program is gone, and with it its charges.
     context.expect(seen["/"]["swap.current"] == "0", f"{seen['/']}")
+
+
+# Grows by so many MiB as each line says, three quarters of every page zeros; what it has is looked at when no more lines come.
+GROWS = """if True:
+    import mmap, os, sys
+    held = []
+    print("ready", os.getpid(), flush=True)
+    for line in sys.stdin:
+        block = mmap.mmap(-1, int(line) << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        firsts = []
+        for at in range(0, len(block), 4096):
+            block[at:at + 1024] = os.urandom(1024)
+            firsts.append(block[at + 1000:at + 1024])
+        held.append((block, firsts))
+        print("grew", len(held), flush=True)
+    right = all(block[4096 * n + 1000:4096 * n + 1024] == first for block, firsts in held for n, first in enumerate(firsts))
+    print("OK" if right else "WRONG", flush=True)
+"""
+
+
+def zswap_groups(context):
+    """A group's `zswap.max` bounds what its processes have in compressed memory, and `zswap.writeback=0` keeps all of it from the swap areas."""
+    if context.native:
+        return
+    options = ["--group", "/a", "--swap", "zram:1G", "--swap", f"file:{context.directory}:512M"]
+
+    def under_way():
+        program = context.start([context.python, "-c", GROWS], options=options, stdin=subprocess.PIPE)
+        inside = int(wait_for_line(context, program, "ready").split()[1])
+        ctl = Ctl(context, program.pid)
+
+        def grow(megabytes, line):
+            program.process.stdin.write(f"{megabytes}\n".encode())
+            program.process.stdin.flush()
+            wait_for_line(context, program, line)
+
+        def ends():
+            program.process.stdin.close()
+            program.process.stdin = None
+            done = program.finish()
+            context.expect("OK" in done.text(), f"it ended with {done.text()[-200:]!r}")
+            return json.loads(program.report_path.read_text())["stats"]
+
+        stats = lambda: process_of(context, inside)
+        return ctl, grow, stats, ends
+
+    # Bounded: what does not fit goes on to the file.
+    most = 3 * MIB
+    ctl, grow, stats, ends = under_way()
+    ctl("group", "/a", f"zswap.max={most}")
+    context.expect(ctl.value("/a", "zswap.max") == most, "it was not taken")
+    grow(120, "grew 1")
+    until(context, "the bound of compressed memory", lambda: stats()[1]["pool_bytes"] <= most + MIB)
+    context.expect(stats()[0]["pswpout"] * 4096 > 50 * MIB, f"little went to the file: {stats()}")
+    ctl("group", "/a", "zswap.max=max")
+    grow(40, "grew 2")
+    until(context, "more compressed memory than the old bound", lambda: stats()[1]["pool_bytes"] > most + MIB)
+    ends()
+
+    # Kept from the file, until it may.
+    ctl, grow, stats, ends = under_way()
+    ctl("group", "/a", "zswap.writeback=0")
+    grow(100, "grew 1")
+    time.sleep(1)
+    seen = stats()[0]
+    context.expect(seen["pswpout"] == seen["zswpwb"] == 0 and seen["zswpout"] * 4096 > 40 * MIB, f"something was written, or nothing is out: {seen}")
+    ctl("group", "/a", "zswap.writeback=1")
+    grow(80, "grew 2")
+    until(context, "write-back", lambda: stats()[0]["pswpout"] > 0)
+    seen = ends()
+    context.expect(seen["pswpin"] > 0, f"nothing came back from the file: {seen}")
 
 
 def swap_high(context):
@@ -666,6 +737,7 @@ CASES = [
     Case("groups", groups, 48, allowance=8),
     Case("tiers", tiers, 48, allowance=8),
     Case("swap-high", swap_high, 48, allowance=8),
+    Case("zswap-groups", zswap_groups, 48, allowance=16),
     Case("top", top, 48, allowance=8),
     Case("shares", shares, 96, allowance=8, forks=True),
     Case("daemon-joins", daemon_joins, 112, allowance=8, swaps=False),

@@ -68,7 +68,8 @@ def detach(context):
     """Processes are let go in the middle of everything: all comes back, nothing stays registered, and what they fork later is managed anew."""
     if context.native:
         return
-    for program, mode in (("torture", "threads"), ("torture", "single"), ("forks", "nested"), ("threads", "storm")):
+    # Of a process that is about to fork, several times: the fork may come in when its workers are about to stand still.
+    for program, mode in (("torture", "threads"), ("torture", "single"), *[("forks", "nested")] * 3, ("threads", "storm")):
         started = context.start([context.binary(program), 96, 4, context.seed, mode])
         ctl = Ctl(context, started.pid)
         out = lambda: [p for p in states(ctl).values() if p["state"] == "engaged" and p["swapped_pool_bytes"] > 8 * MIB]

@@ -178,7 +178,7 @@ impl Handler {
                 if mm.recent.is_empty() {
                     return;
                 }
-                if self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+                if self.strangers.is_empty() && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
                     mm.recent.clear();
                     return;
                 }

@@ -97,8 +97,9 @@ impl Handler {
 
     pub(crate) fn park_workers(&mut self) {
         let engine = self.engine;
-        engine.park.store(1, Release);
         loop {
+            // Each time: a fork that was asked for meanwhile is over by then, and has let them go on.
+            engine.park.store(1, Release);
             engine.work.store(1, Release);
             futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
             let stand_still = engine.parked.load(Acquire) == engine.workers.load(Acquire);
