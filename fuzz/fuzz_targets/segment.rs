@@ -51,7 +51,12 @@ fuzz_target!(|data: &[u8]| {
                 scribbled = true;
             }
             4 => drop(segment.add_area(NewArea::of_file(i32::from(what >> 4), 1 + number % 5))),
-            5 => drop(segment.claim(100 + u32::from(what >> 4), 0)),
+            5 => {
+                // A process that comes again has executed another program, and holds nothing any more.
+                if let Some(index) = segment.claim(100 + u32::from(what >> 4), 0) {
+                    leased.retain(|(owner, _)| *owner != index.0);
+                }
+            }
             6 => segment.release(slot, |extent| {
                 assert!((extent.0 as usize) < MAX_EXTENTS);
                 assert!(scribbled || leased.iter().any(|(owner, of)| *owner == slot.0 && *of == extent.0));

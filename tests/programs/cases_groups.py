@@ -514,7 +514,8 @@ def daemon_shared(context):
         context.expect("OK shared hammer" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
         seen = done.report["stats"]
         context.expect(seen["pswpout"] > 1000 and seen["pswpin"] > 1000, f"nothing went to the daemon's file: {seen}")
-    context.expect(MIB < peak < 64 * MIB * 5 // 4, f"/b had {peak >> 20} MiB of 64")
+    # What is seen at a moment may be past the bound while its pager makes room; without the bound it would be 96 and more.
+    context.expect(MIB < peak < 64 * MIB * 11 // 8, f"/b had {peak >> 20} MiB of 64")
     until(context, "nothing held by who is gone", lambda: daemon.ctl.value("/b", "swap.current") == 0)
     daemon.stop()
 
