@@ -140,7 +140,7 @@ impl Handler {
 
     fn adopt_range(&mut self, range: VirtRange) {
         let engine = self.engine;
-        self.let_changes_pass();
+        self.let_changes_pass(range);
         engine.mm.lock().armed.insert(range);
         if self.uffd.register_missing(range).is_err() {
             engine.mm.lock().armed.remove(range);
@@ -168,14 +168,14 @@ impl Handler {
         engine.mm.lock().armed.insert(range);
     }
 
-    /// Waits until no fork can be older than what was applied, if that comes soon: what a child has where something else was before could not be told
-    /// from what is about to be armed there.
-    fn let_changes_pass(&mut self) {
+    /// Where something else was a moment ago: waits until no fork can be older than that, if that comes soon. What a child still has there could not be
+    /// told from what is about to be armed.
+    fn let_changes_pass(&mut self, range: VirtRange) {
         for _ in 0..16 {
             let engine = self.engine;
             {
                 let mut mm = engine.mm.lock();
-                if mm.recent.is_empty() {
+                if !mm.recent.iter().any(|change| change.concerns(range)) {
                     return;
                 }
                 if self.strangers.is_empty() && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {

@@ -430,10 +430,7 @@ impl Handler {
         let started = now();
         let page = PageNo::of(fault.addr);
         self.place.follow(fault.tid, started, &self.engine.worker_tids);
-        let own_cpu = self.place.own_cpu();
-        if self.engine.handler_cpu.swap(own_cpu, Relaxed) != own_cpu {
-            self.place.send_aside(&self.engine.worker_tids);
-        }
+        self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
         match self.serve(page) {
             Served::Filled => {
                 let answered = now();

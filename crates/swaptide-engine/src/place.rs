@@ -238,17 +238,10 @@ impl Place {
         self.left = 0;
     }
 
-    /// Sends workers away from the handler's CPU, or lets them run anywhere again. `workers`: their ids; 0: none.
-    pub fn send_aside(&self, workers: &[AtomicU32]) {
-        self.send_away(self.own_cpu(), workers);
-    }
-
-    /// The same for a CPU ([`NO_CPU`]: from none).
+    /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes themselves, when they next run: [`Aside`].)
     fn send_away(&self, cpu: u32, workers: &[AtomicU32]) {
         let Some(mut cpus) = self.allowed else { return };
-        if cpu != NO_CPU {
-            cpus.remove(cpu);
-        }
+        cpus.remove(cpu);
         for tid in workers.iter().map(|worker| worker.load(Relaxed)).filter(|tid| *tid != 0) {
             // One that has just ended needs no place.
             let _ = set_affinity(tid, &cpus);
@@ -418,6 +411,20 @@ impl Place {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stay_is_worth_what_it_answered() {
+        let mut place = Place::new();
+        let mut away = |served| {
+            (place.idle, place.served) = (true, served);
+            place.leave(Nanos(7));
+            (place.retry_at.0 - 7, place.stay_out_ns)
+        };
+        assert_eq!([away(0).0, away(WORTH - 1).0], [2 * STAY_OUT_NS, 4 * STAY_OUT_NS]);
+        assert_eq!(away(WORTH), (LOOK_LATER_NS, STAY_OUT_NS));
+        assert_eq!(away(0).0, 2 * STAY_OUT_NS);
+        assert_eq!((0..20).map(|_| away(0).0).max(), Some(STAY_OUT_LAST_NS));
+    }
 
     #[test]
     fn who_waits_only_for_the_other_has_nothing_taken() {

@@ -23,7 +23,7 @@
 //! 1. `undone` are changes that the table has and the child has not; `done` those that the child has and the table has not. Each in the order
 //!    in which they happened to one page.
 //! 2. An `Unmap` that only ends a `Remap`'s old place is in neither: the `Remap` says it.
-//! 3. No two pages of the table have the same place in the child: what was armed after the fork has none.
+//! 3. No two pages of the table have the same place in the child: what was armed after the fork has none where something else still is.
 //! 4. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the child, so it is always taken as given up;
 //!    but not where a change before it did not reach the child.
 //!
@@ -111,7 +111,7 @@ impl Change {
     }
 
     /// Whether it changes anything of a range.
-    pub(super) fn concerns(self, range: VirtRange) -> bool {
+    pub(crate) fn concerns(self, range: VirtRange) -> bool {
         self.takes(range) || self.reaches(range)
     }
 
@@ -171,10 +171,15 @@ impl Layout {
     /// Where the child has a page of the parent's table; `None` if it has given it up, or never had it.
     pub fn place(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
-        for change in self.undone.iter().rev() {
+        for (k, change) in self.undone.iter().enumerate().rev() {
             match *change {
                 Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
-                Change::Armed(range) if range.contains(at.addr()) => return None,
+                // The child has there what was taken away before. Where nothing was, it has this or nothing.
+                Change::Armed(range)
+                    if range.contains(at.addr()) && self.undone[..k].iter().any(|c| c.takes(range_of(at, 1))) =>
+                {
+                    return None;
+                }
                 _ => {}
             }
         }
@@ -401,9 +406,10 @@ mod tests {
                         assert_eq!(origin, Some(*place), "block {block} back: cut {cut}, applied {applied}, {layout:?}");
                     } else if *block >= FRESH && cut + 1 >= least {
                         // Something is armed only when no fork can be older than what was applied, if that is to be had.
-                        assert_eq!(
-                            found, None,
-                            "block {block} is younger than the child: cut {cut}, applied {applied}, {layout:?}"
+                        let free = found.is_none_or(|place| !child.contains_key(&place));
+                        assert!(
+                            free,
+                            "block {block}, younger than the child, is at {found:?}: cut {cut}, applied {applied}, {layout:?}"
                         );
                     }
                 }
@@ -452,6 +458,25 @@ mod tests {
             .map(|k| if k % 2 == 0 { [moved(0, 5), Change::Gone(range(0))] } else { [moved(5, 0), Change::Gone(range(5))] })
             .collect();
         all_cuts(&[0], &back_and_forth.iter().map(|call| &call[..]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_a_block_went_over_was_there_before() {
+        // Without that, the child that has both blocks could as well have the one after its first move.
+        all_cuts(
+            &[0, 2],
+            &[&[Change::Gone(range(2)), moved(0, 2), Change::Gone(range(0))], &[moved(2, 1), Change::Gone(range(2))]],
+        );
+    }
+
+    #[test]
+    fn what_was_armed_where_nothing_was_stays_where_it_is() {
+        // Its first page may be another mapping's by now: that says nothing of the others.
+        let layout = Layout::judge(&[Change::Armed(range(1))], &[], |_| false, |_| true);
+        assert_eq!(layout.place(PageNo::of(at(1)).plus(1)), Some(PageNo::of(at(1)).plus(1)));
+        // But it is not put into what the child has there from before.
+        let layout = Layout { undone: vec![Change::Gone(range(1)), Change::Armed(range(1))], done: Vec::new() };
+        assert_eq!(layout.place(PageNo::of(at(1))), None);
     }
 
     #[test]
