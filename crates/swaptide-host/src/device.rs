@@ -203,7 +203,7 @@ impl fmt::Display for DeviceError {
             DeviceError::CodecOfFile(text) => {
                 write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
             }
-            DeviceError::Mirror(text, why) => write!(f, "{text}: no mirror: {why}"),
+            DeviceError::Mirror(text, why) => write!(f, "{text:?}: no mirror: {why}"),
             DeviceError::Url(error) => write!(f, "{error}"),
             DeviceError::Nbd(error) => write!(f, "{error}"),
             DeviceError::NotEmpty(url) => {
@@ -218,7 +218,9 @@ impl fmt::Display for DeviceError {
             ),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
             DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
-            DeviceError::Order(name) => write!(f, "{name} has a higher priority than zram; compressed memory always comes first"),
+            DeviceError::Order(name) => {
+                write!(f, "{name:?} has a higher priority than zram; compressed memory always comes first")
+            }
             DeviceError::Block(path, error) if error.raw_os_error() == Some(libc::EBUSY) => {
                 write!(f, "{}: in use: mounted, or swap space of the kernel's or of another run", path.display())
             }
@@ -760,6 +762,7 @@ mod tests {
             ("file:/x,codec=zstd", "chosen for zram"),
             ("file:/x:1G,codec=zstd", "chosen for zram"),
             ("zram:1G,prio=-2", "from -1 to 32767"),
+            ("nb\n://host,mirror=", "no mirror"),
             ("nbd://", "host"),
             ("nbd+unix:///x", "socket=PATH"),
         ] {
@@ -774,7 +777,7 @@ mod tests {
         let devices = |texts: &[&str]| -> Vec<Device> { texts.iter().map(|t| parse(t).expect("device")).collect() };
         let refused = |texts: &[&str]| open(&devices(texts), 1 << 30).expect_err("refused").to_string();
         assert!(refused(&["zram:1G", "zram:1G"]).contains("more than one zram"));
-        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("file:/tmp has a higher priority"));
+        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("\"file:/tmp\" has a higher priority"));
         assert!(refused(&["file:/tmp:16M"; 17]).contains("more than 16"));
         let two = open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
         let told: Vec<_> = two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
