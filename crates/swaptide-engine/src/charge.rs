@@ -45,6 +45,8 @@ pub struct Charge {
     surge: AtomicI64,
     /// Pages go out one by one, and so they come in.
     scattered: AtomicBool,
+    /// The process of which this one is a fork, while it lives; 0 otherwise.
+    heir_of: AtomicU32,
 }
 
 impl Charge {
@@ -64,6 +66,7 @@ impl Charge {
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
+            heir_of: AtomicU32::new(0),
         }
     }
 
@@ -254,10 +257,31 @@ impl Charge {
     }
 
     /// True while compressed memory may hold one more copy of a page that the program has again: `kept` of the `pages` it holds are such. They save
-    /// a compression, and cost room; what they take is bounded, and they are the first to go.
+    /// a compression, and cost room; what they take is bounded, and they are the first to go. In a fork they cost nothing while the parent lives: the
+    /// parent has the same memory, which giving them up would not free but have copied.
     pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
-        bytes < u128::from(self.limit() / KEPT_PART) && self.pool() < self.pool_limit()
+        let few = bytes < u128::from(self.limit() / KEPT_PART) || self.heir_of.load(Relaxed) != 0;
+        few && self.pool() < self.pool_limit()
+    }
+
+    /// True in a fork while compressed memory is well below its share. What comes from the file then goes there when it goes out again, however old it
+    /// is: a child that reads all that its parent had (to save it) would else read much of it twice. Elsewhere that loses more than it gains.
+    pub fn takes_what_is_old(&self) -> bool {
+        self.heir_of.load(Relaxed) != 0 && self.pool() < self.pool_limit() / 8 * 7
+    }
+
+    /// This process is a fork of `parent`; what it has, it shares with it.
+    pub fn inherit(&self, parent: u32) {
+        self.heir_of.store(parent, Relaxed);
+    }
+
+    /// Ends what [`Charge::inherit`] began when the parent is another one now: the first has ended.
+    pub fn look_for_parent(&self) {
+        let parent = self.heir_of.load(Relaxed);
+        if parent != 0 && parent != swaptide_sys::process::parent() {
+            self.heir_of.store(0, Relaxed);
+        }
     }
 
     /// Bytes of the compressed pool.
@@ -291,6 +315,24 @@ mod tests {
         assert_eq!(charge.headroom(), 2 << 20);
         (0..1000).for_each(|_| charge.narrow());
         assert_eq!(charge.headroom(), 0);
+    }
+
+    #[test]
+    fn a_fork_keeps_copies_while_its_parent_lives() {
+        let charge = Charge::new(64 << 20, 50, 0);
+        charge.publish(0, 0, 16 << 20);
+        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        charge.inherit(swaptide_sys::process::parent());
+        charge.look_for_parent();
+        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old());
+        charge.publish(0, 0, 30 << 20);
+        assert!(charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        charge.publish(0, 0, 33 << 20);
+        assert!(!charge.keeps_copies(500, 1000), "past its share");
+        charge.publish(0, 0, 16 << 20);
+        charge.inherit(1 << 30);
+        charge.look_for_parent();
+        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old(), "the parent is another one");
     }
 
     #[test]

@@ -519,7 +519,10 @@ impl Handler {
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
             // What compressed memory refuses goes to the file however soon it comes back.
-            _ => (mm.split.belongs_to_file(distance) || engine.charge.pool_refuses()) && engine.devices.file_is_roomy(),
+            _ => {
+                let late = mm.split.belongs_to_file(distance) && !engine.charge.takes_what_is_old();
+                (late || engine.charge.pool_refuses()) && engine.devices.file_is_roomy()
+            }
         };
         if keeps {
             mm.mark_kept(page, entry);

@@ -413,6 +413,7 @@ impl Keeper {
         }
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
+            engine.charge.look_for_parent();
             engine.balance_pool();
             engine.charge.narrow();
             // Pages that left it leave holes; a quarter of it for nothing is too much.

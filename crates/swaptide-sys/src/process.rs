@@ -176,6 +176,11 @@ pub fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: i32) -> Result<(), Errno
     unsafe { syscall!(k::__NR_pidfd_send_signal, pidfd.as_raw_fd(), signal, 0usize, 0usize) }.map(drop)
 }
 
+/// The number of this process's parent; 0 where it is in another namespace.
+pub fn parent() -> u32 {
+    rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get() as u32)
+}
+
 /// Makes this process the new parent of descendants whose own parent ends.
 pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
     const PR_SET_CHILD_SUBREAPER: usize = 36;

@@ -268,6 +268,7 @@ impl Handler {
         }
         handler.forget_what_did_not_come()?;
         engine.charge.take_limit(engine.slot());
+        engine.charge.inherit(swaptide_sys::process::parent());
         engine.fork.set(NONE);
         Ok(handler)
     }

@@ -8,8 +8,10 @@
 //! peer's pool took in the run just before, and no more.
 
 mod cgroup;
+mod costs;
 mod peers;
 mod points;
+mod redis;
 mod report;
 mod restore;
 pub mod run;
@@ -94,6 +96,12 @@ pub enum Name {
     Pool,
     /// Throughput of one job against its budget
     Sweep,
+    /// A file alone as swap space: encrypted, and with `cipher=none`
+    Cipher,
+    /// A fork with all data swapped out, and without swaptide with all data resident
+    Fork,
+    /// How long a Redis server takes to write its dump in the background, half of it swapped out
+    Bgsave,
 }
 
 /// A choice of peers.
@@ -168,6 +176,9 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
         Name::Within => bench.within(),
         Name::Startup => bench.startup(),
         Name::Sweep => bench.sweep(),
+        Name::Cipher => bench.cipher(),
+        Name::Fork => bench.fork(),
+        Name::Bgsave => bench.bgsave(),
     };
     bench.runner.say("");
     let report = report?;
@@ -197,10 +208,11 @@ fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
 /// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked for by name, it ends
 /// the call.
 fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failure> {
-    let compares = matches!(args.name, Name::Fill | Name::Seq | Name::Random | Name::Pressure | Name::Pool | Name::Sweep);
+    let alone = [Name::Within, Name::Startup, Name::Cipher, Name::Fork];
+    let compares = !alone.contains(&args.name);
     let kernel = |p: &&PeerArg| **p != PeerArg::None;
     if !compares && args.peer.iter().any(|p| kernel(&p)) {
-        return Err(Failure(2, "--peer: this benchmark compares with the same program without swaptide only".into()));
+        return Err(Failure(2, "--peer: this benchmark compares nothing with the kernel's swap".into()));
     }
     if args.peer.is_empty() && args.name != Name::Sweep && compares {
         let usual = if matches!(args.name, Name::Pressure | Name::Pool) { Peer::Zswap } else { Peer::Zram };
@@ -239,6 +251,9 @@ fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failur
     Ok(chosen)
 }
 
+/// Runs of a kernel peer that may fail: where many pages are to go out at a time it sometimes finds its cgroup out of memory.
+const TRIES: u32 = 3;
+
 struct Bench<'a> {
     args: &'a BenchArgs,
     runs: u32,
@@ -257,6 +272,7 @@ struct Runs {
     resident: Option<u64>,
     codec: Option<String>,
     pool_inside: bool,
+    failed: u32,
 }
 
 impl Runs {
@@ -275,9 +291,10 @@ impl Runs {
         let median = |values: &[f64]| Stats::of(values).map_or(0, |s| s.median as u64);
         let words: Vec<&str> = self.codec.as_deref().into_iter().chain(folios.map(Folios::name)).collect();
         let detail = words.join(" ");
+        let failed = self.failed;
         let (limit, pool, pool_inside) = (median(&self.limits), median(&self.pools), self.pool_inside);
         let written: Vec<f64> = self.outcomes.iter().map(|o| (o.written_pages * workload::PAGE as u64) as f64).collect();
-        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail, written: median(&written) })
+        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail, written: median(&written), failed })
     }
 }
 
@@ -286,7 +303,17 @@ impl Bench<'_> {
         let (touches, seconds_cap) = (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
         let content = self.args.ratio.first().copied().unwrap_or(Content::Four);
         // Nothing may be pushed out to the file: zswap stands for the compressed cache.
-        Job { data, content, phases: phases.to_vec(), repeat: 1, touches, seconds_cap, zswap_percent: 50, settle: Duration::ZERO }
+        Job {
+            data,
+            content,
+            phases: phases.to_vec(),
+            repeat: 1,
+            touches,
+            seconds_cap,
+            zswap_percent: 50,
+            settle: Duration::ZERO,
+            look: false,
+        }
     }
 
     /// One phase's throughput, with as much data as asked for.
@@ -298,7 +325,7 @@ impl Bench<'_> {
         let title = format!("{} of data {} in {}, {} runs", human(data), job.content.describe(), human(self.ram), self.runs);
         let mut report = self.report(name, &title, "MB/s", Better::Higher, data);
         for &peer in &self.peers {
-            let (pair, capped) = self.beside(peer, &job, self.ram, &value)?;
+            let (pair, capped) = self.beside(peer, &job, self.ram, Better::Higher, &value)?;
             report.pairs.push(pair);
             if capped {
                 report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap));
@@ -325,7 +352,7 @@ impl Bench<'_> {
         let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
         let mut report = self.report("pressure", &title, "MB/s", Better::Higher, data);
         for &peer in &self.peers {
-            let (pair, capped) = self.beside(peer, &job, self.ram, &value)?;
+            let (pair, capped) = self.beside(peer, &job, self.ram, Better::Higher, &value)?;
             let written = |side: &Side| human(side.written);
             let (theirs, ours) = (written(&pair.peer), written(&pair.swaptide));
             report.notes.push(format!("written to the file in a run, median: {} {theirs}, swaptide {ours}", peer.name()));
@@ -346,15 +373,15 @@ impl Bench<'_> {
         const SETTLE: Duration = Duration::from_secs(10);
         let data = self.args.data.unwrap_or(1 << 30);
         let content = self.args.ratio.first().copied().unwrap_or(Content::Two);
-        let job = Job { content, settle: SETTLE, ..self.job(data, &[Phase::Fill]) };
+        let job = Job { content, settle: SETTLE, look: true, ..self.job(data, &[Phase::Fill]) };
         let value = |o: &Outcome| match o.held {
-            Held { ram: 1.., pages: 1.. } => Ok(o.held.pages as f64 / o.held.ram as f64),
+            Held { ram: 1.., pages: 1.., .. } => Ok(o.held.pages as f64 / o.held.ram as f64),
             _ => Err("nothing was in compressed memory at the end".to_owned()),
         };
         let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
         let mut report = self.report("pool", &title, "x", Better::Higher, data);
         for &peer in &self.peers {
-            report.pairs.push(self.beside(peer, &job, self.ram, &value)?.0);
+            report.pairs.push(self.beside(peer, &job, self.ram, Better::Higher, &value)?.0);
         }
         if self.peers.is_empty() {
             report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
@@ -371,6 +398,7 @@ impl Bench<'_> {
         peer: Peer,
         job: &Job,
         limit: u64,
+        better: Better,
         value: &dyn Fn(&Outcome) -> Result<f64, String>,
     ) -> Result<(Pairing, bool), Failure> {
         let machine = self.runner.restorer.machine();
@@ -382,7 +410,13 @@ impl Bench<'_> {
             let mut pool = u64::MAX;
             for (folios, runs) in choices.iter().zip(&mut theirs) {
                 self.say(&format!("{} {}", peer.name(), folios.name()), limit, run);
-                let outcome = self.runner.kernel(job, &cgroups, peer, *folios, limit)?;
+                let outcome = loop {
+                    match self.runner.kernel(job, &cgroups, peer, *folios, limit) {
+                        Ok(outcome) => break outcome,
+                        Err(e) if runs.failed == TRIES => return Err(e.into()),
+                        Err(_) => runs.failed += 1,
+                    }
+                };
                 runs.add(value(&outcome)?, limit, &outcome);
                 pool = pool.min(if outcome.pool_inside { 0 } else { outcome.pool_bytes });
             }
@@ -396,6 +430,9 @@ impl Bench<'_> {
             sides.push(runs.side(Some(*folios))?);
         }
         sides.sort_by(|a, b| b.stats.median.total_cmp(&a.stats.median));
+        if better == Better::Lower {
+            sides.reverse();
+        }
         let mut sides = sides.into_iter();
         let peer_side = sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
         let capped = theirs.iter().chain([&ours]).flat_map(|r| &r.outcomes).any(Outcome::capped);
@@ -436,7 +473,7 @@ impl Bench<'_> {
         let mut report = self.report("within", &title, "s", Better::Lower, data);
         let (least, ours) = (without.side(None)?.stats.min, with.side(None)?.stats.min);
         report.notes.push(format!("ratio of the fastest runs, which a busy machine disturbs least: {:.3}", least / ours));
-        report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
+        report.pairs.push(beside_itself("without-swaptide", without.side(None)?, with.side(None)?));
         Ok(report)
     }
 
@@ -453,7 +490,7 @@ impl Bench<'_> {
         }
         let title = format!("{} starts of true", self.runs * STARTS);
         let mut report = self.report("startup", &title, "ms", Better::Lower, 0);
-        report.pairs.push(without_swaptide(without.side(None)?, with.side(None)?));
+        report.pairs.push(beside_itself("without-swaptide", without.side(None)?, with.side(None)?));
         Ok(report)
     }
 
@@ -499,6 +536,13 @@ impl Bench<'_> {
         if sides.any(|s| s.detail.starts_with("lzo") || s.detail.starts_with("zstd")) {
             report.notes.push("this kernel has no lz4 for one of the peers: its row names the codec it used".into());
         }
+        for pair in &report.pairs {
+            let failed = pair.peer.failed + pair.other.as_ref().map_or(0, |side| side.failed);
+            if failed > 0 {
+                let text = format!("{}: {failed} runs more did not come to their end, and do not count", pair.name);
+                report.notes.push(text);
+            }
+        }
         if !self.peers.is_empty() && peers::zswap_was_on(machine) {
             let text = "zswap was on in this boot: until a reboot the kernel swaps 64K folios out, but in only as 4K pages";
             report.notes.push(text.into());
@@ -506,8 +550,9 @@ impl Bench<'_> {
     }
 }
 
-fn without_swaptide(without: Side, with: Side) -> Pairing {
-    Pairing { name: "without-swaptide".into(), peer: without, other: None, swaptide: with }
+/// Two sides of which neither is a kernel peer.
+fn beside_itself(name: &str, other: Side, ours: Side) -> Pairing {
+    Pairing { name: name.into(), peer: other, other: None, swaptide: ours }
 }
 
 /// A size on the command line.

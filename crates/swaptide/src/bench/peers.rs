@@ -155,11 +155,11 @@ impl Setup {
             Pool::None => Held::default(),
             Pool::Zram(id) => {
                 let stat = self.machine.read(format!("/sys/block/zram{id}/mm_stat")).unwrap_or_default();
-                MmStat::parse(&stat).map_or(Held::default(), |s| Held { ram: s.used, pages: s.original })
+                MmStat::parse(&stat).map_or(Held::default(), |s| Held { ram: s.used, pages: s.original, ..Held::default() })
             }
             Pool::Zswap(before) => {
                 let now = zswap_held(&self.machine.read("/proc/meminfo").unwrap_or_default());
-                Held { ram: now.ram.saturating_sub(before.ram), pages: now.pages.saturating_sub(before.pages) }
+                Held { ram: now.ram.saturating_sub(before.ram), pages: now.pages.saturating_sub(before.pages), ..Held::default() }
             }
         }
     }
@@ -244,7 +244,7 @@ fn zswap_held(meminfo: &str) -> Held {
         let kib = |line: &str| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok();
         meminfo.lines().find_map(kib).unwrap_or(0) * 1024
     };
-    Held { ram: of("Zswap:"), pages: of("Zswapped:") }
+    Held { ram: of("Zswap:"), pages: of("Zswapped:"), ..Held::default() }
 }
 
 #[cfg(test)]
@@ -264,8 +264,8 @@ mod tests {
     #[test]
     fn zswaps_pool_and_pages_are_their_own_lines_of_meminfo() {
         let text = "MemTotal:       24681936 kB\nZswap:            251904 kB\nZswapped:         790528 kB\n";
-        assert_eq!(zswap_held(text), Held { ram: 251904 * 1024, pages: 790528 * 1024 });
+        assert_eq!(zswap_held(text), Held { ram: 251904 * 1024, pages: 790528 * 1024, ..Held::default() });
         assert_eq!(zswap_held("MemTotal: 1 kB\n"), Held::default());
-        assert_eq!(zswap_held("Zswapped: 7 kB\n"), Held { ram: 0, pages: 7 << 10 });
+        assert_eq!(zswap_held("Zswapped: 7 kB\n"), Held { ram: 0, pages: 7 << 10, ..Held::default() });
     }
 }

@@ -50,6 +50,8 @@ pub struct Side {
     pub detail: String,
     /// Bytes that went to a device in a run.
     pub written: u64,
+    /// Runs that failed and were done again.
+    pub failed: u32,
 }
 
 impl Side {

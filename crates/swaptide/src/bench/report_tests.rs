@@ -5,7 +5,7 @@ use super::*;
 
 fn side(median: f64, limit: u64, pool: u64) -> Side {
     let stats = Stats { median, min: median - 1.0, max: median + 1.0 };
-    Side { stats, limit, pool, resident: None, pool_inside: false, detail: String::new(), written: 0 }
+    Side { stats, limit, pool, resident: None, pool_inside: false, detail: String::new(), written: 0, failed: 0 }
 }
 
 fn report(better: Better, pairs: Vec<Pairing>) -> Report {

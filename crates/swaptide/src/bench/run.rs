@@ -36,6 +36,8 @@ pub struct Job {
     pub zswap_percent: u32,
     /// How long nothing is touched before the pool is looked at.
     pub settle: Duration,
+    /// Whether swaptide is asked at the end what its pool holds: that costs a little of the time that is measured.
+    pub look: bool,
 }
 
 /// What a compressed pool holds.
@@ -45,13 +47,19 @@ pub struct Held {
     pub ram: u64,
     /// Bytes of the pages in it, as they were.
     pub pages: u64,
+    /// Of swaptide, bytes of the pages that went on to a swap area.
+    pub beyond: u64,
 }
 
 /// What the processes of the run `pid` have in compressed memory; `None` when it cannot be asked.
 fn held_by(pid: u32) -> Option<Held> {
     let view = swaptide_host::control::stats(Some(pid)).ok()?;
     let sum = |f: fn(&ProcessView) -> u64| view.processes.iter().map(f).sum();
-    Some(Held { ram: sum(|process| process.pool_bytes), pages: sum(|process| process.swapped_pool_bytes) })
+    Some(Held {
+        ram: sum(|process| process.pool_bytes),
+        pages: sum(|process| process.swapped_pool_bytes),
+        beyond: sum(|process| process.swapped_file_bytes),
+    })
 }
 
 /// Pages that the kernel has written to swap devices since it started.
@@ -78,7 +86,7 @@ pub struct Outcome {
     pub wall_s: f64,
     /// Bytes of compressed data in RAM at the end (of swaptide the most so far), where there is a pool.
     pub pool_bytes: u64,
-    /// The pool at the end; of swaptide's nothing where the job does not wait for it.
+    /// The pool at the end; of swaptide's nothing where the job does not look.
     pub held: Held,
     /// The most resident memory, as the cgroup or swaptide counts it; swaptide's includes its pool.
     pub peak_resident: Option<u64>,
@@ -142,14 +150,14 @@ impl Runner {
     }
 
     /// A command that runs this program's `args` with `swaptide run` and `ram` bytes before it, or without.
-    fn command(&self, ram: Option<(u64, &Path)>) -> Command {
+    fn command(&self, ram: Option<(u64, &Path, Option<&str>)>) -> Command {
         let mut command = Command::new(&self.exe);
-        if let Some((ram, report)) = ram {
-            command
-                .args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"])
-                .arg(report)
-                .arg("--")
-                .arg(&self.exe);
+        if let Some((ram, report, area)) = ram {
+            command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"]).arg(report);
+            if let Some(area) = area {
+                command.args(["--swap", area]);
+            }
+            command.arg("--").arg(&self.exe);
         }
         command
     }
@@ -179,11 +187,15 @@ impl Runner {
 
     /// Under swaptide, with a budget of `ram` bytes.
     pub fn swaptide(&self, job: &Job, ram: u64) -> Result<Outcome, String> {
+        self.swaptide_on(None, job, ram)
+    }
+
+    /// The same, with a swap area other than the usual.
+    pub fn swaptide_on(&self, area: Option<&str>, job: &Job, ram: u64) -> Result<Outcome, String> {
         let _scope = self.restorer.scope();
         let report = self.report_file()?;
-        // The question costs a little of the time that is measured, so only those ask who want to know.
-        let held = |pid| if job.settle.is_zero() { Held::default() } else { held_by(pid).unwrap_or_default() };
-        let mut outcome = self.work(self.command(Some((ram, &report))), job, None, held)?;
+        let held = |pid| if job.look { held_by(pid).unwrap_or_default() } else { Held::default() };
+        let mut outcome = self.work(self.command(Some((ram, &report, area))), job, None, held)?;
         if outcome.ended && !report.exists() {
             return Ok(outcome);
         }

@@ -170,7 +170,7 @@ mod tests {
 
     fn side(median: f64, limit: u64) -> Side {
         let stats = Stats { median, min: median * 0.9, max: median * 1.1 };
-        Side { stats, limit, pool: 0, resident: None, pool_inside: false, detail: String::new(), written: 0 }
+        Side { stats, limit, pool: 0, resident: None, pool_inside: false, detail: String::new(), written: 0, failed: 0 }
     }
 
     fn report() -> Report {

@@ -59,6 +59,7 @@ impl Bench<'_> {
                 seconds_cap,
                 zswap_percent: 50,
                 settle: Duration::ZERO,
+                look: false,
             };
             for &budget in &budgets {
                 self.cell(&mut report, &job, budget)?;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use super::redis::Server;
 use super::size;
 
 /// Bytes of a page.
@@ -22,6 +23,8 @@ pub const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
 /// Pages between two looks at the clock, in a phase with a time limit.
 const PAGES_PER_LOOK: usize = 256;
+/// Forks of one phase.
+const FORKS: u64 = 10;
 
 /// Arguments of the hidden subcommand.
 #[derive(Debug, Clone, Args)]
@@ -166,6 +169,14 @@ pub enum Phase {
     Random,
     /// Read every page, in order; check every word.
     Verify,
+    /// Push every page out, by a hint.
+    Out,
+    /// Fork, wait for the child, which ends at once, and again; so many times counts as pages.
+    Fork,
+    /// Start a Redis server and fill it; everything later is asked of it.
+    Redis,
+    /// Have that server write its dump.
+    Bgsave,
 }
 
 impl Phase {
@@ -176,6 +187,10 @@ impl Phase {
             Phase::Seq => "seq",
             Phase::Random => "random",
             Phase::Verify => "verify",
+            Phase::Out => "out",
+            Phase::Fork => "fork",
+            Phase::Redis => "redis",
+            Phase::Bgsave => "bgsave",
         }
     }
 }
@@ -245,6 +260,19 @@ impl Data {
         Ok(Data { content, words, start, pages })
     }
 
+    /// Takes as long as the hint; what goes on afterwards has a second.
+    fn push_out(&mut self) -> Result<PhaseResult, String> {
+        let begin = Instant::now();
+        let data = &mut self.words[self.start..][..self.pages * WORDS];
+        // SAFETY: the range is this slice's; the hint changes no byte of it.
+        if unsafe { libc::madvise(data.as_mut_ptr().cast(), size_of_val(data), libc::MADV_PAGEOUT) } != 0 {
+            return Err(format!("madvise(MADV_PAGEOUT): {}", std::io::Error::last_os_error()));
+        }
+        let seconds = begin.elapsed().as_secs_f64();
+        std::thread::sleep(Duration::from_secs(1));
+        Ok(PhaseResult { phase: Phase::Out, pages: self.pages as u64, seconds, capped: false })
+    }
+
     fn page(&self, index: usize) -> &[u64] {
         &self.words[self.start + index * WORDS..][..WORDS]
     }
@@ -255,6 +283,11 @@ impl Data {
 
     fn run(&mut self, phase: Phase, touches: usize, cap: Duration) -> Result<PhaseResult, String> {
         let (n, content) = (self.pages, self.content);
+        match phase {
+            Phase::Out => return self.push_out(),
+            Phase::Fork => return forks(),
+            _ => {}
+        }
         let touches = if phase == Phase::Random { touches.min(n) } else { n };
         let begin = Instant::now();
         let mut done = 0;
@@ -273,6 +306,7 @@ impl Data {
                     let index = scatter(done, n);
                     (index, content.check_page(self.page(index), index))
                 }
+                Phase::Out | Phase::Fork | Phase::Redis | Phase::Bgsave => return Err(format!("{phase:?} touches no pages")),
             };
             if !right {
                 return Err(format!("page {index} of {n} does not hold what was written to it (phase {phase:?})"));
@@ -281,6 +315,33 @@ impl Data {
         }
         Ok(PhaseResult { phase, pages: done as u64, seconds: begin.elapsed().as_secs_f64(), capped: done < touches })
     }
+}
+
+/// Forks one after the other.
+fn forks() -> Result<PhaseResult, String> {
+    let mut seconds = 0.0;
+    for _ in 0..FORKS {
+        let begin = Instant::now();
+        // SAFETY: the child calls nothing but _exit.
+        let child = unsafe { libc::fork() };
+        match child {
+            0 => {
+                // SAFETY: ends this process; nothing of the parent's is run or freed.
+                unsafe { libc::_exit(0) }
+            }
+            -1 => return Err(format!("fork: {}", std::io::Error::last_os_error())),
+            _ => {}
+        }
+        let mut status = 0;
+        // SAFETY: the child is this process's own, and `status` is writable.
+        if unsafe { libc::waitpid(child, &raw mut status, 0) } != child || status != 0 {
+            return Err(format!("a child that only had to end has status {status}"));
+        }
+        seconds += begin.elapsed().as_secs_f64();
+        // What a fork leaves to be done afterwards is not the next one's.
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    Ok(PhaseResult { phase: Phase::Fork, pages: FORKS, seconds, capped: false })
 }
 
 /// Runs the phases. Exit status: 0, 2 for arguments that make no sense, 3 where a page was wrong.
@@ -306,6 +367,7 @@ pub fn main(args: &WorkArgs) -> u8 {
         Err(e) => return status(2, e),
     };
     let cap = Duration::from_secs(args.seconds_cap);
+    let mut server = None;
     // A capped fill leaves pages that later phases would rightly find wrong: they end with it.
     let mut unfilled = false;
     for _ in 0..args.repeat {
@@ -313,7 +375,16 @@ pub fn main(args: &WorkArgs) -> u8 {
             if unfilled && phase != Phase::Fill {
                 continue;
             }
-            match data.run(phase, args.touches, cap) {
+            let done = match (phase, &mut server) {
+                (Phase::Redis, None) => Server::start(args.data, args.ratio).map(|(started, result)| {
+                    server = Some(started);
+                    result
+                }),
+                (Phase::Bgsave, Some(server)) => server.save(cap),
+                (Phase::Redis | Phase::Bgsave, _) => Err("there is one server, and it is started first".into()),
+                _ => data.run(phase, args.touches, cap),
+            };
+            match done {
                 Ok(result) => {
                     unfilled = phase == Phase::Fill && result.capped;
                     let line = serde_json::to_string(&result).unwrap_or_default();
