@@ -113,7 +113,7 @@ MULTIPROCESSING = 64
 
 # 146 MiB without swaptide, 191 with engines. A server forks whenever it saves.
 REDIS_UNITS = ("unit/protocol", "unit/keyspace", "unit/info", "unit/dump", "unit/other", "unit/multi", "unit/sort", "unit/expire", "unit/aofrw",
-               "unit/scripting", "unit/functions", "unit/memefficiency", "unit/lazyfree", "unit/type/incr", "unit/type/list", "unit/type/set",
+               "unit/scripting", "unit/functions", "unit/lazyfree", "unit/type/incr", "unit/type/list", "unit/type/set",
                "unit/type/zset", "unit/type/hash", "unit/type/stream", "integration/rdb")
 
 CASES = [
