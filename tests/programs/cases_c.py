@@ -52,6 +52,8 @@ CASES = [
     Case("heap-threads", program("heap", "threads"), 32, allowance=4),
     Case("stack", program("stack"), 32, allowance=2),
     Case("bss", program("bss", megabytes=300), 64, allowance=2),
+    # The first of it is written before anything is managed.
+    Case("libraries", program("libraries"), 32, allowance=8),
     Case("sparse", program("sparse"), 32, allowance=2),
     Case("neighbours", program("neighbours"), 32, allowance=8, forks=True),
     # How far the first turn gets before it is managed is a race.

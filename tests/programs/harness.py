@@ -30,6 +30,10 @@ class Failure(Exception):
     """What a case found wrong, in words for the person who has to find out why."""
 
 
+class Skip(Exception):
+    """What a case needs from outside and cannot have here, in words: it neither passes nor fails."""
+
+
 class TooMuch(Failure):
     """All was right but the peak. How far a program gets before its engine is at work is a race with everything else on the machine, so
     such a case has a second try."""
@@ -304,12 +308,15 @@ def first_difference(left, right):
 class Outcome:
     """How one case ended, as its line of output."""
 
-    def __init__(self, case, wall, peak, why=None, directory=None, only_peak=False):
+    def __init__(self, case, wall, peak, why=None, directory=None, only_peak=False, skipped=None):
         self.case, self.wall, self.peak, self.why, self.directory = case, wall, peak, why, directory
         self.only_peak = only_peak
+        self.skipped = skipped
         self.before = None
 
     def __str__(self):
+        if self.skipped is not None:
+            return f"SKIP {self.case.name} ({self.skipped})"
         if self.why is None:
             before = f" (at the second try; the first: {self.before})" if self.before else ""
             return f"ok {self.case.name} {self.wall:.1f} s peak {self.peak / MIB:.1f} MiB of {self.case.budget}{before}"
@@ -339,7 +346,7 @@ def run_once(case, swaptide, root, seed, binaries, keep):
 
     watchdog = threading.Timer(case.limit, time_is_up)
     watchdog.daemon = True
-    why = None
+    why = skipped = None
     only_peak = False
     missing = [program for program in case.needs if shutil.which(program) is None]
     try:
@@ -351,6 +358,8 @@ def run_once(case, swaptide, root, seed, binaries, keep):
     except Failure as failure:
         why = str(failure)
         only_peak = isinstance(failure, TooMuch)
+    except Skip as skip:
+        skipped = str(skip)
     except (OSError, ValueError, EOFError, AssertionError, subprocess.SubprocessError) as error:
         why = f"{type(error).__name__}: {error}"
     finally:
@@ -361,11 +370,11 @@ def run_once(case, swaptide, root, seed, binaries, keep):
         context.close()
         reap_orphans()
     if context.hung is not None:
-        why, only_peak = context.hung, False
+        why, only_peak, skipped = context.hung, False, None
     wall = time.monotonic() - started
     if why is None and not keep:
         shutil.rmtree(directory, ignore_errors=True)
-    return Outcome(case, wall, context.peak, why, directory, only_peak)
+    return Outcome(case, wall, context.peak, why, directory, only_peak, skipped)
 
 
 def status_of_signal(number):

@@ -5,7 +5,8 @@
 //! Rules
 //! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] that are readable and writable, or that are reserved without any access (an
 //!    allocator opens them piece by piece, and each piece would be a new mapping otherwise), except the engine's own memory, the main
-//!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's).
+//!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's). What lies behind a library is the program's: the
+//!    kernel maps a library right below what was mapped before it.
 //! 2. A range enters the list of regions only after: its registration; a check that it is one mapping armed with this userfaultfd while no
 //!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
 //! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts the mapping then.
@@ -32,6 +33,7 @@ use crate::events::remember;
 use crate::fork::layout::Change;
 use crate::handler::Handler;
 use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::library;
 use crate::reclaim::Step;
 
 /// Smallest mapping worth managing.
@@ -52,16 +54,29 @@ impl Handler {
         let engine = self.engine;
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
-        let listed = for_each_vma(&mut self.maps_buf, |vma| {
+        // Where a file was last mapped from its beginning on, with its inode; the same of the file with the written data.
+        let mut head = (0, VirtAddr(0));
+        let mut last_file_head = None;
+        let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
             if vma.inode != 0 {
+                if vma.private && vma.offset == 0 {
+                    head = (vma.inode, vma.range.start);
+                }
                 if vma.private && vma.write {
                     last_file_end = vma.range.end;
                     last_file_main = (engine.start.main_object)(vma.name);
+                    last_file_head = (head.0 == vma.inode).then_some(head.1);
                 }
                 return true;
             }
-            let library_bss = vma.range.start == last_file_end && !last_file_main && vma.range.len() <= LIBRARY_BSS_BYTES;
-            if !library_bss && eligible(&vma) && !(engine.start.excluded)(vma.range) {
+            let behind = vma.range.start == last_file_end && !last_file_main;
+            if behind && eligible(&vma) {
+                let end = last_file_head.and_then(library::end).unwrap_or(vma.range.end).clamp(vma.range.start, vma.range.end);
+                if end.0 - vma.range.start.0 <= LIBRARY_BSS_BYTES {
+                    vma.range.start = end;
+                }
+            }
+            if eligible(&vma) && !(engine.start.excluded)(vma.range) {
                 program_parts(vma.range, |part| found.push(part));
             }
             true

@@ -41,6 +41,7 @@ pub mod fork;
 pub mod handler;
 mod hints;
 pub mod ids;
+mod library;
 pub mod locality;
 pub mod pagetable;
 pub mod place;

@@ -54,6 +54,12 @@ pub fn for_each_vma_of(pid: u32, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool)
     each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
+/// Reads this process's memory, as far as it is there: what another thread may be unmapping is an error here and no fault.
+pub fn read_own(at: VirtAddr, buf: &mut [u8]) -> Result<usize, Errno> {
+    let memory = procfs::open_read(c"/proc/thread-self/mem")?;
+    procfs::retry(|| rustix::io::pread(memory.as_fd(), &mut *buf, at.0 as u64))
+}
+
 fn each_line(fd: OwnedFd, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
     for_each_vma_in(buf, |space| procfs::read_fd(&fd, space), f)
 }
