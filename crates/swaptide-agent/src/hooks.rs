@@ -162,7 +162,7 @@ extern "C" fn run_c11_thread(place: *mut c_void) -> c_int {
 }
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
-fn pin_own_block() {
+pub(crate) fn pin_own_block() {
     let block: usize;
     // SAFETY: on x86-64 the first word of the control block is its own address.
     unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly)) };

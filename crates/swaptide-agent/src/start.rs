@@ -117,6 +117,8 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     }
     OWN_PID.store(getpid().0, Relaxed);
     real::find();
+    // The first thread's: libc's loader made it, anywhere among the mappings.
+    crate::hooks::pin_own_block();
     patron::name(&PATRON);
     if let Some(path) = own_path() {
         exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));

@@ -27,6 +27,9 @@ const LEAST_RESIDENT: u64 = 8;
 const GRACE_STEP: u64 = 64 << 10;
 const GRACE_PART: u64 = 20;
 
+/// Compressed memory that a fork shares with its parent, from which on it is worth something to keep it so.
+const WORTH_KEEPING: u64 = 16 << 20;
+
 /// See the module's description.
 pub struct Charge {
     limit: AtomicU64,
@@ -271,9 +274,9 @@ impl Charge {
         self.heir_of.load(Relaxed) != 0 && self.pool() < self.pool_limit() / 8 * 7
     }
 
-    /// This process is a fork of `parent`; what it has, it shares with it.
+    /// This process is a fork of `parent`; what it has, it shares with it. So little that many small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
-        self.heir_of.store(parent, Relaxed);
+        self.heir_of.store(if self.pool() < WORTH_KEEPING { 0 } else { parent }, Relaxed);
     }
 
     /// Ends what [`Charge::inherit`] began when the parent is another one now: the first has ended.
