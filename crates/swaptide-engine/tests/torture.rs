@@ -52,7 +52,7 @@ const POOL_CAP: u64 = 512 << 10;
 const EXTENTS: u32 = 128;
 const WORDS: usize = PAGE_SIZE / 8;
 /// What is waited for that has not happened in the time given.
-const LONGER: Duration = Duration::from_secs(40);
+const LONGER: Duration = Duration::from_secs(60);
 /// A child that lives longer hangs.
 const LATEST_END: Duration = Duration::from_secs(30);
 
@@ -64,6 +64,7 @@ static FORK_LOCK: Lock<()> = Lock::new(());
 static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
 /// The program has ended.
 static OVER: AtomicBool = AtomicBool::new(false);
+static FORKS: AtomicU64 = AtomicU64::new(0);
 static DECLINED: AtomicU64 = AtomicU64::new(0);
 
 /// Held by whoever does something; for writing by who forks while nobody else does anything.
@@ -554,7 +555,7 @@ impl Thread {
         let guard = FORK_LOCK.lock();
         let (engine, this) = (engine(), getpid().0);
         (0..AREAS).for_each(|area| self.note(area, "fork", 0, self.areas[area].pages.len()));
-        let declines = self.random.below(3) == 0;
+        let declines = FORKS.fetch_add(1, Relaxed) % 3 == 1;
         engine.fork.forker.store(gettid().0, Release);
         engine.fork.open_ends();
         engine.bells.ring(Ring::ForkPrepare);
@@ -699,7 +700,7 @@ impl Thread {
         }
         // Where a sanitizer or others on the machine make everything slow, for longer: all is to have happened once.
         while Instant::now() < end || counts().contains(&0) && Instant::now() < end + LONGER {
-            if self.random.below(100) == 0 {
+            if self.random.below(50) == 0 {
                 self.fork_once();
             } else {
                 let _among = WORLD.read();
