@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 /// Set in the child, to the name of the test it is to run.
 const CHILD: &str = "SWAPTIDE_SYS_TEST_CHILD";
+/// Beside what a test that takes as long as it is told is told to take (`SWAPTIDE_STRESS_SECONDS`), five times over: it may have to wait for its turn.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Runs `body` in a child process that must end well within the deadline.
@@ -30,10 +31,12 @@ pub fn child_status(test: &str, body: impl FnOnce()) -> Option<(ExitStatus, Stri
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
+    let told = std::env::var("SWAPTIDE_STRESS_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(0.0);
+    let deadline = DEADLINE + Duration::from_secs_f64(5.0 * told);
     let start = Instant::now();
     let mut late = false;
     while child.try_wait().unwrap().is_none() {
-        if !late && start.elapsed() > DEADLINE {
+        if !late && start.elapsed() > deadline {
             late = true;
             child.kill().unwrap();
         }
@@ -42,6 +45,6 @@ pub fn child_status(test: &str, body: impl FnOnce()) -> Option<(ExitStatus, Stri
     let output = child.wait_with_output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     let text = String::from_utf8_lossy(&text).into_owned();
-    assert!(!late, "{test}: no end after {DEADLINE:?}\n{text}");
+    assert!(!late, "{test}: no end after {deadline:?}\n{text}");
     Some((output.status, text))
 }
