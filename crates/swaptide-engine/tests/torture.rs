@@ -728,7 +728,7 @@ fn seconds() -> f64 {
 fn temporary_file() -> File {
     use rustix::fs::{Mode, OFlags, open};
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    File::from(open(&std::env::temp_dir(), flags, Mode::RUSR | Mode::WUSR).expect("a temporary file"))
+    File::from(open(std::env::temp_dir(), flags, Mode::RUSR | Mode::WUSR).expect("a temporary file"))
 }
 
 /// The supervisor's part of a run: a segment with one swap file; and a program that has mapped its areas.
