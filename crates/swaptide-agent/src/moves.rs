@@ -5,6 +5,9 @@
 //! succeed without swaptide is refused with `EFAULT`. It is then carried out piece by piece: the last piece grows in place, or all
 //! pieces move to a place that was reserved for them.
 //!
+//! Since Linux 6.17 a call that moves several mappings to a fixed place takes one after the other, and refuses those that are managed. Where one that is
+//! not managed comes first, that has moved when the call fails. So there the pieces are looked for before the call is made.
+//!
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own table.
 
 use std::ffi::c_int;
@@ -42,7 +45,12 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     let flags = flags as usize;
     let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
     let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
-    let mut word = call([old, old_len, new_len, flags, to]);
+    let len = VirtAddr(new_len).page_up().0;
+    let may_tear = flags == MAYMOVE | FIXED && len == range.len() && crate::start::engine().is_some();
+    let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
+        Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
+        _ => call([old, old_len, new_len, flags, to]),
+    };
     for _ in 0..TRIES {
         if word != EFAULT || crate::start::engine().is_none() || flags & !(MAYMOVE | FIXED) != 0 || old_len == 0 {
             break;
@@ -51,7 +59,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         word = match pieces_of(range, &mut pieces) {
             None => break,
             Some(1) => call([old, old_len, new_len, flags, to]),
-            Some(count) => in_pieces(&pieces[..count], VirtAddr(new_len).page_up().0, flags, to, call),
+            Some(count) => in_pieces(&pieces[..count], len, flags, to, call),
         };
     }
     if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {

@@ -38,7 +38,7 @@ int main(int count, char **words) {
     unsigned char *ballast = map(given.pages * PAGE);
     size_t pages = 2048, grown = pages + 512, more = grown + 256;
     size_t refused = 0;
-    for (uint32_t round = 1; round < 4 || now() < end; round++) {
+    for (uint32_t round = 1; round < 5 || now() < end; round++) {
         unsigned char *at = place(2 * more);
         extend(at, 0, pages);
         write_pages(at, 0, pages, round);
@@ -47,7 +47,8 @@ int main(int count, char **words) {
         extend(at, pages, grown);
         if (round & 1) write_pages(at, pages, grown, round);
         unsigned char *moved = at;
-        switch (round % 4) {
+        unsigned kind = round % 5;
+        switch (kind) {
         case 0: /* grows where it is */
             moved = mremap(at, grown * PAGE, more * PAGE, 0);
             break;
@@ -64,9 +65,15 @@ int main(int count, char **words) {
             moved = place(more);
             moved = mremap(at, grown * PAGE, (pages + 3) * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
             break;
+        case 4: /* what comes first is new: the kernel may move that and then refuse the rest */
+            extend(at, 0, 16);
+            write_pages(at, 0, 16, round);
+            moved = place(more);
+            moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
+            break;
         }
         if (moved == MAP_FAILED) die("round %u: mremap: %s, and without swaptide it works", round, strerror(errno));
-        size_t now_has = round % 4 == 3 ? pages + 3 : round % 4 == 1 ? grown : more;
+        size_t now_has = kind == 3 ? pages + 3 : kind == 1 || kind == 4 ? grown : more;
         size_t old_has = now_has < grown ? now_has : grown;
         check_pages(moved, 0, pages, round, "old page after mremap");
         if (round & 1) check_pages(moved, pages, old_has, round, "new page after mremap");
