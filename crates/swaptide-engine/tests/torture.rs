@@ -2,9 +2,9 @@
 //! see into it with tools that a preloaded library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program is
 //! `tests/programs/c/torture.c` over again; what the preloaded library does for it there (hints, fences, forks) it does here by itself.
 //!
-//! Everything else of this process is as it would be without the engine: its threads are ordinary ones, and nothing is managed but the *arena*, a stretch of
-//! addresses that the program's areas lie in. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the process takes beside
-//! the arena is not known before: a thread that stands for the supervisor sets the limit to that and a little more, again and again.
+//! Everything else of this process is as it would be without the engine: its threads are ordinary ones, and nothing is managed but the program's areas, in a stretch of
+//! addresses that is kept for them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the process takes beside
+//! them is not known before: a thread that stands for the supervisor sets the limit to that and a little more, again and again.
 //!
 //! A page holds what its key says, but for one word that may have been written since. A key is never used twice.
 //!
@@ -17,7 +17,9 @@ use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::AsFd;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
@@ -28,6 +30,7 @@ use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, NO_LIMIT, NewArea, ProcState, Segment};
 use swaptide_sys::lock::{Lock, futex};
+use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::{SharedMap, after_fork_in_child, memfd_create};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::process::anon_rss;
@@ -43,7 +46,7 @@ const PLACES: usize = 4;
 /// Pages of an area at most, and of a place: places are further apart than areas are long.
 const MOST: usize = 512;
 const PLACE_PAGES: usize = 1024;
-/// What of the arena may be in memory: less than half.
+/// What of the areas may be in memory: less than half.
 const LEAST_ROOM: u64 = 1 << 20;
 const MOST_ROOM: u64 = 5 << 20;
 /// Compressed memory takes no more, so that there is always something to write back.
@@ -58,7 +61,6 @@ const LATEST_END: Duration = Duration::from_secs(30);
 
 static SEGMENT: OnceLock<&'static Segment> = OnceLock::new();
 static SWAP_FILE: OnceLock<File> = OnceLock::new();
-static ARENA: OnceLock<VirtRange> = OnceLock::new();
 static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(ptr::null_mut());
 static FORK_LOCK: Lock<()> = Lock::new(());
 static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
@@ -102,9 +104,12 @@ fn open_area(_: AreaId) -> Option<OwnedFd> {
     SWAP_FILE.get()?.try_clone().ok().map(OwnedFd::from)
 }
 
-/// All but what lies in the arena.
+/// Where the areas are: what somebody else maps into a place that one has just left is not to be managed.
+static LIVE: [(AtomicUsize, AtomicUsize); THREADS * AREAS] =
+    [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; THREADS * AREAS];
+
 fn is_outside(range: VirtRange) -> bool {
-    ARENA.get().is_none_or(|arena| range.start < arena.start || range.end > arena.end)
+    !LIVE.iter().any(|(start, end)| range.start.0 >= start.load(Acquire) && range.end.0 <= end.load(Acquire))
 }
 
 fn salt() -> u64 {
@@ -285,9 +290,9 @@ mod linux {
     pub const MADVISE: u32 = 233;
 }
 
-/// A call that changes mappings of the arena, past libc: the sanitizers need not know of it.
+/// A call that changes mappings of the areas, past libc: the sanitizers need not know of it.
 fn call(number: u32, a: [usize; 5]) -> Result<VirtAddr, Errno> {
-    // SAFETY: every range passed lies in the arena, where nobody has anything but the program.
+    // SAFETY: every range passed lies in addresses that nobody has but the program.
     check(unsafe { syscall6(number, [a[0], a[1], a[2], a[3], a[4], 0]) }).map(VirtAddr)
 }
 
@@ -304,6 +309,28 @@ fn keep(at: VirtAddr, pages: usize) -> bool {
 
 fn map_anew(at: VirtAddr, pages: usize) {
     must(MMAP, [at.0, pages * PAGE_SIZE, READ_WRITE, PRIVATE | FIXED, usize::MAX]);
+}
+
+/// Moves an area, mapping by mapping: what was mapped over a part of it may be one of its own, and a call that moves several of which one is managed fails
+/// halfway (the preloaded library has the same, in `moves.rs`).
+fn move_pieces(base: VirtAddr, pages: usize, to: VirtAddr) {
+    const MAYMOVE_FIXED: usize = 3;
+    let maps = MapsFile::open_self().expect("/proc/self/maps");
+    let end = base.offset(pages * PAGE_SIZE);
+    let (mut at, mut tries) = (base, 0);
+    while at < end {
+        let Ok(Some(info)) = maps.vma_at(at) else { die("an area has a hole") };
+        let len = info.vma().range.end.min(end).0 - at.0;
+        match call(linux::MREMAP, [at.0, len, len, MAYMOVE_FIXED, to.0 + at.0 - base.0]) {
+            Ok(there) => {
+                engine().bells.fence(there);
+                at = at.offset(len);
+            }
+            // Management splits mappings, too.
+            Err(Errno::FAULT) if tries < 1000 => tries += 1,
+            Err(errno) => die(&format!("mremap: {}", swaptide_sys::Why(errno))),
+        }
+    }
 }
 
 impl Area {
@@ -336,6 +363,16 @@ impl Area {
 }
 
 impl Thread {
+    /// Says where an area is, or will be in a moment.
+    fn is_live(&self, area: usize) {
+        let range = self.areas[area].range(0, self.areas[area].pages.len());
+        let (start, end) = &LIVE[(self.number as usize - 1) * AREAS + area];
+        // Never one half of the old and one of the new.
+        end.store(0, Release);
+        start.store(range.start.0, Release);
+        end.store(range.end.0, Release);
+    }
+
     fn note(&mut self, area: usize, what: &str, from: usize, count: usize) {
         if self.acts.len() == 64 {
             self.acts.remove(0);
@@ -448,7 +485,6 @@ impl Thread {
 
     /// To another place, over a mapping that has something in it.
     fn go_elsewhere(&mut self, area: usize) {
-        const MAYMOVE_FIXED: usize = 3;
         let (base, pages) = (self.areas[area].base, self.areas[area].pages.len());
         let is_free = |place: &usize| self.areas.iter().all(|area| area.place != *place);
         let Some((place, to)) = (0..PLACES).filter(is_free).find_map(|place| Some((place, self.places[place]?))) else { return };
@@ -458,17 +494,12 @@ impl Thread {
             (0..pages).step_by(7).for_each(|page| unsafe { to.offset(page * PAGE_SIZE).as_ptr::<u8>().write_volatile(0xee) });
         }
         self.note(area, "mremap elsewhere", 0, pages);
-        match call(linux::MREMAP, [base.0, pages * PAGE_SIZE, pages * PAGE_SIZE, MAYMOVE_FIXED, to.0]) {
-            Ok(at) => {
-                engine().bells.fence(at);
-                let from = std::mem::replace(&mut self.areas[area].place, place);
-                self.areas[area].base = at;
-                if !keep(base, pages) {
-                    self.places[from] = None;
-                }
-            }
-            // Protection of a part has made several mappings of it. The target may be gone and be somebody else's by now.
-            Err(_) => self.places[place] = None,
+        let from = std::mem::replace(&mut self.areas[area].place, place);
+        self.areas[area].base = to;
+        self.is_live(area);
+        move_pieces(base, pages, to);
+        if !keep(base, pages) {
+            self.places[from] = None;
         }
     }
 
@@ -488,6 +519,7 @@ impl Thread {
         let is_done = call(linux::MREMAP, [base.0, old * PAGE_SIZE, new * PAGE_SIZE, 0, 0]).is_ok();
         if is_done {
             self.areas[area].pages.resize(new, EMPTY);
+            self.is_live(area);
         }
         // What is free now is kept: what was cut off, or what it could not grow into.
         if is_done != grows && !keep(tail.0, tail.1) {
@@ -696,6 +728,7 @@ impl Thread {
     fn run(&mut self, end: Instant) -> u64 {
         let mut steps = 0;
         for area in 0..AREAS {
+            self.is_live(area);
             (0..self.areas[area].pages.len()).for_each(|page| self.write_page(area, page));
         }
         // Where a sanitizer or others on the machine make everything slow, for longer: all is to have happened once.
@@ -747,8 +780,7 @@ fn set_up() -> (Start, Vec<Thread>) {
     segment.slot(index).limit_bytes.store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
 
     let pages = THREADS * PLACES * PLACE_PAGES;
-    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX]).expect("an arena");
-    ARENA.set(VirtRange::from_len(at, pages * PAGE_SIZE)).expect("one run");
+    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX]).expect("addresses for the areas");
     let thread = |number: usize| {
         let first = at.offset(number * PLACES * PLACE_PAGES * PAGE_SIZE);
         let places: Vec<_> = (0..PLACES).map(|place| first.offset(place * PLACE_PAGES * PAGE_SIZE)).collect();
