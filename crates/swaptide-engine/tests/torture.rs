@@ -36,7 +36,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::process::anon_rss;
 use swaptide_sys::raw::{check, syscall6};
 use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::{getpid, gettid, now};
+use swaptide_sys::thread::{exit_group, getpid, gettid, now};
 use swaptide_sys::{Errno, OwnedFd};
 
 /// Threads of the program, the areas of each, and the places that those may lie in.
@@ -82,13 +82,32 @@ unsafe extern "C" {
     #[cfg(tsan)]
     #[link_name = "_Fork"]
     fn fork() -> i32;
-    fn _exit(status: i32) -> !;
+    // The thread sanitizer's: what the calling thread reads and writes from now on is not looked at.
+    #[cfg(tsan)]
+    fn AnnotateIgnoreReadsBegin(file: *const std::ffi::c_char, line: i32);
+    #[cfg(tsan)]
+    fn AnnotateIgnoreWritesBegin(file: *const std::ffi::c_char, line: i32);
+}
+
+/// Set in a forked child.
+static IS_CHILD: AtomicBool = AtomicBool::new(false);
+
+/// Called by every thread of a forked child. The parent's threads are not there, and what the thread sanitizer remembers of them was ordered before the fork by
+/// nothing that it has seen: the handler may have held the memory lock at that moment, and never gives it back there.
+fn begin_in_child() {
+    #[cfg(tsan)]
+    if IS_CHILD.load(Relaxed) {
+        // SAFETY: the strings are only for those who look for forgotten calls, and these threads end with the process.
+        unsafe {
+            AnnotateIgnoreReadsBegin(c"".as_ptr(), 0);
+            AnnotateIgnoreWritesBegin(c"".as_ptr(), 0);
+        }
+    }
 }
 
 fn die(what: &str) -> ! {
     eprintln!("FAILED pid {}: {what}", getpid().0);
-    // SAFETY: ends the process.
-    unsafe { _exit(3) }
+    exit_group(3)
 }
 
 fn engine() -> &'static Engine {
@@ -121,7 +140,10 @@ fn salt() -> u64 {
 fn start_workers(engine: &'static Engine) {
     const WORKERS: u32 = 2;
     for index in 0..WORKERS {
-        std::thread::spawn(move || Worker::new(engine.scheme).run(engine, index as usize));
+        std::thread::spawn(move || {
+            begin_in_child();
+            Worker::new(engine.scheme).run(engine, index as usize);
+        });
     }
     engine.workers.store(WORKERS, Release);
     engine.slot().engine_threads.store(WORKERS + 1, Relaxed);
@@ -141,6 +163,7 @@ fn serve(engine: &Engine, handler: &mut Handler) {
 
 /// The supervisor, as far as there is one: the limit follows what the process takes beside its managed memory.
 fn supervise(engine: &Engine, world: &RwLock<()>) {
+    begin_in_child();
     let mut random = Random(now().0);
     let mut room = MOST_ROOM;
     while !OVER.load(Acquire) {
@@ -167,6 +190,7 @@ fn is_served() {
 
 /// The handler of a forked child.
 fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
+    begin_in_child();
     let index = segment().claim(getpid().0, parent).unwrap_or_else(|| die("no slot is free"));
     let slot = segment().slot(index);
     slot.limit_bytes.store(engine.charge.limit(), Relaxed);
@@ -636,6 +660,10 @@ impl Thread {
     }
 
     fn child(&mut self, engine: &'static Engine, parent: u32, declines: bool) -> ! {
+        IS_CHILD.store(true, Relaxed);
+        begin_in_child();
+        // The parent's end of the pair of sockets is open here, too: unlike in a preloaded library, threads share their descriptors. Nobody would hear of its end.
+        let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
         after_fork_in_child();
         // SAFETY: the lock was taken by this thread's original.
         unsafe { FORK_LOCK.force_unlock() };
@@ -664,8 +692,7 @@ impl Thread {
             }
             self.verify(area, 0, pages, "page in a forked child, later");
         }
-        // SAFETY: ends the process.
-        unsafe { _exit(0) }
+        exit_group(0)
     }
 
     fn step(&mut self) {
