@@ -57,11 +57,15 @@ fuzz_target!(|data: &[u8]| {
                     leased.retain(|(owner, _)| *owner != index.0);
                 }
             }
-            6 => segment.release(slot, |extent| {
-                assert!((extent.0 as usize) < MAX_EXTENTS);
-                assert!(scribbled || leased.iter().any(|(owner, of)| *owner == slot.0 && *of == extent.0));
-            }),
-            7 | 8 => {
+            6 => {
+                segment.release(slot, |extent| {
+                    assert!((extent.0 as usize) < MAX_EXTENTS);
+                    assert!(scribbled || leased.contains(&(slot.0, extent.0)));
+                });
+                leased.retain(|(owner, _)| *owner != slot.0);
+            }
+            // Only who has a slot leases, unless somebody scribbles.
+            7 | 8 if scribbled || segment.claimed().any(|(index, _)| index == slot) => {
                 if let Some(extent) = segment.lease_charged(slot).or_else(|| segment.lease_extent(slot, AreaMask::ALL)) {
                     assert!((extent.0 as usize) < MAX_EXTENTS);
                     assert!(scribbled || leased.iter().all(|(_, of)| *of != extent.0), "{extent:?} is given out twice");

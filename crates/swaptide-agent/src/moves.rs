@@ -6,7 +6,8 @@
 //! pieces move to a place that was reserved for them.
 //!
 //! Since Linux 6.17 a call that moves several mappings to a fixed place takes one after the other, and refuses those that are managed. Where one that is
-//! not managed comes first, that has moved when the call fails. So there the pieces are looked for before the call is made.
+//! not managed comes first, that has moved when the call fails. So there the pieces are looked for before the call is made; but never for a call that
+//! the kernel refuses for its arguments, since what is carried out here gives up what is at the target first.
 //!
 //! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own table.
 
@@ -14,7 +15,7 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use swaptide_sys::maps::MapsFile;
-use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::shared;
@@ -46,7 +47,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
     let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
     let len = VirtAddr(new_len).page_up().0;
-    let may_tear = flags == MAYMOVE | FIXED && len == range.len() && crate::start::engine().is_some();
+    let may_tear = flags == MAYMOVE | FIXED && is_moved_whole(range, len, to) && crate::start::engine().is_some();
     let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
         Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
         _ => call([old, old_len, new_len, flags, to]),
@@ -66,6 +67,13 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         settle(word as usize);
     }
     word
+}
+
+/// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has arguments that the kernel takes.
+fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
+    let aligned = (range.start.0 | to).is_multiple_of(PAGE_SIZE);
+    let apart = to.checked_add(len).is_some_and(|end| end <= range.start.0 || range.end.0 <= to);
+    len == range.len() && aligned && apart
 }
 
 /// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the engine knows. A program with one thread need not wait: its
@@ -172,5 +180,26 @@ fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
     match unsafe { syscall6(SYS_MUNMAP, [old + new_len, old_len - new_len, 0, 0, 0, 0]) } {
         word if word < 0 => word,
         _ => old as isize,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_refuses_is_not_begun() {
+        let range = VirtRange { start: VirtAddr(0x10_0000), end: VirtAddr(0x11_0000) };
+        let len = range.len();
+        for to in [0xf_0000, 0x11_0000, 0x40_0000] {
+            assert!(is_moved_whole(range, len, to), "{to:x}");
+        }
+        // Over itself, in part or whole; not at a page; past the end of addresses.
+        for to in [0xf_1000, 0x10_0000, 0x10_1000, 0x10_f000, 0x40_0001, usize::MAX - 0xfff] {
+            assert!(!is_moved_whole(range, len, to), "{to:x}");
+        }
+        assert!(!is_moved_whole(range, len + PAGE_SIZE, 0x40_0000), "it grows");
+        let odd = VirtRange { start: VirtAddr(0x10_0001), end: VirtAddr(0x11_0000) };
+        assert!(!is_moved_whole(odd, odd.len(), 0x40_0000));
     }
 }

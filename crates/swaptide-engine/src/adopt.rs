@@ -71,7 +71,9 @@ impl Handler {
             }
             let behind = vma.range.start == last_file_end && !last_file_main;
             if behind && eligible(&vma) {
-                let end = last_file_head.and_then(library::end).unwrap_or(vma.range.end).clamp(vma.range.start, vma.range.end);
+                // An end before its own data is not that library's.
+                let end = last_file_head.and_then(library::end).filter(|end| *end >= vma.range.start);
+                let end = end.unwrap_or(vma.range.end).min(vma.range.end);
                 if end.0 - vma.range.start.0 <= LIBRARY_BSS_BYTES {
                     vma.range.start = end;
                 }

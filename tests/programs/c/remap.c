@@ -68,6 +68,10 @@ int main(int count, char **words) {
         case 4: /* what comes first is new: the kernel may move that and then refuse the rest */
             extend(at, 0, 16);
             write_pages(at, 0, 16, round);
+            /* Over itself it is refused, and nothing is given up. */
+            for (size_t by = 1; by < grown; by += grown / 3)
+                if (mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, at + by * PAGE) != MAP_FAILED || errno != EINVAL)
+                    die("round %u: mremap over itself by %zu pages was not refused", round, by);
             moved = place(more);
             moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
             break;

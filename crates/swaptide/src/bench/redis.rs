@@ -1,10 +1,11 @@
 //! The Redis server of `bench bgsave`: a child of the workload, so that it shares its budget or its cgroup.
 //!
-//! Owns starting, filling and ending it. The protocol is as much as two commands need; what is measured is the server.
+//! Owns starting, filling and ending it; its files lie in a directory that the benchmark makes and takes away. The protocol is as much as two commands need; what is measured is the server.
 
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ const MANY: usize = 256;
 /// How long the server may take to begin.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// A server with data in it. It and its files end with this.
+/// A server with data in it. It ends with this.
 pub struct Server {
     child: Child,
     answers: BufReader<UnixStream>,
@@ -26,27 +27,28 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server that holds `data` bytes of values.
-    pub fn start(data: u64, content: Content) -> Result<(Server, PhaseResult), String> {
-        let directory = std::env::var_os("TMPDIR").map_or("/var/tmp".into(), PathBuf::from);
-        let directory = directory.join(format!("swaptide-bench-redis-{}", std::process::id()));
-        std::fs::create_dir(&directory).map_err(|e| format!("{}: {e}", directory.display()))?;
+    /// A server that holds `data` bytes of values, with its socket and its dumps in `directory`.
+    pub fn start(data: u64, content: Content, directory: Option<&Path>) -> Result<(Server, PhaseResult), String> {
+        let directory = directory.ok_or("--scratch: redis-server needs a directory")?.to_owned();
         let socket = directory.join("socket");
         let mut command = Command::new("redis-server");
         command.args(["--port", "0", "--save", "", "--appendonly", "no", "--dir"]).arg(&directory);
-        command.arg("--unixsocket").arg(&socket);
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn();
-        let mut child = child.map_err(|e| {
-            let _ = std::fs::remove_dir_all(&directory);
-            format!("redis-server: {e}")
-        })?;
+        command.arg("--unixsocket").arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
+        // SAFETY: prctl may be called between fork and exec; it reads no memory. So the server ends however this process does.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
+        let mut child = command.spawn().map_err(|e| format!("redis-server: {e}"))?;
         let begin = Instant::now();
         let stream = loop {
             match UnixStream::connect(&socket).and_then(|stream| Ok((stream.try_clone()?, stream))) {
                 Ok(stream) => break stream,
                 Err(_) if begin.elapsed() < STARTING && matches!(child.try_wait(), Ok(None)) => {}
                 Err(e) => {
-                    let _ = (child.kill(), child.wait(), std::fs::remove_dir_all(&directory));
+                    let _ = (child.kill(), child.wait());
                     return Err(format!("redis-server does not listen: {e}"));
                 }
             }
@@ -128,6 +130,5 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = (self.child.kill(), self.child.wait());
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

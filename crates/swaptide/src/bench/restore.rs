@@ -116,6 +116,8 @@ pub enum Undo {
     RemoveZram(u32),
     /// Delete a file.
     RemoveFile(PathBuf),
+    /// Delete a directory with all that is in it.
+    RemoveTree(PathBuf),
     /// Delete an empty cgroup.
     RemoveCgroup(PathBuf),
 }
@@ -135,6 +137,7 @@ impl Undo {
                 machine.keep_trying(|| machine.write("/sys/class/zram-control/hot_remove", &id.to_string()))
             }
             Undo::RemoveFile(path) => gone(path, std::fs::remove_file(machine.path(path))),
+            Undo::RemoveTree(path) => gone(path, std::fs::remove_dir_all(machine.path(path))),
             Undo::RemoveCgroup(path) => machine.keep_trying(|| gone(path, std::fs::remove_dir(machine.path(path)))),
         }
     }

@@ -223,6 +223,15 @@ impl Runner {
         if status.success() { Ok(took) } else { Err(format!("{} ended with {status}", program.display())) }
     }
 
+    /// A directory for what the workload writes.
+    fn scratch(&self) -> Result<PathBuf, String> {
+        let path = self.dir.join(format!("swaptide-bench-{}", std::process::id()));
+        self.restorer.change(Undo::RemoveTree(path.clone()), |_| {
+            std::fs::create_dir(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+            Ok(path.clone())
+        })
+    }
+
     fn report_file(&self) -> Result<PathBuf, String> {
         let path = self.dir.join(format!("swaptide-bench-{}.json", std::process::id()));
         self.restorer.change(Undo::RemoveFile(path.clone()), |_| Ok(path))
@@ -241,6 +250,9 @@ impl Runner {
         command.args(["--seconds-cap", &job.seconds_cap.to_string(), "--ratio", job.content.name()]);
         if let Some(procs) = join {
             command.arg("--join").arg(procs);
+        }
+        if job.phases.contains(&Phase::Redis) {
+            command.arg("--scratch").arg(self.scratch()?);
         }
         let begin = Instant::now();
         let mut running = self.restorer.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;

@@ -6,8 +6,6 @@
 //!
 //! A cell that takes too long is cut and says so, from outside if it must be: a live-lock shows as a cell that was cut.
 
-use std::time::Duration;
-
 use super::peers::Folios;
 use super::points::Point;
 use super::report::{Better, Pairing, Report, SWAPTIDE, Stats, human};
@@ -50,17 +48,7 @@ impl Bench<'_> {
         report.budget = first;
         for &content in &contents {
             let seconds_cap = args.seconds_cap.unwrap_or(SECONDS);
-            let job = Job {
-                data,
-                content,
-                phases: PHASES.to_vec(),
-                repeat: 1,
-                touches,
-                seconds_cap,
-                zswap_percent: 50,
-                settle: Duration::ZERO,
-                look: false,
-            };
+            let job = Job { content, touches, seconds_cap, ..self.job(data, &PHASES) };
             for &budget in &budgets {
                 self.cell(&mut report, &job, budget)?;
                 // A sweep takes minutes: one that is stopped leaves what it has.

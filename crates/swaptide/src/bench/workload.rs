@@ -50,6 +50,9 @@ pub struct WorkArgs {
     /// Join this cgroup first (its cgroup.procs)
     #[arg(long)]
     pub join: Option<PathBuf>,
+    /// A directory for files of the workload's own, which whoever gives it takes away
+    #[arg(long, value_name = "DIR")]
+    pub scratch: Option<PathBuf>,
     /// After the last phase wait until standard input ends
     #[arg(long)]
     pub hold: bool,
@@ -376,7 +379,7 @@ pub fn main(args: &WorkArgs) -> u8 {
                 continue;
             }
             let done = match (phase, &mut server) {
-                (Phase::Redis, None) => Server::start(args.data, args.ratio).map(|(started, result)| {
+                (Phase::Redis, None) => Server::start(args.data, args.ratio, args.scratch.as_deref()).map(|(started, result)| {
                     server = Some(started);
                     result
                 }),

@@ -1,220 +1,8 @@
-//! The engine as a library of this process, under a program that does to its memory what programs do, by several threads at once: for whoever wants to
-//! see into it with tools that a preloaded library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program is
-//! `tests/programs/c/torture.c` over again; what the preloaded library does for it there (hints, fences, forks) it does here by itself.
-//!
-//! Everything else of this process is as it would be without the engine: its threads are ordinary ones, and nothing is managed but the program's areas, in a stretch of
-//! addresses that is kept for them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the process takes beside
-//! them is not known before: a thread that stands for the supervisor sets the limit to that and a little more, again and again.
-//!
-//! A page holds what its key says, but for one word that may have been written since. A key is never used twice.
-//!
-//! `SWAPTIDE_STRESS_SECONDS`: how long (3).
+//! The program: threads that write, read, advise, protect, move and resize areas of their own, fork, and know what every page must hold.
 
-#[path = "../../swaptide-sys/tests/common/mod.rs"]
-mod common;
+use super::*;
 
-use std::fs::File;
-use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::AsFd;
-use std::ptr;
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
-};
-use std::sync::{OnceLock, RwLock};
-use std::time::{Duration, Instant};
-
-use swaptide_engine::bell::{Hint, Ring};
-use swaptide_engine::fork::{Decline, NONE, PREPARED};
-use swaptide_engine::handler::Handler;
-use swaptide_engine::reclaim::Worker;
-use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{AreaId, Counter, NO_LIMIT, NewArea, ProcState, Segment};
-use swaptide_sys::lock::{Lock, futex};
-use swaptide_sys::maps::MapsFile;
-use swaptide_sys::mem::{SharedMap, after_fork_in_child, memfd_create};
-use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::process::anon_rss;
-use swaptide_sys::raw::{check, syscall6};
-use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::{exit_group, getpid, gettid, now};
-use swaptide_sys::{Errno, OwnedFd};
-
-/// Threads of the program, the areas of each, and the places that those may lie in.
-const THREADS: usize = 3;
-const AREAS: usize = 2;
-const PLACES: usize = 4;
-/// Pages of an area at most, and of a place: places are further apart than areas are long.
-const MOST: usize = 512;
-const PLACE_PAGES: usize = 1024;
-/// What of the areas may be in memory: less than half.
-const LEAST_ROOM: u64 = 1 << 20;
-const MOST_ROOM: u64 = 5 << 20;
-/// Compressed memory takes no more, so that there is always something to write back.
-const POOL_CAP: u64 = 512 << 10;
-/// The swap file, in extents of 2 MiB.
-const EXTENTS: u32 = 128;
-const WORDS: usize = PAGE_SIZE / 8;
-/// What is waited for that has not happened in the time given.
-const LONGER: Duration = Duration::from_secs(60);
-/// A child that lives longer hangs.
-const LATEST_END: Duration = Duration::from_secs(30);
-
-static SEGMENT: OnceLock<&'static Segment> = OnceLock::new();
-static SWAP_FILE: OnceLock<File> = OnceLock::new();
-static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(ptr::null_mut());
-static FORK_LOCK: Lock<()> = Lock::new(());
-static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
-/// The program has ended.
-static OVER: AtomicBool = AtomicBool::new(false);
-static FORKS: AtomicU64 = AtomicU64::new(0);
-static DECLINED: AtomicU64 = AtomicU64::new(0);
-
-/// Held by whoever does something; for writing by who forks while nobody else does anything.
-static WORLD: RwLock<()> = RwLock::new(());
-
-unsafe extern "C" {
-    // Libc's: the address sanitizer has its part in it.
-    #[cfg(not(tsan))]
-    fn fork() -> i32;
-    // The thread sanitizer's fork keeps all locks of its own until the kernel has made the child, which it has when the handler has read that it does; and
-    // the handler, whose code asks for those locks too, would never come to that. So it is not to know of the fork. What its locks are in the child
-    // is how they were left by those that are not there any more: everybody else is at rest then, and a child that finds one held is let down (see `fork_once`).
-    #[cfg(tsan)]
-    #[link_name = "_Fork"]
-    fn fork() -> i32;
-    // The thread sanitizer's: what the calling thread reads and writes from now on is not looked at.
-    #[cfg(tsan)]
-    fn AnnotateIgnoreReadsBegin(file: *const std::ffi::c_char, line: i32);
-    #[cfg(tsan)]
-    fn AnnotateIgnoreWritesBegin(file: *const std::ffi::c_char, line: i32);
-}
-
-/// Set in a forked child.
-static IS_CHILD: AtomicBool = AtomicBool::new(false);
-
-/// Called by every thread of a forked child. The parent's threads are not there, and what the thread sanitizer remembers of them was ordered before the fork by
-/// nothing that it has seen: the handler may have held the memory lock at that moment, and never gives it back there.
-fn begin_in_child() {
-    #[cfg(tsan)]
-    if IS_CHILD.load(Relaxed) {
-        // SAFETY: the strings are only for those who look for forgotten calls, and these threads end with the process.
-        unsafe {
-            AnnotateIgnoreReadsBegin(c"".as_ptr(), 0);
-            AnnotateIgnoreWritesBegin(c"".as_ptr(), 0);
-        }
-    }
-}
-
-fn die(what: &str) -> ! {
-    eprintln!("FAILED pid {}: {what}", getpid().0);
-    exit_group(3)
-}
-
-fn engine() -> &'static Engine {
-    // SAFETY: set before the first thread of the program starts, to an engine that is never freed.
-    unsafe { &*ENGINE.load(Acquire) }
-}
-
-fn segment() -> &'static Segment {
-    SEGMENT.get().expect("the segment")
-}
-
-fn open_area(_: AreaId) -> Option<OwnedFd> {
-    SWAP_FILE.get()?.try_clone().ok().map(OwnedFd::from)
-}
-
-/// Where the areas are: what somebody else maps into a place that one has just left is not to be managed.
-static LIVE: [(AtomicUsize, AtomicUsize); THREADS * AREAS] =
-    [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; THREADS * AREAS];
-
-fn is_outside(range: VirtRange) -> bool {
-    !LIVE.iter().any(|(start, end)| range.start.0 >= start.load(Acquire) && range.end.0 <= end.load(Acquire))
-}
-
-fn salt() -> u64 {
-    u64::from(getpid().0) << 32 | now().0 & 0xffff_ffff
-}
-
-// The engine's threads.
-
-fn start_workers(engine: &'static Engine) {
-    const WORKERS: u32 = 2;
-    for index in 0..WORKERS {
-        std::thread::spawn(move || {
-            begin_in_child();
-            Worker::new(engine.scheme).run(engine, index as usize);
-        });
-    }
-    engine.workers.store(WORKERS, Release);
-    engine.slot().engine_threads.store(WORKERS + 1, Relaxed);
-}
-
-/// As the preloaded library does it.
-fn serve(engine: &Engine, handler: &mut Handler) {
-    loop {
-        handler.run();
-        let Some(_quiet) = FORK_LOCK.try_lock() else { continue };
-        if handler.let_go() {
-            engine.slot().set_state(ProcState::Detached);
-            return;
-        }
-    }
-}
-
-/// The supervisor, as far as there is one: the limit follows what the process takes beside its managed memory.
-fn supervise(engine: &Engine, world: &RwLock<()>) {
-    begin_in_child();
-    let mut random = Random(now().0);
-    let mut room = MOST_ROOM;
-    while !OVER.load(Acquire) {
-        let among = world.read();
-        let slot = engine.slot();
-        let kept = [&slot.managed_bytes, &slot.staging_bytes, &slot.pool_bytes].iter().map(|bytes| bytes.load(Relaxed)).sum();
-        if random.below(20) == 0 {
-            room = LEAST_ROOM + random.below((MOST_ROOM - LEAST_ROOM) as usize) as u64;
-        }
-        if let Some(anon) = anon_rss(getpid().0) {
-            slot.limit_bytes.store(anon.saturating_sub(kept) + room, Relaxed);
-        }
-        engine.look_after_threads();
-        drop(among);
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// Lets the forking thread of a child go on.
-fn is_served() {
-    TAKEN_OVER.store(1, Release);
-    futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);
-}
-
-/// The handler of a forked child.
-fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
-    begin_in_child();
-    let index = segment().claim(getpid().0, parent).unwrap_or_else(|| die("no slot is free"));
-    let slot = segment().slot(index);
-    slot.limit_bytes.store(engine.charge.limit(), Relaxed);
-    slot.wanted.store(1, Relaxed);
-    let mut left = match engine.inherit(end, index) {
-        Ok(Some(left)) => left,
-        // Its copy of the engine is torn, or was not to be had: all memory is there.
-        Ok(None) => return is_served(),
-        Err(errno) => die(&format!("nothing was handed over: {}", swaptide_sys::Why(errno))),
-    };
-    let handler = Handler::inherited(engine, index, salt(), &mut left);
-    let mut handler = handler.unwrap_or_else(|e| die(&format!("a child is not managed: {e}")));
-    let _ = left.taken();
-    drop(left);
-    start_workers(engine);
-    std::thread::spawn(move || supervise(engine, &RwLock::new(())));
-    slot.set_state(ProcState::Engaged);
-    is_served();
-    serve(engine, &mut handler);
-}
-
-// The program.
-
-struct Random(u64);
+pub struct Random(pub u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -222,12 +10,12 @@ impl Random {
         mix(self.0)
     }
 
-    fn below(&mut self, n: usize) -> usize {
+    pub fn below(&mut self, n: usize) -> usize {
         (self.next() % n.max(1) as u64) as usize
     }
 }
 
-fn mix(value: u64) -> u64 {
+pub fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
@@ -244,14 +32,14 @@ fn word_of(key: u64, at: usize) -> u64 {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+pub enum State {
     Held,
     /// After `MADV_FREE`: the old content or zeros, until it is written again.
     Lazy,
 }
 
 #[derive(Clone, Copy)]
-struct Page {
+pub struct Page {
     key: u64,
     word: u64,
     /// [`WORDS`]: no word was changed.
@@ -259,7 +47,7 @@ struct Page {
     state: State,
 }
 
-const EMPTY: Page = Page { key: 0, word: 0, at: WORDS, state: State::Held };
+pub const EMPTY: Page = Page { key: 0, word: 0, at: WORDS, state: State::Held };
 
 impl Page {
     fn expected(&self, at: usize) -> u64 {
@@ -267,32 +55,32 @@ impl Page {
     }
 }
 
-struct Area {
-    base: VirtAddr,
-    pages: Vec<Page>,
-    place: usize,
+pub struct Area {
+    pub base: VirtAddr,
+    pub pages: Vec<Page>,
+    pub place: usize,
     /// Readable and writable.
-    open: bool,
+    pub open: bool,
 }
 
-struct Thread {
-    areas: Vec<Area>,
+pub struct Thread {
+    pub areas: Vec<Area>,
     /// Where the places begin; `None`: somebody else may have something there by now.
-    places: Vec<Option<VirtAddr>>,
-    random: Random,
-    number: u64,
-    serial: u64,
-    file: File,
+    pub places: Vec<Option<VirtAddr>>,
+    pub random: Random,
+    pub number: u64,
+    pub serial: u64,
+    pub file: File,
     /// What was done last, to be told when something is wrong.
-    acts: Vec<String>,
+    pub acts: Vec<String>,
 }
 
-const MMAP: u32 = linux::MMAP;
-const PROT_NONE: usize = 0;
+pub const MMAP: u32 = linux::MMAP;
+pub const PROT_NONE: usize = 0;
 const PROT_READ: usize = 1;
 const READ_WRITE: usize = 3;
 const PRIVATE: usize = 0x4022;
-const SHARED: usize = 0x4021;
+pub const SHARED: usize = 0x4021;
 const FIXED: usize = 0x10;
 const NO_REPLACE: usize = 0x10_0000;
 
@@ -315,7 +103,7 @@ mod linux {
 }
 
 /// A call that changes mappings of the areas, past libc: the sanitizers need not know of it.
-fn call(number: u32, a: [usize; 5]) -> Result<VirtAddr, Errno> {
+pub fn call(number: u32, a: [usize; 5]) -> Result<VirtAddr, Errno> {
     // SAFETY: every range passed lies in addresses that nobody has but the program.
     check(unsafe { syscall6(number, [a[0], a[1], a[2], a[3], a[4], 0]) }).map(VirtAddr)
 }
@@ -331,7 +119,7 @@ fn keep(at: VirtAddr, pages: usize) -> bool {
     pages == 0 || call(MMAP, [at.0, pages * PAGE_SIZE, PROT_NONE, SHARED | NO_REPLACE, usize::MAX]).is_ok()
 }
 
-fn map_anew(at: VirtAddr, pages: usize) {
+pub fn map_anew(at: VirtAddr, pages: usize) {
     must(MMAP, [at.0, pages * PAGE_SIZE, READ_WRITE, PRIVATE | FIXED, usize::MAX]);
 }
 
@@ -744,7 +532,7 @@ impl Thread {
         }
     }
 
-    fn verify_all(&mut self, what: &str) {
+    pub fn verify_all(&mut self, what: &str) {
         for area in 0..AREAS {
             self.open(area);
             self.verify(area, 0, self.areas[area].pages.len(), what);
@@ -752,7 +540,7 @@ impl Thread {
     }
 
     /// The life of a thread; how many steps it made.
-    fn run(&mut self, end: Instant) -> u64 {
+    pub fn run(&mut self, end: Instant) -> u64 {
         let mut steps = 0;
         for area in 0..AREAS {
             self.is_live(area);
@@ -771,102 +559,4 @@ impl Thread {
         self.verify_all("page at the end");
         steps
     }
-}
-
-/// Pages out, in from memory, written back, in from the file; forks, and those whose child got all its memory at once.
-fn counts() -> [u64; 6] {
-    let count = |counter: Counter| engine().slot().counters[counter as usize].load(Relaxed);
-    let [out, pool, back, file, forks] =
-        [Counter::Pgsteal, Counter::Zswpin, Counter::Zswpwb, Counter::Pswpin, Counter::Forks].map(count);
-    [out, pool, back, file, forks, DECLINED.load(Relaxed)]
-}
-
-fn seconds() -> f64 {
-    std::env::var("SWAPTIDE_STRESS_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3.0)
-}
-
-fn temporary_file() -> File {
-    use rustix::fs::{Mode, OFlags, open};
-    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    File::from(open(std::env::temp_dir(), flags, Mode::RUSR | Mode::WUSR).expect("a temporary file"))
-}
-
-/// The supervisor's part of a run: a segment with one swap file; and a program that has mapped its areas.
-fn set_up() -> (Start, Vec<Thread>) {
-    let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
-    let segment = Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
-    segment.header.pool_percent.store(75, Relaxed);
-    segment.header.pool_cap_bytes.store(POOL_CAP, Relaxed);
-    segment.header.key.iter().enumerate().for_each(|(i, word)| word.store(mix(now().0 + i as u64), Relaxed));
-    let file = temporary_file();
-    file.set_len(u64::from(EXTENTS) << 21).expect("room for the swap file");
-    SWAP_FILE.set(file).expect("one run");
-    segment.add_area(NewArea::of_file(0, EXTENTS)).expect("an area");
-    assert!(SEGMENT.set(segment).is_ok());
-    let index = segment.claim(getpid().0, 0).expect("a slot");
-    segment.slot(index).limit_bytes.store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
-
-    let pages = THREADS * PLACES * PLACE_PAGES;
-    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX]).expect("addresses for the areas");
-    let thread = |number: usize| {
-        let first = at.offset(number * PLACES * PLACE_PAGES * PAGE_SIZE);
-        let places: Vec<_> = (0..PLACES).map(|place| first.offset(place * PLACE_PAGES * PAGE_SIZE)).collect();
-        let area = |place: usize| {
-            map_anew(places[place], MOST * 3 / 4);
-            Area { base: places[place], pages: vec![EMPTY; MOST * 3 / 4], place, open: true }
-        };
-        Thread {
-            areas: (0..AREAS).map(area).collect(),
-            places: places.iter().copied().map(Some).collect(),
-            random: Random(mix(now().0 + number as u64)),
-            number: number as u64 + 1,
-            serial: 0,
-            file: temporary_file(),
-            acts: Vec::new(),
-        }
-    };
-    let threads = (0..THREADS).map(thread).collect();
-    let start = Start {
-        segment,
-        index,
-        open_area,
-        salt: salt(),
-        log: |line| eprintln!("{line}"),
-        main_object: |_| false,
-        excluded: is_outside,
-        pinned: |_| false,
-        spawn_reader: || false,
-    };
-    (start, threads)
-}
-
-#[test]
-fn torture_reads_what_it_wrote() {
-    common::in_child("torture_reads_what_it_wrote", || {
-        let (start, mut threads) = set_up();
-        let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).expect("an engine")));
-        ENGINE.store(ptr::from_ref(engine).cast_mut(), Release);
-        let mut handler = Handler::new(engine).expect("a handler");
-        handler.adopt();
-        let slot = engine.slot();
-        slot.set_state(ProcState::Engaged);
-        let handler = std::thread::spawn(move || serve(engine, &mut handler));
-        start_workers(engine);
-        let supervisor = std::thread::spawn(move || supervise(engine, &WORLD));
-
-        let end = Instant::now() + Duration::from_secs_f64(seconds());
-        let steps: u64 = std::thread::scope(|scope| {
-            let running: Vec<_> = threads.iter_mut().map(|thread| scope.spawn(move || thread.run(end))).collect();
-            running.into_iter().map(|thread| thread.join().unwrap_or_else(|_| die("a thread of the program panicked"))).sum()
-        });
-
-        OVER.store(true, Release);
-        supervisor.join().expect("the supervisor ends");
-        slot.limit_bytes.store(NO_LIMIT, Relaxed);
-        slot.detach.store(1, Release);
-        handler.join().expect("the program is let go");
-        threads.iter_mut().for_each(|thread| thread.verify_all("page of a program that was let go"));
-        println!("{steps} steps; out, in from memory, written back, in from the file, forks, declined: {:?}", counts());
-        assert!(!counts().contains(&0), "{:?}", counts());
-    });
 }
