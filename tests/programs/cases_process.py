@@ -525,6 +525,39 @@ def swap_in(context):
     loaded = seen["pswpin"] + seen["zswpin"] + seen["swpin_zero"]
     context.expect(touched * 0.8 < loaded < touched * 1.25, f"{loaded} pages for {touched} touches; {said}: {seen}")
 
+    # While the run goes on: nothing is read ahead, then again as the faults carry it.
+    words = [context.swaptide, "run", "--no-daemon", "--ram", f"{context.budget}M", "--", context.swaptide, "lab-work", "--target", "64M",
+             "--data", "sixth", "--order", "seq", "--hint", "none", "--pressure", "64M", "--rounds", "4"]
+    with subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        def ctl(*words):
+            status, text, errors = ask(context, "readahead", "--pid", str(running.pid), *words)
+            return status, text or errors
+
+        def read_ahead():
+            return json.loads(ask(context, "stats", "--pid", str(running.pid), "--json")[1])["stats"]["swap_ra"]
+
+        def go_on():
+            print(file=running.stdin, flush=True)
+
+        try:
+            for setting, shown in ((None, "default"), ("page-cluster=0", "0"), ("page-cluster=default", "default"), ("largest-order=0", "default")):
+                context.expect(running.stdout.readline() == "ready\n", "the program is not ready")
+                if setting:
+                    context.expect(ctl(setting) == (0, ""), f"{setting}: {ctl(setting)}")
+                context.expect(ctl()[1].splitlines()[0] == f"page-cluster {shown}", f"after {setting}: {ctl()}")
+                for wrong in (("page-cluster=10",), ("page-cluster=1", "window=2"), ("largest-order",)):
+                    status, why = ctl(*wrong)
+                    context.expect(status == 2 and why.count("\n") == 1, f"{wrong}: status {status}, {why!r}")
+                before = read_ahead()
+                go_on()
+                context.expect("refault_s" in running.stdout.readline(), "nothing was touched")
+                more = read_ahead() - before
+                context.expect((more > 4000) == (setting in (None, "page-cluster=default")), f"after {setting}: {more} pages read ahead")
+                go_on()
+            context.expect(running.wait(60) == 0, f"status {running.returncode}")
+        finally:
+            running.kill()
+
 
 # Pieces of a few numbers: the further back a codec looks for the longest piece, the less is left.
 CODECS = """if True:

@@ -26,7 +26,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
-use crate::admission::{Admitted, Ask, Came, Costs, admit};
+use crate::admission::{Admitted, Ask, Came, Costs, Gate, admit};
 use crate::devices::POOL;
 use crate::engine::Mm;
 use crate::handler::{COPY_BYTES, Handler};
@@ -230,7 +230,10 @@ impl Handler {
             true => engine.charge.far_window_pages(),
             false => engine.charge.window_pages(),
         };
-        let most = self.gate.most(window, engine.devices.is_backed());
+        // Read anew each time: both may be changed while the run is under way.
+        let header = &engine.start.segment.header;
+        let gate = Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed));
+        let most = gate.most(window, engine.devices.is_backed());
         let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {

@@ -26,7 +26,6 @@ use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
-use crate::admission::Gate;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
 use crate::far::{Away, FAIL_OF_A_READER};
@@ -81,8 +80,6 @@ pub struct Handler {
     listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
-    /// What the run was told of how much may come in at a time.
-    pub(crate) gate: Gate,
     /// Smoothed time of reading a page from the file, in nanoseconds.
     pub(crate) read_ns: u64,
     /// Loads of several pages so far; every so manyth is taken to be out of date (0: none).
@@ -165,7 +162,6 @@ impl Handler {
             listens: false,
             gong: engine.far.open_gong().map_err(memory("a descriptor that tells of far pages"))?,
             leaves_out: None,
-            gate: Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed)),
             read_ns: 60_000,
             large_loads: 0,
             stale_every: header.stale_every.load(Relaxed),

@@ -187,7 +187,7 @@ impl Areas {
         Areas { segment, held: Mutex::default(), trims: trim::Trims::default() }
     }
 
-    fn segment(&self) -> &'static Segment {
+    pub(crate) fn segment(&self) -> &'static Segment {
         self.segment
     }
 

@@ -16,12 +16,14 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::socket_peercred;
 use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
+use swaptide_ipc::Header;
 
 use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
@@ -55,6 +57,8 @@ pub enum Question {
     Swapoff(String),
     /// The tiers; with a text, change them first.
     Tiers(Option<String>),
+    /// How much comes in for a fault, by keys of [`READAHEAD`]; with keys and values, all or none, change it first.
+    Readahead(Vec<(String, String)>),
     /// A group and those below it; with settings, make it if there is none, and change it first.
     Group {
         /// Its path.
@@ -142,6 +146,7 @@ pub(crate) enum Answer {
     Views(Vec<View>),
     Done,
     Tiers(TiersView),
+    Readahead(Vec<(String, String)>),
     Groups(Vec<GroupView>),
     Reclaimed {
         bytes: u64,
@@ -368,6 +373,12 @@ impl Counter<'_> {
             Question::Swapon(_) | Question::Swapoff(_) | Question::Tiers(Some(_)) if !all => {
                 Answer::Error("swap areas and tiers are for root, or the daemon's own user, to change".into())
             }
+            Question::Readahead(set) if !all && !set.is_empty() => {
+                Answer::Error("readahead is for root, or the daemon's own user, to change".into())
+            }
+            Question::Readahead(set) => {
+                change_readahead(&self.areas.segment().header, &set).map_or_else(Answer::Error, Answer::Readahead)
+            }
             Question::Devices => Answer::Devices(self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
             Question::Swapon(text) => self.swapon(&text),
             Question::Swapoff(name) => {
@@ -413,6 +424,29 @@ impl Counter<'_> {
         };
         done(add())
     }
+}
+
+/// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it, and the largest order of a swap-in, each a power of two
+/// of pages from 0 to 9, or `default`.
+pub const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
+
+fn change_readahead(header: &Header, set: &[(String, String)]) -> Result<Vec<(String, String)>, String> {
+    let words = [&header.page_cluster_plus, &header.largest_order_plus];
+    let mut changes = Vec::new();
+    for (key, value) in set {
+        let at = READAHEAD.iter().position(|known| known == key);
+        let word = words[at.ok_or_else(|| format!("there is no {key:?}; there are {}", READAHEAD.join(", ")))?];
+        let plus = match (value.as_str(), value.parse::<u32>()) {
+            ("default", _) => 0,
+            (_, Ok(order @ 0..=9)) => order + 1,
+            _ => return Err(format!("{key}: {value:?} is neither a number from 0 to 9 nor \"default\"")),
+        };
+        changes.push((word, plus));
+    }
+    changes.into_iter().for_each(|(word, plus)| word.store(plus, Relaxed));
+    let shown =
+        |word: &AtomicU32| word.load(Relaxed).checked_sub(1).map_or_else(|| "default".to_owned(), |order| order.to_string());
+    Ok(READAHEAD.iter().zip(words).map(|(key, word)| ((*key).to_owned(), shown(word))).collect())
 }
 
 /// A group that is asked for by who may see and steer it.
@@ -586,6 +620,23 @@ mod tests {
         assert_eq!(serde_json::to_string(&Question::Stats).expect("JSON"), "\"stats\"");
         assert_eq!(serde_json::to_string(&Question::Swapoff("file:/tmp".into())).expect("JSON"), "{\"swapoff\":\"file:/tmp\"}");
         assert!(serde_json::from_str::<Question>("\"swapoff everything\"").is_err());
+    }
+
+    #[test]
+    fn readahead_is_changed_whole_or_not_at_all() {
+        let segment = crate::testing::segment();
+        let pairs =
+            |set: &[(&str, &str)]| -> Vec<(String, String)> { set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect() };
+        let change = |set: &[(&str, &str)]| change_readahead(&segment.header, &pairs(set));
+        assert_eq!(change(&[]), Ok(pairs(&[("page-cluster", "default"), ("largest-order", "default")])));
+        assert_eq!(
+            change(&[("largest-order", "0"), ("page-cluster", "9")]),
+            Ok(pairs(&[("page-cluster", "9"), ("largest-order", "0")]))
+        );
+        for wrong in [("page-cluster", "10"), ("page-cluster", ""), ("window", "3"), ("largest-order", "-1")] {
+            assert!(change(&[("largest-order", "4"), wrong]).is_err(), "{wrong:?}");
+        }
+        assert_eq!(change(&[("page-cluster", "default")]), Ok(pairs(&[("page-cluster", "default"), ("largest-order", "0")])));
     }
 
     #[test]

@@ -36,6 +36,8 @@ enum What {
     Tiers(TiersArgs),
     /// A run's groups, or change one
     Group(GroupArgs),
+    /// How much comes in for a fault, or change it while the run goes on
+    Readahead(ReadaheadArgs),
     /// Take memory from a group until so much went out
     Reclaim(ReclaimArgs),
     /// Have a group go out to the swap areas and stay there
@@ -66,6 +68,17 @@ struct TiersArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Args)]
+struct ReadaheadArgs {
+    /// page-cluster=N: at most 2^N pages at a time from the swap file and from compressed memory in front of it; largest-order=N: from anywhere. 0 to 9, or
+    /// default. All or none are set
+    #[arg(value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// The run, by the process you started or any in it [default: the only one]
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
 }
 
 #[derive(Args)]
@@ -158,6 +171,7 @@ pub fn main(args: &CtlArgs) -> ExitCode {
             control::run_tiers(args.pid, args.text.as_deref()).map(|view| if args.json { json(&view.tiers) } else { view.table })
         }
         What::Group(args) => group(args),
+        What::Readahead(args) => readahead(args),
         What::Reclaim(args) => return reclaim(args),
         What::Freeze(args) => control::freeze_group(args.pid, &args.path).map(|bytes| format!("{} went out\n", human(bytes))),
         What::Preload(args) => control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
@@ -256,6 +270,20 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
         format!("{}\n{lines}", view.path)
     };
     Ok(views.iter().map(one).collect())
+}
+
+/// Shows what there is, or sets all that is given.
+fn readahead(args: &ReadaheadArgs) -> Result<String, control::ControlError> {
+    let mut set = Vec::new();
+    for text in &args.set {
+        match text.split_once('=') {
+            Some((key, value)) => set.push((key.to_owned(), value.to_owned())),
+            None => return Err(control::ControlError::Refused(format!("{text:?} is not KEY=VALUE"))),
+        }
+    }
+    let values = control::readahead(args.pid, &set)?;
+    let lines = |values: Vec<(String, String)>| values.iter().map(|(key, value)| format!("{key} {value}\n")).collect();
+    Ok(if set.is_empty() { lines(values) } else { String::new() })
 }
 
 /// Like the write to a cgroup's memory.reclaim: a failure when less went out than was asked for.

@@ -209,6 +209,18 @@ pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, Cont
     }
 }
 
+/// How much comes in for a fault of a run, by the keys of [`super::READAHEAD`]; with keys and values, after these were changed.
+///
+/// # Errors
+/// See [`ControlError`]; nothing has changed then.
+pub fn readahead(pid: Option<u32>, set: &[(String, String)]) -> Result<Vec<(String, String)>, ControlError> {
+    let target = find(pid)?;
+    match ask(target, &Question::Readahead(set.to_vec()), |_| ())? {
+        Answer::Readahead(values) => Ok(values),
+        _ => Err(other(target)),
+    }
+}
+
 /// A group of a run and those below it; with settings, after these were made.
 ///
 /// # Errors

@@ -2,6 +2,9 @@
 //!
 //! Owns the cases and their runs. Every case runs the same program on two sides, in turns: where every fault brings its page alone (order 0), and
 //! with the policy as it is. Counters are those of the phase in which the target is touched, asked of the run itself before and after.
+//!
+//! Where both sides are to do the same (touches without order), they take turns within one run: two runs differ by more than a hundredth by themselves, by where
+//! their memory lies and on which CPUs they are.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -93,6 +96,11 @@ impl Case {
         }
     }
 
+    /// Whether the sides take turns within a run. Under a pressure that stays, a round is not like the one before it.
+    fn is_in_one_run(&self) -> bool {
+        !["seq", "thin"].contains(&self.order) && self.backing != Backing::Mixed
+    }
+
     fn hint(self, hint: &'static str) -> Case {
         Case { hint, ..self }
     }
@@ -160,13 +168,22 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What one run gave.
+/// What one run gave, or one round of it.
 struct Outcome {
     touched: Touched,
     counters: BTreeMap<String, u64>,
 }
 
 impl Outcome {
+    fn add(&mut self, other: &Outcome) {
+        self.touched.elapsed_s += other.touched.elapsed_s;
+        self.touched.refault_s += other.touched.refault_s;
+        self.touched.pages += other.touched.pages;
+        for (name, more) in &other.counters {
+            *self.counters.entry(name.clone()).or_default() += more;
+        }
+    }
+
     fn counter(&self, name: &str) -> f64 {
         self.counters.get(name).copied().unwrap_or(0) as f64
     }
@@ -206,7 +223,7 @@ impl Drop for Running {
 }
 
 /// The command line of a run.
-fn command(case: &Case, plan: &Plan, order_0: bool) -> Result<Command, String> {
+fn command(case: &Case, plan: &Plan, order_0: bool, rounds: u32) -> Result<Command, String> {
     let scale = plan.scale;
     let exe = std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
     let bytes = |mib: f64| ((mib * scale * MIB) as u64) & !0x1f_ffff;
@@ -234,7 +251,7 @@ fn command(case: &Case, plan: &Plan, order_0: bool) -> Result<Command, String> {
         command.arg("--shared");
     }
     command.arg("--").arg(&exe).args(["lab-work", "--target", &bytes(case.target).to_string()]);
-    command.args(["--data", case.data, "--order", case.order, "--hint", case.hint, "--rounds", &plan.rounds.to_string()]);
+    command.args(["--data", case.data, "--order", case.order, "--hint", case.hint, "--rounds", &rounds.to_string()]);
     if let Some(pressure) = case.pressure {
         command.args(["--pressure", &bytes(pressure).to_string()]);
     }
@@ -247,10 +264,40 @@ fn command(case: &Case, plan: &Plan, order_0: bool) -> Result<Command, String> {
     Ok(command)
 }
 
-/// One run; what it gives is the sum of its rounds.
+/// One run on a side; what it gives is the sum of its rounds.
 fn run(case: &Case, plan: &Plan, order_0: bool) -> Result<Outcome, String> {
+    let mut sum = Outcome { touched: Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 }, counters: BTreeMap::new() };
+    rounds(case, command(case, plan, order_0, plan.rounds)?, plan.rounds, |_, _| Ok(()), |_, outcome| sum.add(&outcome))?;
+    Ok(sum)
+}
+
+/// One run in which the sides take turns, as many rounds of each as are planned; what each gives is a pair's half. One round before them is not counted: it
+/// fills the target.
+fn run_of_both(case: &Case, plan: &Plan, pair: &mut Pair) -> Result<(), String> {
+    let all = 1 + 2 * plan.rounds;
+    // Pairs begin with the first counted round; who goes first changes from pair to pair.
+    let is_base = |round: u32| round % 4 < 2;
+    let prepare = |run: u32, round: u32| {
+        let order = if is_base(round) { "0" } else { "default" };
+        let set = [("largest-order".to_owned(), order.to_owned())];
+        control::readahead(Some(run), &set).map(drop).map_err(|error| format!("{}: {error}", case.name))
+    };
+    rounds(case, command(case, plan, false, all)?, all, prepare, |round, outcome| match is_base(round) {
+        _ if round == 0 => {}
+        true => pair.base.push(outcome),
+        false => pair.ours.push(outcome),
+    })
+}
+
+/// Runs so many rounds; `prepare` is called with the run and the round before the target is touched, and `take` with what the round gave.
+fn rounds(
+    case: &Case,
+    mut command: Command,
+    rounds: u32,
+    prepare: impl Fn(u32, u32) -> Result<(), String>,
+    mut take: impl FnMut(u32, Outcome),
+) -> Result<(), String> {
     let failed = |what: &str| format!("{}: {what}", case.name);
-    let mut command = command(case, plan, order_0)?;
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|e| failed(&e.to_string()))?;
     let mut running = Running(child);
     let (Some(mut stdin), Some(stdout)) = (running.0.stdin.take(), running.0.stdout.take()) else {
@@ -266,29 +313,26 @@ fn run(case: &Case, plan: &Plan, order_0: bool) -> Result<Outcome, String> {
     };
     let stats = || control::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
     let mut go_on = || writeln!(stdin).map_err(|e| failed(&e.to_string()));
-    let mut touched = Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 };
-    let mut counters: BTreeMap<String, u64> = BTreeMap::new();
-    for _ in 0..plan.rounds {
+    for round in 0..rounds {
         if line()? != READY {
             return Err(failed("the program said something else than that it is ready"));
         }
+        prepare(run, round)?;
         let before = settled(&stats)?;
         go_on()?;
-        let round: Touched = serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
-        touched.elapsed_s += round.elapsed_s;
-        touched.refault_s += round.refault_s;
-        touched.pages += round.pages;
-        for (name, value) in stats()? {
+        let touched: Touched = serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
+        let more = |(name, value): (String, u64)| {
             let more = value.saturating_sub(before.get(&name).copied().unwrap_or(0));
-            *counters.entry(name).or_default() += more;
-        }
+            (name, more)
+        };
+        take(round, Outcome { touched, counters: stats()?.into_iter().map(more).collect() });
         go_on()?;
     }
     let status = running.0.wait().map_err(|e| failed(&e.to_string()))?;
     if !status.success() {
         return Err(failed(&format!("the program ended with {status}")));
     }
-    Ok(Outcome { touched, counters })
+    Ok(())
 }
 
 /// Counters when nothing goes out any more.
@@ -370,6 +414,10 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
             if shows {
                 eprint!("\r\x1b[K{} of {}: {}, run {} of {}", number + 1, wanted.len(), case.name, turn + 1, plan.runs);
             }
+            if case.is_in_one_run() {
+                run_of_both(case, plan, &mut pair)?;
+                continue;
+            }
             // Who goes first changes too.
             for order_0 in [turn % 2 == 0, turn % 2 != 0] {
                 let side = if order_0 { &mut pair.base } else { &mut pair.ours };
@@ -392,7 +440,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     Ok(Report {
         name: "zswapin",
         title: format!(
-            "order 0 alone (before) and the policy (after), {runs} runs of {rounds} rounds of each in turns, {scale} of the published sizes"
+            "order 0 alone (before) and the policy (after), {runs} runs of {rounds} rounds of each, {scale} of the published sizes"
         ),
         rows,
         plot: Plot { x: "case, as in the table".into(), y: "refault, % of order 0".into(), log_x: false, curves },
@@ -403,6 +451,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
 fn notes() -> Vec<String> {
     [
         "mean+-sample standard deviation; counters are those of the refault phase",
+        "sides take turns run by run; stride, sparse and full (but under pressure): round by round within each run, after one that is not counted",
         "`ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% bounds as deviation",
         "the seed's refault is given as order 0 = 100; its times and counts are of another machine and of the kernel",
         "pressure is freed before the refault phase; usama_1g pages the target out by a hint instead",
@@ -436,7 +485,7 @@ mod tests {
         let text = |command: Command| command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
         let plan = Plan { runs: 1, rounds: 1, scale: 0.1, only: Vec::new() };
         for case in cases() {
-            let (base, ours) = (text(command(&case, &plan, true).unwrap()), text(command(&case, &plan, false).unwrap()));
+            let (base, ours) = (text(command(&case, &plan, true, 1).unwrap()), text(command(&case, &plan, false, 1).unwrap()));
             let at = base.iter().position(|arg| arg == "--largest-order").expect("the baseline's setting");
             let mut rest = base.clone();
             assert_eq!(rest.drain(at..at + 2).collect::<Vec<_>>(), ["--largest-order", "0"]);
