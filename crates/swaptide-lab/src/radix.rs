@@ -285,6 +285,8 @@ impl Tree {
                 below.parent.store(ptr::null_mut(), Ordering::Relaxed);
             }
             self.root.store(below, Ordering::Release);
+            // Before the slot is emptied, not after: a late reader of the old root must not take that for an answer.
+            self.recycled.fetch_add(1, Ordering::AcqRel);
             root.slots[0].store(0, Ordering::Release);
             self.give(pool, root);
         }
@@ -413,34 +415,36 @@ mod tests {
         }
     }
 
-    /// Nodes are recycled under the readers' feet all the time; each index has its own value or none.
+    /// Nodes are recycled under the readers' feet all the time, and the tree grows and shrinks; each index has its own value or none, and the one that
+    /// stays has its own always.
     #[test]
     fn readers_never_see_another_index_s_entry() {
         let tree = Tree::default();
         let stop = AtomicBool::new(false);
         let (seen, missed) = (AtomicU64::new(0), AtomicU64::new(0));
         let indices: Vec<u64> = (0..8).map(|i| i * 70_000 + i).collect();
+        const STAYS: u64 = 7;
+        set(&tree, STAYS, 8);
         std::thread::scope(|s| {
-            s.spawn(|| {
-                let enough = |met: &AtomicU64| met.load(Ordering::Relaxed) > 1000;
-                let mut round = 0;
-                // As long as the reader needs to meet both: on a busy machine it may start late.
-                while round < 60_000 || !enough(&seen) || !enough(&missed) {
-                    let index = indices[round * 5 % 8];
-                    set(&tree, index, if tree.load(index) == 0 { (index + 1) * 4 } else { 0 });
-                    round += 1;
-                }
-                stop.store(true, Ordering::Relaxed);
-            });
-            s.spawn(|| {
+            let reader = s.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     for &index in &indices {
                         let entry = tree.load(index);
                         assert!(entry == 0 || entry == (index + 1) * 4, "index {index}: {entry}");
+                        assert_eq!(tree.load(STAYS), 8);
                         if entry == 0 { &missed } else { &seen }.fetch_add(1, Ordering::Relaxed);
                     }
                 }
             });
+            let enough = |met: &AtomicU64| met.load(Ordering::Relaxed) > 1000;
+            let mut round = 0;
+            // As long as the reader needs to meet both: on a busy machine it may start late.
+            while (round < 60_000 || !enough(&seen) || !enough(&missed)) && !reader.is_finished() {
+                let index = indices[round * 5 % 8];
+                set(&tree, index, if tree.load(index) == 0 { (index + 1) * 4 } else { 0 });
+                round += 1;
+            }
+            stop.store(true, Ordering::Relaxed);
         });
         assert!(tree.recycled.load(Ordering::Relaxed) > 1000);
     }

@@ -89,6 +89,16 @@ fn pages(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("load-zstd", name), |b| {
             b.iter(|| tight.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out), &mut unpacker).unwrap());
         });
+        // What `insert` and `load` each do once for the packed bytes, of pages at random too.
+        let packed: Vec<Vec<u8>> = (0..PAGES / 4)
+            .filter_map(|slot| match codec.compress(&make(slot.into())) {
+                Packed::Bytes(bytes) => Some(bytes.to_vec()),
+                _ => None,
+            })
+            .collect();
+        group.bench_function(BenchmarkId::new("checksum", name), |b| {
+            b.iter(|| crc32fast::hash(black_box(&packed[(numbers.next() >> 20) as usize % packed.len()])));
+        });
         let packed = codec.compress(&samples[0]);
         group.bench_function(BenchmarkId::new("insert", name), |b| {
             b.iter(|| zram.insert(Slot((numbers.next() >> 20) as u32 % PAGES), &packed).unwrap());
