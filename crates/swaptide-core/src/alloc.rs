@@ -27,6 +27,7 @@ use crate::device::SwapDevice;
 use crate::entry::Entry;
 use crate::error::AllocError;
 use crate::ids::{ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset};
+use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::ListId;
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
 use crate::table::Table;
@@ -52,6 +53,8 @@ struct Search<'a> {
     /// The order of the clusters that serve it: its own, or 0 where clusters are not devoted to orders.
     class: u8,
     entry: Entry,
+    own: LaneIndex,
+    /// Where that lane's last allocation of this order ended.
     lane: &'a AtomicU64,
     no_memory: bool,
 }
@@ -66,10 +69,12 @@ impl SwapDevice {
     /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last free slots are in clusters that
     /// are being discarded.
     pub fn alloc_folio(&self, cpu: CpuId, order: Order, folio: FolioId, group: GroupId) -> Result<SwapOffset, AllocError> {
-        self.reserve_or_reclaim(order.pages())?;
+        let own = self.lanes.of(cpu.0.into());
+        self.reserve_or_reclaim(own, order.pages())?;
         let entry = Entry::new_folio(folio, group);
         let class = if self.cursor.is_some() { 0 } else { order.index() as u8 };
-        let mut search = Search { device: self, order, class, entry, lane: self.lane(cpu, order), no_memory: false };
+        let lane = self.lanes.current(own, order.index());
+        let mut search = Search { device: self, order, class, entry, own, lane, no_memory: false };
         let rounds = if order == Order::ZERO { ORDER_0_ROUNDS } else { 1 };
         let mut spins = 0;
         for _ in 0..rounds {
@@ -88,7 +93,7 @@ impl SwapDevice {
             }
             relax(&mut spins);
         }
-        self.unreserve(order.pages());
+        self.lanes.undo(order.pages());
         Err(if search.no_memory { AllocError::NoMemory } else { AllocError::NoRun })
     }
 }
@@ -292,6 +297,7 @@ impl<'a> Search<'a> {
         let at = free_run(table, state, n, start)?;
         (at..at + n).for_each(|i| table.set(i, self.entry));
         state.used += n as u16;
+        state.lane = Lanes::<BATCH>::short(self.own);
         if n >= SLOTS_PER_LINE {
             state.open &= !(lines_of(n) << (at / SLOTS_PER_LINE));
         } else if n == 1 && start <= at / SLOTS_PER_LINE * SLOTS_PER_LINE {

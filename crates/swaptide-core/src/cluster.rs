@@ -40,6 +40,8 @@ pub(crate) struct State {
     pub table: TableState,
     pub used: u16,
     pub order: u8,
+    /// The lane that took slots of it last: a hint.
+    pub lane: u8,
     pub list: ListId,
     /// Lines of the table that may have a free slot; a line is [`SLOTS_PER_LINE`] words, one cache line.
     pub open: u64,
@@ -57,6 +59,7 @@ impl Default for Cluster {
                 table: TableState::Fresh,
                 used: 0,
                 order: 0,
+                lane: 0,
                 list: ListId::None,
                 open: u64::MAX,
                 holes: false,

@@ -3,9 +3,8 @@
 //! What moves slots from state to state is in [`crate::exchange`], what finds free ones in [`crate::alloc`].
 //!
 //! Invariants:
-//! 1. `used` counts reserved and taken slots without the bad ones, and never exceeds the capacity: an allocation reserves first
-//!    and searches then, so that the
-//!    capacity is never exceeded, and a reservation of one slot always has a free slot to find.
+//! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds the capacity: an allocation reserves first
+//!    ([`crate::lanes`]) and searches then, so a reservation of one slot always has a free slot to find.
 //! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
 //!    device to itself (both sequentially consistent).
 //! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 32 at a time, tables 16 at a
@@ -16,9 +15,10 @@
 
 use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::entry::{Entry, Slot, SlotInfo};
-use crate::ids::{ClusterIndex, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
+use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
+use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::{Headers, ListId, Lists};
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, OwnLine, SpinLock};
+use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, OwnLine, SpinLock};
 use crate::table::{Table, TableDiscard, Tables};
 
 /// What a device's access times are like.
@@ -71,14 +71,12 @@ pub struct SwapDevice {
     pub(crate) headers: Headers,
     pub(crate) tables: Tables,
     pub(crate) lists: OwnLine<SpinLock<Lists>>,
-    /// Written by every allocation and every free; on a line of its own, as the rest is read by every look-up.
-    used: OwnLine<AtomicU32>,
+    /// How many slots are in use, and where each CPU allocated last.
+    pub(crate) lanes: Lanes<BATCH>,
     bad: AtomicU32,
     limit: AtomicU32,
     enabled: AtomicBool,
     pub(crate) overflow_bytes: AtomicUsize,
-    /// Per CPU and order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
-    current: Box<[OwnLine<[AtomicU64; ORDERS]>]>,
     /// Of a rotational device: cluster and slot behind the last allocation.
     pub(crate) cursor: Option<SpinLock<(u32, usize)>>,
     pub(crate) free_first: bool,
@@ -103,12 +101,11 @@ impl SwapDevice {
             headers: Headers::new(clusters),
             tables: Tables::new(clusters),
             lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
-            used: OwnLine(AtomicU32::new(0)),
+            lanes: Lanes::new(lanes),
             bad: AtomicU32::new(0),
             limit: AtomicU32::new(u32::MAX),
             enabled: AtomicBool::new(true),
             overflow_bytes: AtomicUsize::new(0),
-            current: (0..lanes).map(|_| OwnLine(core::array::from_fn(|_| AtomicU64::new(u64::MAX)))).collect(),
             cursor: (kind == Kind::Rotational).then(|| SpinLock::new((0, 0))),
             free_first: false,
             notify: None,
@@ -181,7 +178,7 @@ impl SwapDevice {
 
     /// Slots in use, with those just being allocated.
     pub fn used(&self) -> u32 {
-        self.used.load(Ordering::SeqCst)
+        self.lanes.used()
     }
 
     /// Most slots that can be in use.
@@ -212,7 +209,7 @@ impl SwapDevice {
         size_of::<Self>()
             + self.headers.bytes()
             + self.tables.bytes()
-            + size_of_val(&*self.current)
+            + self.lanes.bytes()
             + self.overflow_bytes.load(Ordering::Relaxed)
     }
 
@@ -349,35 +346,29 @@ impl SwapDevice {
 
     /// Takes `n` slots out of the capacity; the error says why not. While a large allocation still searches, and before it fails,
     /// a small one may find its slots reserved: "full" is exact but for allocations under way.
-    pub(crate) fn reserve(&self, n: u32) -> Result<(), crate::AllocError> {
-        let capacity = self.capacity();
-        let room = |used: u32| used.checked_add(n).filter(|&used| used <= capacity);
-        self.used.fetch_update(Ordering::SeqCst, Ordering::Relaxed, room).map_err(|_| crate::AllocError::Full)?;
+    #[inline]
+    pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+        // Looked at before, too: who tries on a closed device again and again must not show as use of it.
         if !self.allocation_enabled() {
-            self.unreserve(n);
+            return Err(crate::AllocError::Disabled);
+        }
+        if !self.lanes.take(lane, n, self.capacity()) {
+            return Err(crate::AllocError::Full);
+        }
+        if !self.allocation_enabled() {
+            self.lanes.undo(n);
             return Err(crate::AllocError::Disabled);
         }
         Ok(())
     }
 
     /// The same; when the device is full, slots that only the swap cache holds are asked for first.
-    pub(crate) fn reserve_or_reclaim(&self, n: u32) -> Result<(), crate::AllocError> {
-        match self.reserve(n) {
-            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => self.reserve(n),
+    #[inline]
+    pub(crate) fn reserve_or_reclaim(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+        match self.reserve(lane, n) {
+            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => self.reserve(lane, n),
             done => done,
         }
-    }
-
-    pub(crate) fn unreserve(&self, n: u32) {
-        let before = self.used.fetch_sub(n, Ordering::SeqCst);
-        debug_assert!(before >= n);
-    }
-
-    pub(crate) fn lane(&self, cpu: crate::CpuId, order: Order) -> &AtomicU64 {
-        let (cpu, lanes) = (usize::from(cpu.0), self.current.len());
-        // A remainder costs as much as the rest of a short allocation.
-        let lane = if cpu < lanes { cpu } else { cpu % lanes };
-        &self.current[lane][order.index()]
     }
 
     pub(crate) fn cluster(&self, index: ClusterIndex) -> &Cluster {

@@ -273,10 +273,10 @@ impl Run<'_> {
             let order = self.state.order;
             self.device.move_to(self.index, &mut self.state, ListId::Nonfull(order));
         }
-        let device = self.device;
+        let (device, lane) = (self.device, self.device.lanes.of_short(self.state.lane));
         drop(self);
         // Last: a reservation finds the slots it was given.
-        device.unreserve(freed);
+        device.lanes.give(lane, freed);
         freed
     }
 

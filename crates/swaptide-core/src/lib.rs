@@ -26,6 +26,7 @@
 //! | table    | tables: their places and their memory |
 //! | cluster  | a cluster's record, overflowing counts |
 //! | lists    | free, nonfull, frag, full and discard lists |
+//! | lanes    | what each CPU has for itself: its place, slots counted in advance |
 //! | alloc    | the search for free slots |
 //! | exchange | every change of a slot in use |
 //! | reclaim  | winning back slots that only the swap cache holds |
@@ -45,6 +46,7 @@ mod entry;
 mod error;
 mod exchange;
 mod ids;
+mod lanes;
 mod lists;
 mod moving;
 mod reclaim;

@@ -454,9 +454,10 @@ fn transfer(device: &SwapDevice, i: usize, unit: Unit, slots: &Move<'_>, other: 
         dest.left(spare);
     }
     source.left(moved);
+    let lanes = (device.lanes.of_short(source.state.lane), other.lanes.of_short(dest.state.lane));
     drop((source, dest));
-    other.unreserve(spare);
-    device.unreserve(moved);
+    other.lanes.give(lanes.1, spare);
+    device.lanes.give(lanes.0, moved);
     moved
 }
 

@@ -301,6 +301,14 @@ fn stress_moves(duration: Duration) {
             let work = &work;
             s.spawn(move || work(t));
         }
+        // Also when a check here fails: nobody is waited for in vain then.
+        struct Ending<'a>(&'a AtomicBool);
+        impl Drop for Ending<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+        let _ending = Ending(&stop);
         let start = Instant::now();
         let mut round = 0;
         while start.elapsed() < duration || swapoffs[0] == 0 && start.elapsed() < Duration::from_secs(120) {
@@ -323,7 +331,6 @@ fn stress_moves(duration: Duration) {
             }
             thread::yield_now();
         }
-        stop.store(true, Ordering::Relaxed);
     });
     let mut used = 0;
     for (number, record) in records.all.iter().enumerate() {

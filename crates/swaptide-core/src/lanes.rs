@@ -1,0 +1,341 @@
+//! What each CPU has of a device for itself: where its last allocation ended, and slots counted in advance.
+//!
+//! One counter of the slots in use, written for every slot that comes and goes, is a cache line that all CPUs fight for: two of them were no faster
+//! together than one. So a lane counts [`BATCH`] slots at a time as taken and keeps those that it does not use yet as *credit*; what is freed
+//! becomes credit of the lane that allocated from that cluster last. Slots in use are those taken without the credits.
+//!
+//! Invariants:
+//! 1. `taken` never exceeds the capacity it was raised under, and never falls below the sum of all credits.
+//! 2. [`Lanes::take`] fails only when taken slots without credits, and with those of calls under way, leave no room: before it fails, all credits are gathered.
+//! 3. `moves` says when slots move between `taken` and a credit: [`Lanes::used`] never counts any of them twice or not at all. What is taken in vain goes
+//!    back to `taken`, never to a credit, so that on a device closed for allocation, too, what is in use is never overlooked.
+//! 4. No credit is used while more is taken than the capacity allows (it was lowered).
+//!
+//! Under `cfg(loom)` a device counts every slot at once, or its models would have no end; this module has a model of its own.
+
+use crate::ids::ORDERS;
+use crate::sync::{AtomicU32, AtomicU64, Ordering, OwnLine, relax};
+
+/// Slots that a lane counts at a time, and half of what it keeps of those that were freed.
+#[cfg(not(loom))]
+pub(crate) const BATCH: u32 = 256;
+#[cfg(loom)]
+pub(crate) const BATCH: u32 = 0;
+
+/// A move under way, in the low half of `moves`; a move done is one more in the high half.
+const BEGUN: u64 = 1;
+const DONE: u64 = (1 << 32) - BEGUN;
+
+struct Lane {
+    /// Per order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
+    current: [AtomicU64; ORDERS],
+    credit: AtomicU32,
+}
+
+struct Taken {
+    slots: AtomicU32,
+    moves: AtomicU64,
+}
+
+/// Number of a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LaneIndex(usize);
+
+/// All lanes of one device. `N`: [`BATCH`].
+pub(crate) struct Lanes<const N: u32> {
+    lanes: Box<[OwnLine<Lane>]>,
+    /// Written once for many slots; on a line of its own, as the rest is read by every look-up.
+    taken: OwnLine<Taken>,
+}
+
+impl<const N: u32> Lanes<N> {
+    /// So many lanes without credit; nothing is taken.
+    pub fn new(lanes: usize) -> Self {
+        let lane = || Lane { current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)), credit: AtomicU32::new(0) };
+        let taken = Taken { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
+        Lanes { lanes: (0..lanes.max(1)).map(|_| OwnLine(lane())).collect(), taken: OwnLine(taken) }
+    }
+
+    /// The lane of a CPU; larger numbers wrap around.
+    #[inline]
+    pub fn of(&self, cpu: usize) -> LaneIndex {
+        let lanes = self.lanes.len();
+        // A remainder costs as much as the rest of a short allocation.
+        LaneIndex(if cpu < lanes { cpu } else { cpu % lanes })
+    }
+
+    /// The lane's number for a cluster's record, and back.
+    #[inline]
+    pub fn short(index: LaneIndex) -> u8 {
+        index.0 as u8
+    }
+
+    /// See [`Lanes::short`]. Of more than 256 lanes it is another one, which is as good.
+    #[inline]
+    pub fn of_short(&self, short: u8) -> LaneIndex {
+        self.of(short.into())
+    }
+
+    /// Where the lane's last allocation of that order ended.
+    #[inline]
+    pub fn current(&self, index: LaneIndex, order: usize) -> &AtomicU64 {
+        &self.lanes[index.0].current[order]
+    }
+
+    /// Counts `n` slots as used. `false`: there is no room for them in `capacity`.
+    #[inline]
+    pub fn take(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
+        if N > 0 && self.taken.slots.load(Ordering::SeqCst) <= capacity {
+            let rest = |credit: u32| credit.checked_sub(n);
+            if self.lanes[index.0].credit.fetch_update(Ordering::SeqCst, Ordering::Relaxed, rest).is_ok() {
+                return true;
+            }
+        }
+        self.take_more(index, n, capacity)
+    }
+
+    #[cold]
+    fn take_more(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
+        let within = |taken: u32, more: u32| taken.checked_add(more).filter(|&taken| taken <= capacity);
+        loop {
+            if N > 0 && within(self.taken.slots.load(Ordering::SeqCst), n + N).is_some() {
+                let ahead = self.moving(|| {
+                    let done = self.taken.slots.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n + N));
+                    if done.is_ok() {
+                        self.lanes[index.0].credit.fetch_add(N, Ordering::SeqCst);
+                    }
+                    done
+                });
+                if ahead.is_ok() {
+                    return true;
+                }
+            }
+            if self.taken.slots.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n)).is_ok() {
+                return true;
+            }
+            if !self.gather() {
+                return false;
+            }
+        }
+    }
+
+    /// `n` slots of a cluster from which that lane allocated are free.
+    #[inline]
+    pub fn give(&self, index: LaneIndex, n: u32) {
+        if N == 0 {
+            let before = self.taken.slots.fetch_sub(n, Ordering::SeqCst);
+            debug_assert!(before >= n);
+            return;
+        }
+        let credit = &self.lanes[index.0].credit;
+        if credit.fetch_add(n, Ordering::SeqCst) + n > 2 * N {
+            self.give_back(credit);
+        }
+    }
+
+    #[cold]
+    fn give_back(&self, credit: &AtomicU32) {
+        self.moving(|| {
+            let keep = |credit: u32| (credit > 2 * N).then_some(N);
+            if let Ok(before) = credit.fetch_update(Ordering::SeqCst, Ordering::Relaxed, keep) {
+                self.taken.slots.fetch_sub(before - N, Ordering::SeqCst);
+            }
+        });
+    }
+
+    /// `n` slots that [`Lanes::take`] counted were not found, or must not be used. Not as credit: who reads `taken` before and the credits after this call would
+    /// miss as many that are in use.
+    #[cold]
+    pub fn undo(&self, n: u32) {
+        self.taken.slots.fetch_sub(n, Ordering::SeqCst);
+    }
+
+    /// Takes every lane's credit back; `false` when there was none. (Looks first: who asks a full device again and again must not keep [`Lanes::used`] waiting.)
+    #[cold]
+    fn gather(&self) -> bool {
+        N > 0
+            && self.lanes.iter().any(|lane| lane.credit.load(Ordering::SeqCst) > 0)
+            && self.moving(|| {
+                let all: u32 = self.lanes.iter().map(|lane| lane.credit.swap(0, Ordering::SeqCst)).sum();
+                self.taken.slots.fetch_sub(all, Ordering::SeqCst);
+                all > 0
+            })
+    }
+
+    fn moving<T>(&self, change: impl FnOnce() -> T) -> T {
+        self.taken.moves.fetch_add(BEGUN, Ordering::SeqCst);
+        let done = change();
+        self.taken.moves.fetch_add(DONE, Ordering::SeqCst);
+        done
+    }
+
+    /// Slots counted as used. While others take and give, each of those may be counted or not; with nobody who takes, it is never too low.
+    pub fn used(&self) -> u32 {
+        if N == 0 {
+            return self.taken.slots.load(Ordering::SeqCst);
+        }
+        let mut spins = 0;
+        loop {
+            let before = self.taken.moves.load(Ordering::SeqCst);
+            let taken = self.taken.slots.load(Ordering::SeqCst);
+            let credits: u32 = self.lanes.iter().map(|lane| lane.credit.load(Ordering::SeqCst)).sum();
+            if before as u32 == 0 && self.taken.moves.load(Ordering::SeqCst) == before {
+                return taken.saturating_sub(credits);
+            }
+            relax(&mut spins);
+        }
+    }
+
+    /// Bytes of the lanes.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.lanes)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use core::sync::atomic::AtomicUsize;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_last_slot_is_found_in_whichever_lane_it_is_counted() {
+        let lanes = Lanes::<8>::new(3);
+        let at = |cpu| lanes.of(cpu);
+        assert!((0..30).all(|i| lanes.take(at(i), 1, 30)), "all of them");
+        assert_eq!(lanes.used(), 30);
+        assert!(!lanes.take(at(0), 1, 30) && !lanes.take(at(1), 2, 31));
+        lanes.give(at(2), 1);
+        assert_eq!(lanes.used(), 29);
+        assert!(lanes.take(at(1), 1, 30) && !lanes.take(at(2), 1, 30));
+        // A lowered capacity: nothing is taken until enough was given back.
+        lanes.give(at(0), 20);
+        assert_eq!(lanes.used(), 10);
+        assert!(!lanes.take(at(0), 1, 10) && lanes.take(at(0), 1, 11) && !lanes.take(at(1), 1, 11));
+    }
+
+    proptest! {
+        #[test]
+        fn slots_are_counted_one_by_one(capacity in 1u32..200, ops in prop::collection::vec((any::<bool>(), 0usize..4, 1u32..40), 1..200)) {
+            let lanes = Lanes::<16>::new(4);
+            let (mut used, mut capacity) = (0, capacity);
+            for (takes, lane, n) in ops {
+                if takes {
+                    prop_assert_eq!(lanes.take(lanes.of(lane), n, capacity), used + n <= capacity);
+                    used += if used + n <= capacity { n } else { 0 };
+                } else if n <= used {
+                    lanes.give(lanes.of(lane), n);
+                    used -= n;
+                } else {
+                    capacity = 1 + (capacity + n) % 200;
+                }
+                prop_assert_eq!(lanes.used(), used);
+            }
+        }
+    }
+
+    #[test]
+    fn threads_never_take_more_than_there_is_and_nothing_is_lost() {
+        const CAPACITY: u32 = 300;
+        let lanes = Lanes::<16>::new(3);
+        let taken = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for cpu in 0..4 {
+                let (lanes, taken) = (&lanes, &taken);
+                s.spawn(move || {
+                    let mut own = Vec::new();
+                    for i in 0..30_000u32 {
+                        let n = 1 + i.wrapping_mul(0x9e37_79b9) % 16;
+                        if i % 7 < 4 && lanes.take(lanes.of(cpu), n, CAPACITY) {
+                            let now = taken.fetch_add(n as usize, Ordering::SeqCst) + n as usize;
+                            assert!(now <= CAPACITY as usize, "{now} taken");
+                            own.push(n);
+                        } else if let Some(n) = own.pop() {
+                            taken.fetch_sub(n as usize, Ordering::SeqCst);
+                            // Not always by the lane that took them.
+                            lanes.give(lanes.of(cpu + i as usize), n);
+                        }
+                        assert!(lanes.used() <= CAPACITY);
+                    }
+                    for n in own {
+                        taken.fetch_sub(n as usize, Ordering::SeqCst);
+                        lanes.give(lanes.of(cpu), n);
+                    }
+                });
+            }
+        });
+        assert_eq!(lanes.used(), 0);
+        assert!(lanes.take(lanes.of(0), CAPACITY, CAPACITY));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod tests {
+    use super::*;
+    use loom::sync::Arc;
+
+    /// Two lanes and three slots: nobody gets a fourth one, the sum is exact at the end, and while nobody takes it is never too low.
+    #[test]
+    fn credits_are_exact() {
+        loom::model(|| {
+            let lanes = Arc::new(Lanes::<1>::new(2));
+            assert!(lanes.take(lanes.of(0), 1, 3));
+            let other = {
+                let lanes = lanes.clone();
+                loom::thread::spawn(move || {
+                    let got = lanes.take(lanes.of(1), 2, 3);
+                    if got {
+                        lanes.give(lanes.of(1), 1);
+                    }
+                    u32::from(got)
+                })
+            };
+            let got = u32::from(lanes.take(lanes.of(0), 1, 3));
+            let theirs = other.join().unwrap();
+            assert!(got + theirs >= 1, "there was room for one of them");
+            assert_eq!(lanes.used(), 1 + got + theirs);
+        });
+    }
+
+    /// A device that is closed: one is in use, others try and give up.
+    #[test]
+    fn what_is_taken_in_vain_hides_nothing() {
+        loom::model(|| {
+            let lanes = Arc::new(Lanes::<1>::new(2));
+            assert!(lanes.take(lanes.of(0), 1, 3));
+            let other = {
+                let lanes = lanes.clone();
+                loom::thread::spawn(move || {
+                    for lane in [1, 0] {
+                        if lanes.take(lanes.of(lane), 1, 3) {
+                            lanes.undo(1);
+                        }
+                    }
+                })
+            };
+            let used = lanes.used();
+            assert!((1..=2).contains(&used), "{used}");
+            other.join().unwrap();
+            assert_eq!(lanes.used(), 1);
+        });
+    }
+
+    #[test]
+    fn what_is_used_is_never_overlooked() {
+        loom::model(|| {
+            let lanes = Arc::new(Lanes::<1>::new(2));
+            assert!(lanes.take(lanes.of(0), 6, 9));
+            let other = {
+                let lanes = lanes.clone();
+                loom::thread::spawn(move || {
+                    lanes.give(lanes.of(1), 2);
+                    lanes.give(lanes.of(1), 3);
+                })
+            };
+            let used = lanes.used();
+            assert!((1..=6).contains(&used), "{used}");
+            other.join().unwrap();
+            assert_eq!(lanes.used(), 1);
+        });
+    }
+}
