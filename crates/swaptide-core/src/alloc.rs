@@ -46,13 +46,14 @@ const ORDER_0_ROUNDS: u32 = 3;
 
 const NOWHERE: u64 = u64::MAX;
 
-/// One search: what is wanted, and the lane it is for.
+/// One search: what is wanted, and for whom.
 struct Search<'a> {
     device: &'a SwapDevice,
     order: Order,
     /// The order of the clusters that serve it: its own, or 0 where clusters are not devoted to orders.
     class: u8,
     entry: Entry,
+    /// The lane it is for.
     own: LaneIndex,
     /// Where that lane's last allocation of this order ended.
     lane: &'a AtomicU64,

@@ -41,6 +41,15 @@ struct Taken {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LaneIndex(usize);
 
+/// A counter's value. (Under loom a write that changes nothing: it forgets reads, and then misses the race with the write that follows.)
+#[inline]
+fn seen(counter: &AtomicU32) -> u32 {
+    #[cfg(loom)]
+    return counter.fetch_add(0, Ordering::SeqCst);
+    #[cfg(not(loom))]
+    counter.load(Ordering::SeqCst)
+}
+
 /// All lanes of one device. `N`: [`BATCH`].
 pub(crate) struct Lanes<const N: u32> {
     lanes: Box<[OwnLine<Lane>]>,
@@ -85,7 +94,7 @@ impl<const N: u32> Lanes<N> {
     /// Counts `n` slots as used. `false`: there is no room for them in `capacity`.
     #[inline]
     pub fn take(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
-        if N > 0 && self.taken.slots.load(Ordering::SeqCst) <= capacity {
+        if N > 0 && seen(&self.taken.slots) <= capacity {
             let rest = |credit: u32| credit.checked_sub(n);
             if self.lanes[index.0].credit.fetch_update(Ordering::SeqCst, Ordering::Relaxed, rest).is_ok() {
                 return true;
@@ -98,7 +107,7 @@ impl<const N: u32> Lanes<N> {
     fn take_more(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
         let within = |taken: u32, more: u32| taken.checked_add(more).filter(|&taken| taken <= capacity);
         loop {
-            if N > 0 && within(self.taken.slots.load(Ordering::SeqCst), n + N).is_some() {
+            if N > 0 && within(seen(&self.taken.slots), n + N).is_some() {
                 let ahead = self.moving(|| {
                     let done = self.taken.slots.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n + N));
                     if done.is_ok() {
@@ -154,7 +163,7 @@ impl<const N: u32> Lanes<N> {
     #[cold]
     fn gather(&self) -> bool {
         N > 0
-            && self.lanes.iter().any(|lane| lane.credit.load(Ordering::SeqCst) > 0)
+            && self.lanes.iter().any(|lane| seen(&lane.credit) > 0)
             && self.moving(|| {
                 let all: u32 = self.lanes.iter().map(|lane| lane.credit.swap(0, Ordering::SeqCst)).sum();
                 self.taken.slots.fetch_sub(all, Ordering::SeqCst);
@@ -162,6 +171,8 @@ impl<const N: u32> Lanes<N> {
             })
     }
 
+    /// Changes `taken` and credits together. What is added to `moves` before and after is what [`Lanes::used`] compares; all of it is sequentially consistent, so
+    /// whoever saw the same number twice, with nothing begun, saw none of the changes by half.
     fn moving<T>(&self, change: impl FnOnce() -> T) -> T {
         self.taken.moves.fetch_add(BEGUN, Ordering::SeqCst);
         let done = change();
@@ -169,17 +180,25 @@ impl<const N: u32> Lanes<N> {
         done
     }
 
+    /// As [`seen`].
+    fn moves(&self) -> u64 {
+        #[cfg(loom)]
+        return self.taken.moves.fetch_add(0, Ordering::SeqCst);
+        #[cfg(not(loom))]
+        self.taken.moves.load(Ordering::SeqCst)
+    }
+
     /// Slots counted as used. While others take and give, each of those may be counted or not; with nobody who takes, it is never too low.
     pub fn used(&self) -> u32 {
         if N == 0 {
-            return self.taken.slots.load(Ordering::SeqCst);
+            return seen(&self.taken.slots);
         }
         let mut spins = 0;
         loop {
-            let before = self.taken.moves.load(Ordering::SeqCst);
-            let taken = self.taken.slots.load(Ordering::SeqCst);
-            let credits: u32 = self.lanes.iter().map(|lane| lane.credit.load(Ordering::SeqCst)).sum();
-            if before as u32 == 0 && self.taken.moves.load(Ordering::SeqCst) == before {
+            let before = self.moves();
+            let taken = seen(&self.taken.slots);
+            let credits: u32 = self.lanes.iter().map(|lane| seen(&lane.credit)).sum();
+            if before as u32 == 0 && self.moves() == before {
                 return taken.saturating_sub(credits);
             }
             relax(&mut spins);
@@ -274,67 +293,77 @@ mod tests {
     use super::*;
     use loom::sync::Arc;
 
-    /// Two lanes and three slots: nobody gets a fourth one, the sum is exact at the end, and while nobody takes it is never too low.
+    /// Two lanes, `used` slots of `capacity` in use, and all ways in which two threads can go about them. `last` is told what both said.
+    fn model(used: u32, capacity: u32, own: fn(&Lanes<1>) -> u32, other: fn(&Lanes<1>) -> u32, last: fn(&Lanes<1>, u32, u32)) {
+        let count: &'static _ = Box::leak(Box::new(std::sync::atomic::AtomicU32::new(0)));
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(move || {
+            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let lanes = Arc::new(Lanes::new(2));
+            assert!(lanes.take(lanes.of(0), used, capacity));
+            let theirs = lanes.clone();
+            let theirs = loom::thread::spawn(move || other(&theirs));
+            let own = own(&lanes);
+            last(&lanes, own, theirs.join().unwrap());
+        });
+        let runs = count.load(std::sync::atomic::Ordering::Relaxed);
+        println!("{runs} interleavings");
+        assert!(runs > 20, "{runs} interleavings: the model has no race");
+    }
+
+    /// Nobody gets a fourth slot of three, and the sum is exact.
     #[test]
     fn credits_are_exact() {
-        loom::model(|| {
-            let lanes = Arc::new(Lanes::<1>::new(2));
-            assert!(lanes.take(lanes.of(0), 1, 3));
-            let other = {
-                let lanes = lanes.clone();
-                loom::thread::spawn(move || {
-                    let got = lanes.take(lanes.of(1), 2, 3);
-                    if got {
-                        lanes.give(lanes.of(1), 1);
-                    }
-                    u32::from(got)
-                })
-            };
-            let got = u32::from(lanes.take(lanes.of(0), 1, 3));
-            let theirs = other.join().unwrap();
-            assert!(got + theirs >= 1, "there was room for one of them");
-            assert_eq!(lanes.used(), 1 + got + theirs);
-        });
+        let other = |lanes: &Lanes<1>| {
+            let got = lanes.take(lanes.of(1), 2, 3);
+            if got {
+                lanes.give(lanes.of(1), 1);
+            }
+            u32::from(got)
+        };
+        model(
+            1,
+            3,
+            |lanes| u32::from(lanes.take(lanes.of(0), 1, 3)),
+            other,
+            |lanes, own, theirs| {
+                assert!(own + theirs >= 1, "there was room for one of them");
+                assert_eq!(lanes.used(), 1 + own + theirs);
+            },
+        );
     }
 
-    /// A device that is closed: one is in use, others try and give up.
+    fn try_twice<const CAPACITY: u32>(lanes: &Lanes<1>) -> u32 {
+        for lane in [1, 0] {
+            if lanes.take(lanes.of(lane), 1, CAPACITY) {
+                lanes.undo(1);
+            }
+        }
+        0
+    }
+
+    /// A device that is closed: one is in use, others try twice and give up, slot by slot or with credit where there is room for that. Each try may be counted.
     #[test]
     fn what_is_taken_in_vain_hides_nothing() {
-        loom::model(|| {
-            let lanes = Arc::new(Lanes::<1>::new(2));
-            assert!(lanes.take(lanes.of(0), 1, 3));
-            let other = {
-                let lanes = lanes.clone();
-                loom::thread::spawn(move || {
-                    for lane in [1, 0] {
-                        if lanes.take(lanes.of(lane), 1, 3) {
-                            lanes.undo(1);
-                        }
-                    }
-                })
-            };
-            let used = lanes.used();
-            assert!((1..=2).contains(&used), "{used}");
-            other.join().unwrap();
+        let last = |lanes: &Lanes<1>, seen, _| {
+            assert!((1..=3).contains(&seen), "{seen}");
             assert_eq!(lanes.used(), 1);
-        });
+        };
+        model(1, 3, Lanes::used, try_twice::<3>, last);
+        model(1, 5, Lanes::used, try_twice::<5>, last);
     }
 
+    /// While others free all but one.
     #[test]
     fn what_is_used_is_never_overlooked() {
-        loom::model(|| {
-            let lanes = Arc::new(Lanes::<1>::new(2));
-            assert!(lanes.take(lanes.of(0), 6, 9));
-            let other = {
-                let lanes = lanes.clone();
-                loom::thread::spawn(move || {
-                    lanes.give(lanes.of(1), 2);
-                    lanes.give(lanes.of(1), 3);
-                })
-            };
-            let used = lanes.used();
-            assert!((1..=6).contains(&used), "{used}");
-            other.join().unwrap();
+        let other = |lanes: &Lanes<1>| {
+            lanes.give(lanes.of(1), 2);
+            lanes.give(lanes.of(1), 3);
+            0
+        };
+        model(6, 9, Lanes::used, other, |lanes, seen, _| {
+            assert!((1..=6).contains(&seen), "{seen}");
             assert_eq!(lanes.used(), 1);
         });
     }
