@@ -30,14 +30,41 @@ def ends_by_itself(context):
     context.c("processes", "leader", megabytes=96, seconds=4, status=7)
 
 
+def tortured_with_mishaps(context, number, seconds, mode, seed):
+    """The torture program while every seventh transfer to or from the first swap area fails, is torn or short, is slow or finds no room: nothing is lost, and
+    the area is given up for the other one."""
+    places = [context.directory / f"{name}-{number}" for name in ("failing", "good")]
+    for place in places:
+        place.mkdir()
+    swap = ["--swap", f"file:{places[0]}:1G,prio=9", "--swap", f"file:{places[1]}:1G"]
+    program = context.start([context.binary("torture"), 96, seconds, seed, mode], options=swap, env={**os.environ, "SWAPTIDE_TEST_MISHAPS": "7"})
+    done = program.finish()
+    context.expect(f"OK torture {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+    devices, errors, stats = done.report["devices"], done.report["errors"], done.report["stats"]
+    said = f"{mode}, seed {seed}: {devices}, {errors}, {stats}"
+    failing, good = (next((device["state"], device["errors"]) for device in devices if str(place) in device.get("name", "")) for place in places)
+    context.expect(failing[0] == "retired" and failing[1] >= 8 and good == ("open", 0), said)
+    context.expect(errors["pages_poisoned"] == 0 and stats["pswpout"] > 1000, said)
+
+
+def torture_mishaps(context):
+    """Devices that fail under the torture program, with one thread and with several."""
+    if context.native:
+        return
+    for number, mode in enumerate(("single", "threads")):
+        tortured_with_mishaps(context, number, 5, mode, context.seed)
+
+
 def tortured(context):
-    """Ten minutes of it: half a minute each with another seed, every fourth time two at once."""
+    """Ten minutes of it: half a minute each with another seed, every fourth time two at once. And five with devices that fail."""
     for turn in range(20):
         seeds = [context.seed * 1000 + turn, context.seed * 1000 + 500 + turn][:2 if turn % 4 == 1 else 1]
         mode = "single" if turn % 4 == 3 else "threads"
         for program in [context.start([context.binary("torture"), 192, 30, seed, mode]) for seed in seeds]:
             done = program.finish()
             context.expect(f"OK torture {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+        if turn % 2 == 0 and not context.native:
+            tortured_with_mishaps(context, turn, 30, mode, context.seed * 1000 + turn)
 
 
 def crowd(context):
@@ -100,6 +127,7 @@ CASES = [
     Case("torture-single", program("torture", "single", megabytes=96, seconds=4), 32, allowance=128, forks=True),
     Case("forks-daemon", daemon, 32, allowance=8, forks=True),
     # The same for a minute each, and more of it.
+    Case("torture-mishaps", torture_mishaps, 32, allowance=128, forks=True),
     Case("full-torture", tortured, 48, full=True, limit=2400, allowance=192, forks=True),
     Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),
     Case("long-ops", program("ops", "threads", megabytes=384), 64, full=True, limit=240, allowance=4),

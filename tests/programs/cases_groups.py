@@ -505,17 +505,20 @@ def daemon_shared(context):
     daemon = Daemon(context, CONFIG.format(place=place).replace("zram:32M", "zram:6M"))
     words = [context.binary("shared"), 96, 4, context.seed, "hammer"]
     programs = [context.start(words, options=["--shared", "--group", group], env=daemon.env) for group in ("/a", "/b")]
-    peak = 0
+    looks = []
     while any(program.process.poll() is None for program in programs):
-        peak = max(peak, daemon.ctl.value("/b", "ram.current"))
+        looks.append(daemon.ctl.value("/b", "ram.current"))
         time.sleep(0.02)
     for program in programs:
         done = program.finish(status=0)
         context.expect("OK shared hammer" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
         seen = done.report["stats"]
         context.expect(seen["pswpout"] > 1000 and seen["pswpin"] > 1000, f"nothing went to the daemon's file: {seen}")
-    # What is seen at a moment may be past the bound while its pager makes room; without the bound it would be 96 and more.
-    context.expect(MIB < peak < 64 * MIB * 11 // 8, f"/b had {peak >> 20} MiB of 64")
+    # What is seen at a moment may be far past the bound, while its pager makes room for what was touched; without the bound it would be 96 and more
+    # most of the time.
+    looks = sorted(looks)
+    usual, most = looks[len(looks) // 2], looks[-1]
+    context.expect(MIB < usual < 64 * MIB * 11 // 10 and most < 96 * MIB, f"/b usually had {usual >> 20} MiB of 64, and {most >> 20} MiB at most")
     until(context, "nothing held by who is gone", lambda: daemon.ctl.value("/b", "swap.current") == 0)
     daemon.stop()
 
@@ -606,8 +609,8 @@ def daemon_network(context):
 
 
 def daemon_crowd(context):
-    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, and no program has less than half or more than twice
-    what equal ones have on average."""
+    """Sixty-four programs under one daemon: the budget is held, no group is above its bound, every limit is what is fair by demand, and equal
+    programs have like shares."""
     if context.native:
         return
     place = context.directory / "swap"
@@ -621,9 +624,9 @@ def daemon_crowd(context):
     until(context, "all programs", lambda: daemon.ctl.value("/", "processes") >= 64, 60)
     time.sleep(15)
     most, small, looks = 0, 0, 0
-    parts = [0] * 64
+    parts, limits, fairs = [0] * 64, [0] * 64, [0] * 64
     end = time.monotonic() + 90
-    while looks < 12 and time.monotonic() < end:
+    while looks < 40 and time.monotonic() < end:
         text = subprocess.run([context.swaptide, "top", "--json"], env=daemon.env, capture_output=True, text=True).stdout
         scene = json.loads(text)["scene"]
         values = {group["path"]: group["values"] for group in scene["groups"]}
@@ -633,15 +636,24 @@ def daemon_crowd(context):
         if all(resident.get(program.pid) for program in programs):
             looks += 1
             parts = [part + resident[program.pid] for part, program in zip(parts, programs)]
+            total = lambda run, key: sum(process[key] for process in run["processes"])
+            limit, fair = ({run["pid"]: total(run, key) for run in scene["runs"]} for key in ("limit_bytes", "fair_bytes"))
+            limits = [sum_ + limit[program.pid] for sum_, program in zip(limits, programs)]
+            fairs = [sum_ + fair[program.pid] for sum_, program in zip(fairs, programs)]
         time.sleep(0.25)
     context.expect(looks >= 4, f"only {looks} looks saw all programs")
-    parts = [part / looks / MIB for part in parts]
+    parts, limits, fairs = ([value / looks / MIB for value in values] for values in (parts, limits, fairs))
+    off = [limit / fair - 1 for limit, fair in zip(limits, fairs)]
+    print(f"  limits beside what is fair by demand: {min(off):+.1%} to {max(off):+.1%}; over {looks} looks")
+    context.expect(all(abs(part) < 0.1 for part in off), f"limits are not within 10% of what is fair: {off}")
     for kind, size in enumerate(SIZES):
         own = parts[kind::4]
         fair = sum(own) / len(own)
         worst = max(own, key=lambda part: abs(part - fair))
-        print(f"  {size}M, {'/large' if kind else '/small'}: {fair:.2f}M each, the furthest {worst:.2f}M")
-        context.expect(all(fair / 2 < part < fair * 2 for part in own), f"programs of {size}M have {fair:.2f}M on average, and one {worst:.2f}M: {parts}")
+        sigma = (sum((part / fair - 1) ** 2 for part in own) / len(own)) ** 0.5
+        print(f"  {size}M, {'/large' if kind else '/small'}: {fair:.2f}M each, the furthest {worst:.2f}M, deviation {sigma:.1%}; "
+              f"limits {min(limits[kind::4]):.2f} to {max(limits[kind::4]):.2f}M, fair {min(fairs[kind::4]):.2f} to {max(fairs[kind::4]):.2f}M")
+        context.expect(all(fair / 1.25 < part < fair * 1.25 for part in own), f"programs of {size}M have {fair:.2f}M on average, and one {worst:.2f}M: {parts}")
     context.expect(most < 384 * MIB * 1.05, f"the budget is 384M, and {most / MIB:.1f}M were in use")
     context.expect(small < 96 * MIB * 1.05, f"/small may have 96M, and had {small / MIB:.1f}M")
     for program in programs:

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import random
+import re
 import select
 import shutil
 import signal
@@ -430,6 +431,29 @@ def swap_full(context):
             context.expect(errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}")
 
 
+def cluster_readahead(context):
+    """A swap file on a disk that turns: with a page comes what was written beside it, as long as that is wanted. On one that does not, not."""
+    if context.native:
+        return
+    report = context.directory / "report.json"
+    for option, cluster in (("yes", None), ("yes", "5"), ("yes", "0"), ("no", None)):
+        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, "--swap", f"file:{context.directory},rotational={option}"]
+        words += ["--page-cluster", cluster] if cluster else []
+        words += ["--", context.python, HERE / "py" / "together.py", "8000", "2"]
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = json.loads(report.read_text())
+        seen = result["stats"]
+        said = f"rotational={option}, page-cluster {cluster}: status {done.returncode}, {done.stdout!r}, {done.stderr!r}: {seen}"
+        context.expect(done.returncode == 0 and done.stdout == "8000 pages, 2 rounds, 0 wrong\n", said)
+        context.expect(result["errors"]["pages_poisoned"] == 0 and seen["pswpout"] > 8000 and seen["pswpin"] > 8000, said)
+        ahead, hits = seen["swap_ra"], seen["swap_ra_hit"]
+        if option == "yes" and cluster != "0":
+            # Of blocks of eight all but the page asked for, nearly every one of them wanted.
+            context.expect(ahead > 0.7 * seen["pswpin"] and hits > 0.9 * ahead, said)
+        else:
+            context.expect(ahead < 0.1 * seen["pswpin"], said)
+
+
 def zswap_limit(context):
     """Compressed memory with a bound and an acceptance threshold: at the bound it refuses pages, which go to the file, until it has fallen."""
     if context.native:
@@ -555,6 +579,43 @@ def swap_in(context):
                 context.expect((more > 4000) == (setting in (None, "page-cluster=default")), f"after {setting}: {more} pages read ahead")
                 go_on()
             context.expect(running.wait(60) == 0, f"status {running.returncode}")
+        finally:
+            running.kill()
+    swap_in_kept_in_part(context)
+
+
+def swap_in_kept_in_part(context):
+    """Large swap-ins of which a part is kept: every second fill ends half way, every fifth load is out of date. What is kept is charged at once."""
+    words = [context.swaptide, "run", "--no-daemon", "--ram", f"{context.budget}M", "--", context.swaptide, "lab-work", "--target", "64M",
+             "--data", "quarter", "--order", "seq", "--hint", "none", "--pressure", "64M", "--rounds", "3"]
+    with subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "SWAPTIDE_TEST_PART": "2", "SWAPTIDE_TEST_STALE": "5"}) as running:
+        def seen():
+            return json.loads(ask(context, "stats", "--pid", str(running.pid), "--json")[1])
+
+        def charged_and_taken():
+            """What the process is charged, and what the kernel says it has, in KiB."""
+            [process] = [process for process in seen()["processes"] if process["state"] == "engaged"]
+            rollup = Path(f"/proc/{process['pid']}/smaps_rollup").read_text()
+            taken = int(re.search(r"^Anonymous: +(\d+) kB$", rollup, re.M).group(1))
+            return process["resident_bytes"] >> 10, taken
+
+        try:
+            for _ in range(3):
+                context.expect(running.stdout.readline() == "ready\n", "the program is not ready")
+                print(file=running.stdin, flush=True)
+                context.expect("refault_s" in running.stdout.readline(), "nothing was touched")
+                for _ in range(50):
+                    charged, taken = charged_and_taken()
+                    # Both are read while the engine tidies up: they agree in the end.
+                    if abs(charged - taken) < 1024:
+                        break
+                    time.sleep(0.1)
+                context.expect(abs(charged - taken) < 1024, f"charged {charged} KiB, and has {taken} KiB")
+                stats = seen()["stats"]
+                print(file=running.stdin, flush=True)
+            context.expect(running.wait(60) == 0, f"status {running.returncode}")
+            context.expect(stats["swpin_stale"] > 50 and stats["zswpin"] > 20_000, f"{stats}")
         finally:
             running.kill()
 
@@ -758,6 +819,7 @@ CASES = [
     Case("far", far, 16, needs=("nbdkit",), limit=120, allowance=128),
     Case("swap-full", swap_full, 32, swaps=False),
     Case("swap-in", swap_in, 48, swaps=False),
+    Case("cluster-readahead", cluster_readahead, 24, swaps=False),
     Case("calm", calm, 64, allowance=4),
     # It fills its memory in a few hundredths of a second.
     Case("codecs", codecs, 24, allowance=16),

@@ -405,6 +405,7 @@ impl Batch {
             return;
         };
         leaving.entry = entry;
+        mm.reach(FrameNo(frame.0 + (1 << order)));
         mm.base[frame.0 as usize] = entry;
         for k in 0..1usize << order {
             let page = chunk.first().plus(first + k);

@@ -12,12 +12,13 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
 use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
-    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Opened, ServerId, Spot,
+    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Mishap, Opened, ServerId, Spot,
 };
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
@@ -56,6 +57,8 @@ struct Beyond {
     open: fn(AreaId) -> Option<OwnedFd>,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Lock<()>>,
+    /// Reads and writes so far, where a test counts them.
+    transfers: Arc<[AtomicU32; 2]>,
 }
 
 impl Beyond {
@@ -87,6 +90,10 @@ impl ExtentSource for Beyond {
         self.segment.is_plain(ExtentId(extent.0))
     }
 
+    fn turns(&self, extent: Extent) -> bool {
+        self.segment.turns(ExtentId(extent.0))
+    }
+
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
         let is_far = place.mirror.is_none() && self.segment.area(place.area).transport() == Transport::Nbd;
@@ -116,6 +123,22 @@ impl Areas for Beyond {
 
     fn failed(&self, area: u8) {
         self.segment.area(AreaId(area)).count_error();
+    }
+
+    fn mishap(&self, area: u8, writes: bool) -> Option<Mishap> {
+        let every = self.segment.header.mishap_every.load(Relaxed);
+        if every == 0 || area != 0 {
+            return None;
+        }
+        let n = self.transfers[usize::from(writes)].fetch_add(1, Relaxed);
+        const MISHAPS: [Mishap; 5] = [
+            Mishap::Fails(Errno::IO),
+            Mishap::Short,
+            Mishap::Slow(Duration::from_millis(30)),
+            Mishap::Torn,
+            Mishap::Fails(Errno::NOSPC),
+        ];
+        n.is_multiple_of(every).then(|| MISHAPS[(n / every) as usize % MISHAPS.len()])
     }
 }
 
@@ -255,7 +278,7 @@ impl Devices {
         }
         let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
         let slots = SwapDevice::new(FILE, slots, 1, Kind::Solid).with_table_discard(give_back);
-        let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())) };
+        let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())), transfers: Arc::default() };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };
         file.look_for_far();

@@ -22,7 +22,7 @@ use crate::devices::{Devices, FILE, POOL};
 use crate::far::Far;
 use crate::fork::ForkControl;
 use crate::fork::layout::Change;
-use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
 use crate::regions::Regions;
@@ -75,7 +75,8 @@ pub struct Mm {
     pub staging: Staging,
     /// Orders of reclaim.
     pub queues: Queues,
-    /// For each staging frame in use: its page.
+    /// For each staging frame in use: its page. This and the next two are as long as frames were ever used ([`Mm::reach`]): what is not touched of their
+    /// memory costs nothing.
     pub owner: Vec<PageNo>,
     /// For the first frame of each folio in the swap cache: its first swap entry.
     pub base: Vec<SwapEntry>,
@@ -185,9 +186,9 @@ impl Engine {
                 armed: Regions::default(),
                 staging,
                 queues: Queues::default(),
-                owner: vec![PageNo(0); frames],
-                base: vec![crate::devices::NO_ENTRY; frames],
-                kept: vec![None; frames],
+                owner: Vec::with_capacity(frames),
+                base: Vec::with_capacity(frames),
+                kept: Vec::with_capacity(frames),
                 held: NO_RANGE,
                 behind: false,
                 late: Vec::with_capacity(64),
@@ -451,6 +452,17 @@ impl Engine {
 }
 
 impl Mm {
+    /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is allocated.
+    pub fn reach(&mut self, end: FrameNo) {
+        let end = end.0 as usize;
+        if self.owner.len() < end {
+            let frames = end.next_multiple_of(PAGES_PER_LEAF);
+            self.owner.resize(frames, PageNo(0));
+            self.base.resize(frames, crate::devices::NO_ENTRY);
+            self.kept.resize(frames, None);
+        }
+    }
+
     /// The staging frame that holds the page of a swap entry whose slot holds a folio.
     pub fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
         let base = self.base[folio.0 as usize];

@@ -19,14 +19,12 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
-use swaptide_store::codec::Codec;
-use swaptide_store::{Page, Slot};
+use swaptide_store::Page;
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
-use crate::admission::{Admitted, Ask, Came, Costs, Gate, admit};
+use crate::admission::{Admitted, Ask, Came, Costs, admit};
 use crate::devices::POOL;
 use crate::engine::Mm;
 use crate::handler::{COPY_BYTES, Handler};
@@ -230,10 +228,7 @@ impl Handler {
             true => engine.charge.far_window_pages(),
             false => engine.charge.window_pages(),
         };
-        // Read anew each time: both may be changed while the run is under way.
-        let header = &engine.start.segment.header;
-        let gate = Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed));
-        let most = gate.most(window, engine.devices.is_backed());
+        let most = self.gate().most(window, engine.devices.is_backed());
         let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
@@ -582,6 +577,8 @@ impl Handler {
             filled => filled?,
         };
         self.tell_loads(mm);
+        // Those that were held have been counted when they were read.
+        let held = std::mem::take(&mut self.held_hits);
         let (mut pool, mut file) = (0, 0);
         for k in 0..filled {
             match snapshot.place(k) {
@@ -592,7 +589,7 @@ impl Handler {
             self.landed(mm, page.plus(k), snapshot.entries()[k]);
         }
         engine.count(Counter::Zswpin, pool);
-        engine.count(Counter::Pswpin, file);
+        engine.count(Counter::Pswpin, file - held.min(file));
         engine.count(Counter::SwpinZero, filled - pool - file);
         Ok(filled)
     }
@@ -613,6 +610,11 @@ impl Handler {
         run: Option<FrameRun>,
     ) -> Result<usize, Stop> {
         let mut len = len;
+        if len > 1 && self.part_every != 0 {
+            self.large_fills = self.large_fills.wrapping_add(1);
+            // As if an event were unread by then.
+            len /= 1 + usize::from(self.large_fills.is_multiple_of(self.part_every));
+        }
         if let Some(run) = run {
             let progress = self.move_in(mm, page, from, len);
             if progress.done > 0 || !matches!(progress.error, Some(Errno::INVAL | Errno::NOENT)) {
@@ -641,93 +643,6 @@ impl Handler {
             Ok(Some(info)) => ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1),
             _ => 1,
         }
-    }
-
-    /// Loads pages from compressed memory. Gives how many came before the first that could not be.
-    fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
-        let pool = &self.engine.devices.pool;
-        let began = now();
-        let (mut loaded, mut zstd) = (0, 0);
-        for (entry, out) in entries.iter().zip(out) {
-            let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else { break };
-            loaded += 1;
-            zstd += u32::from(codec == Some(Codec::Zstd));
-        }
-        self.loads.pages += loaded as u32;
-        self.loads.zstd += zstd;
-        // What came of one codec alone tells what that costs.
-        if zstd > 0 && zstd as usize == loaded {
-            self.loads.zstd_ns += now().since(began).as_nanos() as u64;
-            self.loads.timed += zstd;
-        }
-        loaded
-    }
-
-    /// Now and then, tells the division what loads cost.
-    fn tell_loads(&mut self, mm: &mut Mm) {
-        if self.loads.pages >= 64 {
-            mm.split.loaded(std::mem::take(&mut self.loads));
-        }
-    }
-
-    /// Loads the pages at the front of a snapshot. Gives how many came before the first that could not be.
-    fn load(&mut self, snapshot: &Snapshot, out: &mut [Page]) -> usize {
-        let entries = snapshot.entries();
-        let mut loaded = out.len();
-        let mut in_file = 0;
-        let mut at = 0;
-        while at < loaded {
-            let place = snapshot.place(at);
-            let run = (at..loaded).take_while(|k| snapshot.place(*k) == place).count();
-            match place {
-                Place::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
-                Place::File => in_file += run,
-                _ => {
-                    let good = self.load_pool(&entries[at..at + run], &mut out[at..at + run]);
-                    if good < run {
-                        loaded = at + good;
-                    }
-                }
-            }
-            at += run;
-        }
-        if in_file == 0 {
-            return loaded;
-        }
-        let is_in_file = |k: &usize| snapshot.place(*k) == Place::File;
-        let mut requests: Vec<(usize, Slot, &mut Page)> = out[..loaded]
-            .iter_mut()
-            .enumerate()
-            .filter(|(k, _)| is_in_file(k))
-            .map(|(k, out)| (k, Slot(entries[k].offset().0), out))
-            .collect();
-        self.read_file(snapshot.first(), &mut requests).unwrap_or(loaded)
-    }
-
-    /// Reads pages from the file: each with its place from `first` on. Gives the first place that could not be read.
-    fn read_file(&mut self, first: PageNo, pages: &mut [(usize, Slot, &mut Page)]) -> Option<usize> {
-        let engine = self.engine;
-        let file = &engine.devices.file;
-        let began = now();
-        let mut requests: Vec<(Slot, &mut Page)> = pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
-        let Err(error) = self.place.normally(|| file.device.read(&mut requests)) else {
-            let ns = now().since(began).as_nanos() as u64;
-            self.read_ns = (self.read_ns * 15 + ns / pages.len().max(1) as u64) / 16;
-            engine.mm.lock().split.read(pages.len(), ns);
-            return None;
-        };
-        // One by one, to have those that can be read.
-        drop(requests);
-        (engine.start.log)(&format!("reading from the swap file failed: {error}"));
-        for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
-            if let Err(error) = file.device.read(&mut [(*slot, &mut **out)]) {
-                if at == 0 {
-                    (engine.start.log)(&format!("page {:?} cannot be read from the swap file: {error}", first.plus(*k).addr()));
-                }
-                return Some(*k);
-            }
-        }
-        None
     }
 
     /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
+use swaptide_store::file::ReadAhead;
 use swaptide_sys::gong::Gong;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
@@ -80,11 +81,17 @@ pub struct Handler {
     listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
+    /// What was read from disks that turn, and not asked for yet; and how many pages of the last read had been.
+    pub(crate) ahead: ReadAhead,
+    pub(crate) held_hits: usize,
     /// Smoothed time of reading a page from the file, in nanoseconds.
     pub(crate) read_ns: u64,
     /// Loads of several pages so far; every so manyth is taken to be out of date (0: none).
     pub(crate) large_loads: u32,
     pub(crate) stale_every: u32,
+    /// The same of fills that end half way.
+    pub(crate) large_fills: u32,
+    pub(crate) part_every: u32,
     pub(crate) hints: Vec<(VirtRange, crate::locality::Reading)>,
     pub(crate) place: Place,
     /// Pages are loaded here before they are copied in.
@@ -162,9 +169,13 @@ impl Handler {
             listens: false,
             gong: engine.far.open_gong().map_err(memory("a descriptor that tells of far pages"))?,
             leaves_out: None,
+            ahead: ReadAhead::default(),
+            held_hits: 0,
             read_ns: 60_000,
             large_loads: 0,
             stale_every: header.stale_every.load(Relaxed),
+            large_fills: 0,
+            part_every: header.part_every.load(Relaxed),
             hints: Vec::new(),
             place: Place::new(),
             copy,

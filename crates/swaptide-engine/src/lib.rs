@@ -42,6 +42,7 @@ pub mod handler;
 mod hints;
 pub mod ids;
 mod library;
+mod load;
 pub mod locality;
 pub mod pagetable;
 pub mod place;

@@ -207,7 +207,7 @@ impl Areas {
                 (Transport::Nbd, ExportFacts { bytes, flags: flags.0, structured, longest, connections })
             }
         };
-        let Backing { priority, extents, base_bytes, plain, .. } = backing;
+        let Backing { priority, extents, base_bytes, plain, turns, .. } = backing;
         let mut held = self.held();
         let copy = match backing.mirror.take() {
             Some(copy) => {
@@ -217,7 +217,7 @@ impl Areas {
             None => None,
         };
         let mirror = copy.as_ref().map(|(id, _)| *id);
-        let new = NewArea { transport, priority, extents, base_bytes, export, mirror, plain };
+        let new = NewArea { transport, priority, extents, base_bytes, export, mirror, plain, turns };
         let Some(id) = self.segment.add_area(new) else {
             mirror.inspect(|id| self.segment.drop_mirror(*id));
             return Err(AreaError::TooMany);
@@ -489,6 +489,7 @@ mod tests {
             base_bytes: 0,
             priority,
             plain: false,
+            turns: false,
             direct_io: false,
             mirror: None,
         }

@@ -4,7 +4,8 @@
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
 //! - the *share* of a group is what its maximum leaves for the engaged processes in it when all others have theirs; the root's maximum is
 //!   the budget;
-//! - the *pressure* of a process is how many bytes a second it swaps out or faults back: what it would use if it could.
+//! - the *pressure* of a process is how many bytes a second it swaps out or faults back; as far as that much is swapped out, it is what it would
+//!   use if it could.
 //!
 //! Invariants
 //! 1. Nothing of a group is engaged while its use, and that of all above it, is under [`trigger`].
@@ -21,7 +22,8 @@ use std::time::Duration;
 
 use crate::division::{Claim, Node, divide};
 
-/// What an engaged process keeps whatever happens, if it uses as much: with less, faults alone would fill its time.
+/// What an engaged process keeps whatever happens, if it uses as much, beside what cannot be swapped out ([`Process::fixed`], so far as it is no more than
+/// this): with less, faults alone would fill its time.
 pub const FLOOR: u64 = 8 << 20;
 /// The same where so many processes share the budget that each of them could not have that.
 const CROWDED_FLOOR: u64 = 2 << 20;
@@ -117,6 +119,10 @@ pub struct Process {
     pub used: u64,
     /// Bytes a second swapped out and refaulted, smoothed.
     pub pressure: u64,
+    /// Bytes of its use that cannot be swapped out: the engine's own, and what is not under management.
+    pub fixed: u64,
+    /// Bytes of it that are swapped out: no pressure can make it use more than these besides.
+    pub swapped: u64,
     /// Its limit so far; 0 where it has none.
     pub limit: u64,
     /// Bytes a second by which it has grown since the last look, while it is not managed.
@@ -130,6 +136,8 @@ pub struct Decision {
     pub engage: Vec<usize>,
     /// Limits of the engaged processes, those in `engage` among them.
     pub limits: Vec<(usize, u64)>,
+    /// What each of these would have if everything were divided by demand at once, in the same order.
+    pub fair: Vec<u64>,
     /// Groups that get less than is kept for them.
     pub starved: Vec<usize>,
 }
@@ -181,11 +189,18 @@ pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> De
         sums(groups, (0..processes.len()).filter(|at| !is_managed(at)).map(|at| (processes[at].group, processes[at].used)));
     let shares: Vec<Bounds> = groups.iter().zip(&others).map(|(group, others)| share(group, *others)).collect();
     let group: Vec<Process> = managed.iter().map(|at| processes[*at]).collect();
-    let limits = limits(&shares, &group, elapsed);
+    let least = floors(&shares, &group);
+    let fair = targets(&shares, &group, &least);
+    let limits = approach(&shares, &group, &least, &fair, elapsed);
     let given = sums(groups, group.iter().zip(&limits).map(|(p, limit)| (p.group, *limit)));
     let used = sums(groups, group.iter().map(|p| (p.group, p.used)));
     let starves = |at: &usize| given[*at] < shares[*at].low.min(used[*at]);
-    Decision { starved: (0..groups.len()).filter(starves).collect(), limits: managed.into_iter().zip(limits).collect(), engage }
+    Decision {
+        starved: (0..groups.len()).filter(starves).collect(),
+        limits: managed.into_iter().zip(limits).collect(),
+        fair,
+        engage,
+    }
 }
 
 /// What of a group's bounds is left for the engaged processes. A hundredth stays back: what a process takes between two looks of its reclaim.
@@ -226,14 +241,12 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
     engage
 }
 
-/// Limits of the engaged processes; `shares` are what these may have in each group.
+/// Limits of the engaged processes on their way to `targets`; `shares` are what these may have in each group, `least` is what nobody goes below.
 ///
-/// Everybody's demand is what it uses, its pressure, and an equal part of what is free; memory goes by demand ([`divide`]). A process
+/// Everybody's demand is what it uses, what its pressure wants back, and an equal part of what is free; memory goes by demand ([`divide`]). A process
 /// without pressure thus keeps what it has until one with pressure needs it, and then yields by and by: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
-pub fn limits(shares: &[Bounds], group: &[Process], elapsed: Duration) -> Vec<u64> {
-    let least = floors(shares, group);
-    let targets = targets(shares, group, &least);
+fn approach(shares: &[Bounds], group: &[Process], least: &[u64], targets: &[u64], elapsed: Duration) -> Vec<u64> {
     let used = sums(shares, group.iter().map(|p| (p.group, p.used)));
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
     let over: Vec<bool> =
@@ -289,12 +302,20 @@ fn floor_of(share: u64, count: usize) -> u64 {
     (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
 }
 
-/// The same for each process, where groups within groups have shares.
+/// The same for each process, where groups within groups have shares. What cannot be swapped out comes on top: a process that is left with less than
+/// that and a little does not come on, however long it runs, and would not show by what it has swapped out that it wants to.
 fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
+    let fixed = |p: &Process| p.fixed.min(FLOOR);
     let counts = sums(shares, group.iter().map(|p| (p.group, 1)));
-    let floors: Vec<u64> = shares.iter().zip(counts).map(|(share, count)| floor_of(share.most(), count as usize)).collect();
-    let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| floors[at]).min();
-    group.iter().map(|p| least(p).unwrap_or(FLOOR)).collect()
+    let fixed_sums = sums(shares, group.iter().map(|p| (p.group, fixed(p))));
+    let least_in = |p: &Process, at: usize| {
+        // All of them together no more than there is.
+        let left = shares[at].most().saturating_sub(fixed_sums[at]);
+        let beside = floor_of(left, counts[at] as usize).min(left / counts[at].max(1));
+        part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + beside
+    };
+    let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min();
+    group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect()
 }
 
 fn floor(p: &Process, least: u64) -> u64 {
@@ -305,18 +326,23 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
     let Some(root) = shares.first().map(Bounds::most) else { return Vec::new() };
     let used: u64 = group.iter().map(|p| p.used).sum();
     let slack = root.saturating_sub(used) / group.len().max(1) as u64;
-    let claim = |(p, least): (&Process, &u64)| Claim {
-        node: p.group,
-        floor: floor(p, *least),
-        used: p.used,
-        // Pressure counts for at most the whole share, so that one who reads without end does not starve all others.
-        demand: p.used - floor(p, *least) + p.pressure.min(root) + slack,
+    let claim = |(p, least): (&Process, &u64)| {
+        // Who presses is to have the least there is, also where it has less so far.
+        let floor = if p.pressure > 0 { *least } else { floor(p, *least) };
+        Claim {
+            node: p.group,
+            floor,
+            used: p.used,
+            // Pressure counts for no more than what could come back, however fast one runs: two who are alike have like shares. And for at most
+            // the whole share, so that one who reads without end does not starve all others.
+            demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack,
+        }
     };
     let claims: Vec<Claim> = group.iter().zip(least).map(claim).collect();
     let nodes: Vec<Node> = shares.iter().map(|share| Node { parent: share.parent, cap: share.most(), low: share.low }).collect();
     let given = divide(root, &nodes, &claims);
     // Where not even the floors fit, they are kept all the same.
-    given.into_iter().zip(&claims).map(|(given, claim)| given.max(claim.floor)).collect()
+    given.into_iter().zip(group.iter().zip(least)).map(|(given, (p, least))| given.max(floor(p, *least))).collect()
 }
 
 /// `whole * piece / pieces` without overflow; 0 when there are no pieces.
@@ -359,7 +385,21 @@ mod tests {
     const TICK: Duration = Duration::from_millis(5);
 
     fn process(standing: Standing, used: u64, pressure: u64, limit: u64) -> Process {
-        Process { group: 0, standing, used: used * MIB, pressure: pressure * MIB, limit: limit * MIB, growth: 0 }
+        Process {
+            group: 0,
+            standing,
+            used: used * MIB,
+            pressure: pressure * MIB,
+            fixed: 0,
+            swapped: 4096 * MIB,
+            limit: limit * MIB,
+            growth: 0,
+        }
+    }
+
+    fn limits(shares: &[Bounds], group: &[Process], elapsed: Duration) -> Vec<u64> {
+        let least = floors(shares, group);
+        approach(shares, group, &least, &targets(shares, group, &least), elapsed)
     }
 
     /// A share of engaged processes without groups.
@@ -421,6 +461,46 @@ mod tests {
         assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "120M of 128M in pieces of 2M");
         tree.extend([process(Standing::Watching, 2, 0, 0); 10]);
         assert!(decide(&whole(128 * MIB), &tree, TICK).engage.len() >= 50, "over the budget");
+    }
+
+    /// Processes that only differ in how fast they run come to like shares: none has more demand than what is swapped out of it.
+    #[test]
+    fn who_runs_fast_has_no_more_for_it() {
+        let mut group: Vec<Process> = (0..8).map(|at| process(Standing::Engaged, 4 + at, 100 << at, 4 + at)).collect();
+        let whole_of = 24 * MIB;
+        for _ in 0..400 {
+            for p in &mut group {
+                p.swapped = whole_of - p.used;
+            }
+            let given = limits(&whole(80 * MIB), &group, TICK);
+            for (p, limit) in group.iter_mut().zip(given) {
+                (p.limit, p.used) = (limit, limit);
+            }
+        }
+        let (least, most) = (group.iter().map(|p| p.limit).min().unwrap(), group.iter().map(|p| p.limit).max().unwrap());
+        assert!(least > 9 * MIB && most < 11 * MIB, "{group:?}");
+    }
+
+    /// In a crowd each process keeps what cannot be swapped out of it, and something to work with; also one that has come to nothing so far, and has
+    /// little swapped out for it.
+    #[test]
+    fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
+        let mut group = vec![Process { fixed: 3 * MIB, ..process(Standing::Engaged, 10, 500, 10) }; 32];
+        let stuck = Process { fixed: 3 * MIB, swapped: MIB, ..process(Standing::Engaged, 3, 1, 3) };
+        group.extend(vec![stuck; 32]);
+        for _ in 0..400 {
+            let given = limits(&whole(380 * MIB), &group, TICK);
+            for (p, limit) in group.iter_mut().zip(given) {
+                (p.limit, p.used) = (limit, limit);
+            }
+        }
+        assert!(group.iter().all(|p| p.limit >= 3 * MIB + CROWDED_FLOOR), "{group:?}");
+        // Where that is more than there is, they have less: the budget is held.
+        let given = limits(&whole(240 * MIB), &group, YIELD_TIME);
+        assert!(given.iter().sum::<u64>() <= 241 * MIB && given.iter().all(|limit| *limit > 3 * MIB), "{given:?}");
+        // And also where what cannot be swapped out is more than there is.
+        let given = limits(&whole(160 * MIB), &group, YIELD_TIME);
+        assert!(given.iter().sum::<u64>() <= 161 * MIB && given.iter().all(|limit| *limit > 2 * MIB), "{given:?}");
     }
 
     #[test]
@@ -545,7 +625,16 @@ mod tests {
 
     fn any_group() -> impl Strategy<Value = Vec<Process>> {
         let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB]).prop_map(
-            |(used, pressure, limit)| Process { group: 0, standing: Standing::Engaged, used, pressure, limit, growth: 0 },
+            |(used, pressure, limit)| Process {
+                group: 0,
+                standing: Standing::Engaged,
+                used,
+                pressure,
+                fixed: 0,
+                swapped: 1 << 40,
+                limit,
+                growth: 0,
+            },
         );
         proptest::collection::vec(one, 1..12)
     }
@@ -664,7 +753,7 @@ mod tests {
         #[test]
         fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
             let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-                group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, limit: 0, growth: 0,
+                group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0,
             }).collect();
             let decision = decide(&whole(budget), &tree, TICK);
             let total: u64 = tree.iter().map(|p| p.used).sum();

@@ -6,6 +6,8 @@
 //!
 //! Locks: none.
 
+mod error;
+
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -20,10 +22,12 @@ use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
 use swaptide_store::codec::{Choice, Level, Scheme};
 use swaptide_store::nbd::{Export, Nbd, Options};
 
+pub use self::error::DeviceError;
 use crate::mirror::Mirror;
-use crate::nbd::url::{Url, UrlError};
-use crate::nbd::{Connector, LocalDialer, NbdError};
-use crate::size::{SizeError, human, parse_bytes};
+use crate::nbd::url::Url;
+use crate::nbd::{Connector, LocalDialer};
+use crate::rotational;
+use crate::size::parse_bytes;
 
 /// The smallest swap file: a few extents for each of a few processes.
 pub const SMALLEST_FILE: u64 = 16 << 20;
@@ -50,6 +54,8 @@ pub struct Device {
     pub mirror: Option<Mirror>,
     /// What lies there is not encrypted.
     pub plain: bool,
+    /// Whether a read begins with a seek; without it, what the kernel says of the disk.
+    pub turns: Option<bool>,
 }
 
 /// Kinds of devices.
@@ -109,149 +115,14 @@ impl Acceptance {
     }
 }
 
-/// Why devices cannot be had.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum DeviceError {
-    /// Not the grammar.
-    Syntax(String),
-    /// The size in it is none.
-    Size(String, SizeError),
-    /// The priority in it is none.
-    Priority(String),
-    /// The codec in it is none.
-    Codec(String, String),
-    /// The level of zstd in it is none.
-    Level(String, String),
-    /// A level, and no zstd.
-    LevelOfNone(String),
-    /// No option of compressed memory, or no value of it.
-    Option(String, String),
-    /// The cipher in it is none.
-    Cipher(String, String),
-    /// Compressed memory has no cipher.
-    CipherOfZram(String),
-    /// Only compressed memory has a codec.
-    CodecOfFile(String),
-    /// The mirror that is asked for.
-    Mirror(String, String),
-    /// The URL of an export is none.
-    Url(UrlError),
-    /// The export cannot be used.
-    Nbd(NbdError),
-    /// An export that is not empty.
-    NotEmpty(String),
-    /// Smaller than is of use.
-    TooSmall(String, u64),
-    /// Larger than can be addressed.
-    TooLarge(String),
-    /// A device whose settings are others than those it has.
-    Unchangeable(String),
-    /// Two of a kind.
-    Twice(&'static str),
-    /// More than can be had.
-    TooMany,
-    /// Something is asked to come before compressed memory.
-    Order(String),
-    /// A block device that cannot be used.
-    Block(PathBuf, io::Error),
-    /// A block device without the mark of swap space.
-    NoMark(PathBuf),
-    /// What was named is no block device.
-    NotBlock(PathBuf),
-    /// The file exists already.
-    Exists(PathBuf),
-    /// The file cannot be made.
-    Create(PathBuf, io::Error),
-    /// The file system has less room than that.
-    NoRoom {
-        /// Where.
-        place: PathBuf,
-        /// What it has.
-        free: u64,
-        /// What was asked.
-        asked: u64,
-    },
-}
-
-impl fmt::Display for DeviceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DeviceError::Syntax(text) => {
-                write!(f, "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT")
-            }
-            DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
-            DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767"),
-            DeviceError::Codec(text, name) => {
-                write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
-            }
-            DeviceError::Level(text, level) => {
-                write!(f, "{text:?}: there is no level {level:?} of zstd; use 1 to {}", Level::LAST.get())
-            }
-            DeviceError::LevelOfNone(text) => write!(f, "{text:?}: a level is for zstd, and no page gets that here"),
-            DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
-            DeviceError::CipherOfZram(text) => {
-                write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
-            }
-            DeviceError::Option(text, option) => {
-                write!(
-                    f,
-                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, level=N, max_pool_percent=N, accept_threshold_percent=N (N from 1 \
-                     to 100) and, last, prio=N"
-                )
-            }
-            DeviceError::CodecOfFile(text) => {
-                write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
-            }
-            DeviceError::Mirror(text, why) => write!(f, "{text:?}: no mirror: {why}"),
-            DeviceError::Url(error) => write!(f, "{error}"),
-            DeviceError::Nbd(error) => write!(f, "{error}"),
-            DeviceError::NotEmpty(url) => {
-                write!(f, "{url}: the export does not begin with zeros, so somebody's data may be there; give an empty one")
-            }
-            DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
-            DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
-            DeviceError::Unchangeable(name) => write!(
-                f,
-                "{name} is in use, and its settings cannot change meanwhile; take it off the list first, and list it anew afterwards \
-                 (zram: at the start alone)"
-            ),
-            DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
-            DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
-            DeviceError::Order(name) => {
-                write!(f, "{name:?} has a higher priority than zram; compressed memory always comes first")
-            }
-            DeviceError::Block(path, error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                write!(f, "{}: in use: mounted, or swap space of the kernel's or of another run", path.display())
-            }
-            DeviceError::Block(path, error) => write!(f, "{}: cannot be used: {error}", path.display()),
-            DeviceError::NoMark(path) => {
-                write!(f, "{0}: is not marked as swap space; if nothing on it is needed any more: mkswap {0}", path.display())
-            }
-            DeviceError::NotBlock(path) => {
-                write!(f, "{}: is no block device; a swap file is named as file:PATH[:SIZE]", path.display())
-            }
-            DeviceError::Exists(path) => {
-                write!(f, "file:{}: exists already; name a directory, or a file that can be made", path.display())
-            }
-            DeviceError::Create(path, error) => write!(f, "file:{}: no swap file can be made there: {error}", path.display()),
-            DeviceError::NoRoom { place, free, asked } => {
-                write!(f, "file:{}: too small: {} free, {} needed", place.display(), human(*free), human(*asked))
-            }
-        }
-    }
-}
-
-impl std::error::Error for DeviceError {}
-
-/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE][,cipher=NAME]`; the last three in any order.
+/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE][,cipher=NAME][,rotational=yes|no]`; the last four in any order.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (mut device, mut priority, mut mirror, mut cipher) = (text, None, None, None);
+    let (mut device, mut priority, mut mirror, mut cipher, mut turns) = (text, None, None, None, None);
     // In any order, each once; the last one first.
-    let keys = [",prio=", ",mirror=", ",cipher="];
+    let keys = [",prio=", ",mirror=", ",cipher=", ",rotational="];
     while let Some((place, key)) = keys.into_iter().filter_map(|key| Some((device.rfind(key)?, key))).max() {
         let value = &device[place + key.len()..];
         match key {
@@ -261,6 +132,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             },
             ",mirror=" if mirror.is_none() => mirror = Some(Mirror::parse(text, value)?),
             ",mirror=" => return Err(DeviceError::Mirror(text.to_owned(), "it is named twice".into())),
+            ",rotational=" if turns.is_none() && matches!(value, "yes" | "no") => turns = Some(value == "yes"),
+            ",rotational=" => return Err(DeviceError::Rotational(text.to_owned())),
             _ if cipher.is_none() && matches!(value, CIPHER | "none") => cipher = Some(value),
             _ => return Err(DeviceError::Cipher(text.to_owned(), value.to_owned())),
         }
@@ -326,7 +199,10 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
         return Err(DeviceError::Mirror(text.to_owned(), "only what lies on a server needs one".into()));
     }
-    Ok(Device { kind, priority, mirror, plain: cipher == Some("none") })
+    if turns.is_some() && !matches!(kind, DeviceKind::File { .. } | DeviceKind::Block { .. }) {
+        return Err(DeviceError::Rotational(text.to_owned()));
+    }
+    Ok(Device { kind, priority, mirror, plain: cipher == Some("none"), turns })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -418,6 +294,8 @@ pub struct Backing {
     pub mirror: Option<Box<Backing>>,
     /// What lies there is not encrypted.
     pub plain: bool,
+    /// It lies on a disk that turns: a read begins with a seek.
+    pub turns: bool,
 }
 
 /// Opens what was asked for, or the default.
@@ -480,6 +358,10 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
     backing.plain = device.plain;
+    backing.turns = device.turns.unwrap_or_else(|| match &backing.medium {
+        Medium::File(file) => rotational::turns(file),
+        Medium::Nbd(..) => false,
+    });
     match &device.mirror {
         Some(Mirror::Place { path, bytes }) => add_mirror(&mut backing, path, *bytes)?,
         Some(Mirror::Tier(name)) => {
@@ -567,6 +449,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         direct_io,
         mirror: None,
         plain: false,
+        turns: false,
     })
 }
 
@@ -599,6 +482,7 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         direct_io: true,
         mirror: None,
         plain: false,
+        turns: false,
     })
 }
 
@@ -630,6 +514,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         direct_io: true,
         mirror: None,
         plain: false,
+        turns: false,
     })
 }
 
@@ -671,173 +556,4 @@ fn named(path: &Path) -> io::Result<(File, bool)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::Scratch;
-    use std::os::unix::fs::{FileExt, MetadataExt};
-
-    #[test]
-    fn a_cipher_can_be_switched_off_for_what_leaves_memory() {
-        for (text, plain, priority) in [
-            ("file:/var/tmp", false, None),
-            ("file:/var/tmp,cipher=none", true, None),
-            ("file:/var/tmp:1G,cipher=none,prio=7", true, Some(7)),
-            ("/dev/sdb2,prio=7,cipher=none", true, Some(7)),
-            ("nbd://host/x?connections=2,cipher=aes-256-gcm", false, None),
-        ] {
-            let device = parse(text).expect(text);
-            assert_eq!((device.plain, device.priority), (plain, priority), "{text}");
-            assert!(!device.name().contains("cipher"), "{text}");
-        }
-        assert!(matches!(parse("file:/a,cipher=rot13"), Err(DeviceError::Cipher(..))));
-        assert!(matches!(parse("file:/a,cipher=none,cipher=none"), Err(DeviceError::Cipher(..))));
-        assert!(matches!(parse("zram:1G,cipher=none"), Err(DeviceError::CipherOfZram(_))));
-        assert!(matches!(parse("file:/a,prio=1,prio=2"), Err(DeviceError::Priority(_))));
-    }
-
-    #[test]
-    fn devices_are_read_as_documented() {
-        let acceptance = Acceptance::default();
-        let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Scheme::default(), acceptance };
-        assert_eq!(parse("zram:1G").expect("zram"), Device { kind: zram.clone(), priority: None, mirror: None, plain: false });
-        assert_eq!(
-            parse("zram:1G,prio=-1").expect("zram"),
-            Device { kind: zram, priority: Some(-1), mirror: None, plain: false }
-        );
-        let levels = Level::new(3).map(|level| (Scheme { choice: Choice::Zstd, level }, "zstd,level=3"));
-        let schemes = Choice::ALL.map(|choice| (choice.into(), choice.name())).into_iter().chain(levels);
-        for (codec, name) in schemes {
-            let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
-            assert_eq!(
-                parse(&format!("zram:1G,codec={name}")).expect("codec"),
-                Device { kind: kind.clone(), priority: None, mirror: None, plain: false }
-            );
-            assert_eq!(
-                parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
-                Device { kind, priority: Some(3), mirror: None, plain: false }
-            );
-        }
-        let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
-        let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4.into(), acceptance };
-        for order in [
-            "codec=lz4,max_pool_percent=20,accept_threshold_percent=100",
-            "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
-        ] {
-            let device = parse(&format!("zram:1G,{order},prio=7")).expect("options");
-            assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None, plain: false });
-        }
-        let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
-        assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
-        assert_eq!(parse("file:/var/tmp:2G").expect("file").kind, file("/var/tmp", Some(2 << 30)));
-        assert_eq!(parse("file:/a:b/c").expect("file").kind, file("/a:b/c", None));
-        assert_eq!(parse("file:/a:b/c:64M").expect("file").kind, file("/a:b/c", Some(64 << 20)));
-    }
-
-    #[test]
-    fn what_cannot_be_a_device_is_refused_with_the_reason() {
-        for (text, part) in [
-            ("", "not a device"),
-            ("zram", "not a device"),
-            ("zram:", "not a size"),
-            ("zram:12Q", "not a size"),
-            ("zram:50%", "share of nothing"),
-            ("zram:1K", "too small"),
-            ("file:", "not a device"),
-            ("file:/x:1M", "too small"),
-            ("file:/x:9T", "too large"),
-            ("file:/x:lots", "not a size"),
-            ("zram:1G,prio=high", "prio=N"),
-            ("zram:1G,codec=lzo-rle", "there is no codec \"lzo-rle\"; use lz4+zstd, lz4, zstd, snappy"),
-            ("zram:1G,codec=", "there is no codec"),
-            ("zram:1G,codec=zstd,level=10", "there is no level \"10\" of zstd; use 1 to 9"),
-            ("zram:1G,level=0", "no level"),
-            ("zram:1G,level=", "no level"),
-            ("zram:1G,level=3,codec=lz4", "a level is for zstd"),
-            ("zram:1G,level=3,codec=snappy", "a level is for zstd"),
-            ("zram:1G,levels=3", "no option of zram"),
-            ("zram:1G,max_pool_percent=0", "no option of zram"),
-            ("zram:1G,max_pool_percent=101", "no option of zram"),
-            ("zram:1G,accept_threshold_percent", "no option of zram"),
-            ("zram:1G,accept_threshold_percent=many", "no option of zram"),
-            ("file:/x,codec=zstd", "chosen for zram"),
-            ("file:/x:1G,codec=zstd", "chosen for zram"),
-            ("zram:1G,prio=-2", "from -1 to 32767"),
-            ("nb\n://host,mirror=", "no mirror"),
-            ("nbd://", "host"),
-            ("nbd+unix:///x", "socket=PATH"),
-        ] {
-            let error = parse(text).expect_err(text).to_string();
-            assert!(error.contains(part), "{text}: {error}");
-            assert!(!error.contains('\n'));
-        }
-    }
-
-    #[test]
-    fn one_compressed_memory_which_comes_first_and_any_number_of_others() {
-        let devices = |texts: &[&str]| -> Vec<Device> { texts.iter().map(|t| parse(t).expect("device")).collect() };
-        let refused = |texts: &[&str]| open(&devices(texts), 1 << 30).expect_err("refused").to_string();
-        assert!(refused(&["zram:1G", "zram:1G"]).contains("more than one zram"));
-        assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("\"file:/tmp\" has a higher priority"));
-        assert!(refused(&["file:/tmp:16M"; 17]).contains("more than 16"));
-        let two = open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
-        let told: Vec<_> = two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
-        assert_eq!(told, [("file:/var/tmp", 3, 8), ("file:/tmp", -1, 16)]);
-        let only_memory = open(&devices(&["zram:1G"]), 1 << 30).expect("zram");
-        assert!(only_memory.beyond.is_empty() && only_memory.pool_cap == 1 << 30);
-    }
-
-    #[test]
-    fn the_file_has_no_name_takes_no_space_and_can_be_written() {
-        let scratch = Scratch::new("device");
-        for path in [scratch.root().to_owned(), scratch.path("swap")] {
-            let space = open(
-                &[Device { kind: DeviceKind::File { path, bytes: Some(64 << 20) }, priority: None, mirror: None, plain: false }],
-                1 << 30,
-            )
-            .expect("file");
-            let swap = &space.beyond[0];
-            assert_eq!(swap.extents, 32);
-            let Medium::File(file) = &swap.medium else { panic!("no file") };
-            let metadata = file.metadata().expect("metadata");
-            assert_eq!((metadata.nlink(), metadata.len(), metadata.blocks()), (0, 64 << 20, 0));
-            // Direct I/O wants aligned memory: a page of this process's own.
-            let page = swaptide_sys::mem::Mapping::reserve(4096).expect("page");
-            // SAFETY: the mapping is 4096 bytes long and readable, and nothing else refers to it.
-            let bytes = unsafe { std::slice::from_raw_parts(page.as_ptr(), 4096) };
-            let Medium::File(file) = &swap.medium else { panic!("no file") };
-            assert_eq!(file.write_at(bytes, 4096).expect("write"), 4096);
-        }
-        assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0, "nothing is left behind");
-    }
-
-    #[test]
-    fn what_is_no_block_device_or_not_marked_is_refused() {
-        let refused = |path: &str| {
-            open(&[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None, plain: false }], 1 << 30)
-                .expect_err("refused")
-                .to_string()
-        };
-        assert!(refused("/dev/null").contains("no block device"));
-        assert!(refused("/no/such/device").contains("cannot be used"));
-    }
-
-    #[test]
-    fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
-        let scratch = Scratch::new("refused");
-        let taken = scratch.path("taken");
-        std::fs::write(&taken, "mine").expect("write");
-        let refused = |path: PathBuf, bytes| {
-            open(&[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None, plain: false }], 1 << 30)
-                .expect_err("refused")
-                .to_string()
-        };
-        assert!(refused(taken.clone(), None).contains("exists already"));
-        assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");
-        assert!(refused(scratch.path("no/such/directory"), None).contains("no swap file can be made"));
-        assert!(refused(PathBuf::from("/proc"), None).contains("/proc"));
-        let free = free_space(scratch.root()).expect("statvfs");
-        if free < LARGEST_FILE {
-            assert!(refused(scratch.root().to_owned(), Some(LARGEST_FILE)).contains("too small"));
-        }
-    }
-}
+mod tests;

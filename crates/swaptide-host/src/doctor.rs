@@ -178,7 +178,7 @@ fn swap_space() -> Finding {
     let mut refused = String::from("no directory");
     for place in default_places() {
         match crate::device::open(
-            &[crate::device::Device { kind: file_in(&place), priority: None, mirror: None, plain: false }],
+            &[crate::device::Device { kind: file_in(&place), priority: None, mirror: None, plain: false, turns: None }],
             1 << 30,
         ) {
             Ok(space) => {

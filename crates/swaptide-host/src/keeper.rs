@@ -80,6 +80,8 @@ struct Watch {
     /// What of its limit is lent, and what it shared lately.
     lent: u64,
     lasting: Lasting,
+    /// What it would have if all were divided by demand at once.
+    fair: u64,
 }
 
 /// A run: the processes under one supervisor.
@@ -233,12 +235,14 @@ impl Keeper {
         let decision = budget::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> = members.iter().map(|member| self.sharing(member, elapsed)).collect();
         let lent = budget::lend(&bounds, &counted, &sharing);
-        for (at, limit) in &decision.limits {
-            if let Some(index) = members[*at].slot
-                && command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at))
-                && let Some(watch) = self.watches.get_mut(&index)
-            {
-                watch.lent = lent[*at];
+        for ((at, limit), fair) in decision.limits.iter().zip(&decision.fair) {
+            let Some(index) = members[*at].slot else { continue };
+            let has_limit = command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at));
+            if let Some(watch) = self.watches.get_mut(&index) {
+                watch.fair = *fair;
+                if has_limit {
+                    watch.lent = lent[*at];
+                }
             }
         }
         self.bound_pools(&members, &decision.limits);
@@ -351,7 +355,7 @@ impl Keeper {
         let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
         let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
         let Some(index) = member.slot else {
-            return Process { group, standing: Standing::Beyond, used, pressure: 0, limit: 0, growth: 0 };
+            return Process { group, standing: Standing::Beyond, used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0 };
         };
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
@@ -369,7 +373,16 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let new = || Watch { pid, run: member.run, moved_pages: moved, pressure: 0, used, lent: 0, lasting: Lasting::default() };
+        let new = || Watch {
+            pid,
+            run: member.run,
+            moved_pages: moved,
+            pressure: 0,
+            used,
+            lent: 0,
+            lasting: Lasting::default(),
+            fair: 0,
+        };
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
@@ -381,7 +394,10 @@ impl Keeper {
         let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
         let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
-        Process { group, standing, used, pressure: watch.pressure, limit, growth: growth as u64 }
+        let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
+        let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(|bytes| bytes.load(Relaxed));
+        let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
+        Process { group, standing, used, pressure: watch.pressure, fixed, swapped, limit, growth: growth as u64 }
     }
 
     /// What a process has of pages that others have too.
@@ -499,11 +515,12 @@ impl Keeper {
     /// A run, all but what the keeper does not know: its number, name and age.
     pub fn view(&self, root: u32) -> View {
         let totals = self.totals(root);
-        let slots: HashMap<u32, &ProcSlot> = self.segment.claimed().map(|(_, slot)| (slot.pid.load(Relaxed), slot)).collect();
+        let slots: HashMap<u32, (SlotIndex, &ProcSlot)> =
+            self.segment.claimed().map(|(index, slot)| (slot.pid.load(Relaxed), (index, slot))).collect();
         let process = |pid: u32| {
             let resident_bytes = self.tree.used(pid);
             let group = self.groups.get(self.places.of(pid)).map_or_else(String::new, |group| group.path.to_string());
-            let Some(slot) = slots.get(&pid) else {
+            let Some((index, slot)) = slots.get(&pid) else {
                 return ProcessView { pid, group, state: "unmanaged".into(), resident_bytes, ..ProcessView::default() };
             };
             let state = match slot.state() {
@@ -517,6 +534,7 @@ impl Keeper {
                 group,
                 state: state.into(),
                 limit_bytes: slot.limit_bytes.load(Relaxed),
+                fair_bytes: self.watches.get(index).filter(|watch| watch.pid == pid).map_or(0, |watch| watch.fair),
                 resident_bytes,
                 pool_bytes: slot.pool_bytes.load(Relaxed),
                 swapped_pool_bytes: slot.swapped_pool_bytes.load(Relaxed),
@@ -693,114 +711,4 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::areas::Open;
-    use crate::testing::segment;
-    use std::fs::File;
-    use std::os::unix::fs::{FileExt, MetadataExt};
-    use std::process::{Child, Command, Stdio};
-    use swaptide_ipc::{AreaId, AreaMask};
-
-    fn no_areas(segment: &'static Segment) -> Arc<Areas> {
-        Arc::new(Areas::new(segment))
-    }
-
-    /// One that keeps the child and whom it starts: they are this process's.
-    fn keeper(child: &Child, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
-        let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
-        let (root, program) = (child.id(), "sleep".to_owned());
-        keeper.add_run(Run { root, front: root, uid: 0, program, started: 0.0, group: None, max: None, strict });
-        keeper
-    }
-
-    fn sleeper() -> Child {
-        Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().expect("sleep")
-    }
-
-    fn end(mut child: Child) {
-        child.kill().expect("kill");
-        child.wait().expect("wait");
-    }
-
-    #[test]
-    fn a_process_that_dies_leaves_its_counters_and_no_extent() {
-        let segment = segment();
-        let areas = no_areas(segment);
-        let device = crate::device::parse("file:/var/tmp:16M").expect("a device");
-        areas.add(crate::device::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
-        let file = File::from(areas.open(AreaId(0)).expect("open"));
-        let child = sleeper();
-        let index = segment.claim(child.id(), 0).expect("slot");
-        segment.lease_extent(index, AreaMask::ALL).expect("extent");
-        let page = swaptide_sys::mem::Mapping::reserve(65536).expect("pages");
-        // SAFETY: the mapping is so long and readable, and nothing else refers to it.
-        file.write_all_at(unsafe { std::slice::from_raw_parts(page.as_ptr(), 65536) }, 0).expect("write");
-        file.sync_all().expect("sync");
-        assert!(file.metadata().expect("metadata").blocks() > 0);
-        segment.slot(index).count(Counter::Pswpout, 16);
-        let root = child.id();
-        let mut keeper = keeper(&child, segment, areas, 64 << 20, false);
-        keeper.tick();
-        assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16);
-        assert_eq!(segment.extents_used(), 1);
-        end(child);
-        keeper.tick();
-        assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16, "the dead are counted once");
-        assert_eq!(segment.extents_used(), 0);
-        assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
-        assert_eq!(segment.claimed().count(), 0);
-    }
-
-    #[test]
-    fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
-        let mut child = Command::new("python3")
-            .args(["-c", "import sys; x=b'x'*(60<<20); print(flush=True); sys.stdin.read()"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python3 is needed for this test");
-        std::io::Read::read_exact(child.stdout.as_mut().expect("stdout"), &mut [0]).expect("ready");
-        let segment = segment();
-        let index = segment.claim(child.id(), 0).expect("slot");
-        let slot = segment.slot(index);
-        let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
-        roomy.tick();
-        assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
-        let root = child.id();
-        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
-        keeper.tick();
-        assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
-        let limit = slot.limit_bytes.load(Relaxed);
-        assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
-        keeper.tick();
-        assert_eq!(slot.bell.load(Relaxed), 1, "no bell without news");
-        assert!(keeper.totals(root).peak_resident > 60 << 20);
-        end(child);
-    }
-
-    #[test]
-    fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
-        let segment = segment();
-        // What the run's root has started is killed, and the root sees it.
-        let child = Command::new("sh").args(["-c", "sleep 600; exit 5"]).stdin(Stdio::null()).spawn().expect("sh");
-        let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
-        slot.count(Counter::SwapFull, 1);
-        let root = child.id();
-        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, true);
-        keeper.tick();
-        assert!(!keeper.totals(root).strict_kill, "within the budget");
-        while keeper.tree.pids().count() < 2 {
-            std::thread::sleep(Duration::from_millis(5));
-            keeper.tick();
-        }
-        slot.count(Counter::SwapFull, 1);
-        let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
-        let process = Process { group: 0, standing: Standing::Engaged, used: 80 << 20, pressure: 0, limit: 0, growth: 0 };
-        keeper.enforce(root, &[member], &[process]);
-        assert!(keeper.totals(root).strict_kill);
-        let mut child = child;
-        let status = child.wait().expect("wait");
-        assert_eq!(status.code(), Some(5));
-    }
-}
+mod tests;

@@ -41,6 +41,7 @@ pub mod keeper;
 pub mod mirror;
 pub mod nbd;
 pub mod report;
+mod rotational;
 pub mod shared;
 pub mod signals;
 pub mod size;

@@ -177,6 +177,9 @@ pub struct ProcessView {
     pub state: String,
     /// Its limit; 0 when it has none.
     pub limit_bytes: u64,
+    /// What its limit would be if the budget were divided by demand at once; 0 when it has none. Limits follow it by and by.
+    #[serde(default)]
+    pub fair_bytes: u64,
     /// What counts of it against the budget.
     pub resident_bytes: u64,
     /// Of that, compressed memory.

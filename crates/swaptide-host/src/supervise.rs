@@ -21,7 +21,6 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -42,14 +41,14 @@ use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::uffd::{OpenError, Uffd};
+use swaptide_sys::uffd::Uffd;
 
-use crate::areas::{AreaError, Areas, Open};
+use crate::areas::{Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
-use crate::config::{Config, ConfigError};
+use crate::config::Config;
 use crate::control::{self, Door, Join, Joined, Run};
 use crate::daemon::client::{self, RemoteAreas};
-use crate::device::{self, Acceptance, DeviceError, SwapSpace};
+use crate::device::{self, Acceptance, SwapSpace};
 use crate::doctor::REQUIRED;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
@@ -57,9 +56,13 @@ use crate::mirror;
 use crate::report::{Frame, Report, Sink, program_name, summary};
 use crate::shared::Shared;
 use crate::signals::{self, Change, Inherited, Signals};
-use crate::size::{SizeError, human, parse_share, ram_total};
+use crate::size::{human, parse_share, ram_total};
 use crate::socket::Counter;
-use crate::target::{self, Target, TargetError};
+use crate::target::{self, Target};
+
+mod error;
+
+pub use self::error::RunError;
 
 /// Names the agent's library, for an installation that is spread out.
 pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
@@ -67,6 +70,10 @@ pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
 pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
+/// Every so manyth large fill ends half way: for tests of what happens then.
+pub const ENV_PART: &str = "SWAPTIDE_TEST_PART";
+/// Every so manyth transfer to or from the first swap area goes wrong: for tests of what happens then.
+pub const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
 /// How engines end, for tests.
 pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// Not empty: no daemon is joined. For measurements, which want to be alone.
@@ -114,78 +121,6 @@ pub struct RunConfig {
     /// The program and its arguments.
     pub command: Vec<OsString>,
 }
-
-/// Why a run did not start.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum RunError {
-    /// `--ram` is no size.
-    Ram(SizeError),
-    /// `--ram` is less than the engine needs.
-    SmallBudget(u64),
-    /// A device.
-    Swap(DeviceError),
-    /// There are too many of them.
-    Area(AreaError),
-    /// `--config`.
-    Config(ConfigError),
-    /// `--tiers`, or what `--config` says of groups.
-    Groups(&'static str, GroupError),
-    /// The daemon does not keep it.
-    Daemon(String),
-    /// What is asked for is the daemon's to have.
-    WithDaemon(&'static str),
-    /// The report cannot be written there.
-    Report(PathBuf, io::Error),
-    /// No program was named.
-    NoCommand,
-    /// The program.
-    Target(TargetError),
-    /// The preloaded library is not where it should be.
-    NoAgent(Vec<PathBuf>),
-    /// The library's path cannot stand in `LD_PRELOAD`.
-    AgentPath(PathBuf),
-    /// The kernel or its settings do not allow it.
-    Userfaultfd(OpenError),
-    /// A system call.
-    System(&'static str, io::Error),
-    /// The program could not be started after all.
-    Start(String),
-}
-
-impl fmt::Display for RunError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            RunError::Ram(error) => write!(f, "--ram: {error}"),
-            RunError::SmallBudget(bytes) => {
-                write!(f, "--ram: {} is too small; the least that works is {}", human(*bytes), human(SMALLEST_BUDGET))
-            }
-            RunError::Swap(error) => write!(f, "--swap: {error}"),
-            RunError::Area(error) => write!(f, "--swap: {error}"),
-            RunError::Config(error) => write!(f, "--config: {error}"),
-            RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
-            RunError::Daemon(why) => write!(f, "the daemon: {why}; --no-daemon stays alone"),
-            RunError::WithDaemon(flag) => {
-                write!(f, "{flag}: a daemon is there, and has that for all; leave it out, or stay alone with --no-daemon")
-            }
-            RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
-            RunError::NoCommand => write!(f, "no program to run; name it after --"),
-            RunError::Target(error) => write!(f, "{error}"),
-            RunError::NoAgent(places) => {
-                let places: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
-                write!(f, "{AGENT_NAME} not found ({}); build it with cargo build, or set {ENV_AGENT}", places.join(", "))
-            }
-            RunError::AgentPath(path) => {
-                write!(f, "{}: a path with a space or a colon cannot be preloaded; move it or set {ENV_AGENT}", path.display())
-            }
-            RunError::Userfaultfd(error) => write!(f, "{error}; swaptide doctor tells how to mend it"),
-            RunError::System(what, error) => write!(f, "{what}: {error}"),
-            RunError::Start(message) => write!(f, "{message}"),
-        }
-    }
-}
-
-impl std::error::Error for RunError {}
 
 /// What the back tells the front.
 #[derive(Serialize, Deserialize)]
@@ -432,6 +367,8 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     let test_setting = |name| std::env::var(name).ok().and_then(|text| text.parse().ok());
     header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
+    header.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
+    header.mishap_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
     header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
     header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];

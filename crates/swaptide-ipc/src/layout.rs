@@ -14,7 +14,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
@@ -91,6 +91,10 @@ pub struct Header {
     pub largest_order_plus: AtomicU32,
     /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
     pub stale_every: AtomicU32,
+    /// Every so manyth fill of several pages ends half way, as it does when an event is unread (0: none). For tests.
+    pub part_every: AtomicU32,
+    /// Every so manyth transfer of a process to or from the first area goes wrong, in one way or another (0: none). For tests.
+    pub mishap_every: AtomicU32,
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3: the handler's thread is gone; 4: there is no memory for an
     /// engine; 5: at its first order, a thread is gone that reads from servers (0: they do not). For tests.
     pub fail: AtomicU32,

@@ -29,6 +29,7 @@
 //! Locks: one of `inboxes` or `bounce` (all of them only to keep everybody out, in this order), then `state`, or `emptied` alone. An inbox and `bounce`
 //! are held across I/O, `state` is not (but across calls to the source). Readers do not wait for writers, nor for each other while an inbox is free.
 
+mod ahead;
 mod cipher;
 mod digests;
 mod extents;
@@ -46,6 +47,7 @@ use swaptide_sys::mem::Mapping;
 use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::{Errno, OwnedFd};
 
+pub use self::ahead::{Ahead, MOST_AHEAD, ReadAhead};
 use self::cipher::Cipher;
 use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
@@ -53,7 +55,7 @@ use self::io::{BlockIo, SwapFile};
 use self::places::{Place, Places};
 use self::reading::{INBOXES, Inbox, Wanted, lay_out};
 use self::router::Router;
-pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Opened, Spot};
+pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Mishap, Opened, Spot};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Slot};
@@ -94,6 +96,11 @@ pub trait ExtentSource: Sync {
 
     /// Whether what lies in a leased extent is not to be encrypted.
     fn is_plain(&self, _extent: Extent) -> bool {
+        false
+    }
+
+    /// Whether what lies in a leased extent lies on a device that turns: a read costs a seek, and what lies beside it nothing more.
+    fn turns(&self, _extent: Extent) -> bool {
         false
     }
 
@@ -205,6 +212,10 @@ impl Drop for UnderWay<'_> {
 struct Buffer(Option<Mapping>);
 
 impl Buffer {
+    fn is_none(&self) -> bool {
+        self.0.is_none()
+    }
+
     fn blocks(&mut self, n: usize) -> Result<&mut [u8], Errno> {
         let len = n * PAGE_SIZE;
         let mapping = match self.0.take() {

@@ -68,7 +68,8 @@ struct RunArgs {
         value_name = "DEV",
         allow_hyphen_values = true,
         help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
-                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local disk); each with ,prio=N, any number of them \
+                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local disk); files and block devices also with ,rotational=yes|no \
+                [default: what the kernel says of the disk]; each with ,prio=N, any number of them \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
     swap: Vec<String>,

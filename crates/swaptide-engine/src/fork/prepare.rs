@@ -36,6 +36,8 @@ impl Handler {
         while self.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
         let _ = self.mint.discard(0, self.mint.len());
+        // The child makes buffers of its own, and nobody would ever give these back there.
+        self.ahead.clear();
         engine.devices.file.device.freeze_all();
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);

@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use swaptide_ipc::{AreaId, Segment, Transport};
 use swaptide_sys::sock::{Conn, poll_readable};
@@ -14,6 +15,8 @@ use crate::areas::Open;
 use crate::control::{Answer, Join, Joined, PATIENCE, Question, daemon_path};
 use crate::report::Totals;
 
+/// What lies between two attempts to reach a daemon that is being started again.
+const PAUSE: Duration = Duration::from_millis(20);
 /// Longest line that comes from the daemon.
 const LONGEST: usize = 1 << 20;
 
@@ -47,15 +50,40 @@ fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
 /// # Errors
 /// Why it would not keep the run.
 pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
-    joined(ask(&Question::Look(join.clone())))
+    joined(until_answered(PATIENCE, is_cut_short, || ask(&Question::Look(join.clone()))))
 }
 
-/// Has the daemon keep whoever descends from this process.
+/// Has the daemon keep whoever descends from this process. It was there a moment ago: should it be gone, it is being started again, and waited for.
 ///
 /// # Errors
 /// Why it does not.
 pub fn join(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
-    joined(ask(&Question::Join(join.clone())))
+    joined(until_answered(PATIENCE, |error| is_cut_short(error) || is_nobody(error), || ask(&Question::Join(join.clone()))))
+}
+
+/// The daemon ended while it was asked.
+fn is_cut_short(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
+
+/// There is no daemon.
+fn is_nobody(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+/// Asks again, for so long, where it fails in a way that passes.
+fn until_answered<T>(
+    patience: Duration,
+    passes: impl Fn(&io::Error) -> bool,
+    mut ask: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let end = Instant::now() + patience;
+    loop {
+        match ask() {
+            Err(error) if passes(&error) && Instant::now() < end => std::thread::sleep(PAUSE),
+            answer => return answer,
+        }
+    }
 }
 
 fn joined(answer: io::Result<(Answer, Option<OwnedFd>)>) -> Result<Option<(Joined, OwnedFd)>, String> {
@@ -63,7 +91,7 @@ fn joined(answer: io::Result<(Answer, Option<OwnedFd>)>) -> Result<Option<(Joine
         Ok((Answer::Joined(joined), Some(segment))) => Ok(Some((joined, segment))),
         Ok((Answer::Error(why), _)) => Err(why),
         Ok(_) => Err("the daemon is of another build; install all of swaptide from one".into()),
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
+        Err(error) if is_nobody(&error) => Ok(None),
         // Not for this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
         Err(error) => Err(format!("the daemon at {} does not answer: {error}", daemon_path().display())),
@@ -114,5 +142,29 @@ impl Open for RemoteAreas {
             place.insert(fresh()?);
         }
         held.get(&key)?.try_clone().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_ends_while_it_is_asked_is_asked_again() {
+        let second = Duration::from_secs(1);
+        let mut answers =
+            vec![Ok(7), Err(io::ErrorKind::ConnectionRefused), Err(io::ErrorKind::BrokenPipe), Err(io::ErrorKind::UnexpectedEof)];
+        let mut ask = || answers.pop().expect("no more is asked than needed").map_err(io::Error::from);
+        assert_eq!(until_answered(second, |error| is_cut_short(error) || is_nobody(error), &mut ask).ok(), Some(7));
+        // Who has not been there yet is not waited for, and nobody for ever.
+        let kind = |result: io::Result<u8>| result.map_err(|error| error.kind());
+        let refused = || Err(io::ErrorKind::ConnectionRefused.into());
+        assert_eq!(kind(until_answered(second, is_cut_short, refused)), Err(io::ErrorKind::ConnectionRefused));
+        let cut = || Err(io::ErrorKind::UnexpectedEof.into());
+        assert_eq!(kind(until_answered(3 * PAUSE, is_cut_short, cut)), Err(io::ErrorKind::UnexpectedEof));
+        assert_eq!(
+            kind(until_answered(second, is_cut_short, || Err(io::ErrorKind::InvalidData.into()))),
+            Err(io::ErrorKind::InvalidData)
+        );
     }
 }

@@ -275,6 +275,8 @@ impl KeptArea {
                     direct_io: self.direct_io,
                     mirror: None,
                     plain: self.plain,
+                    // The segment says it.
+                    turns: false,
                 }
             }
         };
@@ -301,6 +303,7 @@ impl KeptArea {
             direct_io: self.direct_io,
             mirror: None,
             plain: self.plain,
+            turns: false,
         })
     }
 }

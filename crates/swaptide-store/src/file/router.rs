@@ -13,13 +13,16 @@
 //!
 //! Locks: that of a device's descriptor, held while it is opened, not across transfers.
 
+use core::time::Duration;
 use std::sync::Arc;
 
 use swaptide_sys::lock::Lock;
+use swaptide_sys::thread::sleep;
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
 use super::io::{self, BlockIo, Run, SwapFile};
 use super::{EXTENT_BYTES, Extent};
+use crate::PAGE_SIZE;
 use crate::nbd::{Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.
@@ -81,6 +84,24 @@ pub trait Areas: Send + Sync {
 
     /// A transfer failed.
     fn failed(&self, area: u8);
+
+    /// What is to go wrong with the next transfer, for tests.
+    fn mishap(&self, _area: u8, _writes: bool) -> Option<Mishap> {
+        None
+    }
+}
+
+/// What devices do at times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mishap {
+    /// The transfer fails, and nothing of it is done.
+    Fails(Errno),
+    /// A write fails, and half of it is done; a read fails.
+    Torn,
+    /// A write does half, and says so; a read is whole.
+    Short,
+    /// It takes longer.
+    Slow(Duration),
 }
 
 /// A descriptor that a forked child is given.
@@ -145,6 +166,35 @@ impl Router {
         }
     }
 
+    /// Writes to a device, or has happen what a test wants.
+    fn write_there(&self, area: u8, io: &dyn BlockIo, at: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        // Whole blocks, as devices do.
+        let half = &bytes[..bytes.len() / 2 / PAGE_SIZE * PAGE_SIZE];
+        match self.areas.mishap(area, true) {
+            Some(Mishap::Fails(errno)) => Err(errno),
+            Some(Mishap::Torn) => io.write_at(at, half).and(Err(Errno::IO)),
+            Some(Mishap::Short) if !half.is_empty() => io.write_at(at, half),
+            Some(Mishap::Slow(time)) => {
+                sleep(time);
+                io.write_at(at, bytes)
+            }
+            _ => io.write_at(at, bytes),
+        }
+    }
+
+    /// The same before a read.
+    fn before_read(&self, area: u8) -> Result<(), Errno> {
+        match self.areas.mishap(area, false) {
+            Some(Mishap::Fails(errno)) => Err(errno),
+            Some(Mishap::Torn) => Err(Errno::IO),
+            Some(Mishap::Slow(time)) => {
+                sleep(time);
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Notes a failure that speaks against the device.
     fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
         if let Err(errno) = &result
@@ -170,7 +220,9 @@ impl Router {
             there.push(Run { offset: spot.offset + within, first: run.first, buf: &mut *run.buf });
         }
         let Some((area, io)) = device else { return Ok(()) };
-        io.read_runs(&mut there).map_err(|(block, errno)| {
+        let first = there.first().map_or(0, |run| run.first);
+        let read = self.before_read(area).map_err(|errno| (first, errno)).and_then(|()| io.read_runs(&mut there));
+        read.map_err(|(block, errno)| {
             let _ = self.judged::<()>(area, Err(errno));
             (block, errno)
         })
@@ -194,7 +246,7 @@ impl BlockIo for Router {
         if let Some(mirror) = place.mirror {
             self.on(mirror, |io, at| io::write_all(io, at + within, bytes).map_err(|(_, errno)| errno))?;
         }
-        self.on(place.spot, |io, at| io.write_at(at + within, bytes))
+        self.on(place.spot, |io, at| self.write_there(place.spot.area, io, at + within, bytes))
     }
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {

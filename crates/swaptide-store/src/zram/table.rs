@@ -58,8 +58,8 @@ pub(super) struct Handles {
 
 impl Handles {
     pub(super) fn new(max_slots: u32) -> Handles {
-        let mut clusters = Vec::new();
-        clusters.resize_with((max_slots as usize).div_ceil(CLUSTER_SLOTS), || None);
+        // Room for all, so that nothing is ever copied; what is not used is not touched, and costs nothing.
+        let clusters = Vec::with_capacity((max_slots as usize).div_ceil(CLUSTER_SLOTS));
         Handles { clusters, max_slots, allocated: 0, used: 0 }
     }
 
@@ -75,6 +75,12 @@ impl Handles {
     pub(super) fn set(&mut self, slot: Slot, handle: Handle) -> Handle {
         assert!(slot.0 < self.max_slots, "compressed memory: slot {slot} of a device with {} slots", self.max_slots);
         let (at, index) = slot.split();
+        if at >= self.clusters.len() {
+            if handle == Handle::Empty {
+                return Handle::Empty;
+            }
+            self.clusters.resize_with(at + 1, || None);
+        }
         let place = &mut self.clusters[at];
         if place.is_none() {
             if handle == Handle::Empty {
@@ -100,7 +106,7 @@ impl Handles {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
+        self.clusters.len() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
     }
 }
 
