@@ -90,6 +90,7 @@ CASES = [
     Case("threads-touch", program("threads", "touch"), 32, allowance=4),
     Case("threads-storm", program("threads", "storm"), 32, allowance=12),
     Case("threads-c11", program("threads", "c11"), 32, allowance=12),
+    *[Case(f"begins-{mode}", program("begins", mode, megabytes=200), 32, allowance=2) for mode in ("reserve", "plain", "populate", "advise")],
     Case("ops-single", program("ops", "single"), 32, allowance=2),
     Case("ops-threads", program("ops", "threads"), 32, allowance=4),
     Case("advice", program("advice"), 32, allowance=4, forks=True),

@@ -248,6 +248,9 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         return at;
     }
     let plain = flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
+    if plain && prot & WRITE != 0 {
+        start::begin_before(len, flags & NORESERVE != 0);
+    }
     let engine = start::engine().filter(|_| plain && len >= LARGE);
     let flags = if engine.is_some() { flags & !POPULATE } else { flags };
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
@@ -257,8 +260,6 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     {
         let start = VirtAddr(at as usize);
         engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
-    } else if plain && prot & WRITE != 0 && flags & NORESERVE == 0 && !(-4095..0).contains(&at) {
-        start::begin_before(len);
     }
     at
 }

@@ -20,7 +20,7 @@ use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
-use swaptide_sys::affinity::cpus_online;
+use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::patron::{self, Patron};
@@ -250,16 +250,11 @@ pub fn segment() -> Option<&'static Segment> {
     }
 }
 
-/// Handlers run before what they serve: a fault is a thread that waits, and a program that grows does not wait for its engine to start.
-fn go_first() {
-    // Without the privilege the handler is a thread like others.
-    let _ = swaptide_sys::affinity::set_own_nice(-10);
-}
-
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
     if empty_table(None).is_ok() {
         set_name(c"swaptide");
+        // A program that grows does not wait for its engine to start.
         go_first();
         match segment() {
             None => log::line("the supervisor does not answer (another network namespace?): this process is not managed"),
@@ -288,10 +283,11 @@ fn start_sleeper() {
     }
 }
 
-/// A mapping of `len` bytes was made, to be written. One that is as large as the whole budget is not given to the program before the process is
-/// managed: filled at full speed it would be past the budget before the supervisor looked.
-pub fn begin_before(len: usize) {
-    if len < SMALLEST_BUDGET || !is_own_process() {
+/// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole budget is not made before the process is
+/// managed: filled at full speed, or by the kernel at once, it would be past the budget before the supervisor looked. What is `reserved` beyond
+/// all memory of the machine is address space, and not to be filled.
+pub fn begin_before(len: usize, reserved: bool) {
+    if len < SMALLEST_BUDGET || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
         return;
     }
     let began = now();
@@ -311,6 +307,12 @@ pub fn begin_before(len: usize) {
     // Whoever asks for the segment is looked at then.
     drop(ask(Request::Segment));
     while slot.state() == ProcState::Watching && pause() {}
+}
+
+/// Memory of the machine.
+fn machine_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Claims a slot and waits on its bell.
@@ -498,7 +500,7 @@ fn spawn_reader() -> bool {
 extern "C" fn reader(_: usize) {
     set_name(c"swaptide-read");
     // As a worker.
-    let _ = swaptide_sys::affinity::set_own_nice(0);
+    go_normally();
     let Some(engine) = engine() else { exit_thread() };
     engine.read_far();
     ends::forget(gettid());
@@ -513,7 +515,7 @@ extern "C" fn watch(_: usize) {
 extern "C" fn worker(index: usize) {
     set_name(c"swaptide-work");
     // Made by the handler, whose place in the queue it inherits and does not need.
-    let _ = swaptide_sys::affinity::set_own_nice(0);
+    go_normally();
     let Some(engine) = engine() else { exit_thread() };
     Box::leak(Box::new(Worker::new(engine.scheme))).run(engine, index);
     // The program was let go.
@@ -647,6 +649,7 @@ extern "C" fn heir(_: usize) {
         }
     };
     set_name(c"swaptide");
+    // A fault is a thread that waits.
     go_first();
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {

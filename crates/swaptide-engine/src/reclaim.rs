@@ -41,6 +41,8 @@ use crate::writeback::Writeback;
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR: Duration = Duration::from_millis(1);
+/// How fast a program may grow at most, by which the time of the next look is set.
+const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// The same while a thread faults again and again with the handler on its CPU: who wakes up, if only for a look, may part the two.
 const TICK_ASIDE: Duration = Duration::from_millis(4);
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it is no harm if it does it in the normal class.
@@ -273,15 +275,9 @@ impl Worker {
             }
             let idle = self.work(engine, keeper.as_mut());
             if idle {
-                let charge = &engine.charge;
-                let near = charge.headroom() < 4 * charge.high();
+                let tick = tick(engine);
                 engine.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
-                    let tick = match near {
-                        false => TICK,
-                        true if engine.handler_cpu.load(Relaxed) != NO_CPU => TICK_ASIDE,
-                        true => TICK_NEAR,
-                    };
                     futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
                 }
             }
@@ -331,6 +327,14 @@ impl Worker {
         }
         false
     }
+}
+
+/// How long an idle worker may sleep: what the program makes of new mappings meanwhile is under nobody's eyes, and must not be more than half of
+/// what is free.
+fn tick(engine: &Engine) -> Duration {
+    let free = engine.charge.headroom().max(0) as u64;
+    let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU { TICK_NEAR } else { TICK_ASIDE };
+    Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
 }
 
 /// What worker 0 does besides.

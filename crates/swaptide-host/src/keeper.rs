@@ -139,6 +139,8 @@ pub struct Keeper {
     watches: HashMap<SlotIndex, Watch>,
     refused: HashSet<u32>,
     last_tick: Instant,
+    /// Who is seen for the first time from now on was not there before.
+    has_looked: bool,
     shared: Option<&'static Shared>,
     looked_at_runs: Instant,
     frozen: BTreeSet<GroupIndex>,
@@ -161,6 +163,7 @@ impl Keeper {
             watches: HashMap::new(),
             refused: HashSet::new(),
             last_tick: Instant::now(),
+            has_looked: false,
             shared: None,
             looked_at_runs: Instant::now(),
             frozen: BTreeSet::new(),
@@ -181,8 +184,8 @@ impl Keeper {
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
     pub fn run(mut self, requests: Receiver<Request>) {
-        // It only looks, but it must look in time. Without the privilege it is a thread like others.
-        let _ = swaptide_sys::affinity::set_own_nice(-10);
+        // It only looks, but it must look in time.
+        swaptide_sys::affinity::go_first();
         let mut interval = Duration::ZERO;
         loop {
             match requests.recv_timeout(interval) {
@@ -245,6 +248,7 @@ impl Keeper {
                 }
             }
         }
+        self.has_looked = true;
         self.bound_pools(&members, &decision.limits);
         self.account(&members, &processes, |group| {
             nodes.get(&Node::Group(group)).is_some_and(|at| decision.starved.contains(at))
@@ -373,12 +377,14 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
         let new = || Watch {
             pid,
             run: member.run,
             moved_pages: moved,
             pressure: 0,
-            used,
+            // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
+            used: if began_small { 0 } else { used },
             lent: 0,
             lasting: Lasting::default(),
             fair: 0,

@@ -631,6 +631,8 @@ impl Back {
 
     /// Until the last process of the tree is gone.
     fn serve(mut self) {
+        // An engine that starts asks for its swap areas, while its program grows.
+        swaptide_sys::affinity::go_first();
         loop {
             let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
             fds.extend(self.channel.as_ref().map(|channel| channel.stream.as_fd()));

@@ -55,8 +55,8 @@ pub(crate) struct Door {
 
 /// The thread.
 pub(crate) fn run(inner: Arc<Inner>) {
-    // A fault is a thread that waits. Without the privilege this is a thread like others.
-    let _ = swaptide_sys::affinity::set_own_nice(-10);
+    // A fault is a thread that waits.
+    swaptide_sys::affinity::go_first();
     let mut loader = Loader::new();
     let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {

@@ -1,5 +1,7 @@
 //! CPUs: where a thread runs, where it may run, and scheduling it behind everything else.
 
+use core::time::Duration;
+
 use linux_raw_sys::general as k;
 use rustix::io::Errno;
 
@@ -155,10 +157,60 @@ pub fn thread_cpu(tid: u32) -> Option<u32> {
     ThreadStat::open(tid)?.cpu()
 }
 
+/// For threads that look or answer for a moment, and must do it in time: the calling one, which runs normally, runs before others that share its CPU
+/// (nice -10, where that is permitted) and begins as soon as it wakes (a short slice, where the kernel has those, since 6.12). Without either it
+/// is a thread like others.
+pub fn go_first() {
+    let _ = set_own_nice(-10);
+    let _ = set_own_slice(Duration::from_micros(100));
+}
+
+/// The opposite of [`go_first`]: for a thread that inherited it.
+pub fn go_normally() {
+    let _ = set_own_nice(0);
+    // The kernel's own choice.
+    let _ = set_own_slice(Duration::ZERO);
+}
+
 /// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs a privilege; without it nothing
 /// changes, and that is an error the caller may ignore.
 pub fn set_own_nice(nice: i32) -> Result<(), Errno> {
     rustix::process::setpriority_process(None, nice)
+}
+
+/// The first fields of `struct sched_attr` (include/uapi/linux/sched/types.h, as of version 0).
+#[repr(C)]
+struct SchedAttr {
+    size: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime: u64,
+    deadline: u64,
+    period: u64,
+}
+const _: () = assert!(size_of::<SchedAttr>() == 48);
+
+/// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like who made it), begin soon after it wakes, and run for a
+/// short while at a time (100 us to 100 ms): it does not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing changes. Needs no privilege.
+fn set_own_slice(slice: Duration) -> Result<(), Errno> {
+    // SAFETY: no memory is involved.
+    if unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }? != SCHED_OTHER as usize {
+        return Ok(());
+    }
+    let attr = SchedAttr {
+        size: size_of::<SchedAttr>() as u32,
+        policy: SCHED_OTHER,
+        flags: 0,
+        nice: own_nice(),
+        priority: 0,
+        runtime: slice.as_nanos() as u64,
+        deadline: 0,
+        period: 0,
+    };
+    // SAFETY: the kernel reads as many bytes as the first field says, which is the size of the struct.
+    unsafe { syscall!(k::__NR_sched_setattr, 0usize, (&raw const attr) as usize, 0usize) }.map(drop)
 }
 
 /// The calling thread's nice value; 0 when it cannot be read.

@@ -84,6 +84,32 @@ fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
 }
 
 #[test]
+fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_there_is_not() {
+    let grown = |was_there: bool, forked_from: u32| {
+        let segment = segment();
+        let child = sleeper();
+        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+        if !was_there {
+            keeper.tick();
+        }
+        let index = segment.claim(child.id(), forked_from).expect("slot");
+        assert!(keeper.tree.admit(child.id()));
+        let member = Member { pid: child.id(), slot: Some(index), run: child.id(), group: GroupIndex::ROOT };
+        // Some memory it has by now.
+        while keeper.tree.used(child.id()) == 0 {
+            std::thread::sleep(Duration::from_millis(5));
+            keeper.tree.sample();
+        }
+        let process = keeper.judge(&member, &HashMap::new(), Duration::from_millis(1));
+        end(child);
+        process.growth
+    };
+    assert!(grown(false, 0) > 0);
+    assert_eq!(grown(true, 0), 0, "it may have begun long ago");
+    assert_eq!(grown(false, std::process::id()), 0, "a fork has what its parent had");
+}
+
+#[test]
 fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
     let segment = segment();
     // What the run's root has started is killed, and the root sees it.
