@@ -58,6 +58,10 @@ class Ctl:
         words = self("group", group, f"{kind}.events").split()
         return int(words[words.index(name) + 1])
 
+    def stalled(self, group):
+        """Seconds in which a thread of the group has waited for memory."""
+        return int(self("group", group, "ram.pressure").split("total=")[1]) / 1e6
+
 
 def started(context, argv, options, line="ready"):
     """A program that is under way, the number of its process, and its ctl."""
@@ -230,7 +234,10 @@ def swap_high(context):
     swap = until(context, "swapped pages", lambda: ctl.value("/a", "swap.current"))
     ctl("group", "/a", f"swap.high={swap * 10 // 11}")
     time.sleep(0.3)
+    stalled = ctl.stalled("/a")
     slow = grows()
+    waited = ctl.stalled("/a") - stalled
+    context.expect(slow / 2 < waited < slow + 0.5, f"4M took {slow:.3f} s past swap.high, and ram.pressure says that {waited:.3f} s of it were waited for")
     context.expect(slow > free + 0.5 and waits() > 0, f"4M took {free:.3f} s, and {slow:.3f} s past swap.high")
     context.expect(ctl.event("/a", "swap", "high") >= 1, "no event")
     ctl("group", "/a", "swap.high=max")
@@ -448,7 +455,7 @@ def daemon_joins(context):
         client.connect(str(place / "metrics"))
         client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         text = b"".join(iter(lambda: client.recv(65536), b"")).decode()
-    for line in ("swaptide_budget_bytes 117440512", 'swaptide_group_processes{group="/b"}', f'pid="{first.pid}"', "# EOF"):
+    for line in ("swaptide_budget_bytes 117440512", 'swaptide_group_processes{group="/b"}', 'swaptide_group_stalled_seconds_total{group="/b"} ', f'pid="{first.pid}"', "# EOF"):
         context.expect(line in text, f"{line} is not among the metrics: {text[:2000]}")
 
     # The list of devices is followed: what is new comes, what is gone goes, what ctl added stays, and what cannot be had changes nothing.

@@ -95,6 +95,7 @@ impl Handler {
             PageState::Empty => self.grow(page, region),
             PageState::Swapped(_) if self.away.has(page) => return Served::Away,
             PageState::Swapped(entry) => {
+                self.stalls();
                 self.away.asks(Some(page));
                 let result = self.swap_in(page, entry, region);
                 self.post();

@@ -39,6 +39,7 @@ use crate::place::Place;
 use crate::reclaim::Worker;
 use crate::split::Loads;
 use crate::squeeze::Squeeze;
+use crate::stall::Stall;
 use crate::throttle::Throttle;
 
 /// A fault that waits for its answer.
@@ -137,6 +138,7 @@ pub struct Handler {
     pub(crate) preload: Option<PageNo>,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
+    pub(crate) stall: Stall,
     pub(crate) squeeze: Squeeze,
     /// Faults until this engine ends as a test wants it (0: never).
     pub(crate) fails_at: u32,
@@ -203,6 +205,7 @@ impl Handler {
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
             throttle: Throttle::new(),
+            stall: Stall::default(),
             squeeze: Squeeze::default(),
             fails_at: if matches!(header.fail.load(Relaxed), 0 | FAIL_OF_A_READER) { 0 } else { FAILS_AFTER },
             detaching: None,
@@ -217,6 +220,9 @@ impl Handler {
         loop {
             self.land();
             if self.pending.is_empty() {
+                if self.stall.is_on() {
+                    self.stalls_until(now());
+                }
                 match self.preload.or(self.detaching) {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
@@ -436,17 +442,22 @@ impl Handler {
     pub(crate) fn answer(&mut self, mut fault: Fault) {
         let started = now();
         let page = PageNo::of(fault.addr);
+        self.answers_since(Some(started));
         self.place.follow(fault.tid, started, &self.engine.worker_tids);
         self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
-        match self.serve(page) {
+        let served = self.serve(page);
+        self.answers_since(None);
+        match served {
             Served::Filled => {
                 let answered = now();
                 self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
                 self.place.answered(answered);
                 if self.is_held(page) {
+                    self.stalls_from(answered);
                     return;
                 }
+                self.stalls_until(answered);
                 // Last: the thread may have this CPU at once.
                 let _ = self.uffd.wake(range_of(page, 1));
             }

@@ -56,6 +56,7 @@ pub mod sampling;
 pub mod split;
 pub mod squeeze;
 pub mod staging;
+mod stall;
 mod throttle;
 pub mod writeback;
 

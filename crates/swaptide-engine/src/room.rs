@@ -33,6 +33,7 @@ impl Handler {
             if engine.park.load(Relaxed) != 0 {
                 return;
             }
+            self.stalls();
             if engine.devices.file.has_far() && !self.giving {
                 let stuck = engine.devices.file.device.is_writing_for(STUCK);
                 if stuck && engine.charge.room() + engine.charge.limit() as i64 / STUCK_PART >= bytes {

@@ -50,6 +50,11 @@ impl Throttle {
         (self.owed >= SHORTEST).then(|| std::mem::take(&mut self.owed))
     }
 
+    /// True while a thread waits.
+    pub(crate) fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// How long the handler may wait for a message.
     pub(crate) fn patience(&self) -> Option<Duration> {
         let (first, _) = self.held.iter().min_by_key(|(until, _)| until.0)?;

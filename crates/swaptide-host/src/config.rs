@@ -147,6 +147,13 @@ struct Daemon {
 struct Idle {
     seconds: u32,
     refaults: u32,
+    #[serde(default = "one_percent")]
+    stall_ms: u32,
+}
+
+/// Milliseconds of a second.
+fn one_percent() -> u32 {
+    10
 }
 
 impl Group {
@@ -191,6 +198,8 @@ pub struct IdleReclaim {
     pub after_s: u32,
     /// Pages a second that a group may have refaulted.
     pub refaults: u32,
+    /// Milliseconds of a second in which a group's threads may have waited for memory.
+    pub stall_ms: u32,
 }
 
 /// What a file says, checked.
@@ -277,8 +286,11 @@ impl Config {
                 ))
             })
             .transpose()?;
-        config.idle =
-            file.daemon.idle.map(|idle| IdleReclaim { after_s: idle.get_ref().seconds, refaults: idle.get_ref().refaults });
+        config.idle = file.daemon.idle.as_ref().map(|idle| idle.get_ref()).map(|idle| IdleReclaim {
+            after_s: idle.seconds,
+            refaults: idle.refaults,
+            stall_ms: idle.stall_ms,
+        });
         Ok(config)
     }
 
@@ -354,7 +366,7 @@ idle = { seconds = 60, refaults = 10 }
         assert!(!config.groups[1].settings.zswap_writeback);
         assert_eq!(config.groups[1].owner, Some(1000));
         assert_eq!(config.metrics, Some(MetricsPlace::Port(9469)));
-        assert_eq!(config.idle, Some(IdleReclaim { after_s: 60, refaults: 10 }));
+        assert_eq!(config.idle, Some(IdleReclaim { after_s: 60, refaults: 10, stall_ms: 10 }));
         let mut groups = Groups::new(segment(), 1 << 32);
         config.apply(&mut groups, 7).expect("applied");
         let front = groups.find(&GroupPath::parse("/web/front").expect("path")).expect("group");

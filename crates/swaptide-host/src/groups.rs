@@ -17,16 +17,19 @@ mod settings;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use swaptide_core::{Priority, TierError, TierMask, Tiers};
 use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
 
+use crate::pressure::{Part, Pressure};
+
 pub use path::{GroupPath, PathError, cgroup_of, memory_cgroup};
 pub use settings::{KEYS, SettingError, Settings, Why};
 
 /// Keys that can only be read.
-pub const READ_ONLY: [&str; 8] = [
+pub const READ_ONLY: [&str; 9] = [
     "swap.tiers.effective",
     "ram.current",
     "swap.current",
@@ -35,10 +38,11 @@ pub const READ_ONLY: [&str; 8] = [
     "swap.events",
     "processes",
     "swapped.current",
+    "ram.pressure",
 ];
 
 /// What processes have.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
     /// Resident memory in bytes.
     pub ram: u64,
@@ -50,6 +54,8 @@ pub struct Usage {
     pub refaults: u64,
     /// How many they are.
     pub processes: u32,
+    /// The part of the time since the last look in which one of their threads waited for memory.
+    pub stalled: Part,
 }
 
 impl Usage {
@@ -59,6 +65,7 @@ impl Usage {
         self.swapped += other.swapped;
         self.refaults += other.refaults;
         self.processes += other.processes;
+        self.stalled = self.stalled.or(other.stalled);
     }
 }
 
@@ -115,6 +122,7 @@ pub struct Group {
     /// Without those below it.
     own_events: Events,
     passed: Passed,
+    pressure: Pressure,
 }
 
 /// Why something cannot be done with a group.
@@ -171,6 +179,7 @@ impl Groups {
             usage: Usage::default(),
             own_events: Events::default(),
             passed: Passed::default(),
+            pressure: Pressure::default(),
         };
         Groups { segment, tiers: Tiers::new(), groups: vec![Some(root)], ram }
     }
@@ -264,6 +273,7 @@ impl Groups {
             usage: Usage::default(),
             own_events: Events::default(),
             passed: Passed::default(),
+            pressure: Pressure::default(),
         };
         self.groups[at] = Some(group);
         parent
@@ -416,8 +426,8 @@ impl Groups {
     }
 
     /// Takes over what the processes of each group have, and counts what that passes for the first time. `starved` says of which groups the
-    /// processes got less than is kept for them.
-    pub fn account(&mut self, own: &BTreeMap<GroupIndex, Usage>, starved: impl Fn(GroupIndex) -> bool) {
+    /// processes got less than is kept for them; `elapsed` is the time since the last look.
+    pub fn account(&mut self, own: &BTreeMap<GroupIndex, Usage>, elapsed: Duration, starved: impl Fn(GroupIndex) -> bool) {
         let order = self.downwards();
         for group in self.groups.iter_mut().flatten() {
             group.usage = Usage::default();
@@ -427,6 +437,7 @@ impl Groups {
             let Some(group) = self.groups[index.0 as usize].as_mut() else { continue };
             group.usage.add(own.get(&index).copied().unwrap_or_default());
             let (usage, settings) = (group.usage, group.settings);
+            group.pressure.follow(usage.stalled, elapsed);
             let over = |value: u64, bound: Option<u64>| bound.is_some_and(|bound| value > bound);
             // Limits end below the maximum by what a process may take between two looks.
             let reached = settings.ram_max.map(|max| max - max / 50);
@@ -451,6 +462,11 @@ impl Groups {
     /// What a group and those below it have.
     pub fn usage(&self, index: GroupIndex) -> Usage {
         self.get(index).map_or_else(Usage::default, |group| group.usage)
+    }
+
+    /// How long threads of a group and those below it waited for memory.
+    pub fn pressure(&self, index: GroupIndex) -> Pressure {
+        self.get(index).map_or_else(Pressure::default, |group| group.pressure)
     }
 
     /// Bytes of swap areas that a group and those below it have.
@@ -503,6 +519,7 @@ impl Groups {
             "zswap.current" => usage.zswap.to_string(),
             "swapped.current" => usage.swapped.to_string(),
             "processes" => usage.processes.to_string(),
+            "ram.pressure" => group.pressure.to_string(),
             "ram.events" => format!("low {} high {} max {}", events.ram_low, events.ram_high, events.ram_max),
             _ => format!("high {} max {} fail {}", events.swap_high, events.swap_max, events.swap_fail),
         };
@@ -653,9 +670,10 @@ mod tests {
         let mut groups = groups(&["/a/b"]);
         let (a, b) = (groups.find(&path("/a")).expect("a"), groups.find(&path("/a/b")).expect("b"));
         groups.set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")]).expect("set");
-        let usage = |mib: u64| Usage { ram: mib << 20, zswap: 1, swapped: 5, refaults: 0, processes: 1 };
+        let stalled = Part::of(500, Duration::from_millis(1));
+        let usage = |mib: u64| Usage { ram: mib << 20, zswap: 1, swapped: 5, refaults: 0, processes: 1, stalled };
         let mut look = |in_a: u64, in_b: u64, starved: bool| {
-            groups.account(&BTreeMap::from([(a, usage(in_a)), (b, usage(in_b))]), |_| starved);
+            groups.account(&BTreeMap::from([(a, usage(in_a)), (b, usage(in_b))]), Duration::from_secs(2), |_| starved);
             (groups.usage(GroupIndex::ROOT).ram >> 20, groups.events(GroupIndex::ROOT))
         };
         assert_eq!(look(10, 90, false), (100, Events::default()));
@@ -664,6 +682,10 @@ mod tests {
         assert_eq!(look(500, 90, true).1.ram_high, 1);
         assert_eq!(look(500, 199, false), (699, Events { ram_high: 2, ram_max: 1, ram_low: 1, ..Events::default() }));
         assert_eq!(value(&groups, "/a", "ram.events"), "low 1 high 2 max 1");
+        // Five looks of two seconds: half of the time in one, three quarters in both.
+        assert_eq!(value(&groups, "/a/b", "ram.pressure"), "some avg10=31.61 avg60=7.68 avg300=1.64 total=5000000");
+        assert_eq!(value(&groups, "/a", "ram.pressure"), value(&groups, "/", "ram.pressure"));
+        assert!(value(&groups, "/", "ram.pressure").ends_with("total=7500000"));
         assert_eq!((value(&groups, "/a", "processes"), value(&groups, "/", "zswap.current")), ("2".into(), "2".into()));
     }
 

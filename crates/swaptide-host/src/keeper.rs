@@ -28,11 +28,13 @@ use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcSt
 use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::now;
 
 use crate::areas::Areas;
 use crate::budget::{self, Bounds, Lasting, Process, Sharing, Standing};
 use crate::config::IdleReclaim;
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
+use crate::pressure::Part;
 use crate::report::{ProcessView, Totals, View};
 use crate::shared::Shared;
 use crate::tree::Tree;
@@ -77,6 +79,10 @@ struct Watch {
     moved_pages: u64,
     pressure: u64,
     used: u64,
+    /// Microseconds in which its threads waited for memory, so far; and what part of the time that was since the last look, and lately.
+    stalled_us: u64,
+    stalled: Part,
+    stalled_lately: Part,
     /// What of its limit is lent, and what it shared lately.
     lent: u64,
     lasting: Lasting,
@@ -250,7 +256,7 @@ impl Keeper {
         }
         self.has_looked = true;
         self.bound_pools(&members, &decision.limits);
-        self.account(&members, &processes, |group| {
+        self.account(&members, &processes, elapsed, |group| {
             nodes.get(&Node::Group(group)).is_some_and(|at| decision.starved.contains(at))
         });
         for root in self.runs.keys().copied().collect::<Vec<_>>() {
@@ -377,6 +383,7 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let stalled_us = slot.stalled_us(now());
         let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
         let new = || Watch {
             pid,
@@ -385,6 +392,9 @@ impl Keeper {
             pressure: 0,
             // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
             used: if began_small { 0 } else { used },
+            stalled_us,
+            stalled: Part::default(),
+            stalled_lately: Part::default(),
             lent: 0,
             lasting: Lasting::default(),
             fair: 0,
@@ -397,13 +407,19 @@ impl Keeper {
         watch.moved_pages = moved;
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
+        let waited = stalled_us.saturating_sub(watch.stalled_us);
+        watch.stalled_us = stalled_us.max(watch.stalled_us);
+        watch.stalled = Part::of(waited, elapsed);
+        watch.stalled_lately = watch.stalled_lately.averaged(watch.stalled, elapsed);
         let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
         let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
         let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
         let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(|bytes| bytes.load(Relaxed));
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
-        Process { group, standing, used, pressure: watch.pressure, fixed, swapped, limit, growth: growth as u64 }
+        // Who waits for a slow device moves few bytes, and wants what is out no less.
+        let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
+        Process { group, standing, used, pressure, fixed, swapped, limit, growth: growth as u64 }
     }
 
     /// What a process has of pages that others have too.
@@ -470,19 +486,22 @@ impl Keeper {
         }
     }
 
-    fn account(&mut self, members: &[Member], processes: &[Process], starved: impl Fn(GroupIndex) -> bool) {
+    fn account(&mut self, members: &[Member], processes: &[Process], elapsed: Duration, starved: impl Fn(GroupIndex) -> bool) {
         let mut own: BTreeMap<GroupIndex, Usage> = BTreeMap::new();
         for (member, process) in members.iter().zip(processes) {
             let usage = own.entry(member.group).or_default();
             usage.ram += process.used;
             usage.processes += 1;
             if let Some(slot) = member.slot.map(|index| self.segment.slot(index)) {
+                usage.stalled = usage
+                    .stalled
+                    .or(member.slot.and_then(|index| self.watches.get(&index)).map_or_else(Part::default, |w| w.stalled));
                 usage.zswap += slot.pool_bytes.load(Relaxed);
                 usage.refaults += slot.counters[Counter::WorkingsetRefault as usize].load(Relaxed);
                 usage.swapped += slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
             }
         }
-        self.groups.account(&own, starved);
+        self.groups.account(&own, elapsed, starved);
         self.idlers.look(&self.groups);
     }
 

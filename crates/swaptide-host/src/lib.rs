@@ -40,6 +40,7 @@ pub mod groups;
 pub mod keeper;
 pub mod mirror;
 pub mod nbd;
+pub mod pressure;
 pub mod report;
 mod rotational;
 pub mod shared;

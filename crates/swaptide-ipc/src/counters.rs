@@ -80,6 +80,8 @@ counters! {
     PagesPoisoned = "pages_poisoned",
     /// Times that a thread waited for fresh pages because its group had more than `swap.high` on swap areas.
     SwapHighWaits = "swap_high_waits",
+    /// Microseconds in which at least one thread waited for memory that was swapped out, or for room: the kernel's `some` of memory.pressure.
+    StallUs = "stall_us",
     /// Pages kept in memory because no swap space was left.
     SwapFull = "swap_full",
     /// Writes to the file that failed; their pages stayed in memory.

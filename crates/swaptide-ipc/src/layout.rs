@@ -6,6 +6,7 @@ use std::sync::atomic::{
 
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::SharedMap;
+use swaptide_sys::thread::Nanos;
 
 use crate::areas::{Area, MAX_AREAS};
 use crate::counters::{Counter, FaultHistogram};
@@ -14,7 +15,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
@@ -164,6 +165,8 @@ pub struct ProcSlot {
     pub swapped_file_bytes: AtomicU64,
     /// Largest sum of resident and swapped bytes.
     pub peak_footprint_bytes: AtomicU64,
+    /// While a thread of the process waits for memory: since when, in nanoseconds of the monotonic clock; else 0. What is over is in [`Counter::StallUs`].
+    pub stalled_since: AtomicU64,
     /// Counters by [`Counter`].
     pub counters: [AtomicU64; COUNTERS],
     /// Fault times.
@@ -187,6 +190,13 @@ impl ProcSlot {
             4 => ProcState::Detached,
             _ => ProcState::Free,
         }
+    }
+
+    /// Microseconds in which a thread waited for memory, `now` (of the monotonic clock) among them if one does. May fall back for a moment when a wait ends.
+    pub fn stalled_us(&self, now: Nanos) -> u64 {
+        let since = self.stalled_since.load(Relaxed);
+        let under_way = if since == 0 { 0 } else { now.0.saturating_sub(since) / 1000 };
+        self.counters[Counter::StallUs as usize].load(Relaxed).saturating_add(under_way)
     }
 
     /// Changes the state.
@@ -217,6 +227,7 @@ impl ProcSlot {
             &self.overhead_bytes,
             &self.swapped_pool_bytes,
             &self.swapped_file_bytes,
+            &self.stalled_since,
         ] {
             word.store(0, Relaxed);
         }

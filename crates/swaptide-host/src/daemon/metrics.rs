@@ -21,6 +21,7 @@ use crate::config::MetricsPlace;
 use crate::control::PATIENCE;
 use crate::groups::{Events, GroupPath, Usage};
 use crate::keeper::{self, Keeper};
+use crate::pressure::Pressure;
 use crate::report::View;
 
 /// Longest request in bytes.
@@ -102,11 +103,21 @@ fn answer(mut client: impl Read + Write, keeper: &mpsc::Sender<keeper::Request>)
     write!(client, "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{text}")
 }
 
+/// A group at a moment: what it has, what of swap areas, what happened, and how long its threads waited.
+#[derive(Default)]
+struct OneGroup {
+    path: String,
+    usage: Usage,
+    leased: u64,
+    happened: Events,
+    pressure: Pressure,
+}
+
 /// Everything at a moment.
 #[derive(Default)]
 struct Snapshot {
     budget: u64,
-    groups: Vec<(String, Usage, u64, Events)>,
+    groups: Vec<OneGroup>,
     areas: Vec<(u32, String, u64, u64)>,
     runs: Vec<(u32, String, View)>,
 }
@@ -121,7 +132,13 @@ impl Snapshot {
         let groups = keeper.groups();
         let one = |path: &GroupPath| {
             let index = groups.find(path).unwrap_or_default();
-            (path.to_string(), groups.usage(index), groups.swap_bytes(index), groups.events(index))
+            OneGroup {
+                path: path.to_string(),
+                usage: groups.usage(index),
+                leased: groups.swap_bytes(index),
+                happened: groups.events(index),
+                pressure: groups.pressure(index),
+            }
         };
         Snapshot { budget, areas, runs, groups: groups.iter().map(|(_, group)| one(&group.path)).collect() }
     }
@@ -134,13 +151,15 @@ impl Snapshot {
         let (ram, swap, zswap, swapped, processes) =
             (Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default());
         let events: Family<OfEvent, Counter> = Family::default();
-        for (path, usage, leased, happened) in &self.groups {
+        let stalled: Family<OfGroup, Counter<f64, AtomicU64>> = Family::default();
+        for OneGroup { path, usage, leased, happened, pressure } in &self.groups {
             let of = OfGroup { group: escaped(path) };
             ram.get_or_create(&of).set(usage.ram);
             swap.get_or_create(&of).set(*leased);
             zswap.get_or_create(&of).set(usage.zswap);
             swapped.get_or_create(&of).set(usage.swapped);
             processes.get_or_create(&of).set(usage.processes.into());
+            stalled.get_or_create(&of).inc_by(pressure.total_s());
             for (event, count) in [
                 ("ram.high", happened.ram_high),
                 ("ram.max", happened.ram_max),
@@ -157,6 +176,11 @@ impl Snapshot {
         registry.register("group_zswap_bytes", "Compressed memory of a group and those below it", zswap);
         registry.register("group_swapped_bytes", "Swapped memory of a group and those below it, as it was before", swapped);
         registry.register("group_processes", "Processes of a group and those below it", processes);
+        registry.register(
+            "group_stalled_seconds",
+            "Time in which a thread of a group or one below it waited for memory that was swapped out, or for room",
+            stalled,
+        );
         registry.register("group_events", "What happened in a group and those below it", events);
         let (size, used) = (Gauges::default(), Gauges::default());
         for (number, name, bytes, leased) in &self.areas {
@@ -193,14 +217,19 @@ fn escaped(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pressure::Part;
+    use std::time::Duration;
 
     #[test]
     fn numbers_come_as_openmetrics() {
         let usage = Usage { ram: 5 << 20, processes: 2, ..Usage::default() };
+        let happened = Events { swap_max: 3, ..Events::default() };
+        let mut pressure = Pressure::default();
+        pressure.follow(Part::of(250, Duration::from_millis(1)), Duration::from_secs(2));
         let view = View { stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(), ..View::default() };
         let snapshot = Snapshot {
             budget: 1 << 30,
-            groups: vec![("/web".into(), usage, 4 << 20, Events { swap_max: 3, ..Events::default() })],
+            groups: vec![OneGroup { path: "/web".into(), usage, leased: 4 << 20, happened, pressure }],
             areas: vec![(0, "file:/var/tmp".into(), 1 << 30, 4 << 20)],
             runs: vec![(77, "a \"b\"".into(), view)],
         };
@@ -209,6 +238,7 @@ mod tests {
             "swaptide_budget_bytes 1073741824",
             "swaptide_group_ram_bytes{group=\"/web\"} 5242880",
             "swaptide_group_swap_bytes{group=\"/web\"} 4194304",
+            "swaptide_group_stalled_seconds_total{group=\"/web\"} 0.5",
             "swaptide_group_processes{group=\"/web\"} 2",
             "swaptide_group_events_total{group=\"/web\",event=\"swap.max\"} 3",
             "swaptide_area_used_bytes{device=\"file:/var/tmp\",number=\"0\"} 4194304",

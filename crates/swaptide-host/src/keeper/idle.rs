@@ -1,6 +1,7 @@
 //! Taking memory from groups that do not need it, before anybody else does.
 //!
-//! A group is idle when it has faulted back less than so many pages a second for so long. Then its bound sinks slowly under what it uses,
+//! A group is idle when for so long it has faulted back less than so many pages a second, and its threads have waited for memory less than so much of the
+//! time: few faults from a slow device cost more than many from compressed memory. Then its bound sinks slowly under what it uses,
 //! until it does fault back more: that is its pressure, and with it the bound is gone and the waiting begins anew. So a group ends up with what it works
 //! with, and what it has only once touched goes out.
 
@@ -21,6 +22,7 @@ const LEAST: u64 = 8 << 20;
 
 struct Idler {
     refaults: u64,
+    stalled_s: f64,
     quiet_since: Instant,
     bound: Option<u64>,
 }
@@ -60,11 +62,15 @@ impl Idlers {
         // The root is everybody: what it uses is the budget's matter.
         for (index, _) in groups.iter().filter(|(index, _)| *index != GroupIndex::ROOT) {
             let usage = groups.usage(index);
-            let new = Idler { refaults: usage.refaults, quiet_since: Instant::now(), bound: None };
+            let stalled_s = groups.pressure(index).total_s();
+            let new = Idler { refaults: usage.refaults, stalled_s, quiet_since: Instant::now(), bound: None };
             let idler = self.groups.entry(index).or_insert(new);
             // Of those that ended, what they had faulted back is gone from the sum.
             let faulted = usage.refaults.saturating_sub(std::mem::replace(&mut idler.refaults, usage.refaults));
-            if faulted as f64 > f64::from(rule.refaults) * elapsed.as_secs_f64() {
+            let waited_s = stalled_s - std::mem::replace(&mut idler.stalled_s, stalled_s);
+            let presses = faulted as f64 > f64::from(rule.refaults) * elapsed.as_secs_f64()
+                || waited_s > f64::from(rule.stall_ms) / 1000.0 * elapsed.as_secs_f64();
+            if presses {
                 (idler.quiet_since, idler.bound) = (Instant::now(), None);
             } else if usage.ram > LEAST && idler.quiet_since.elapsed() >= Duration::from_secs(rule.after_s.into()) {
                 let used = idler.bound.map_or(usage.ram, |bound| bound.min(usage.ram));
@@ -78,6 +84,7 @@ impl Idlers {
 mod tests {
     use super::*;
     use crate::groups::{GroupPath, Usage};
+    use crate::pressure::Part;
     use crate::testing::segment;
 
     #[test]
@@ -85,25 +92,31 @@ mod tests {
         let mut groups = Groups::new(segment(), 1 << 30);
         let index = groups.ensure(&GroupPath::parse("/idle").expect("path"), 0).expect("group");
         let mut idlers = Idlers::default();
+        let stall_ms = 10;
+        let stalled = std::cell::Cell::new(Part::default());
         let mut look = |ram: u64, refaults: u64, idlers: &mut Idlers| {
-            let usage = Usage { ram, refaults, ..Usage::default() };
-            groups.account(&BTreeMap::from([(index, usage)]), |_| false);
+            let usage = Usage { ram, refaults, stalled: stalled.get(), ..Usage::default() };
+            groups.account(&BTreeMap::from([(index, usage)]), PULSE, |_| false);
             idlers.looked = Instant::now().checked_sub(PULSE);
             idlers.look(&groups);
             idlers.bound(index)
         };
         let mib = 1 << 20;
         assert_eq!(look(64 * mib, 0, &mut idlers), None, "without a rule");
-        idlers.set_rule(Some(IdleReclaim { after_s: 0, refaults: 10 }));
+        idlers.set_rule(Some(IdleReclaim { after_s: 0, refaults: 10, stall_ms }));
         assert_eq!(look(64 * mib, 0, &mut idlers), Some(62 * mib));
         assert!(look(62 * mib, 5, &mut idlers).is_some_and(|bound| bound < 61 * mib));
         assert_eq!(look(60 * mib, 500, &mut idlers), None, "it wants its pages back");
+        assert!(look(60 * mib, 505, &mut idlers).is_some());
+        stalled.set(Part::of(20, Duration::from_millis(1)));
+        assert_eq!(look(60 * mib, 505, &mut idlers), None, "few pages, and long waits for them");
+        stalled.set(Part::default());
         for _ in 0..200 {
             look(9 * mib, 500, &mut idlers);
         }
         assert_eq!(look(9 * mib, 500, &mut idlers), Some(LEAST));
         assert_eq!(idlers.bound(GroupIndex::ROOT), None);
-        idlers.set_rule(Some(IdleReclaim { after_s: 3600, refaults: 10 }));
+        idlers.set_rule(Some(IdleReclaim { after_s: 3600, refaults: 10, stall_ms }));
         assert_eq!(look(64 * mib, 500, &mut idlers), None, "not for long enough");
     }
 }

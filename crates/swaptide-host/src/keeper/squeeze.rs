@@ -87,7 +87,8 @@ mod tests {
     use std::sync::mpsc::channel;
 
     fn use_of(groups: &mut Groups, ram: u64) {
-        groups.account(&BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]), |_| false);
+        groups
+            .account(&BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]), Duration::from_secs(1), |_| false);
     }
 
     #[test]

@@ -110,6 +110,38 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
 }
 
 #[test]
+fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
+    let segment = segment();
+    let child = sleeper();
+    let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
+    slot.set_state(ProcState::Engaged);
+    slot.swapped_file_bytes.store(100 << 20, Relaxed);
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    keeper.tick();
+    let pressure = |keeper: &mut Keeper| {
+        let member = Member {
+            pid: child.id(),
+            slot: Some(segment.claimed().next().expect("the slot").0),
+            run: child.id(),
+            group: GroupIndex::ROOT,
+        };
+        keeper.judge(&member, &HashMap::new(), Duration::from_secs(2)).pressure >> 20
+    };
+    assert_eq!(pressure(&mut keeper), 0);
+    slot.count(Counter::StallUs, 1_000_000);
+    assert!((40..50).contains(&pressure(&mut keeper)), "half of the time, since two seconds");
+    // A wait that goes on.
+    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    assert!(pressure(&mut keeper) > 85);
+    // It ends, and was counted.
+    slot.stalled_since.store(0, Relaxed);
+    slot.count(Counter::StallUs, 3_000_000);
+    assert!(pressure(&mut keeper) < 20, "nobody waits any more");
+    assert_eq!(keeper.totals(child.id()).get(Counter::StallUs), 4_000_000);
+    end(child);
+}
+
+#[test]
 fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
     let segment = segment();
     // What the run's root has started is killed, and the root sees it.

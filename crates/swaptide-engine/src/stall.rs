@@ -1,0 +1,109 @@
+//! Stall time: how long threads of the program wait for memory.
+//!
+//! A thread *stalls* from the moment at which the handler looks at its fault until it is woken, if the page was swapped, or room had to be made for it first; while
+//! a far page is awaited; and while it is held for `swap.high`. Counted is the time in which at least one does, as the kernel's `some` of
+//! memory.pressure. What a thread waits before the handler comes to it is not seen: no message tells when
+//! it began.
+//!
+//! Invariants
+//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be seen from outside. It is cleared before what it came to is
+//!    counted: a reader may see a moment less, never the same moment twice.
+//! 2. What is counted in microseconds loses nothing: the rest is kept for the next time.
+//!
+//! Locks: none; it is the handler's.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use swaptide_ipc::Counter;
+use swaptide_sys::thread::Nanos;
+
+use crate::handler::Handler;
+
+/// See the module's description.
+#[derive(Default)]
+pub(crate) struct Stall {
+    since: Option<Nanos>,
+    /// Nanoseconds that were not counted yet: less than a microsecond.
+    rest: u64,
+    /// The fault that is being answered: when that began.
+    fault: Option<Nanos>,
+}
+
+impl Stall {
+    /// A thread stalls from `at` on, if none did before; `word` is the slot's.
+    fn begin(&mut self, word: &AtomicU64, at: Nanos) {
+        if self.since.is_none() {
+            self.since = Some(at);
+            word.store(at.0, Relaxed);
+        }
+    }
+
+    /// Nobody stalls any more; gives the microseconds to count.
+    fn end(&mut self, word: &AtomicU64, at: Nanos) -> usize {
+        let Some(since) = self.since.take() else { return 0 };
+        word.store(0, Relaxed);
+        let nanos = at.since(since).as_nanos() as u64 + self.rest;
+        self.rest = nanos % 1000;
+        (nanos / 1000) as usize
+    }
+
+    /// True while somebody does.
+    pub(crate) fn is_on(&self) -> bool {
+        self.since.is_some()
+    }
+}
+
+impl Handler {
+    /// True while something is sent for that a thread waits for, or a thread is held.
+    fn is_awaited(&self) -> bool {
+        !self.away.is_empty() || self.throttle.holds()
+    }
+
+    /// A fault is being answered since then; `None`: none is.
+    pub(crate) fn answers_since(&mut self, began: Option<Nanos>) {
+        self.stall.fault = began;
+    }
+
+    /// The thread whose fault is being answered stalls, and did so from the beginning of that.
+    pub(crate) fn stalls(&mut self) {
+        if let Some(began) = self.stall.fault {
+            self.stall.begin(&self.engine.slot().stalled_since, began);
+        }
+    }
+
+    /// A thread that was answered stalls from now on.
+    pub(crate) fn stalls_from(&mut self, at: Nanos) {
+        self.stall.begin(&self.engine.slot().stalled_since, at);
+    }
+
+    /// The thread that was answered stalls no more, nor does anybody else unless something is awaited.
+    pub(crate) fn stalls_until(&mut self, at: Nanos) {
+        if self.stall.is_on() && !self.is_awaited() {
+            let micros = self.stall.end(&self.engine.slot().stalled_since, at);
+            self.engine.count(Counter::StallUs, micros);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_time_in_which_somebody_waits_counts_and_no_nanosecond_is_lost() {
+        let word = AtomicU64::new(0);
+        let mut stall = Stall::default();
+        assert_eq!(stall.end(&word, Nanos(900)), 0);
+        // Two at once are one.
+        stall.begin(&word, Nanos(1_000));
+        stall.begin(&word, Nanos(5_000));
+        assert_eq!((stall.is_on(), word.load(Relaxed)), (true, 1_000));
+        assert_eq!(stall.end(&word, Nanos(11_600)), 10);
+        assert_eq!((stall.is_on(), word.load(Relaxed)), (false, 0));
+        let mut again = |at: u64| {
+            stall.begin(&word, Nanos(at));
+            stall.end(&word, Nanos(at + 700))
+        };
+        assert_eq!((again(20_000), again(30_000), again(40_000)), (1, 1, 0), "0.6 + 0.7, 0.3 + 0.7, 0.7");
+    }
+}
