@@ -307,8 +307,9 @@ struct Sent {
     chunk: ChunkNo,
     server: ServerId,
     wanted: u16,
-    /// Pages that a thread waited for then.
+    /// Pages that a thread waited for then, and those that one came to wait for since.
     asked: u16,
+    waited: u16,
     entries: [SwapEntry; PAGES_PER_CHUNK],
     stamps: [Option<Stamp>; PAGES_PER_CHUNK],
     at: Nanos,
@@ -368,6 +369,18 @@ impl Away {
         self.of_chunk(page.chunk()) >> page.in_chunk() & 1 != 0
     }
 
+    /// A thread waits for a page. False when it was not sent for.
+    pub(crate) fn waits(&mut self, page: PageNo) -> bool {
+        let bit = 1 << page.in_chunk();
+        let order = self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
+        order.map(|sent| sent.waited |= bit).is_some()
+    }
+
+    /// True while a thread waits for what was sent for, or is to be.
+    pub(crate) fn is_awaited(&self) -> bool {
+        !self.crowd.is_empty() || self.sent.iter().any(|sent| sent.asked | sent.waited != 0)
+    }
+
     /// The pages of a chunk that were sent for.
     fn of_chunk(&self, chunk: ChunkNo) -> u16 {
         self.sent.iter().filter(|sent| sent.chunk == chunk).fold(0, |pages, sent| pages | sent.wanted)
@@ -402,7 +415,7 @@ impl Away {
             let seat = seat as usize;
             let (entries, stamps) = ([NO_ENTRY; PAGES_PER_CHUNK], [None; PAGES_PER_CHUNK]);
             self.drafts.push(Order { seat, server, slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0 });
-            self.sent.push(Sent { seat, chunk, server, wanted: 0, asked: 0, entries, stamps, at: now() });
+            self.sent.push(Sent { seat, chunk, server, wanted: 0, asked: 0, waited: 0, entries, stamps, at: now() });
         }
         self.drafts.last_mut().zip(self.sent.last_mut())
     }

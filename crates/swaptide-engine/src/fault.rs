@@ -93,7 +93,10 @@ impl Handler {
                 return Served::Spurious;
             }
             PageState::Empty => self.grow(page, region),
-            PageState::Swapped(_) if self.away.has(page) => return Served::Away,
+            PageState::Swapped(_) if self.away.waits(page) => {
+                self.stalls();
+                return Served::Away;
+            }
             PageState::Swapped(entry) => {
                 self.stalls();
                 self.away.asks(Some(page));

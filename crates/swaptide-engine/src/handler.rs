@@ -239,6 +239,7 @@ impl Handler {
             // Threads that give memory up and touch it again never cease to fault.
             let is_due = self.detaching.is_some() && (self.pending.is_empty() || answers.is_multiple_of(ANSWERS));
             if is_due && !self.forking && self.detach_some() {
+                self.stalls_until(now());
                 return;
             }
             if let Some(fault) = self.pending.pop_front() {

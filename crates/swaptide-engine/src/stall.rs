@@ -8,7 +8,8 @@
 //! Invariants
 //! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be seen from outside. It is cleared before what it came to is
 //!    counted: a reader may see a moment less, never the same moment twice.
-//! 2. What is counted in microseconds loses nothing: the rest is kept for the next time.
+//! 2. A process that is stopped does not stall, nor does its handler see that time passes: the supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::stall_anew`]).
+//! 3. What is counted in microseconds loses nothing: the rest is kept for the next time.
 //!
 //! Locks: none; it is the handler's.
 
@@ -22,7 +23,7 @@ use crate::handler::Handler;
 /// See the module's description.
 #[derive(Default)]
 pub(crate) struct Stall {
-    since: Option<Nanos>,
+    on: bool,
     /// Nanoseconds that were not counted yet: less than a microsecond.
     rest: u64,
     /// The fault that is being answered: when that began.
@@ -32,31 +33,32 @@ pub(crate) struct Stall {
 impl Stall {
     /// A thread stalls from `at` on, if none did before; `word` is the slot's.
     fn begin(&mut self, word: &AtomicU64, at: Nanos) {
-        if self.since.is_none() {
-            self.since = Some(at);
+        if !self.on {
+            self.on = true;
             word.store(at.0, Relaxed);
         }
     }
 
     /// Nobody stalls any more; gives the microseconds to count.
     fn end(&mut self, word: &AtomicU64, at: Nanos) -> usize {
-        let Some(since) = self.since.take() else { return 0 };
-        word.store(0, Relaxed);
-        let nanos = at.since(since).as_nanos() as u64 + self.rest;
+        if !std::mem::take(&mut self.on) {
+            return 0;
+        }
+        let nanos = at.0.saturating_sub(word.swap(0, Relaxed)) + self.rest;
         self.rest = nanos % 1000;
         (nanos / 1000) as usize
     }
 
     /// True while somebody does.
     pub(crate) fn is_on(&self) -> bool {
-        self.since.is_some()
+        self.on
     }
 }
 
 impl Handler {
     /// True while something is sent for that a thread waits for, or a thread is held.
     fn is_awaited(&self) -> bool {
-        !self.away.is_empty() || self.throttle.holds()
+        self.away.is_awaited() || self.throttle.holds()
     }
 
     /// A fault is being answered since then; `None`: none is.
@@ -100,10 +102,14 @@ mod tests {
         assert_eq!((stall.is_on(), word.load(Relaxed)), (true, 1_000));
         assert_eq!(stall.end(&word, Nanos(11_600)), 10);
         assert_eq!((stall.is_on(), word.load(Relaxed)), (false, 0));
+        // Nothing ran for a while: the supervisor has it begin anew.
+        stall.begin(&word, Nanos(12_000));
+        word.store(14_400, Relaxed);
+        assert_eq!(stall.end(&word, Nanos(15_000)), 1, "0.6 + 0.6");
         let mut again = |at: u64| {
             stall.begin(&word, Nanos(at));
             stall.end(&word, Nanos(at + 700))
         };
-        assert_eq!((again(20_000), again(30_000), again(40_000)), (1, 1, 0), "0.6 + 0.7, 0.3 + 0.7, 0.7");
+        assert_eq!((again(20_000), again(30_000), again(40_000)), (0, 1, 1), "0.2 + 0.7, 0.9 + 0.7, 0.6 + 0.7");
     }
 }

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
-use swaptide_sys::process::pidfd_open;
+use swaptide_sys::process::{pidfd_open, proc_info};
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
 
@@ -50,6 +50,9 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often is looked for runs that are over.
 const RUNS_AGE: Duration = Duration::from_millis(500);
+
+/// A wait that goes on for so long may be that of a process which is stopped: then it is none.
+const LONG_STALL: Duration = Duration::from_millis(100);
 
 /// What the keeper is asked.
 pub enum Request {
@@ -383,7 +386,11 @@ impl Keeper {
         }
         let moved: u64 =
             [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let stalled_us = slot.stalled_us(now());
+        let at = now();
+        if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
+            slot.stall_anew(at);
+        }
+        let stalled_us = slot.stalled_us(at);
         let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
         let new = || Watch {
             pid,

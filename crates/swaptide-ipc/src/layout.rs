@@ -3,6 +3,7 @@
 use std::sync::atomic::{
     AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
+use std::time::Duration;
 
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::SharedMap;
@@ -197,6 +198,23 @@ impl ProcSlot {
         let since = self.stalled_since.load(Relaxed);
         let under_way = if since == 0 { 0 } else { now.0.saturating_sub(since) / 1000 };
         self.counters[Counter::StallUs as usize].load(Relaxed).saturating_add(under_way)
+    }
+
+    /// How long a wait for memory goes on at `now`; zero where nobody waits.
+    pub fn stalls_for(&self, now: Nanos) -> Duration {
+        match self.stalled_since.load(Relaxed) {
+            0 => Duration::ZERO,
+            since => Duration::from_nanos(now.0.saturating_sub(since)),
+        }
+    }
+
+    /// What of a wait that goes on was before `now` does not count: the process was stopped.
+    pub fn stall_anew(&self, now: Nanos) {
+        let since = self.stalled_since.load(Relaxed);
+        if since != 0 {
+            // When it has ended meanwhile there is nothing to move.
+            let _ = self.stalled_since.compare_exchange(since, now.0, Relaxed, Relaxed);
+        }
     }
 
     /// Changes the state.

@@ -91,6 +91,8 @@ pub struct ProcInfo {
     pub start_time: u64,
     /// Dead, and waiting for its parent to look.
     pub zombie: bool,
+    /// Stopped, by a signal or a debugger.
+    pub stopped: bool,
 }
 
 /// Looks one process up; `None` when it is gone.
@@ -103,10 +105,11 @@ pub fn proc_info(pid: u32) -> Option<ProcInfo> {
 pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     let mut words = procfs::words(after_name(stat)?);
     // Fields counted from 1: 3 is the state, 4 the parent, 22 the start time.
-    let zombie = matches!(words.next()?, b"Z" | b"X");
+    let state = words.next()?;
+    let (zombie, stopped) = (matches!(state, b"Z" | b"X"), matches!(state, b"T" | b"t"));
     let ppid = parse_u64(words.next()?)? as u32;
     let start_time = parse_u64(words.nth(22 - 5)?)?;
-    Some(ProcInfo { pid, ppid, start_time, zombie })
+    Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
 }
 
 /// What the first thread of this process ended with, as `wait` would give it; `None` while it lives.
@@ -228,7 +231,7 @@ mod tests {
     #[test]
     fn names_with_parentheses_do_not_mislead() {
         let info = parse_stat(7, b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10").unwrap();
-        assert_eq!(info, ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false });
+        assert_eq!(info, ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false, stopped: false });
         assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
     }
 

@@ -138,6 +138,17 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     slot.count(Counter::StallUs, 3_000_000);
     assert!(pressure(&mut keeper) < 20, "nobody waits any more");
     assert_eq!(keeper.totals(child.id()).get(Counter::StallUs), 4_000_000);
+    // A process that is stopped wants nothing, whatever it waited for.
+    for _ in 0..10 {
+        pressure(&mut keeper);
+    }
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child), rustix::process::Signal::STOP).expect("stop");
+    while !proc_info(child.id()).expect("the child").stopped {
+        std::thread::yield_now();
+    }
+    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    assert_eq!(pressure(&mut keeper), 0);
+    assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it goes on");
     end(child);
 }
 
