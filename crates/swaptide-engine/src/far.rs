@@ -43,7 +43,7 @@ use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now};
 use crate::admission::Came;
 use crate::devices::NO_ENTRY;
 use crate::engine::{Engine, Mm};
-use crate::fault::Stop;
+use crate::fault::{LAST_PAGE, Stop};
 use crate::handler::{Fault, Handler};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, range_of};
 use crate::pagetable::PageState;
@@ -55,7 +55,7 @@ const SEAT_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Readers at most. Each takes all that waits for its server, so that a deep queue does not need many; one less may read from one server.
 const READERS: usize = 5;
 /// Orders that a reader takes at a time.
-const MOST_ORDERS: usize = 16;
+const MOST_ORDERS: usize = 8;
 /// A server that a reader has waited for so long gets no other one.
 const LATE: Duration = Duration::from_secs(1);
 /// What a test sets to have a reader end with an order in its hand.
@@ -76,6 +76,8 @@ struct Order {
     wanted: u16,
     read: u16,
     lost: u16,
+    /// No fault has led to it: those that one has go first.
+    unasked: bool,
 }
 
 #[derive(Default)]
@@ -87,6 +89,14 @@ struct Queue {
 }
 
 impl Queue {
+    /// Takes orders in, before those that no fault has led to.
+    fn send(&mut self, orders: impl Iterator<Item = Order>) {
+        for order in orders {
+            let at = if order.unasked { None } else { self.sent.iter().position(|before| before.unasked) };
+            self.sent.insert(at.unwrap_or(self.sent.len()), order);
+        }
+    }
+
     /// A reader comes for orders: those of the first server that it may go to.
     fn take(&mut self, reader: usize, orders: &mut Vec<Order>) {
         let now = now();
@@ -386,7 +396,17 @@ impl Away {
         self.sent.iter().filter(|sent| sent.chunk == chunk).fold(0, |pages, sent| pages | sent.wanted)
     }
 
-    /// A fault is being answered; `None`: no more. Gives the pages that were sent for since the last call.
+    /// Bytes that are under way.
+    pub(crate) fn bytes(&self) -> usize {
+        self.sent.iter().map(|sent| sent.wanted.count_ones() as usize * PAGE_SIZE).sum()
+    }
+
+    /// True when there is a place for so many orders.
+    pub(crate) fn has_seats(&self, n: usize) -> bool {
+        SEATS - self.seats.count_ones() as usize >= n
+    }
+
+    /// A fault is being answered, or pages are brought in that nobody asked for ([`LAST_PAGE`]); `None`: no more. Gives the pages that were sent for since the last call.
     pub(crate) fn asks(&mut self, page: Option<PageNo>) -> usize {
         self.asking = page;
         self.quiet = self.quiet.saturating_add(1);
@@ -413,8 +433,9 @@ impl Away {
             self.seats |= 1 << seat;
             self.most = self.most.max(seat + 1);
             let seat = seat as usize;
+            let unasked = self.asking == Some(LAST_PAGE);
             let (entries, stamps) = ([NO_ENTRY; PAGES_PER_CHUNK], [None; PAGES_PER_CHUNK]);
-            self.drafts.push(Order { seat, server, slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0 });
+            self.drafts.push(Order { seat, server, slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0, unasked });
             self.sent.push(Sent { seat, chunk, server, wanted: 0, asked: 0, waited: 0, entries, stamps, at: now() });
         }
         self.drafts.last_mut().zip(self.sent.last_mut())
@@ -483,7 +504,7 @@ impl Handler {
             return;
         }
         self.away.quiet = 0;
-        self.engine.far.queue.lock().sent.extend(self.away.drafts.drain(..));
+        self.engine.far.queue.lock().send(self.away.drafts.drain(..));
         self.engine.far.call();
     }
 
@@ -649,7 +670,8 @@ mod tests {
     }
 
     fn order(seat: usize, slots: &[(usize, u32)]) -> Order {
-        let mut order = Order { seat, server: ServerId(0), slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0 };
+        let mut order =
+            Order { seat, server: ServerId(0), slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0, unasked: false };
         for (k, slot) in slots {
             order.slots[*k] = Slot(*slot);
             order.wanted |= 1 << k;
@@ -723,6 +745,33 @@ mod tests {
         queue.calls[4] = None;
         queue.sent.extend([at(1, 6), at(2, 7)]);
         assert_eq!(take(&mut queue, 4), [7]);
+    }
+
+    #[test]
+    fn what_a_fault_led_to_goes_before_what_nobody_asked_for() {
+        let mut queue = Queue::default();
+        let at = |seat, unasked| Order { unasked, ..order(seat, &[(0, 1)]) };
+        queue.send([at(0, true), at(1, true)].into_iter());
+        queue.send([at(2, false), at(3, false)].into_iter());
+        queue.send([at(4, true)].into_iter());
+        queue.send([at(5, false)].into_iter());
+        assert_eq!(queue.sent.iter().map(|order| order.seat).collect::<Vec<_>>(), [2, 3, 5, 0, 1, 4]);
+        let mut away = Away::new();
+        away.asks(Some(LAST_PAGE));
+        assert!(away.draft(ChunkNo(1), ServerId(1)).expect("a seat").0.unasked);
+        away.asks(Some(ChunkNo(2).first()));
+        assert!(!away.draft(ChunkNo(2), ServerId(1)).expect("a seat").0.unasked);
+        assert!(away.has_seats(SEATS - 2) && !away.has_seats(SEATS - 1));
+    }
+
+    #[test]
+    fn who_waits_for_what_is_under_way_is_known() {
+        let mut away = Away::new();
+        let page = |k| ChunkNo(7).first().plus(k);
+        away.draft(ChunkNo(7), ServerId(1)).expect("a seat").1.wanted = 0b110;
+        assert!(!away.is_awaited() && away.bytes() == 2 * PAGE_SIZE);
+        assert!(!away.waits(page(0)) && !away.is_awaited(), "that one was not sent for");
+        assert!(away.waits(page(2)) && away.is_awaited());
     }
 
     #[test]

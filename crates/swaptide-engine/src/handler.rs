@@ -223,7 +223,7 @@ impl Handler {
                 if self.stall.is_on() {
                     self.stalls_until(now());
                 }
-                match self.preload.or(self.detaching) {
+                match self.preload.filter(|_| !self.preload_waits()).or(self.detaching) {
                     // Whoever faults goes first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => {

@@ -19,6 +19,9 @@ use crate::reclaim::Step;
 
 /// Groups that are brought in unasked between two looks for faults.
 const PRELOAD_GROUPS: usize = 4;
+/// Places among the orders for far pages that a group may take: one for each chunk and server. What is left are those of the program's own faults, too.
+const PRELOAD_SEATS: usize = 16;
+const _: () = assert!(PRELOAD_SEATS >= 4 * GROUP_PAGES / PAGES_PER_CHUNK);
 
 impl Handler {
     /// What the program said of how an address is read.
@@ -70,17 +73,25 @@ impl Handler {
     }
 
     /// Brings in some of what is swapped, in the order of addresses. It is over when all is there; for now, when there is no room for more: nothing
-    /// goes out for its sake.
+    /// goes out for its sake. Far pages are sent for, many at a time, and land later: it is over when they have.
     pub(crate) fn preload_some(&mut self) {
         let engine = self.engine;
         for _ in 0..PRELOAD_GROUPS {
             let Some(at) = self.preload else { return };
-            if engine.slot().preload.load(Relaxed) == 0 || engine.charge.headroom() < engine.charge.high() {
+            let room = engine.charge.headroom() - self.away.bytes() as i64;
+            if engine.slot().preload.load(Relaxed) == 0 || room < engine.charge.high() {
                 self.preload = None;
+                return;
+            }
+            if !self.away.has_seats(PRELOAD_SEATS) {
                 return;
             }
             let next = engine.mm.lock().table.next_used(at, LAST_PAGE);
             let Some(page) = next else {
+                self.preload = Some(LAST_PAGE);
+                if !self.away.is_empty() {
+                    return;
+                }
                 self.preload = None;
                 engine.slot().preload.store(0, Release);
                 return;
@@ -88,7 +99,10 @@ impl Handler {
             let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
             let mut came = Came::new(first);
             // What does not come now comes when it is wanted.
-            if self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came).is_err() {
+            self.away.asks(Some(LAST_PAGE));
+            let brought = self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came);
+            self.away.asks(None);
+            if brought.is_err() {
                 self.preload = None;
                 return;
             }
@@ -96,6 +110,11 @@ impl Handler {
             came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
             self.preload = Some(first.plus(GROUP_PAGES));
         }
+    }
+
+    /// True while there is nothing to do for it but to wait for what is under way.
+    pub(crate) fn preload_waits(&self) -> bool {
+        self.preload.is_some_and(|at| !self.away.is_empty() && (at == LAST_PAGE || !self.away.has_seats(PRELOAD_SEATS)))
     }
 
     /// Brings a range in and lets it go.
