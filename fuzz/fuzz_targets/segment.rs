@@ -5,13 +5,16 @@
 use std::collections::BTreeSet;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
-use swaptide_host::groups::{GroupPath, Groups};
+use swaptide_host::groups::{GroupPath, Groups, Usage};
+use swaptide_host::pressure::Part;
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea, ProcSlot, Segment, SlotIndex,
 };
+use swaptide_sys::thread::Nanos;
 
 /// Writes a word where any process of the tree can.
 fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
@@ -112,8 +115,14 @@ fuzz_target!(|data: &[u8]| {
             }
             _ => {
                 groups.publish();
-                let own = segment.claimed().map(|(_, slot)| (GroupIndex(slot.group.load(SeqCst)), Default::default())).collect();
-                groups.account(&own, |_| false);
+                let elapsed = Duration::from_millis(what.into());
+                let usage = |slot: &ProcSlot| {
+                    let stalled = Part::of(slot.stalled_us(Nanos(u64::from(what) << 40)), elapsed);
+                    assert!(stalled.of_bytes(1 << 40) <= 1 << 40, "more than all of the time");
+                    Usage { stalled, ..Usage::default() }
+                };
+                let own = segment.claimed().map(|(_, slot)| (GroupIndex(slot.group.load(SeqCst)), usage(slot))).collect();
+                groups.account(&own, elapsed, |_| false);
             }
         }
         if leased.len() > 64 {
