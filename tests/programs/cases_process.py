@@ -588,6 +588,7 @@ def swap_in_kept_in_part(context):
     """Large swap-ins of which a part is kept: every second fill ends half way, every fifth load is out of date. What is kept is charged at once."""
     words = [context.swaptide, "run", "--no-daemon", "--ram", f"{context.budget}M", "--", context.swaptide, "lab-work", "--target", "64M",
              "--data", "quarter", "--order", "seq", "--hint", "none", "--pressure", "64M", "--rounds", "3"]
+    began = time.monotonic()
     with subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                           env={**os.environ, "SWAPTIDE_TEST_PART": "2", "SWAPTIDE_TEST_STALE": "5"}) as running:
         def seen():
@@ -616,6 +617,8 @@ def swap_in_kept_in_part(context):
                 print(file=running.stdin, flush=True)
             context.expect(running.wait(60) == 0, f"status {running.returncode}")
             context.expect(stats["swpin_stale"] > 50 and stats["zswpin"] > 20_000, f"{stats}")
+            # Three times 64M came in while their thread waited: at least a tenth of a second, and no more than there was time.
+            context.expect(100_000 < stats["stall_us"] < (time.monotonic() - began) * 1e6, f"{stats}")
         finally:
             running.kill()
 

@@ -248,7 +248,7 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         return at;
     }
     let plain = flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
-    if plain && prot & WRITE != 0 {
+    if plain && prot & WRITE != 0 && start::engine().is_none() {
         start::begin_before(len, flags & NORESERVE != 0);
     }
     let engine = start::engine().filter(|_| plain && len >= LARGE);

@@ -41,10 +41,10 @@ use crate::writeback::Writeback;
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR: Duration = Duration::from_millis(1);
-/// How fast a program may grow at most, by which the time of the next look is set.
-const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// The same while a thread faults again and again with the handler on its CPU: who wakes up, if only for a look, may part the two.
 const TICK_ASIDE: Duration = Duration::from_millis(4);
+/// How fast a program may grow at most, by which the time of the next look is set.
+const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it is no harm if it does it in the normal class.
 const STARVED: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
@@ -275,7 +275,7 @@ impl Worker {
             }
             let idle = self.work(engine, keeper.as_mut());
             if idle {
-                let tick = tick(engine);
+                let tick = tick(engine, keeper.is_some());
                 engine.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
                     futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
@@ -329,11 +329,15 @@ impl Worker {
     }
 }
 
-/// How long an idle worker may sleep: what the program makes of new mappings meanwhile is under nobody's eyes, and must not be more than half of
-/// what is free.
-fn tick(engine: &Engine) -> Duration {
-    let free = engine.charge.headroom().max(0) as u64;
+/// How long an idle worker may sleep. Who `keeps` the accounts alone sees what the program makes of new mappings, and it must not be more than half of
+/// what is free by the next look; the others have something to do only where the limit is near.
+fn tick(engine: &Engine, keeps: bool) -> Duration {
+    let charge = &engine.charge;
     let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU { TICK_NEAR } else { TICK_ASIDE };
+    if !keeps {
+        return if charge.headroom() < 4 * charge.high() { shortest } else { TICK };
+    }
+    let free = charge.headroom().max(0) as u64;
     Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
 }
 

@@ -7,13 +7,13 @@
 //!
 //! Invariants
 //! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be seen from outside. It is cleared before what it came to is
-//!    counted: a reader may see a moment less, never the same moment twice.
+//!    counted, with a fence between; [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less, never the same moment twice.
 //! 2. A process that is stopped does not stall, nor does its handler see that time passes: the supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::stall_anew`]).
 //! 3. What is counted in microseconds loses nothing: the rest is kept for the next time.
 //!
 //! Locks: none; it is the handler's.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::Release, fence};
 
 use swaptide_ipc::Counter;
 use swaptide_sys::thread::Nanos;
@@ -45,6 +45,8 @@ impl Stall {
             return 0;
         }
         let nanos = at.0.saturating_sub(word.swap(0, Relaxed)) + self.rest;
+        // Who sees what is counted now (acquires the counter) sees that the wait is over.
+        fence(Release);
         self.rest = nanos % 1000;
         (nanos / 1000) as usize
     }

@@ -304,8 +304,13 @@ impl Areas {
             if far && area.state() == AreaState::Paused && held.tried.elapsed() > TRY_AGAIN {
                 held.tried = Instant::now();
                 let (areas, id) = (Arc::clone(self), *id);
+                let again = move || {
+                    // What it starts (the pumps of a connection with TLS) is work, and no look, as the keeper's is.
+                    swaptide_sys::affinity::go_normally();
+                    areas.try_again(id);
+                };
                 // Without a thread it is tried at the next time.
-                let _ = std::thread::Builder::new().name("redial".into()).spawn(move || areas.try_again(id));
+                let _ = std::thread::Builder::new().name("redial".into()).spawn(again);
             }
         }
     }

@@ -499,10 +499,10 @@ impl Keeper {
             let usage = own.entry(member.group).or_default();
             usage.ram += process.used;
             usage.processes += 1;
-            if let Some(slot) = member.slot.map(|index| self.segment.slot(index)) {
-                usage.stalled = usage
-                    .stalled
-                    .or(member.slot.and_then(|index| self.watches.get(&index)).map_or_else(Part::default, |w| w.stalled));
+            if let Some(index) = member.slot {
+                let slot = self.segment.slot(index);
+                let stalled = self.watches.get(&index).map_or_else(Part::default, |watch| watch.stalled);
+                usage.stalled = usage.stalled.or(stalled);
                 usage.zswap += slot.pool_bytes.load(Relaxed);
                 usage.refaults += slot.counters[Counter::WorkingsetRefault as usize].load(Relaxed);
                 usage.swapped += slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);

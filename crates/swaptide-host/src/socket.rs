@@ -14,6 +14,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabiliti
 use swaptide_ipc::shared::SHARED_FEATURES;
 use swaptide_ipc::{AreaId, Request};
 use swaptide_sys::Errno;
+use swaptide_sys::affinity::go_normally;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
@@ -95,6 +96,8 @@ fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<dyn Open>, shar
         Request::Area if areas.is_far(AreaId(message[1])) => {
             let areas = Arc::clone(areas);
             let open = move || {
+                // What it starts (the pumps of a connection with TLS) is work, and no look.
+                go_normally();
                 if let Some(fd) = areas.open(AreaId(message[1])) {
                     // Who asked may have gone.
                     let _ = client.send(&message[..1], &[fd.as_fd()]);

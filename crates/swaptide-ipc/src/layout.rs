@@ -195,9 +195,9 @@ impl ProcSlot {
 
     /// Microseconds in which a thread waited for memory, `now` (of the monotonic clock) among them if one does. May fall back for a moment when a wait ends.
     pub fn stalled_us(&self, now: Nanos) -> u64 {
-        let since = self.stalled_since.load(Relaxed);
-        let under_way = if since == 0 { 0 } else { now.0.saturating_sub(since) / 1000 };
-        self.counters[Counter::StallUs as usize].load(Relaxed).saturating_add(under_way)
+        // In this order: what is counted is not under way any more. Pairs with the fence of the engine's `stall`.
+        let over = self.counters[Counter::StallUs as usize].load(Acquire);
+        over.saturating_add(self.stalls_for(now).as_micros() as u64)
     }
 
     /// How long a wait for memory goes on at `now`; zero where nobody waits.

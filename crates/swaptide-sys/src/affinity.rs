@@ -193,7 +193,8 @@ struct SchedAttr {
 const _: () = assert!(size_of::<SchedAttr>() == 48);
 
 /// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like who made it), begin soon after it wakes, and run for a
-/// short while at a time (100 us to 100 ms): it does not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing changes. Needs no privilege.
+/// short while at a time (100 us to 100 ms): it does not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing
+/// changes. Needs no privilege.
 fn set_own_slice(slice: Duration) -> Result<(), Errno> {
     // SAFETY: no memory is involved.
     if unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }? != SCHED_OTHER as usize {
@@ -270,6 +271,43 @@ mod tests {
         .unwrap();
         assert!(cpus_online() >= 1);
         assert_eq!(thread_cpu(u32::MAX), None);
+    }
+
+    /// The slice of the calling thread in nanoseconds; 0 where the kernel has none to tell.
+    fn own_slice() -> u64 {
+        let mut attr = SchedAttr { size: 0, policy: 0, flags: 0, nice: 0, priority: 0, runtime: 0, deadline: 0, period: 0 };
+        let size = size_of::<SchedAttr>();
+        // SAFETY: the kernel writes at most `size` bytes, which is the size of the struct.
+        unsafe { syscall!(k::__NR_sched_getattr, 0usize, (&raw mut attr) as usize, size, 0usize) }.unwrap();
+        attr.runtime
+    }
+
+    #[test]
+    fn who_goes_first_has_a_short_slice_and_his_children_can_do_without() {
+        std::thread::spawn(|| {
+            let usual = own_slice();
+            go_first();
+            if usual == 0 {
+                // Before 6.12 there are no slices.
+                assert_eq!(own_slice(), 0);
+                return;
+            }
+            assert_eq!(own_slice(), 100_000);
+            std::thread::spawn(move || {
+                assert_eq!(own_slice(), 100_000, "it is inherited");
+                go_normally();
+                assert_eq!((own_slice(), own_nice()), (usual, 0));
+            })
+            .join()
+            .unwrap();
+            // Who is of another class stays there.
+            sched_idle(true).unwrap();
+            go_first();
+            // SAFETY: no memory is involved.
+            assert_eq!(unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }.unwrap(), SCHED_IDLE as usize);
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]
