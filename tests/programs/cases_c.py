@@ -14,6 +14,11 @@ def program(name, *mode, megabytes=128, seconds=3):
     return run
 
 
+def followed(name, *mode):
+    """As where the kernel tells nobody of forks, whatever it would."""
+    return lambda context: context.c(name, *mode, megabytes=96, seconds=20, env={**os.environ, "SWAPTIDE_TEST_FOLLOWED_FORKS": "1"})
+
+
 def daemon(context):
     """The command exits at once; its daemon must still find its data, and say so in a file."""
     result = context.directory / "result"
@@ -101,6 +106,15 @@ CASES = [
     *[Case(f"forks-{mode}", program("forks", mode, megabytes=48 if mode in ("tree", "nested") else 96), 32,
            allowance=24 if mode == "many" else 8, forks=True)
       for mode in FORK_MODES],
+    # Without a capability, forks are followed (ptrace): children begin in the agent, and past libc they get nothing, or their parents are let go before.
+    *[Case(f"unprivileged-{'-'.join(words)}", program(*words, megabytes=megabytes), 32, allowance=allowance, forks=True, unprivileged=True)
+      for words, megabytes, allowance in (
+          (("forks", "tree"), 48, 8), (("forks", "threaded"), 96, 8), (("forks", "many"), 96, 24), (("forks", "closefds"), 96, 8),
+          (("forkmove", "libc"), 96, 64), (("torture", "threads"), 96, 128), (("processes", "clones"), 40, 96), (("advice",), 96, 24))],
+    # The same with the rights of who runs this: all that fork.
+    *[Case(f"followed-{mode}", followed("forks", mode), 32, allowance=24, forks=True, full=True) for mode in FORK_MODES],
+    *[Case(f"followed-{'-'.join(words)}", followed(*words), 32, allowance=128, forks=True, full=True)
+      for words in (("torture", "threads"), ("torture", "single"), ("forkmove", "libc"), ("neighbours",), ("execs",))],
     Case("execs", program("execs", megabytes=96), 32, allowance=16, forks=True),
     # Mappings that move while the process forks, and past libc while it forks: such children take all they have out of the budget.
     Case("forkmove-libc", program("forkmove", "libc", megabytes=96), 32, allowance=64, forks=True),

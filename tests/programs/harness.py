@@ -16,9 +16,11 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
+import unprivileged
 from processes import Sampler, describe_tree, descendants, is_zombie, kill_tree, reap_orphans
 
 HERE = Path(__file__).resolve().parent
@@ -57,6 +59,8 @@ class Case:
     """MiB over the budget that are allowed: memory which is not pageable in this program (stacks, code made at run time)."""
     swaps: bool = True
     """The data is larger than the budget: the report must show pages going out."""
+    unprivileged: bool = False
+    """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
     forks: bool = False
     """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the report alone is judged."""
 
@@ -139,8 +143,16 @@ class Context:
         native = native or self.native
         report = directory / "report.json"
         argv = [str(word) for word in argv]
+        swaptide = self.swaptide
+        if self.case.unprivileged and not native:
+            if not unprivileged.is_possible():
+                raise Skip("only root can set it up, where there is a /dev/userfaultfd")
+            swaptide = unprivileged.copy_of(swaptide, self.directory)
+            (directory / "device").mkdir()
+            os.chown(directory, unprivileged.NOBODY, unprivileged.NOBODY)
+            preexec = partial(unprivileged.become_nobody, directory / "device")
         if not native:
-            prefix = [self.swaptide, "run", "--ram", f"{budget or self.budget}M", "--report", str(report), *options]
+            prefix = [swaptide, "run", "--ram", f"{budget or self.budget}M", "--report", str(report), *options]
             argv = prefix + (["--quiet"] if quiet else []) + ["--"] + argv
         opened = []
 

@@ -28,10 +28,14 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 
 /// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such memory is not managed.
 const APART: c_int = 18;
+/// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory is kept out of others (`shield`), so what the
+/// program keeps out itself is not managed.
+const KEPT: c_int = 10;
 
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
-    if advice == APART
+    let is_kept = || advice == KEPT && start::may_follow_forks();
+    if (advice == APART || is_kept())
         && let Some(end) = addr.checked_add(len)
     {
         let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };

@@ -31,7 +31,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{ends, exec, log, pins, real, shared};
+use crate::{cradle, ends, exec, log, pins, real, shared};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -193,8 +193,33 @@ pub fn known_segment() -> Option<&'static Segment> {
     unsafe { SEGMENT.load(Acquire).as_ref() }
 }
 
+/// False where the kernel tells of forks. Who does not know yet says true.
+pub fn may_follow_forks() -> bool {
+    known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
+}
+
 fn ask(request: Request) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
+}
+
+/// Asks the supervisor to follow a thread of this process through its fork; the connection on which it waits for the end of that.
+pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
+    let mut request = [Request::Fork as u8; 21];
+    request[1..5].copy_from_slice(&tid.to_le_bytes());
+    request[5..13].copy_from_slice(&entry.to_le_bytes());
+    request[13..].copy_from_slice(&frame.to_le_bytes());
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    conn.send(&request, &[]).ok()?;
+    let mut reply = [0u8; 8];
+    let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
+    (length == 1 && reply[0] == Request::Fork as u8).then_some(conn)
+}
+
+/// In a child that has just been made by fork(2): the engine of its parent, of which it has a copy.
+pub fn inherited_engine() -> Option<&'static Engine> {
+    // SAFETY: null, or the engine this process has a copy of.
+    unsafe { ENGINE.load(Acquire).as_ref() }
 }
 
 /// A descriptor for a swap area, of this process's own where that is needed.
@@ -534,9 +559,21 @@ extern "C" fn prepare() {
     std::mem::forget(FORK_LOCK.lock());
     FORK_MASK.store(mask, Relaxed);
     PARENT.store(this, Relaxed);
+    if engine().is_some_and(|engine| engine.followed && !cradle::follow(engine)) {
+        // Nobody would see to it that the child is served: all comes back, and stays.
+        // SAFETY: this thread took the lock above and forgot its guard.
+        unsafe { FORK_LOCK.unlock() };
+        log::line(
+            "a fork could not be followed (ptrace is not permitted, or the table of descriptors is full): the process is let go",
+        );
+        let_go();
+        std::mem::forget(FORK_LOCK.lock());
+    }
     if let Some(engine) = engine() {
         engine.fork.forker.store(gettid().0, Release);
-        engine.fork.open_ends();
+        if !engine.followed {
+            engine.fork.open_ends();
+        }
         engine.bells.ring(Ring::ForkPrepare);
         engine.fork.wait(PREPARED);
     }
@@ -545,6 +582,7 @@ extern "C" fn prepare() {
 /// After a fork, in the parent.
 extern "C" fn parent() {
     if let Some(engine) = engine() {
+        cradle::leave();
         engine.fork.close_end(false);
         engine.fork.close_end(true);
         engine.bells.ring(Ring::ForkDone);

@@ -3,7 +3,8 @@
 //! Both go on by a jump with every register and the stack as they were, because what they start may return twice, or on another stack.
 //!
 //! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live longer. The engine ends with its
-//! process, and what is swapped then would read as zeros in the other: so everything is brought back first, and stays unmanaged.
+//! process, and what is swapped then would read as zeros in the other: so everything is brought back first, and stays unmanaged. Where forks are
+//! followed (see [`crate::cradle`]), so it is before a fork of this kind, which nobody follows.
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of them the userfaultfd would be closed, and what is
 //! swapped read as zeros: so before one is set the process is let go ([`start::let_go`]).
@@ -21,6 +22,7 @@ use crate::{ends, exec, hooks, moves, pins, real, shared, start};
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
 const SYS_CLONE: usize = 56;
+const SYS_FORK: usize = 57;
 const SYS_CLONE3: usize = 435;
 const SYS_EXIT: usize = 60;
 const SYS_PRCTL: usize = 157;
@@ -34,6 +36,9 @@ const CLONE_THREAD: u64 = 0x1_0000;
 fn before_clone(flags: u64) {
     if flags & CLONE_VM != 0 {
         moves::will_have_threads();
+    } else if start::engine().is_some_and(|engine| engine.followed) {
+        // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
+        start::let_go();
     }
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return;
@@ -69,6 +74,7 @@ extern "C" fn clone_next(flags: u64) -> *mut c_void {
 extern "C" fn syscall_next(number: usize, first: usize, second: usize) -> *mut c_void {
     match number {
         SYS_CLONE => before_clone(first as u64 & 0xffff_ffff),
+        SYS_FORK => before_clone(0),
         // SAFETY: the first word of the program's argument, which the kernel is about to read as well.
         SYS_CLONE3 if first != 0 => before_clone(unsafe { *(first as *const u64) }),
         SYS_EXIT => ends::ending(first),
@@ -125,6 +131,8 @@ pub unsafe extern "C" fn syscall() {
         "je 2f",
         "cmp rdi, {clone}",
         "je 3f",
+        "cmp rdi, {fork}",
+        "je 3f",
         "cmp rdi, {clone3}",
         "je 3f",
         "cmp rdi, {exit}",
@@ -159,6 +167,7 @@ pub unsafe extern "C" fn syscall() {
         execve = const SYS_EXECVE,
         execveat = const SYS_EXECVEAT,
         clone = const SYS_CLONE,
+        fork = const SYS_FORK,
         clone3 = const SYS_CLONE3,
         exit = const SYS_EXIT,
         prctl = const SYS_PRCTL,

@@ -31,6 +31,7 @@ use swaptide_sys::uffd::Coverage;
 
 use crate::events::remember;
 use crate::fork::layout::Change;
+use crate::fork::shield;
 use crate::handler::Handler;
 use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::library;
@@ -257,6 +258,12 @@ impl Handler {
     /// Marks what the program has of an armed range and lists it.
     fn manage(&mut self, range: VirtRange) {
         let engine = self.engine;
+        if engine.followed && shield::close(range).is_err() {
+            // What cannot be kept out of forks stays as it is. Nothing of it is out.
+            let _ = self.uffd.unregister(range);
+            engine.mm.lock().armed.remove(range);
+            return;
+        }
         let mut mm = engine.mm.lock();
         mm.armed.remove(range);
         mm.regions.insert(range);

@@ -19,9 +19,11 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::Duration;
 
 use swaptide_sys::lock::futex;
+use swaptide_sys::page::{VirtAddr, VirtRange};
 
 use crate::admission::Came;
 use crate::fault::{GROUP_PAGES, LAST_PAGE};
+use crate::fork::shield;
 use crate::handler::Handler;
 use crate::ids::{ChunkNo, PageNo, range_of};
 use crate::pagetable::{PageState, PageTable};
@@ -119,6 +121,9 @@ impl Handler {
             unsafe { engine.close_uffd() };
             engine.bells.close();
             mm.table = PageTable::new();
+            if engine.followed {
+                shield::lift(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+            }
             (mm.regions, mm.armed) = (Regions::default(), Regions::default());
         }
         let _ = self.mint.discard(0, self.mint.len());

@@ -32,9 +32,8 @@ use crate::staging::{FrameNo, Staging};
 /// How long the swap file is left alone after it took nothing.
 const FILE_RESTS: Duration = Duration::from_millis(100);
 
-/// What the engine needs of the kernel.
-pub const FEATURES: Features = Features::EVENT_FORK
-    .union(Features::EVENT_REMAP)
+/// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are followed ([`crate::fork`]).
+pub const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::EVENT_REMOVE)
     .union(Features::EVENT_UNMAP)
     .union(Features::THREAD_ID)
@@ -114,6 +113,8 @@ pub struct Engine {
     pub bells: Bells,
     /// Forks.
     pub fork: ForkControl,
+    /// The kernel tells nobody of forks: they are followed ([`crate::fork::shield`]).
+    pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: Far,
     /// Futex word on which idle workers wait: raised when there may be work.
@@ -164,7 +165,9 @@ impl Engine {
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
         let bells = Bells::new()?;
-        let uffd = Uffd::open(FEATURES, true).map_err(EngineError::Open)?;
+        let followed = start.segment.header.followed_forks.load(Relaxed) != 0;
+        let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
+        let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
         uffd.register_missing(bells.range()).map_err(|e| EngineError::Memory("registering the bells", e))?;
         uffd.register_missing(staging.range()).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
         let header = &start.segment.header;
@@ -202,6 +205,7 @@ impl Engine {
             charge,
             bells,
             fork: ForkControl::new(),
+            followed,
             far: Far::new().map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
             park: AtomicU32::new(0),

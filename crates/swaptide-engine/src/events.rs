@@ -21,11 +21,15 @@
 //!    new part is listed: nothing can be moved to where it was before it is known that it was there. What is armed, or about to be, and not yet listed
 //!    counts as being there, too.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::Event;
 
 use crate::engine::{Engine, Mm};
+use crate::fork::NONE;
 use crate::fork::layout::Change;
+use crate::fork::shield;
 use crate::ids::{PageNo, pages_of};
 use crate::pagetable::PageState;
 use swaptide_core::Slot as TableSlot;
@@ -235,6 +239,10 @@ impl Engine {
         if managed {
             mm.armed.remove(target);
             mm.regions.insert(target);
+            if self.followed && self.fork.phase.load(Relaxed) == NONE {
+                // It may have been open while it moved.
+                let _ = shield::close(target);
+            }
         }
     }
 }

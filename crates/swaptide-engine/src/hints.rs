@@ -11,6 +11,7 @@ use crate::admission::Came;
 use crate::bell::Hint;
 use crate::engine::NO_RANGE;
 use crate::fault::{GROUP_PAGES, LAST_PAGE, Stop};
+use crate::fork::shield;
 use crate::handler::Handler;
 use crate::ids::{PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::locality::Reading;
@@ -144,6 +145,9 @@ impl Handler {
         }
         // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
         let _ = self.uffd.unregister(range);
+        if engine.followed {
+            shield::lift(&mm, range);
+        }
         crate::events::drop_pages(&mut mm, engine, range);
         mm.regions.remove(range);
         mm.armed.remove(range);

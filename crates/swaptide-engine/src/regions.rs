@@ -22,6 +22,11 @@ impl Regions {
         self.ranges.get(at).copied().filter(|r| r.contains(addr))
     }
 
+    /// The first managed range that ends above an address.
+    pub fn at_or_after(&self, addr: VirtAddr) -> Option<VirtRange> {
+        self.ranges.get(self.ranges.partition_point(|r| r.end <= addr)).copied()
+    }
+
     /// Adds a range; what was managed of it already stays.
     pub fn insert(&mut self, range: VirtRange) {
         if range.is_empty() {

@@ -10,10 +10,11 @@ use serde::Serialize;
 use swaptide_sys::uffd::{Features, OpenError, Uffd};
 
 use crate::device::{default_places, free_space};
+use crate::followed;
 use crate::size::human;
 use crate::supervise::find_agent;
 
-/// What the engine asks of a userfaultfd, whatever the program does.
+/// What the engine asks of a userfaultfd where it may.
 pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
 /// The same without what needs a capability.
 const WITHOUT_FORK: Features = Features::MOVE
@@ -22,6 +23,32 @@ const WITHOUT_FORK: Features = Features::MOVE
     .union(Features::EVENT_REMAP)
     .union(Features::EVENT_REMOVE)
     .union(Features::EVENT_UNMAP);
+
+/// How the processes of a run learn of forks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Forks {
+    /// The kernel tells of them.
+    Told,
+    /// The supervisor follows who forks.
+    Followed,
+}
+
+/// Not empty: forks are followed, though the kernel would tell of them. For tests.
+const ENV_FOLLOWED: &str = "SWAPTIDE_TEST_FOLLOWED_FORKS";
+
+/// How forks are learned of here.
+///
+/// # Errors
+/// When no userfaultfd is to be had.
+pub fn forks() -> Result<Forks, OpenError> {
+    let told = Uffd::open(REQUIRED, true);
+    match told {
+        Ok(_) if std::env::var_os(ENV_FOLLOWED).is_some_and(|set| !set.is_empty()) => Ok(Forks::Followed),
+        Ok(_) => Ok(Forks::Told),
+        Err(OpenError::Refused { .. }) => Uffd::open(WITHOUT_FORK, true).map(|_| Forks::Followed),
+        Err(error) => Err(error),
+    }
+}
 
 /// Less free space than this for the swap file is not enough for a default run.
 const LEAST_SPACE: u64 = 256 << 20;
@@ -61,7 +88,7 @@ pub fn examine() -> Diagnosis {
     let findings = vec![
         kernel(),
         userfaultfd(),
-        fork_events(),
+        fork(),
         seccomp(),
         number("max_map_count", "/proc/sys/vm/max_map_count", LEAST_MAPS, "sudo sysctl -w vm.max_map_count=262144"),
         overcommit(),
@@ -124,14 +151,24 @@ fn userfaultfd() -> Finding {
     }
 }
 
-fn fork_events() -> Finding {
-    let name = "fork events";
-    match Uffd::open(REQUIRED, true) {
-        Ok(_) => Finding::new(name, true, "allowed: programs may fork while they are swapped", ""),
-        Err(OpenError::Refused { .. }) => {
-            let found = "refused: they need CAP_SYS_PTRACE";
-            Finding::new(name, false, found, "sudo -E swaptide run ... (or, in a container, start it with --cap-add SYS_PTRACE)")
-        }
+fn fork() -> Finding {
+    let name = "fork";
+    match forks() {
+        Ok(Forks::Told) => Finding::new(name, true, "the kernel tells of forks: programs may fork while they are swapped", ""),
+        Ok(Forks::Followed) => match followed::is_permitted() {
+            Ok(()) if !std::arch::is_x86_feature_detected!("xsave") => {
+                Finding::new(name, false, "without CAP_SYS_PTRACE a CPU with XSAVE is needed", "sudo -E swaptide run ...")
+            }
+            Ok(()) => {
+                Finding::new(name, true, "no CAP_SYS_PTRACE; who forks is followed with ptrace instead, --shared is refused", "")
+            }
+            Err(errno) => Finding::new(
+                name,
+                false,
+                format!("no CAP_SYS_PTRACE, and ptrace of one's own children is refused ({})", swaptide_sys::Why(errno)),
+                "sudo sysctl -w kernel.yama.ptrace_scope=1 (or, in a container, start it with --cap-add SYS_PTRACE)",
+            ),
+        },
         Err(error) => Finding::new(name, false, error.to_string(), permission()),
     }
 }

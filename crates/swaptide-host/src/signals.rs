@@ -126,8 +126,10 @@ pub enum Change {
         /// 128 + n on signal n.
         status: u8,
     },
-    /// It was stopped.
-    Stopped(u32),
+    /// It was stopped, by this signal.
+    Stopped(u32, u32),
+    /// It is followed (`followed.rs`), or was born of who is; the status as the wait gave it.
+    Followed(u32, u32),
     /// It goes on.
     Continued(u32),
     /// Nothing has changed.
@@ -144,7 +146,8 @@ pub fn child_change() -> Change {
     let Ok(pid) = u32::try_from(pid) else { return Change::NoChild };
     match pid {
         0 => Change::Nothing,
-        _ if libc::WIFSTOPPED(status) => Change::Stopped(pid),
+        _ if libc::WIFSTOPPED(status) && status >> 16 != 0 => Change::Followed(pid, status as u32),
+        _ if libc::WIFSTOPPED(status) => Change::Stopped(pid, libc::WSTOPSIG(status) as u32),
         _ if libc::WIFCONTINUED(status) => Change::Continued(pid),
         _ if libc::WIFSIGNALED(status) => Change::Ended { pid, status: 128 + libc::WTERMSIG(status) as u8 },
         _ => Change::Ended { pid, status: libc::WEXITSTATUS(status) as u8 },

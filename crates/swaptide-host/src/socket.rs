@@ -20,6 +20,7 @@ use swaptide_sys::uffd::{Features, Uffd};
 
 use crate::areas::Open;
 use crate::doctor::REQUIRED;
+use crate::followed::Followed;
 use crate::shared::Shared;
 use crate::tree::descends;
 
@@ -54,12 +55,12 @@ impl Counter {
     }
 
     /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>) -> Vec<u32> {
+    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>, followed: &mut Followed) -> Vec<u32> {
         let mut joined = Vec::new();
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared) {
+            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared, followed) {
                 joined.push(peer.pid);
             }
         }
@@ -73,7 +74,14 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>) -> Option<Request> {
+fn answer(
+    client: Conn,
+    pid: u32,
+    segment: &OwnedFd,
+    areas: &Arc<dyn Open>,
+    shared: Option<&Shared>,
+    followed: &mut Followed,
+) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
     }
@@ -85,6 +93,10 @@ fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<dyn Open>, shar
     let may_have_fd = matches!(request, Request::Handshake | Request::Attach);
     if length != 1 + request.body() || fd.is_some() && !may_have_fd || fd.is_none() && request == Request::Handshake {
         return None;
+    }
+    if request == Request::Fork {
+        followed.begin(client, pid, &message[1..length])?;
+        return Some(request);
     }
     if request.is_shared() {
         shared?.serve(request, &message[1..length], fd, client, pid);
@@ -129,7 +141,7 @@ fn answer(client: Conn, pid: u32, segment: &OwnedFd, areas: &Arc<dyn Open>, shar
             client.send(&message[..1], &[]).ok()?;
             return Some(request);
         }
-        Request::Region | Request::Attach | Request::Guard | Request::Advise => return None,
+        Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise => return None,
     };
     client.send(&message[..1], &[descriptor]).ok()?;
     Some(request)
@@ -176,7 +188,7 @@ mod tests {
     fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<dyn Open>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
-        let joined = counter.serve(segment, areas, None);
+        let joined = counter.serve(segment, areas, None, &mut Followed::default());
         let (mut reply, mut fds) = ([0u8; 1], [None]);
         match client.recv(&mut reply, &mut fds) {
             Ok((1, 1)) if reply == request[..1] => (joined, fds[0].take()),
@@ -213,7 +225,7 @@ mod tests {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
         let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
-        counter.serve(&segment, &areas, None);
+        counter.serve(&segment, &areas, None, &mut Followed::default());
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());

@@ -40,8 +40,8 @@ use swaptide_ipc::{ENV_SOCKET, GroupIndex, MAGIC, Segment, VERSION};
 use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
+use swaptide_sys::ptrace;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::uffd::Uffd;
 
 use crate::areas::{Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
@@ -49,7 +49,8 @@ use crate::config::Config;
 use crate::control::{self, Door, Join, Joined, Run};
 use crate::daemon::client::{self, RemoteAreas};
 use crate::device::{self, Acceptance, SwapSpace};
-use crate::doctor::REQUIRED;
+use crate::doctor::{self, Forks};
+use crate::followed::Followed;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
 use crate::mirror;
@@ -222,7 +223,10 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         Some(path) => Some((path.clone(), Sink::open(path).map_err(|error| RunError::Report(path.clone(), error))?)),
         None => None,
     };
-    Uffd::open(REQUIRED, true).map_err(RunError::Userfaultfd)?;
+    let forks = doctor::forks().map_err(RunError::Userfaultfd)?;
+    if forks == Forks::Followed && config.shared {
+        return Err(RunError::SharedNeedsEvents);
+    }
     let program = program_name(name);
     let alone = config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
@@ -370,6 +374,8 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     header.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
     header.mishap_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
     header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
+    let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
+    header.followed_forks.store(followed.into(), Relaxed);
     header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
@@ -587,6 +593,8 @@ struct Back {
     channel: Option<Channel>,
     signals: Signals,
     counter: Counter,
+    /// Who forks, where the kernel does not tell of it.
+    followed: Followed,
     /// Shared memory's pager.
     shared: Option<&'static Shared>,
     /// Where there is no daemon that does it.
@@ -617,6 +625,7 @@ impl Back {
             channel: Some(channel),
             signals,
             counter,
+            followed: Followed::default(),
             shared: kept.shared,
             keeper: kept.keeper,
             program: Some(program),
@@ -635,20 +644,23 @@ impl Back {
         swaptide_sys::affinity::go_first();
         loop {
             let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
-            fds.extend(self.channel.as_ref().map(|channel| channel.stream.as_fd()));
-            let ready = poll_readable(&fds, None).unwrap_or(0);
+            fds.push(self.channel.as_ref().map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()));
+            fds.extend(self.followed.awaited());
+            let ready = poll_readable(&fds, self.followed.patience()).unwrap_or(0);
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 {
-                let joined = self.counter.serve(&self.prepared.segment_fd, &self.prepared.place.areas(), self.shared);
+                let areas = self.prepared.place.areas();
+                let joined = self.counter.serve(&self.prepared.segment_fd, &areas, self.shared, &mut self.followed);
                 for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
                     // A daemon finds them in the segment.
                     let _ = keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Joined(pid)));
                 }
             }
-            if ready & 4 != 0 {
+            if ready & 4 != 0 && self.channel.is_some() {
                 self.listen_to_front();
             }
+            self.followed.attend();
             if !self.look_at_children() {
                 // The keeper ends with its channel.
                 let _ = self.keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Stop));
@@ -688,12 +700,20 @@ impl Back {
     fn look_at_children(&mut self) -> bool {
         let mut ended = None;
         let left = loop {
-            match signals::child_change() {
+            let change = signals::child_change();
+            if let Change::Ended { pid, .. } = change {
+                self.followed.changed(pid, ptrace::Change::Gone);
+            }
+            match change {
                 Change::Ended { pid, status } if Some(pid) == self.program => {
                     self.program = None;
                     ended = Some(status);
                 }
-                Change::Stopped(pid) if Some(pid) == self.program => {
+                Change::Followed(pid, status) => self.followed.changed(pid, ptrace::Change::of(status)),
+                Change::Stopped(pid, signal) if self.followed.has(pid) => {
+                    self.followed.changed(pid, ptrace::Change::Signal(signal));
+                }
+                Change::Stopped(pid, _) if Some(pid) == self.program => {
                     if let Some(channel) = &mut self.channel {
                         channel.send(&ToFront::Stopped);
                     }

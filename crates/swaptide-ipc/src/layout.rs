@@ -16,7 +16,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
@@ -100,6 +100,8 @@ pub struct Header {
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3: the handler's thread is gone; 4: there is no memory for an
     /// engine; 5: at its first order, a thread is gone that reads from servers (0: they do not). For tests.
     pub fail: AtomicU32,
+    /// Not 0: the kernel tells nobody of forks here (that takes `CAP_SYS_PTRACE`), so the supervisor follows the forking thread.
+    pub followed_forks: AtomicU32,
     /// Counts changes of the areas.
     pub(crate) areas_epoch: AtomicU32,
     /// How many areas are open.

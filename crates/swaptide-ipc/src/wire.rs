@@ -29,6 +29,9 @@ pub enum Request {
     Statm = b'T',
     /// The client's process id as the supervisor sees it: four bytes in the answer, little end first.
     Identity = b'I',
+    /// Follow the thread that asks through its fork: its number (4), and where its child is to begin (8) and with which stack (8). The answer has
+    /// nothing more; the connection stays open until the fork is over, and the child says a word on it when it has begun.
+    Fork = b'F',
     /// A new region of shared memory; its length in bytes follows (8). The answer has the memory file.
     Region = b'R',
     /// Look at the client's mappings of shared regions again; a userfaultfd for them comes with the request if the answer to the one before was
@@ -44,8 +47,8 @@ pub enum Request {
 impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
-        use Request::{Advise, Area, Attach, Device, Guard, Handshake, Identity, Maps, Pagemap, Region, Segment, Statm};
-        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Region, Attach, Guard, Advise]
+        use Request::{Advise, Area, Attach, Device, Fork, Guard, Handshake, Identity, Maps, Pagemap, Region, Segment, Statm};
+        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach, Guard, Advise]
             .into_iter()
             .find(|request| *request as u8 == byte)
     }
@@ -55,7 +58,7 @@ impl Request {
         match self {
             Request::Area => 1,
             Request::Handshake | Request::Region | Request::Guard => 8,
-            Request::Advise => 20,
+            Request::Advise | Request::Fork => 20,
             _ => 0,
         }
     }

@@ -26,6 +26,7 @@ pub mod pagemap;
 pub mod patron;
 pub mod process;
 pub mod procfs;
+pub mod ptrace;
 pub mod raw;
 pub mod sock;
 pub mod thread;

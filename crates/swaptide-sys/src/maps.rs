@@ -54,6 +54,30 @@ pub fn for_each_vma_of(pid: u32, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool)
     each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
+/// Calls `f` with every VMA of this process and whether it bears the mark of `MADV_RANDOM`, in order of address, until it returns `false`. The kernel
+/// walks all page tables for it.
+pub fn for_each_marked_vma(buf: &mut [u8], f: impl FnMut(VirtRange, bool) -> bool) -> Result<(), Errno> {
+    let fd = procfs::open_read(c"/proc/thread-self/smaps")?;
+    for_each_marked_in(buf, |space| procfs::read_fd(&fd, space), f)
+}
+
+fn for_each_marked_in(
+    buf: &mut [u8],
+    read: impl FnMut(&mut [u8]) -> Result<usize, Errno>,
+    mut f: impl FnMut(VirtRange, bool) -> bool,
+) -> Result<(), Errno> {
+    let mut range = None;
+    split_lines(buf, read, |line| {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            return range.take().is_none_or(|range| f(range, procfs::words(flags).any(|flag| flag == b"rr")));
+        }
+        if let Some(vma) = parse_line(line) {
+            range = Some(vma.range);
+        }
+        true
+    })
+}
+
 /// Reads this process's memory, as far as it is there: what another thread may be unmapping is an error here and no fault.
 pub fn read_own(at: VirtAddr, buf: &mut [u8]) -> Result<usize, Errno> {
     let memory = procfs::open_read(c"/proc/thread-self/mem")?;
@@ -298,6 +322,26 @@ pub fn vma_at(addr: VirtAddr) -> Result<Option<VmaInfo>, Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn marks_are_told_for_the_mapping_they_stand_below() {
+        let text = b"1000-3000 rw-p 00000000 00:00 0\nSize: 8 kB\nVmFlags: rd wr mr mw me ac rr \n\
+            3000-4000 rw-p 00000000 00:00 0                  [heap]\nRss: 4 kB\nVmFlags: rd wr mr mw me ac\n";
+        let mut rest = &text[..];
+        let read = |space: &mut [u8]| {
+            let n = space.len().min(rest.len()).min(100);
+            space[..n].copy_from_slice(&rest[..n]);
+            rest = &rest[n..];
+            Ok(n)
+        };
+        let mut seen = alloc::vec::Vec::new();
+        for_each_marked_in(&mut [0; 256], read, |range, marked| {
+            seen.push((range.start.0, range.end.0, marked));
+            true
+        })
+        .expect("a text");
+        assert_eq!(seen, [(0x1000, 0x3000, true), (0x3000, 0x4000, false)]);
+    }
     use crate::mem::Mapping;
     use crate::page::PAGE_SIZE;
     use std::vec::Vec;

@@ -152,6 +152,12 @@ pub enum Advice {
     HugePage,
     /// A forked child does not get this range.
     DontFork,
+    /// A forked child gets this range.
+    DoFork,
+    /// The range is read without order. For memory without a file it is a mark, and no more.
+    Random,
+    /// The range is read in no particular way.
+    Normal,
     /// A forked child finds zeros in this range.
     WipeOnFork,
     /// Leave the range out of core dumps.
@@ -172,6 +178,9 @@ impl Advice {
             Advice::NoHugePage => k::MADV_NOHUGEPAGE,
             Advice::HugePage => k::MADV_HUGEPAGE,
             Advice::DontFork => k::MADV_DONTFORK,
+            Advice::DoFork => k::MADV_DOFORK,
+            Advice::Random => k::MADV_RANDOM,
+            Advice::Normal => k::MADV_NORMAL,
             Advice::WipeOnFork => k::MADV_WIPEONFORK,
             Advice::DontDump => k::MADV_DONTDUMP,
         }

@@ -297,6 +297,16 @@ impl fmt::Display for OpenError {
     }
 }
 
+impl OpenError {
+    /// The kernel's answer to what was tried first.
+    pub fn errno(self) -> Errno {
+        match self {
+            OpenError::Denied { syscall: errno, .. } | OpenError::Refused { errno, .. } => errno,
+            OpenError::Unsupported { .. } => Errno::INVAL,
+        }
+    }
+}
+
 impl core::error::Error for OpenError {}
 
 // ---------------------------------------------------------------------------------------------

@@ -267,6 +267,9 @@ impl Handler {
             }
         }
         handler.forget_what_did_not_come()?;
+        if engine.followed {
+            handler.close_shield();
+        }
         engine.charge.take_limit(engine.slot());
         engine.charge.inherit(swaptide_sys::process::parent());
         engine.fork.set(NONE);

@@ -15,10 +15,16 @@
 //! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is another, ...) says that instead, before or after
 //! it was sent what it needs. Then the parent's handler copies every swapped page to it, and it goes on without an engine.
 //!
+//! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the forking thread instead (ptrace), and the child's first
+//! steps are the engine's: it makes its own userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that is done
+//! the forking thread stands still in its fork. What this takes is the matter of [`shield`] and [`birth`].
+//!
 //! The modules:
 //!
 //! | module | what |
 //! |---|---|
+//! | [`shield`] | without fork events: no fork but one that is followed copies managed memory |
+//! | [`birth`] | without fork events: how the parent's handler comes by the child's userfaultfd |
 //! | [`control`] | what the forking thread, the handler and the child share: phase and sockets |
 //! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
 //! | [`handover`] | the parent's handler while the child does not serve itself |
@@ -37,14 +43,18 @@
 //! 5. After a fork event nothing is applied to the table, and no page goes to the child, before every change of mappings that the child may have
 //!    was read; and what goes to the child goes where the child has it ([`layout`]).
 //!
+//! 6. Without fork events no child has managed memory but one whose first steps were the engine's.
+//!
 //! Locks: the memory lock, for one look or one page at a time. None is held while a child or the kernel is waited for.
 
+pub mod birth;
 pub mod child;
 pub mod control;
 mod gift;
 mod handover;
 pub mod layout;
 mod prepare;
+pub mod shield;
 mod wire;
 
 pub use child::Inheritance;

@@ -52,6 +52,9 @@ impl Handler {
                 }
             }
         };
+        if engine.followed {
+            self.open_shield();
+        }
         self.deferring = true;
         engine.fork.set(PREPARED);
         loop {
@@ -64,7 +67,10 @@ impl Handler {
             if self.child.is_some() || self.fork_done {
                 break;
             }
-            self.read_within(Some(Duration::from_millis(1)));
+            match &door {
+                Door::Pair(conn) if engine.followed => self.attend_birth(conn, Duration::from_millis(1)),
+                _ => self.read_within(Some(Duration::from_millis(1))),
+            }
             self.help_the_lock_holder(forker);
         }
         if let Some(child) = self.child.take() {
@@ -126,6 +132,9 @@ impl Handler {
         self.has_forked = false;
         self.forking = false;
         self.apply_noted();
+        if engine.followed {
+            self.close_shield();
+        }
         self.unpark_workers();
         engine.fork.set(NONE);
     }

@@ -44,6 +44,8 @@ pub enum RunError {
     NoAgent(Vec<PathBuf>),
     /// The library's path cannot stand in `LD_PRELOAD`.
     AgentPath(PathBuf),
+    /// `--shared` where the kernel does not tell of forks.
+    SharedNeedsEvents,
     /// The kernel or its settings do not allow it.
     Userfaultfd(OpenError),
     /// A system call.
@@ -77,6 +79,10 @@ impl fmt::Display for RunError {
             RunError::AgentPath(path) => {
                 write!(f, "{}: a path with a space or a colon cannot be preloaded; move it or set {ENV_AGENT}", path.display())
             }
+            RunError::SharedNeedsEvents => write!(
+                f,
+                "--shared: forks of programs with shared memory need CAP_SYS_PTRACE; leave it out (shared memory then stays in memory), or run as root"
+            ),
             RunError::Userfaultfd(error) => write!(f, "{error}; swaptide doctor tells how to mend it"),
             RunError::System(what, error) => write!(f, "{what}: {error}"),
             RunError::Start(message) => write!(f, "{message}"),

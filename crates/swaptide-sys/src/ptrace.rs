@@ -1,0 +1,162 @@
+//! ptrace, as far as a fork needs it that the kernel tells nobody of: a thread is followed from before its fork on, and the child is made to run
+//! a function of its own memory before anything else.
+//!
+//! Owns nothing: a [`Tracee`] is a number. Who follows is a thread, not a process: every call comes from the thread that has seized. What becomes of who is followed,
+//! a wait tells, of any thread of the process where it is their child as well.
+//!
+//! Facts the callers rely on, checked by `tests/ptrace.rs` on the running kernel:
+//! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run a single instruction of its own.
+//! 2. The parent stands still, in its fork, from the child's birth until it is let go.
+//! 3. With [`seize`], both are killed if the one who follows ends: neither goes on alone half way.
+
+use linux_raw_sys::general as k;
+use linux_raw_sys::ptrace as p;
+use rustix::io::Errno;
+
+use crate::raw::syscall;
+
+/// The registers of x86-64, in the order of the kernel's `user_regs_struct`.
+type Registers = [u64; 27];
+const RIP: usize = 16;
+const RSP: usize = 19;
+const ORIG_RAX: usize = 15;
+
+const _: () = assert!(size_of::<Registers>() == size_of::<k::__kernel_ulong_t>() * 27);
+
+/// What a stop of a followed thread reports that no signal has caused (`PTRACE_EVENT_STOP`).
+const EVENT_STOP: u32 = 128;
+const SIGTRAP: u32 = 5;
+
+/// What became of a followed thread.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// It has forked, and stands still.
+    Forked,
+    /// It stands still because it was told to, or was born.
+    Still,
+    /// It is stopped with its process, as by `SIGSTOP`.
+    Stopped,
+    /// A signal is about to reach it.
+    Signal(u32),
+    /// It has ended.
+    Gone,
+}
+
+impl Change {
+    /// What the status of a wait says of a followed thread.
+    pub fn of(status: u32) -> Change {
+        let signal = status >> 8 & 0xff;
+        match status >> 16 {
+            _ if status & 0xff != 0x7f => Change::Gone,
+            p::PTRACE_EVENT_FORK => Change::Forked,
+            EVENT_STOP if signal == SIGTRAP => Change::Still,
+            EVENT_STOP => Change::Stopped,
+            _ => Change::Signal(signal),
+        }
+    }
+}
+
+/// A followed thread.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub struct Tracee(u32);
+
+/// Follows a thread, and what it forks. If the calling thread ends without letting them go, they are killed.
+///
+/// # Errors
+/// `EPERM` where that is not permitted, or somebody else follows it.
+pub fn seize(tid: u32) -> Result<Tracee, Errno> {
+    let tracee = Tracee(tid);
+    // SAFETY: the request changes nothing in memory, here or there.
+    unsafe { tracee.call(p::PTRACE_SEIZE, 0, (p::PTRACE_O_TRACEFORK | p::PTRACE_O_EXITKILL) as usize) }?;
+    Ok(tracee)
+}
+
+impl Tracee {
+    /// # Safety
+    /// What the request writes to, `data` points to.
+    unsafe fn call(self, request: u32, addr: usize, data: usize) -> Result<usize, Errno> {
+        // SAFETY: the caller's promise.
+        unsafe { syscall!(k::__NR_ptrace, request as usize, self.0 as usize, addr, data) }
+    }
+
+    /// The thread's number.
+    pub fn tid(self) -> u32 {
+        self.0
+    }
+
+    /// A thread that is followed because it was born of a followed one.
+    pub fn of(tid: u32) -> Tracee {
+        Tracee(tid)
+    }
+
+    /// The child of a thread that has [`Change::Forked`]. It is followed.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn child(self) -> Result<Tracee, Errno> {
+        let mut pid = 0u64;
+        // SAFETY: the kernel writes one word.
+        unsafe { self.call(p::PTRACE_GETEVENTMSG, 0, (&raw mut pid) as usize) }?;
+        Ok(Tracee(pid as u32))
+    }
+
+    /// Lets it go on; with a signal that was about to reach it.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn go_on(self, signal: u32) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { self.call(p::PTRACE_CONT, 0, signal as usize) }.map(drop)
+    }
+
+    /// Leaves it stopped with its process, until that goes on.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn stay(self) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { self.call(p::PTRACE_LISTEN, 0, 0) }.map(drop)
+    }
+
+    /// Makes it stand still soon.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn interrupt(self) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { self.call(p::PTRACE_INTERRUPT, 0, 0) }.map(drop)
+    }
+
+    /// Follows it no more; it stands still now, and goes on, with a signal that was about to reach it.
+    ///
+    /// # Errors
+    /// When it is gone.
+    pub fn release(self, signal: u32) -> Result<(), Errno> {
+        // SAFETY: nothing is written.
+        unsafe { self.call(p::PTRACE_DETACH, 0, signal as usize) }.map(drop)
+    }
+
+    /// Has a thread that was just born begin at `entry`, with its stack at `frame`, where two words tell it where it would have begun and
+    /// with which stack.
+    ///
+    /// # Safety
+    /// The thread stands still at its birth, and what is at `entry` in its memory can be begun so.
+    ///
+    /// # Errors
+    /// When it is gone, or has no memory at `frame`.
+    pub unsafe fn begin_at(self, entry: u64, frame: u64) -> Result<(), Errno> {
+        let mut registers: Registers = [0; 27];
+        // SAFETY: the kernel writes as many words as there are.
+        unsafe { self.call(p::PTRACE_GETREGS, 0, registers.as_mut_ptr() as usize) }?;
+        for (place, word) in [registers[RIP], registers[RSP]].into_iter().enumerate() {
+            // SAFETY: the caller's promise: these words are the thread's for that.
+            unsafe { self.call(p::PTRACE_POKEDATA, frame as usize + 8 * place, word as usize) }?;
+        }
+        registers[RIP] = entry;
+        registers[RSP] = frame;
+        // A fork is not a call to begin anew.
+        registers[ORIG_RAX] = u64::MAX;
+        // SAFETY: the kernel reads as many words as there are; what they do is the caller's promise.
+        unsafe { self.call(p::PTRACE_SETREGS, 0, registers.as_ptr() as usize) }.map(drop)
+    }
+}
