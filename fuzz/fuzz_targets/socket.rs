@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
 use swaptide_host::areas::{Areas, Open};
+use swaptide_host::followed::Followed;
 use swaptide_host::socket::Counter;
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
@@ -27,7 +28,7 @@ fuzz_target!(|data: &[u8]| {
     if message.is_empty() || client.send(&message[..message.len().min(256)], &fds[..usize::from(first % 3)]).is_err() {
         return;
     }
-    let joined = counter.serve(segment, areas, None);
+    let joined = counter.serve(segment, areas, None, &mut Followed::default());
     let known = Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
     assert!(joined.is_empty() || known == Some(Request::Segment), "who asks for something else has not joined");
     let (mut reply, mut got) = ([0; 64], [None, None]);

@@ -36,7 +36,7 @@ pub mod daemon;
 pub mod device;
 pub mod division;
 pub mod doctor;
-mod followed;
+pub mod followed;
 pub mod groups;
 pub mod keeper;
 pub mod mirror;
