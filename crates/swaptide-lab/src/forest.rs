@@ -48,6 +48,7 @@ fn is_folio(entry: Entry) -> bool {
     entry != 0 && entry & 1 == 0
 }
 
+#[inline(always)]
 fn cached(entry: Entry) -> Cached {
     match entry {
         0 => Cached::Nothing,
@@ -69,7 +70,7 @@ impl Forest {
         Forest { shape, trees: (0..trees).map(|_| Tree::default()).collect() }
     }
 
-    #[inline]
+    #[inline(always)]
     fn place(&self, off: u32) -> (&Tree, u64) {
         match self.shape {
             Shape::Whole => (&self.trees[0], u64::from(off)),
@@ -79,14 +80,14 @@ impl Forest {
     }
 
     /// What is known of slot `off`. Takes no lock.
-    #[inline]
+    #[inline(always)]
     pub fn lookup(&self, off: u32) -> Cached {
         let (tree, index) = self.place(off);
         cached(tree.load(index))
     }
 
     /// The same under the tree's lock, for comparison: no kernel did this.
-    #[inline]
+    #[inline(always)]
     pub fn lookup_locked(&self, off: u32) -> Cached {
         let (tree, index) = self.place(off);
         cached(tree.load_locked(index))

@@ -10,7 +10,8 @@
 //! 2. The root's slots 1 to 63 are not all empty, unless the root is a leaf: the tree is as low as it can be.
 //! 3. A node's memory stays a node's until the tree is dropped.
 //!
-//! What is left out is what would only slow it down: marks, multi-index entries, an entry kept in the root pointer itself.
+//! What is left out is what would only slow it down: marks, multi-index entries, an entry kept in the root pointer itself. A tree's root, its
+//! count and its lock share a cache line, nodes lie side by side in slabs as the kernel's do, and a look-up is inlined where it is used.
 
 #![allow(unsafe_code)]
 
@@ -45,9 +46,25 @@ struct Node {
 
 const _: () = assert!(size_of::<Node>() == 576);
 
+impl Node {
+    #[allow(clippy::declare_interior_mutable_const)] // copied into slabs, never read
+    const EMPTY: Node = Node {
+        shift: AtomicU64::new(0),
+        place: AtomicU64::new(0),
+        used: AtomicU64::new(0),
+        parent: AtomicPtr::new(ptr::null_mut()),
+        _rest: [0; 4],
+        slots: [const { AtomicU64::new(0) }; SLOTS],
+    };
+}
+
+/// Nodes made together: as many as a slab of four pages holds.
+const SLAB: usize = 28;
+
+#[derive(Default)]
 struct Pool {
     /// Every node ever made, freed when the tree is.
-    all: Vec<NonNull<Node>>,
+    slabs: Vec<NonNull<[Node; SLAB]>>,
     free: Vec<NonNull<Node>>,
 }
 
@@ -59,21 +76,23 @@ unsafe impl Send for Pool {}
 pub struct Tree {
     root: AtomicPtr<Node>,
     recycled: AtomicU64,
-    pool: SpinLock<Pool>,
+    /// Boxed: all that a look-up needs of a tree is in one line.
+    pool: SpinLock<Option<Box<Pool>>>,
 }
+
+const _: () = assert!(size_of::<Tree>() == 64);
 
 impl Default for Tree {
     fn default() -> Self {
-        let pool = Pool { all: Vec::new(), free: Vec::new() };
-        Tree { root: AtomicPtr::new(ptr::null_mut()), recycled: AtomicU64::new(0), pool: SpinLock::new(pool) }
+        Tree { root: AtomicPtr::new(ptr::null_mut()), recycled: AtomicU64::new(0), pool: SpinLock::new(None) }
     }
 }
 
 impl Drop for Tree {
     fn drop(&mut self) {
-        for node in self.pool.lock().all.drain(..) {
-            // SAFETY: made by `Box::into_raw` in `take`, once in `all`; `&mut self` says that no reader is left.
-            drop(unsafe { Box::from_raw(node.as_ptr()) });
+        for slab in self.pool.lock().take().into_iter().flat_map(|pool| pool.slabs) {
+            // SAFETY: made by `Box::leak` in `take`, once in `slabs`; `&mut self` says that no reader is left.
+            drop(unsafe { Box::from_raw(slab.as_ptr()) });
         }
     }
 }
@@ -100,7 +119,7 @@ impl Tree {
     pub const NODE_BYTES: usize = size_of::<Node>();
 
     /// The entry at `index`; 0 when there is none. Takes no lock.
-    #[inline]
+    #[inline(always)]
     pub fn load(&self, index: u64) -> Entry {
         loop {
             let before = self.recycled.load(Ordering::Acquire);
@@ -112,7 +131,7 @@ impl Tree {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn walk(&self, index: u64) -> Entry {
         // SAFETY: the root is null or a node of this tree.
         let Some(mut node) = (unsafe { get(self.root.load(Ordering::Acquire)) }) else { return 0 };
@@ -134,7 +153,7 @@ impl Tree {
     }
 
     /// The same under the tree's lock.
-    #[inline]
+    #[inline(always)]
     pub fn load_locked(&self, index: u64) -> Entry {
         let _pool = self.pool.lock();
         self.walk(index)
@@ -143,7 +162,8 @@ impl Tree {
     /// Replaces the `n` entries from `first` by what `new` makes of each, in one critical section. Asks `check` of all of them
     /// first; when it refuses one, nothing is changed and `false` returned.
     pub fn update(&self, first: u64, n: u64, check: impl Fn(Entry) -> bool, mut new: impl FnMut(Entry) -> Entry) -> bool {
-        let mut pool = self.pool.lock();
+        let mut guard = self.pool.lock();
+        let pool = guard.get_or_insert_default();
         let mut leaf = None;
         for index in first..first + n {
             if leaf.is_none() || index & MASK == 0 {
@@ -159,7 +179,7 @@ impl Tree {
         while index < first + n {
             let end = ((index | MASK) + 1).min(first + n);
             let leaf = leaf.filter(|_| one).or_else(|| self.leaf(index));
-            self.update_leaf(&mut pool, leaf, index..end, &mut new);
+            self.update_leaf(pool, leaf, index..end, &mut new);
             index = end;
         }
         true
@@ -293,20 +313,15 @@ impl Tree {
     }
 
     fn take(&self, pool: &mut Pool, shift: u64, parent: *mut Node, place: u64) -> &Node {
-        let node = pool.free.pop().unwrap_or_else(|| {
-            let node = Box::new(Node {
-                shift: AtomicU64::new(0),
-                place: AtomicU64::new(0),
-                used: AtomicU64::new(0),
-                parent: AtomicPtr::new(ptr::null_mut()),
-                _rest: [0; 4],
-                slots: [const { AtomicU64::new(0) }; SLOTS],
-            });
-            let node = NonNull::from(Box::leak(node));
-            pool.all.push(node);
-            node
-        });
-        // SAFETY: just made or from the pool, and freed only with the tree.
+        if pool.free.is_empty() {
+            let slab = NonNull::from(Box::leak(Box::new([const { Node::EMPTY }; SLAB])));
+            pool.slabs.push(slab);
+            // Taken from the back: in the order in which they lie.
+            // SAFETY: each is one of the slab's nodes.
+            pool.free.extend((0..SLAB).rev().map(|i| unsafe { slab.cast::<Node>().add(i) }));
+        }
+        let node = pool.free.pop().expect("a slab was made when there was none");
+        // SAFETY: a node of a slab, and those are freed only with the tree.
         let node: &Node = unsafe { node.as_ref() };
         node.shift.store(shift, Ordering::Relaxed);
         node.place.store(place, Ordering::Relaxed);
@@ -330,8 +345,7 @@ impl Tree {
 
     /// Nodes in the tree.
     pub fn nodes(&self) -> usize {
-        let pool = self.pool.lock();
-        pool.all.len() - pool.free.len()
+        self.pool.lock().as_ref().map_or(0, |pool| pool.slabs.len() * SLAB - pool.free.len())
     }
 }
 

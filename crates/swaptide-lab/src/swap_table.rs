@@ -195,8 +195,8 @@ fn churn<L: Layer + ?Sized>(layer: &L, slots: u32, percent: u32, rounds: usize) 
     median(ns)
 }
 
-/// Look-ups a second, in millions, of `threads` threads that look up random slots of one device.
-fn lookups<C: Sync>(cache: &C, threads: usize, offs: &[u32], folio: impl Fn(&C, u32) -> u32 + Sync) -> f64 {
+/// Look-ups a second, in millions, of `threads` threads that each look up all slots of one device in random order, so many times.
+fn lookups<C: Sync>(cache: &C, threads: usize, rounds: usize, offs: &[u32], folio: impl Fn(&C, u32) -> u32 + Sync) -> f64 {
     let barrier = Barrier::new(threads + 1);
     let mut start = Instant::now();
     std::thread::scope(|s| {
@@ -206,8 +206,9 @@ fn lookups<C: Sync>(cache: &C, threads: usize, offs: &[u32], folio: impl Fn(&C, 
                 barrier.wait();
                 // Each begins somewhere else.
                 let (a, b) = offs.split_at(offs.len() / threads * t);
-                let sum = b.iter().chain(a).fold(0u32, |sum, &off| sum.wrapping_add(folio(cache, off)));
-                black_box(sum);
+                for part in std::iter::repeat_n([b, a], rounds).flatten() {
+                    black_box(part.iter().fold(0u32, |sum, &off| sum.wrapping_add(folio(cache, off))));
+                }
             })
         };
         let handles: Vec<_> = (0..threads).map(spawn).collect();
@@ -215,11 +216,12 @@ fn lookups<C: Sync>(cache: &C, threads: usize, offs: &[u32], folio: impl Fn(&C, 
         barrier.wait();
         handles.into_iter().for_each(|handle| handle.join().expect("a thread of the run"));
     });
-    (threads * offs.len()) as f64 / start.elapsed().as_secs_f64() / 1e6
+    (threads * rounds * offs.len()) as f64 / start.elapsed().as_secs_f64() / 1e6
 }
 
-/// Look-ups alone, by 1 to 32 threads: trees, trees whose look-ups take the lock, the table.
-fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, runs: usize) {
+/// Look-ups alone, by 1 to 32 threads: trees, trees whose look-ups take the lock, the table. About `all` look-ups in a run, by all threads
+/// together: so many that starting the threads does not show.
+fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, runs: usize) {
     let forest = Forest::new(Shape::Small, pages);
     let table = SwapTable::new(pages, pages, 1);
     let mut offs: Vec<u32> = Vec::new();
@@ -232,11 +234,12 @@ fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, runs: usize) 
     let folio = |cached| if let Cached::Folio(folio) = cached { folio.0 } else { 0 };
     for &t in threads {
         let mut speed: [Vec<f64>; 3] = Default::default();
+        let n = (all / (t * offs.len())).max(1);
         for run in 0..=runs {
             let found = [
-                lookups(&forest, t, &offs, |f, off| folio(f.lookup(off))),
-                lookups(&forest, t, &offs, |f, off| folio(f.lookup_locked(off))),
-                lookups(&table, t, &offs, |d, off| Layer::lookup(d, off).map_or(0, |folio| folio.0)),
+                lookups(&forest, t, n, &offs, |f, off| folio(f.lookup(off))),
+                lookups(&forest, t, n, &offs, |f, off| folio(f.lookup_locked(off))),
+                lookups(&table, t, n, &offs, |d, off| Layer::lookup(d, off).map_or(0, |folio| folio.0)),
             ];
             if run > 0 {
                 speed.iter_mut().zip(found).for_each(|(to, value)| to.push(value));
@@ -283,7 +286,7 @@ pub fn measure(quick: bool) -> Report {
             }
         }
     }
-    lookup_rows(&mut rows, threads, pages, runs);
+    lookup_rows(&mut rows, threads, pages, 1 << 23, runs);
     bgsave_rows(&mut rows, pages, runs);
     memory_rows(&mut rows, pages);
     churn_rows(&mut rows, pages, if quick { 50 } else { 400 });
@@ -385,7 +388,7 @@ mod tests {
     #[test]
     fn look_ups_of_many_threads_are_all_counted() {
         let mut rows = Vec::new();
-        lookup_rows(&mut rows, &[1, 3], 1 << 16, 1);
+        lookup_rows(&mut rows, &[1, 3], 1 << 16, 1 << 18, 1);
         assert_eq!(rows.len(), 4);
         assert!(rows.iter().all(|row| row.before.is_some_and(|b| b > 0.0) && row.after.is_some_and(|a| a > 0.0)));
     }
