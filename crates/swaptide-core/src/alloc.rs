@@ -224,11 +224,7 @@ impl<'a> Search<'a> {
 
     /// Allocates from an empty cluster taken off its list.
     fn fill(&mut self, (index, mut state): Locked<'a>) -> Option<SwapOffset> {
-        if !self.device.open(index, &mut state, self.class) {
-            self.no_memory = true;
-            self.device.move_to(index, &mut state, ListId::Free);
-            return None;
-        }
+        self.device.open(index, &mut state, self.class);
         let found = self.take(index, &mut state, 0);
         assert!(found.is_some(), "{index} of {} is empty and has no free run of {}", self.device.ty, self.order);
         self.settle(index, state, ListId::Frag(self.class), found)

@@ -56,7 +56,7 @@ impl Default for Cluster {
             next: AtomicU32::new(NO_CLUSTER),
             state: SpinLock::new(State {
                 overflow: None,
-                table: TableState::Fresh,
+                table: TableState::Bare,
                 used: 0,
                 order: 0,
                 lane: 0,

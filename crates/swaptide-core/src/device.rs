@@ -7,8 +7,8 @@
 //!    ([`crate::lanes`]) and searches then, so a reservation of one slot always has a free slot to find.
 //! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
 //!    device to itself (both sequentially consistent).
-//! 3. A new device holds a few bytes per 4096 slots; records come with the first use of a cluster, 32 at a time, tables 16 at a
-//!    time.
+//! 3. A new device holds a few bytes per 16384 slots; records come with the first use of a cluster, 32 at a time, and a table's memory with
+//!    the first slot of its cluster. Addresses for all tables are there from the start: 8 bytes a slot that take no memory.
 //!
 //! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs under the
 //! cluster lock.
@@ -18,6 +18,8 @@ use crate::entry::{Entry, Slot, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
 use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::{Headers, ListId, Lists};
+#[cfg(not(loom))]
+use crate::sync::TableMemory;
 use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, OwnLine, SpinLock};
 use crate::table::{Table, TableDiscard, Tables};
 
@@ -88,18 +90,39 @@ impl SwapDevice {
     /// A device of `slots` slots (at most [`MAX_SLOTS`], more are cut off), all free, open for allocation. `cpus` is the number of
     /// allocation lanes; a larger CPU number wraps around.
     ///
+    /// The tables' addresses come from the allocator, as zeros: one that writes these itself makes a large device cost its 8 bytes a
+    /// slot from the start. Where that is so, or nobody knows, [`SwapDevice::new_in`] is the better choice.
+    ///
     /// # Panics
     /// When there is no memory for the first few KiB.
     pub fn new(ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
-        let slots = slots.min(MAX_SLOTS);
-        let clusters = (slots as usize).div_ceil(SLOTS_PER_CLUSTER);
+        Self::over(Tables::new(clusters_of(slots)), ty, slots, cpus, kind)
+    }
+
+    /// The same with its tables in memory that was reserved for them: at least [`SwapDevice::table_bytes`] of it.
+    ///
+    /// # Panics
+    /// When the memory is too small, or there is none for the first few KiB.
+    #[cfg(not(loom))]
+    pub fn new_in(memory: TableMemory, ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
+        Self::over(Tables::new_in(clusters_of(slots), memory), ty, slots, cpus, kind)
+    }
+
+    /// Bytes of addresses for the tables of so many slots.
+    #[cfg(not(loom))]
+    pub const fn table_bytes(slots: u32) -> usize {
+        Tables::bytes_of(clusters_of(slots))
+    }
+
+    fn over(tables: Tables, ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
+        let (slots, clusters) = (slots.min(MAX_SLOTS), clusters_of(slots));
         let lanes = if kind == Kind::Rotational { 1 } else { cpus.max(1) };
         let device = SwapDevice {
             ty,
             slots,
             discard: false,
             headers: Headers::new(clusters),
-            tables: Tables::new(clusters),
+            tables,
             lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
             lanes: Lanes::new(lanes),
             bad: AtomicU32::new(0),
@@ -146,8 +169,8 @@ impl SwapDevice {
     /// When the device has been used, or slots were marked bad.
     pub fn with_table_discard(mut self, discard: TableDiscard) -> Self {
         assert!(self.used() == 0 && self.bad.load(Ordering::Relaxed) == 0, "{} is in use already", self.ty);
-        let tail = !(self.slots as usize).is_multiple_of(SLOTS_PER_CLUSTER);
-        self.tables.set_discard(discard, tail.then(|| SwapOffset(self.slots - 1).cluster()));
+        // A last cluster that is not whole is in use from the start.
+        self.tables.set_discard(discard, SwapOffset(self.slots).cluster());
         self
     }
 
@@ -228,31 +251,34 @@ impl SwapDevice {
 
     #[inline]
     pub(crate) fn word(&self, off: SwapOffset) -> Entry {
-        match self.tables.word(off) {
-            Some(word) if !word.is_free() => word,
-            _ if off.0 < self.slots => Entry::FREE,
-            _ => Entry::BAD,
-        }
+        // Behind the last slot, but within its cluster, the words are bad.
+        self.tables.word(off).unwrap_or(Entry::BAD)
     }
 
     /// Calls `f` for every used slot of a cluster (bad ones are not used). Takes no lock: what is allocated or freed meanwhile may
     /// be seen or not.
     pub fn for_each_used(&self, index: ClusterIndex, mut f: impl FnMut(SwapOffset, SlotInfo)) {
+        let Some(table) = self.used_table(index) else { return };
         for i in 0..SLOTS_PER_CLUSTER {
-            let Some(word) = self.tables.word(index.slot(i)) else { return };
+            let word = table.get(i);
             if word.is_used() {
                 f(index.slot(i), word.info());
             }
         }
     }
 
-    /// The first used slot at or after `from`. Clusters without a table are skipped whole.
+    /// The table of a cluster, unless no cluster near it was used yet: walks pass by those without touching their tables.
+    fn used_table(&self, index: ClusterIndex) -> Option<&Table> {
+        self.headers.get(index.0 as usize).and_then(|_| self.tables.get(index))
+    }
+
+    /// The first used slot at or after `from`. Clusters that were never used are skipped whole.
     pub fn next_used(&self, from: SwapOffset) -> Option<SwapOffset> {
         let mut off = from;
         while off.0 < self.slots {
             let index = off.cluster();
             let used =
-                self.tables.get(index).and_then(|table| (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| table.get(i).is_used()));
+                self.used_table(index).and_then(|table| (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| table.get(i).is_used()));
             match used {
                 Some(i) => return Some(index.slot(i)),
                 None => off = ClusterIndex(index.0 + 1).first(),
@@ -375,9 +401,9 @@ impl SwapDevice {
         self.headers.get(index.0 as usize).expect("a cluster in use has a record")
     }
 
-    /// The table of a locked cluster with used slots.
+    /// The table of a locked cluster.
     pub(crate) fn table(&self, index: ClusterIndex) -> &Table {
-        self.tables.get(index).expect("a cluster in use has a table")
+        self.tables.get(index).expect("every cluster has a table")
     }
 
     /// Puts a locked cluster on `list`, from whichever it is on.
@@ -389,14 +415,11 @@ impl SwapDevice {
         }
     }
 
-    /// Gives a table to an empty, locked cluster. `false`: no memory.
-    pub(crate) fn open(&self, index: ClusterIndex, state: &mut State, order: u8) -> bool {
+    /// An empty, locked cluster is about to be used for that order.
+    pub(crate) fn open(&self, index: ClusterIndex, state: &mut State, order: u8) {
         debug_assert_eq!(state.used, 0);
-        if !self.tables.open(index, &mut state.table) {
-            return false;
-        }
+        self.tables.open(index, &mut state.table);
         state.order = order;
-        true
     }
 
     /// Takes the table from a locked cluster in which no slot is used any more, and puts the cluster where empty ones go.
@@ -414,14 +437,14 @@ impl SwapDevice {
     /// Nothing is changed when a slot is not free, or the range leaves its cluster.
     ///
     /// # Panics
-    /// When there is no memory for the cluster's record and table.
+    /// When there is no memory for the cluster's record.
     pub fn mark_bad(&self, off: SwapOffset, n: u32) -> Result<(), crate::Mismatch> {
         self.check_range(off, n)?;
         self.make_up_to(off.cluster());
         let (index, start) = (off.cluster(), off.in_cluster());
         let mut state = self.cluster(index).lock();
         if state.used == 0 {
-            assert!(self.open(index, &mut state, 0), "no memory for the swap table of {index}");
+            self.open(index, &mut state, 0);
         }
         let table = self.table(index);
         let range = start..start + n as usize;
@@ -459,12 +482,18 @@ impl SwapDevice {
         self.lists.lock().fresh_end = index.0;
         let cluster = self.headers.make(index.0 as usize).expect("no memory for the record of the last cluster");
         let mut state = cluster.lock();
-        assert!(self.open(index, &mut state, 0), "no memory for the swap table of the last cluster");
+        self.open(index, &mut state, 0);
         let table = self.table(index);
         (SLOTS_PER_CLUSTER - tail..SLOTS_PER_CLUSTER).for_each(|i| table.set(i, Entry::BAD));
         state.used = tail as u16;
         self.move_to(index, &mut state, ListId::Nonfull(0));
     }
+}
+
+/// Clusters of a device of so many slots.
+const fn clusters_of(slots: u32) -> usize {
+    let slots = if slots < MAX_SLOTS { slots } else { MAX_SLOTS };
+    (slots as usize).div_ceil(SLOTS_PER_CLUSTER)
 }
 
 const _: () = assert!(NO_CLUSTER as u64 > (MAX_SLOTS as u64) / SLOTS_PER_CLUSTER as u64);

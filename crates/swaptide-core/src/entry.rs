@@ -137,6 +137,7 @@ impl Entry {
         self.0 & ((1 << PAYLOAD_SHIFT) - 1) & !KIND_MASK
     }
 
+    #[inline]
     pub fn slot(self) -> Slot {
         match self.0 & KIND_MASK {
             FREE => Slot::Free,
@@ -146,6 +147,7 @@ impl Entry {
         }
     }
 
+    #[inline]
     pub fn info(self) -> SlotInfo {
         SlotInfo { slot: self.slot(), count: self.count(), zero: self.zero(), group: self.group() }
     }

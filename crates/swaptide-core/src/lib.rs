@@ -2,8 +2,8 @@
 //!
 //! A device's slots are grouped in clusters of 512. Each cluster in use has a table of 512 atomic words; a word says all about its
 //! slot: free, in the swap cache (which folio), swapped out (which shadow), bad, and count, zero flag and group. That table is
-//! the swap cache, the swap map and the zero map in one. Looking up an entry takes no lock: one shift to the cluster, one index
-//! into its table, loads only. Changing words takes the cluster's lock and tells what is expected; what is found instead comes back
+//! the swap cache, the swap map and the zero map in one. All tables of a device have their places in one range of addresses, so looking up an
+//! entry takes no lock and one load, at the slot's number. Changing words takes the cluster's lock and tells what is expected; what is found instead comes back
 //! as [`Mismatch`].
 //!
 //! The crate does no I/O, no system call, starts no thread and knows no clock: the engine above it does, and the crate can be
@@ -34,7 +34,7 @@
 //! | device   | one device: counters, look-up, discard |
 //! | space    | several devices: priority, rotation, masks |
 //! | tiers    | ranges of priorities by name, masks of them |
-//! | sync     | spin lock, lazily published memory |
+//! | sync     | spin lock, lazily published memory, the tables' range of addresses |
 
 #![deny(unsafe_code)]
 #![cfg_attr(not(test), warn(clippy::unwrap_used))]
@@ -67,6 +67,6 @@ pub use moving::{Compacted, Move, Mover};
 pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
-pub use sync::{Guard, OwnLine, SpinLock, lock_waits, set_yield};
+pub use sync::{Guard, OwnLine, SpinLock, TableMemory, lock_waits, set_yield};
 pub use table::TableDiscard;
 pub use tiers::{Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView, Tiers};

@@ -1,10 +1,10 @@
-//! The primitives everything else is built from, and all the unsafe code of the crate: a spin lock, and the publication of
-//! lazily made memory to readers that take no lock.
+//! The primitives everything else is built from, and all the unsafe code of the crate: a spin lock, the publication of
+//! lazily made memory to readers that take no lock, and the memory of the swap tables.
 //!
 //! Invariants:
-//! 1. A chunk of a [`Directory`] is published once, complete, and stays where it is until the directory is dropped. What is
-//!    in it (cluster headers, swap tables) is type-stable: a late reader reads an old word, never foreign memory.
-//!    That stands for RCU's grace period (kernel-facts B2): nothing is freed under a reader.
+//! 1. A chunk of a [`Directory`] (cluster headers) is published once, complete, and stays where it is until the directory is dropped. The
+//!    swap tables ([`Pages`]) all have their places from the start, until the device is dropped. So both are type-stable: a late
+//!    reader reads an old word, never foreign memory. That stands for RCU's grace period (kernel-facts B2): nothing is freed under a reader.
 //! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter that has spun for long calls
 //!    the hook given to [`set_yield`], because a holder may have lost its CPU.
 //!
@@ -18,6 +18,10 @@ pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use core::ptr;
+#[cfg(not(loom))]
+use core::ptr::NonNull;
+#[cfg(not(loom))]
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 
 #[cfg(loom)]
 pub(crate) use model::{Guard, SpinLock};
@@ -271,29 +275,20 @@ impl<T: Default, const N: usize> Directory<T, N> {
 
     /// Element `i`, making its chunk when need be. `None` when there is no memory, or no such element.
     pub fn make(&self, i: usize) -> Option<&T> {
-        self.make_with(i, |_| ()).map(|(element, _)| element)
-    }
-
-    /// The same; a chunk that has to be made is shown to `prepare` before anybody else can see it. `true`: it was made here, and is in
-    /// place.
-    pub fn make_with(&self, i: usize, prepare: impl FnOnce(&[T])) -> Option<(&T, bool)> {
         let place = self.chunks.get(i / N)?;
-        let mut made = false;
         if place.load(Ordering::Acquire).is_null() {
             let mut chunk = Vec::new();
             chunk.try_reserve_exact(N).ok()?;
             chunk.extend((0..N).map(|_| T::default()));
-            prepare(&chunk);
             let chunk = Box::into_raw(chunk.into_boxed_slice()).cast::<T>();
             if place.compare_exchange(ptr::null_mut(), chunk, Ordering::Release, Ordering::Relaxed).is_ok() {
                 self.made.fetch_add(1, Ordering::Relaxed);
-                made = true;
             } else {
                 // SAFETY: `chunk` came from `into_raw` just above and was not published.
                 unsafe { free_chunk::<T, N>(chunk) };
             }
         }
-        Some((self.get(i)?, made))
+        self.get(i)
     }
 
     /// Number of elements made.
@@ -311,19 +306,136 @@ impl<T: Default, const N: usize> Directory<T, N> {
 #[repr(C, align(4096))]
 pub(crate) struct Paged<U, const M: usize>(pub [U; M]);
 
-impl<U, const M: usize, const N: usize> Directory<Paged<U, M>, N> {
-    /// Value `i` of all, counted through the elements, if its chunk was made. One index where element and value would be two.
+/// Memory for all tables of a device: zeros that take no memory of the machine until they are written to. The core makes no system call:
+/// its user reserves the range (`mmap` with `MAP_NORESERVE`, without huge pages, is what is meant) and hands it in
+/// ([`crate::SwapDevice::new_in`]).
+#[cfg(not(loom))]
+pub struct TableMemory {
+    start: NonNull<u8>,
+    len: usize,
+    owner: Box<dyn Send + Sync>,
+}
+
+#[cfg(not(loom))]
+impl TableMemory {
+    /// `len` bytes from `start` on; dropping `owner` gives them back.
+    ///
+    /// # Safety
+    /// Until `owner` is dropped the bytes may be read and written, and nobody else does so. They read as zeros. `start` is a multiple of 4096.
+    pub unsafe fn new(start: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>) -> Self {
+        assert!(start.as_ptr().addr().is_multiple_of(4096), "tables lie on whole pages");
+        TableMemory { start, len, owner }
+    }
+
+    /// Where it is.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// From the allocator. What it gets for this from the system it need not write zeros to; so with the usual ones only small devices
+    /// hold memory for clusters that they do not use.
+    pub(crate) fn allocate(len: usize) -> Self {
+        // The allocator is not asked for whole pages: for those it would write the zeros itself.
+        let layout = Layout::from_size_align(len + 4095, 16).expect("the tables of 2^28 slots fit an address space");
+        // SAFETY: the layout's size is not 0.
+        let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
+        let gap = base.as_ptr().align_offset(4096);
+        // SAFETY: the gap is at most 4095 bytes, which were asked for in addition.
+        let start = unsafe { base.add(gap) };
+        // SAFETY: `len` bytes are left behind the gap; they are zeros, and stay until `Zeros` is dropped.
+        unsafe { TableMemory::new(start, len, Box::new(Zeros { base, layout })) }
+    }
+}
+
+/// Memory of the allocator.
+#[cfg(not(loom))]
+struct Zeros {
+    base: NonNull<u8>,
+    layout: Layout,
+}
+
+#[cfg(not(loom))]
+impl Drop for Zeros {
+    fn drop(&mut self) {
+        // SAFETY: `base` was allocated with this layout, and only its owner is dropped.
+        unsafe { dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
+
+// SAFETY: memory may be given back by any thread; there is nothing else to do with it.
+#[cfg(not(loom))]
+unsafe impl Send for Zeros {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Sync for Zeros {}
+
+/// Pages of `M` words each that are all there from the start, as zeros. A word is found by one addition, and those pages that were never
+/// written to take no memory: what keeps them is [`TableMemory`].
+#[cfg(not(loom))]
+pub(crate) struct Pages<const M: usize> {
+    first: NonNull<AtomicU64>,
+    words: usize,
+    /// Gives the memory back when dropped.
+    _owner: Box<dyn Send + Sync>,
+}
+
+#[cfg(not(loom))]
+impl<const M: usize> Pages<M> {
+    /// `len` pages.
+    pub fn new(len: usize, memory: TableMemory) -> Self {
+        const { assert!(size_of::<Paged<AtomicU64, M>>() == M * size_of::<u64>(), "words lie without gaps") };
+        assert!(len * size_of::<Paged<AtomicU64, M>>() <= memory.len, "{len} tables do not fit {} bytes", memory.len);
+        Pages { first: memory.start.cast(), words: len * M, _owner: memory.owner }
+    }
+
+    /// The first byte of the first page.
+    pub fn start(&self) -> *const u8 {
+        self.first.as_ptr().cast()
+    }
+
+    /// Page `i`.
     #[inline]
-    pub fn value(&self, i: usize) -> Option<&U> {
-        const { assert!(N == 1 || size_of::<Paged<U, M>>() == M * size_of::<U>(), "values lie without gaps") };
-        // Acquire: as in `get`.
-        let chunk = self.chunks.get(i / (N * M))?.load(Ordering::Acquire);
-        if chunk.is_null() {
-            return None;
-        }
-        // SAFETY: a non-null chunk is the start of `N` initialised elements that live as long as `self` (invariant 1). They are `M`
-        // values each and nothing between (checked above), so value `i % (N * M)` is among them.
-        Some(unsafe { &*chunk.cast::<U>().add(i % (N * M)) })
+    pub fn get(&self, i: usize) -> Option<&Paged<AtomicU64, M>> {
+        // SAFETY: `words / M` pages fit the memory (`new`), which is page-aligned, was zeros, a value of `AtomicU64` like every other, and is written through
+        // references like this one only; it stays as long as `self`.
+        (i < self.words / M).then(|| unsafe { self.first.cast::<Paged<AtomicU64, M>>().add(i).as_ref() })
+    }
+
+    /// Word `i` of all, counted through the pages.
+    #[inline]
+    pub fn word(&self, i: usize) -> Option<&AtomicU64> {
+        // SAFETY: as in `get`; words lie without gaps (`new`).
+        (i < self.words).then(|| unsafe { self.first.add(i).as_ref() })
+    }
+}
+
+// SAFETY: the words are atomic, and their memory's owner is `Send`.
+#[cfg(not(loom))]
+unsafe impl<const M: usize> Send for Pages<M> {}
+// SAFETY: the words are atomic; nothing else is reached through a shared reference.
+#[cfg(not(loom))]
+unsafe impl<const M: usize> Sync for Pages<M> {}
+
+/// The same for models: loom's words cannot be made of zeros.
+#[cfg(loom)]
+pub(crate) struct Pages<const M: usize>(Box<[Paged<AtomicU64, M>]>);
+
+#[cfg(loom)]
+impl<const M: usize> Pages<M> {
+    pub fn new(len: usize) -> Self {
+        Pages((0..len).map(|_| Paged(core::array::from_fn(|_| AtomicU64::new(0)))).collect())
+    }
+
+    pub fn start(&self) -> *const u8 {
+        self.0.as_ptr().cast()
+    }
+
+    pub fn get(&self, i: usize) -> Option<&Paged<AtomicU64, M>> {
+        self.0.get(i)
+    }
+
+    pub fn word(&self, i: usize) -> Option<&AtomicU64> {
+        self.0.get(i / M).map(|page| &page.0[i % M])
     }
 }
 
@@ -443,6 +555,47 @@ mod tests {
         assert_eq!(cell.get().map(String::as_str), Some("first"));
         assert_eq!(cell.take().as_deref(), Some("first"));
         assert_eq!(cell.set(String::from("third")), Ok(()));
+    }
+
+    #[test]
+    fn words_lie_one_after_the_other_and_are_zeros() {
+        let pages = Pages::<512>::new(3, TableMemory::allocate(3 * 4096));
+        assert!((0..3 * 512).all(|i| pages.word(i).unwrap().load(Ordering::Relaxed) == 0));
+        assert!(pages.word(3 * 512).is_none() && pages.get(3).is_none());
+        (0..3 * 512).for_each(|i| pages.word(i).unwrap().store(i as u64, Ordering::Relaxed));
+        for page in 0..3 {
+            let words = &pages.get(page).unwrap().0;
+            assert!(core::ptr::from_ref(words).addr().is_multiple_of(4096));
+            assert!(words.iter().zip(page * 512..).all(|(word, i)| word.load(Ordering::Relaxed) == i as u64));
+        }
+        let none = Pages::<512>::new(0, TableMemory::allocate(0));
+        assert!(none.word(0).is_none() && none.get(0).is_none());
+    }
+
+    #[test]
+    #[should_panic(expected = "do not fit")]
+    fn too_little_memory_for_the_tables_stops() {
+        _ = Pages::<512>::new(4, TableMemory::allocate(3 * 4096));
+    }
+
+    #[test]
+    fn the_owner_of_the_memory_goes_with_the_tables() {
+        static DROPPED: AtomicU32 = AtomicU32::new(0);
+        struct Owner(#[allow(dead_code)] Zeros);
+        impl Drop for Owner {
+            fn drop(&mut self) {
+                DROPPED.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let layout = Layout::from_size_align(4096, 4096).unwrap();
+        // SAFETY: the size is not 0.
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
+        // SAFETY: zeros of its own, given back by their owner.
+        let pages = Pages::<512>::new(1, unsafe { TableMemory::new(base, 4096, Box::new(Owner(Zeros { base, layout }))) });
+        pages.word(511).unwrap().store(1, Ordering::Relaxed);
+        assert_eq!(DROPPED.load(Ordering::Relaxed), 0);
+        drop(pages);
+        assert_eq!(DROPPED.load(Ordering::Relaxed), 1);
     }
 
     #[test]

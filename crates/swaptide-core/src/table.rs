@@ -1,25 +1,22 @@
 //! The swap tables: 512 atomic words for each cluster in use. (kernel-facts B2, B4; seed: swap-table-phase1)
 //!
-//! A table is one page exactly. It has a fixed place, found by shifting the slot's number: [`Directory`] keeps the tables of sixteen
-//! neighbouring clusters together, so that a look-up is one shift, one index into the directory (a word for 32 MiB of swap, which
-//! stays in the nearest cache) and one load. Tables come into being with the first slot of one of the sixteen. When a cluster's last slot
-//! goes, the table's memory goes back to the system page by page, if the device has a hook for that ([`TableDiscard`]), and reads as
-//! zeros from then on; otherwise it is kept for the cluster's next life, and emptied clusters are used before fresh ones.
+//! A table is one page exactly, and all tables of a device lie one after the other in one range of addresses ([`TableMemory`]), whether
+//! their clusters are used or not: so a slot's word is found by its number alone, with one load. The range costs memory only where it was written to: the
+//! system makes it real page by page. When a cluster's last slot goes, the table's page goes back to the system, if the device has a hook for that
+//! ([`TableDiscard`]), and reads as zeros from then on; otherwise it is kept for the cluster's next life, and emptied clusters are used before
+//! fresh ones.
 //!
 //! Invariants:
 //! 1. A table is memory of its cluster alone, as long as the device lives. A look-up that comes late reads words that were this
 //!    cluster's, or 0, which is a free slot: nobody has to wait for readers, and no reader has to look twice.
 //! 2. Every word of the table of an empty cluster is 0.
+//! 3. Nothing is written to a table that is neither in use nor warm: `in_use + warm` pages are all the memory there is.
 
 use crate::entry::Entry;
 use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
-use crate::sync::{AtomicU32, AtomicU64, Directory, Ordering, Paged, read_locked};
-
-/// Tables made together. Few, so that a small device stays small; many, so that the directory of a large one does: 256 KiB for 1 TiB.
 #[cfg(not(loom))]
-const TABLES_PER_CHUNK: usize = 16;
-#[cfg(loom)]
-const TABLES_PER_CHUNK: usize = 1;
+use crate::sync::TableMemory;
+use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, read_locked};
 
 /// With a hook to give memory back, one table of an empty cluster keeps its memory for so many in use (and at most 16 do), for clusters
 /// that empty and fill again and again.
@@ -30,12 +27,6 @@ pub(crate) type Table = Paged<AtomicU64, SLOTS_PER_CLUSTER>;
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Table>() == 4096 && align_of::<Table>() == 4096);
-
-impl Default for Table {
-    fn default() -> Self {
-        Paged(core::array::from_fn(|_| AtomicU64::new(Entry::FREE.0)))
-    }
-}
 
 impl Table {
     /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: who sees a word sees what was stored before it.
@@ -62,52 +53,60 @@ fn read(word: &AtomicU64) -> Entry {
     Entry(word.load(Ordering::Acquire))
 }
 
-/// Gives the memory of an empty table back to the system, leaving it readable as zeros (`MADV_DONTNEED` on its
-/// page, or the pages of several). Called under the cluster's lock, or before anybody can use the table.
+/// Gives the memory of empty tables back to the system, leaving it readable as zeros (`MADV_DONTNEED` on its
+/// page, or the pages of several). Called under the cluster's lock, or before anybody can use the tables.
 pub type TableDiscard = fn(page: *const u8, len: usize);
 
 /// What became of a cluster's table; part of the cluster's record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TableState {
-    /// Not used before.
-    Fresh,
+    /// The cluster is empty; its table takes no memory: it was not used before, or its memory was given back.
+    Bare,
     /// The cluster is empty; the table has its memory.
     Warm,
-    /// The cluster is empty; the table's memory was given back.
-    Gone,
     /// The cluster is in use.
     InUse,
 }
 
 /// All tables of one device.
 pub(crate) struct Tables {
-    tables: Directory<Table, TABLES_PER_CHUNK>,
+    pages: Pages<SLOTS_PER_CLUSTER>,
     in_use: AtomicU32,
     warm: AtomicU32,
-    discarded: AtomicU32,
     discard: Option<TableDiscard>,
 }
 
 impl Tables {
-    pub fn new(clusters: usize) -> Self {
-        Tables {
-            tables: Directory::new(clusters),
-            in_use: AtomicU32::new(0),
-            warm: AtomicU32::new(0),
-            discarded: AtomicU32::new(0),
-            discard: None,
-        }
+    /// Memory for so many tables.
+    #[cfg(not(loom))]
+    pub const fn bytes_of(clusters: usize) -> usize {
+        clusters * size_of::<Table>()
     }
 
-    /// Sets the hook. `used`: the only cluster whose table is in use, if there is one.
-    pub fn set_discard(&mut self, discard: TableDiscard, used: Option<ClusterIndex>) {
+    /// The tables of so many clusters, in memory of the allocator.
+    pub fn new(clusters: usize) -> Self {
+        #[cfg(loom)]
+        return Self::over(Pages::new(clusters));
+        #[cfg(not(loom))]
+        Self::new_in(clusters, TableMemory::allocate(Self::bytes_of(clusters)))
+    }
+
+    /// The same in memory that was reserved for them.
+    #[cfg(not(loom))]
+    pub fn new_in(clusters: usize, memory: TableMemory) -> Self {
+        Self::over(Pages::new(clusters, memory))
+    }
+
+    fn over(pages: Pages<SLOTS_PER_CLUSTER>) -> Self {
+        Tables { pages, in_use: AtomicU32::new(0), warm: AtomicU32::new(0), discard: None }
+    }
+
+    /// Sets the hook, on a device of which only the tables behind the first `empty` ones were used.
+    pub fn set_discard(&mut self, discard: TableDiscard, empty: ClusterIndex) {
         self.discard = Some(discard);
-        let made = used.map(|index| index.0 as usize / TABLES_PER_CHUNK * TABLES_PER_CHUNK);
-        let others = made.into_iter().flat_map(|first| first..first + TABLES_PER_CHUNK).filter_map(|i| self.tables.get(i));
-        let own = used.and_then(|index| self.get(index)).map(core::ptr::from_ref);
-        for table in others.filter(|table| own != Some(core::ptr::from_ref(*table))) {
-            discard(core::ptr::from_ref(table).cast(), size_of::<Table>());
-            self.discarded.fetch_add(1, Ordering::Relaxed);
+        // An allocator may have written the zeros itself.
+        if empty.0 > 0 {
+            discard(self.pages.start(), empty.0 as usize * size_of::<Table>());
         }
     }
 
@@ -115,43 +114,29 @@ impl Tables {
         (self.in_use() / IN_USE_FOR_ONE_WARM).min(16)
     }
 
-    /// The table of a cluster, if it was made.
+    /// The table of a cluster; `None` behind the last one. Reading one that was never used may cost a page fault, and never memory of its own.
     #[inline]
     pub fn get(&self, cluster: ClusterIndex) -> Option<&Table> {
-        self.tables.get(cluster.0 as usize)
+        self.pages.get(cluster.0 as usize)
     }
 
-    /// The word of a slot, without any lock: it was there at a moment during the call. `None`: no cluster near it was used yet.
+    /// The word of a slot, without any lock: it was there at a moment during the call. `None`: the device has no such cluster.
     #[inline]
     pub fn word(&self, off: SwapOffset) -> Option<Entry> {
-        self.tables.value(off.0 as usize).map(read)
+        self.pages.word(off.0 as usize).map(read)
     }
 
-    /// The table of a locked cluster is about to be used. `false`: there is no memory for it.
-    pub fn open(&self, cluster: ClusterIndex, state: &mut TableState) -> bool {
+    /// The table of a locked cluster is about to be used.
+    pub fn open(&self, cluster: ClusterIndex, state: &mut TableState) {
         debug_assert_ne!(*state, TableState::InUse);
-        // The neighbours made with it hold no memory until they are used, if there is a way to do without.
-        let give_back = |tables: &[Table]| {
-            if let Some(discard) = self.discard {
-                discard(tables.as_ptr().cast(), size_of_val(tables));
-            }
-        };
-        match self.tables.make_with(cluster.0 as usize, give_back) {
-            None => return false,
-            Some((_, true)) if self.discard.is_some() => {
-                self.discarded.fetch_add(TABLES_PER_CHUNK as u32, Ordering::Relaxed);
-            }
-            Some(_) => {}
-        }
-        match *state {
-            TableState::Warm => _ = self.warm.fetch_sub(1, Ordering::Relaxed),
-            TableState::Fresh if self.discard.is_none() => {}
-            TableState::Fresh | TableState::Gone => _ = self.discarded.fetch_sub(1, Ordering::Relaxed),
-            TableState::InUse => {}
+        match (*state, self.get(cluster)) {
+            (TableState::Warm, _) => _ = self.warm.fetch_sub(1, Ordering::Relaxed),
+            // By writing what is there already: a search, which reads first, would have a page of zeros mapped and then another one in its place.
+            (_, Some(table)) => table.set(0, Entry::FREE),
+            _ => {}
         }
         *state = TableState::InUse;
         self.in_use.fetch_add(1, Ordering::Relaxed);
-        true
     }
 
     /// The last slot of a locked cluster is gone: every word is 0.
@@ -161,8 +146,7 @@ impl Tables {
         match (self.discard, self.get(cluster)) {
             (Some(discard), Some(table)) if self.warm.load(Ordering::Relaxed) >= self.warm_ones() => {
                 discard(core::ptr::from_ref(table).cast(), size_of::<Table>());
-                self.discarded.fetch_add(1, Ordering::Relaxed);
-                *state = TableState::Gone;
+                *state = TableState::Bare;
             }
             _ => {
                 self.warm.fetch_add(1, Ordering::Relaxed);
@@ -175,8 +159,8 @@ impl Tables {
         self.in_use.load(Ordering::Relaxed)
     }
 
-    /// Bytes held, without the tables whose memory was given back.
+    /// Bytes held (invariant 3). Page tables are the system's: 8 bytes for each of these pages, 4 KiB at least for each GiB of swap in use.
     pub fn bytes(&self) -> usize {
-        self.tables.bytes() - self.discarded.load(Ordering::Relaxed) as usize * size_of::<Table>()
+        (self.in_use() + self.warm.load(Ordering::Relaxed)) as usize * size_of::<Table>()
     }
 }

@@ -10,11 +10,12 @@
 //! Locks: the devices' own, taken last (see `lib`).
 
 use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType};
+use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType, TableMemory};
 use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
@@ -25,7 +26,7 @@ use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::lock::Lock;
-use swaptide_sys::mem::{Advice, advise};
+use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
 use crate::EngineError;
@@ -41,6 +42,9 @@ pub const POOL_SLOTS: u32 = 1 << 26;
 const SLOTS_PER_EXTENT: u32 = 2048;
 /// Slots that there are at least: areas may be added later (64 GiB of pages).
 const FEWEST_FILE_SLOTS: u32 = 1 << 24;
+
+/// Slots that a device has at least where address space is refused (1 GiB of pages).
+const FEWEST_SLOTS: u32 = 1 << 18;
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
@@ -162,6 +166,23 @@ fn give_back(page: *const u8, len: usize) {
     let _ = unsafe { advise(VirtRange { start, end: start.offset(len) }, Advice::DontNeed) };
 }
 
+/// A device of `slots` slots, or of fewer where so much address space is refused: its tables lie in a mapping of their own (a word for
+/// each slot), which takes memory only where it is written to.
+fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> {
+    let mapping = loop {
+        match Mapping::reserve(SwapDevice::table_bytes(slots)) {
+            Ok(mapping) => break mapping,
+            // Strict overcommit: a smaller device is better than none.
+            Err(_) if slots / 2 >= FEWEST_SLOTS => slots /= 2,
+            Err(errno) => return Err(EngineError::Memory("the swap tables' address space", errno)),
+        }
+    };
+    let (start, len) = (NonNull::new(mapping.as_ptr()).expect("no mapping starts at zero"), mapping.len());
+    // SAFETY: new private memory, hence zeros on whole pages; nobody else knows of it, and it stays until the mapping is dropped.
+    let memory = unsafe { TableMemory::new(start, len, Box::new(mapping)) };
+    Ok(SwapDevice::new_in(memory, ty, slots, 1, Kind::Solid).with_table_discard(give_back))
+}
+
 /// See the module's description.
 pub struct Devices {
     /// Slots of compressed memory.
@@ -271,13 +292,13 @@ impl Devices {
         salt: u64,
     ) -> Result<Devices, EngineError> {
         let pool = Zram::new(POOL_SLOTS).map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
-        let pool_slots = SwapDevice::new(POOL, POOL_SLOTS, 1, Kind::Solid).with_table_discard(give_back);
+        let pool_slots = slot_device(POOL, POOL_SLOTS)?;
         let mut key = [0u8; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
             bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
         }
         let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
-        let slots = SwapDevice::new(FILE, slots, 1, Kind::Solid).with_table_discard(give_back);
+        let slots = slot_device(FILE, slots)?;
         let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())), transfers: Arc::default() };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };

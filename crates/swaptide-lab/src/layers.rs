@@ -156,7 +156,8 @@ pub struct SwapTable(SwapDevice);
 impl SwapTable {
     /// A device of `slots` slots. More `names` than slots may be had: see [`SwapDevice::with_limit`].
     pub fn new(slots: u32, names: u32, cpus: usize) -> Self {
-        let device = SwapDevice::new(SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid);
+        let memory = crate::memory::reserve(SwapDevice::table_bytes(names));
+        let device = SwapDevice::new_in(memory, SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid);
         SwapTable(device.with_limit(slots))
     }
 

@@ -11,7 +11,7 @@
 //! | map       | the static arrays: a byte of swap map and two of group for each slot |
 //! | scanning  | the allocator that scans the map under the device's lock, free clusters only |
 //! | clusters  | the allocator with cluster lists over the same static map |
-//! | memory    | giving the memory of empty swap tables back to the system |
+//! | memory    | addresses for swap tables, and giving the memory of empty ones back to the system |
 //! | layers    | a whole swap layer of each kind behind one interface |
 //! | allocator, search_space, swap_table | the experiments |
 //! | report    | rows, plots and the printed table |

@@ -1,8 +1,43 @@
-//! What the core asks of its user: giving the memory of an empty table back to the system.
+//! What the core asks of its user: addresses for the swap tables, and giving the memory of empty ones back to the system.
 
 #![allow(unsafe_code)]
 
-use rustix::mm::{Advice, madvise};
+use core::ffi::c_void;
+use core::ptr::{self, NonNull};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use swaptide_core::TableMemory;
+
+/// A mapping; dropping it gives it back.
+struct Reserved {
+    start: NonNull<c_void>,
+    len: usize,
+}
+
+// SAFETY: a range of addresses; it is used by the tables alone, which are `Send` and `Sync`.
+unsafe impl Send for Reserved {}
+// SAFETY: as above.
+unsafe impl Sync for Reserved {}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `reserve` with this length; the tables in it are gone.
+        let done = unsafe { munmap(self.start.as_ptr(), self.len) };
+        debug_assert!(done.is_ok(), "{done:?}");
+    }
+}
+
+/// Addresses for tables: so many bytes that take no memory until they are written to, and then a page at a time.
+pub(crate) fn reserve(len: usize) -> TableMemory {
+    let len = len.max(4096).next_multiple_of(4096);
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+    // SAFETY: a new mapping where the kernel has room; it replaces nothing.
+    let start = unsafe { mmap_anonymous(ptr::null_mut(), len, access, flags) }.expect("addresses for the swap tables");
+    // SAFETY: changes no data. A kernel without huge pages refuses: then there are none.
+    let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
+    let start = NonNull::new(start).expect("no mapping starts at zero");
+    // SAFETY: new anonymous memory is zeros on whole pages, nobody else knows of it, and it stays until `Reserved` is dropped.
+    unsafe { TableMemory::new(start.cast(), len, Box::new(Reserved { start, len })) }
+}
 
 /// See [`swaptide_core::TableDiscard`].
 pub(crate) fn discard(pages: *const u8, len: usize) {
@@ -14,8 +49,47 @@ pub(crate) fn discard(pages: *const u8, len: usize) {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::layers::{Layer, SwapTable};
-    use swaptide_core::FolioId;
+    use std::os::unix::fs::FileExt;
+    use swaptide_core::{CpuId, FolioId, GroupId, Kind, MAX_SLOTS, Order, Slot, SwapDevice, SwapOffset, SwapType};
+
+    /// Pages of a range that have memory, as the kernel knows it.
+    fn present(start: usize, len: usize) -> usize {
+        let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
+        let mut words = vec![0; len / 4096 * 8];
+        pagemap.read_exact_at(&mut words, (start / 4096 * 8) as u64).unwrap();
+        words.chunks_exact(8).filter(|word| word[7] & 0x80 != 0).count()
+    }
+
+    #[test]
+    fn what_is_counted_is_what_the_system_holds() {
+        let slots = MAX_SLOTS;
+        let len = SwapDevice::table_bytes(slots);
+        let memory = reserve(len);
+        let start = memory.start().addr().get();
+        let held = || present(start, len);
+        assert_eq!(held(), 0);
+        let device = SwapDevice::new_in(memory, SwapType::new(0).unwrap(), slots, 2, Kind::Solid).with_table_discard(discard);
+        // The last cluster is not whole: its table is in use.
+        assert_eq!((held(), device.usage().tables), (1, 1));
+        let before = device.metadata_bytes();
+        assert!(before <= 160 << 10, "{before} bytes for 1 TiB without a used slot");
+        let alloc = || device.alloc_folio(CpuId(0), Order::MAX, FolioId(1), GroupId(0)).unwrap();
+        let offs: Vec<SwapOffset> = (0..1000).map(|_| alloc()).collect();
+        assert_eq!((held(), device.usage().tables), (1001, 1001));
+        let used = device.metadata_bytes() - before;
+        assert!((1000 * 4096..1000 * (4096 + 48) + 4096).contains(&used), "{used}");
+        assert_eq!(device.lookup(offs[999]), Slot::Folio(FolioId(1)));
+        offs.iter().for_each(|&off| _ = device.free(off, 512, swaptide_core::Expect::Any).unwrap());
+        let warm = held() - 1;
+        assert!(warm <= 16 && device.usage().tables == 1, "{warm}");
+        assert!(device.metadata_bytes() - before <= warm * 4096 + 1024 * 40, "{}", device.metadata_bytes() - before);
+        assert_eq!(device.lookup(offs[500]), Slot::Free);
+        // A walk looks into tables that have a record: 32 clusters get theirs together. Where there is nothing the one page of zeros is mapped.
+        assert_eq!(device.next_used(SwapOffset(0)), None);
+        assert!(held() <= 1024 + 32, "{} of {} tables were touched", held(), len / 4096);
+    }
 
     #[test]
     fn emptied_tables_cost_nothing() {
