@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, O
 use std::time::Duration;
 
 use swaptide_ipc::ProcState;
-use swaptide_ipc::shared::{self, HOLD, SETTLE, SMALLEST_REGION};
+use swaptide_ipc::shared::{self, HOLD, Reach, SETTLE, SMALLEST_REGION};
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -111,7 +111,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
     // SAFETY: the advice changes no data.
     let _ = unsafe { advise(range, Advice::NoHugePage) };
     // Refused, it is memory like any other.
-    if shared::attach(socket).is_some() {
+    if shared::attach(socket, Reach::Whole).is_some() {
         note(range);
         let pid = getpid().0;
         if GUARDED.swap(pid, Relaxed) != pid {

@@ -17,7 +17,7 @@ use core::sync::atomic::Ordering::Relaxed;
 use swaptide_sys::maps::for_each_vma;
 use swaptide_sys::mem::Landmark;
 use swaptide_sys::sock::Conn;
-use swaptide_sys::uffd::{Features, Uffd};
+use swaptide_sys::uffd::{Features, OpenError, Uffd};
 use swaptide_sys::{AsFd, OwnedFd};
 
 use crate::layout::{Segment, SlotIndex};
@@ -68,8 +68,38 @@ pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
     fd
 }
 
-/// Makes the calling process's mappings of regions known to the pager.
-pub fn attach(socket: &[u8]) -> Option<()> {
+/// What may be done with the memory of regions, by what userfaultfd the kernel gives this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Reach {
+    /// Everything.
+    Whole = 0,
+    /// A forked child has none of it (the kernel tells of forks only with `CAP_SYS_PTRACE`): it maps a region anew.
+    NoForks = 1,
+    /// The same, and a system call that touches what is out fails with `EFAULT`: this process has access neither to the system call nor to
+    /// `/dev/userfaultfd`, but for faults of its own code.
+    UserMode = 2,
+}
+
+impl Reach {
+    /// The best that this process has.
+    pub fn here() -> Option<Reach> {
+        [Reach::Whole, Reach::NoForks, Reach::UserMode].into_iter().find(|reach| reach.open().is_ok())
+    }
+
+    fn open(self) -> Result<Uffd, OpenError> {
+        let without_forks = SHARED_FEATURES.without(Features::EVENT_FORK);
+        match self {
+            Reach::Whole => Uffd::open(SHARED_FEATURES, true),
+            Reach::NoForks => Uffd::open(without_forks, true),
+            Reach::UserMode => Uffd::open_user_mode_only(without_forks, true),
+        }
+    }
+}
+
+/// Makes the calling process's mappings of regions known to the pager, with the userfaultfd of this reach if it has none yet. With less than
+/// [`Reach::Whole`] none of them may come along at a fork (`MADV_DONTFORK`).
+pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
     let ask = |uffd: Option<&Uffd>| {
         let conn = Conn::connect_abstract(socket).ok()?;
         let fds = uffd.map(AsFd::as_fd);
@@ -80,7 +110,7 @@ pub fn attach(socket: &[u8]) -> Option<()> {
     };
     let mut answer = ask(None)?;
     if answer == Attached::Descriptor as u8 {
-        let uffd = Uffd::open(SHARED_FEATURES, true).ok()?;
+        let uffd = reach.open().ok()?;
         answer = ask(Some(&uffd))?;
     }
     (answer == Attached::Done as u8).then_some(())

@@ -5,6 +5,9 @@
 //! attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages that are out. A process that forks calls
 //! [`forked`] in the child before that touches a region.
 //!
+//! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]): without `CAP_SYS_PTRACE` a forked child has none of
+//! its parent's mappings (a touch there ends it) and attaches what it wants anew; without any right to userfaultfd a system call that touches what is out fails, besides.
+//!
 //! Locks: none.
 
 use std::fs::File;
@@ -15,6 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+pub use swaptide_ipc::shared::Reach;
 use swaptide_ipc::shared::{self, Guard};
 use swaptide_ipc::{Counter, EXTENT_BYTES, MAGIC, NewArea, ProcSlot, Request, Segment, VERSION};
 use swaptide_sys::Errno;
@@ -210,7 +214,7 @@ pub enum RegionError {
     Pager,
     /// The mapping was refused.
     Map(Errno),
-    /// A userfaultfd with fork events was refused: `swaptide doctor` tells what is missing.
+    /// Every userfaultfd was refused: `swaptide doctor` tells what is missing.
     Attach,
     /// Nobody can stand guard.
     Guard,
@@ -222,7 +226,7 @@ impl std::fmt::Display for RegionError {
             RegionError::Pager => write!(f, "the pager of shared regions does not answer; is it alive, and of this user?"),
             RegionError::Map(errno) => write!(f, "a shared region could not be mapped: {}", swaptide_sys::Why(*errno)),
             RegionError::Attach => {
-                write!(f, "a shared region could not be attached; fork events need CAP_SYS_PTRACE, swaptide doctor tells more")
+                write!(f, "a shared region could not be attached: there is no userfaultfd here, swaptide doctor tells more")
             }
             RegionError::Guard => write!(f, "no thread could stand guard for a shared region"),
         }
@@ -236,6 +240,7 @@ pub struct SharedRegion {
     map: SharedMap,
     memory: OwnedFd,
     name: Name,
+    reach: Reach,
 }
 
 impl SharedRegion {
@@ -257,9 +262,20 @@ impl SharedRegion {
         // A part of a huge page cannot go out.
         // SAFETY: the advice changes no data.
         let _ = unsafe { advise(map.range(), Advice::NoHugePage) };
-        shared::attach(name.as_bytes()).ok_or(RegionError::Attach)?;
+        let reach = Reach::here().ok_or(RegionError::Attach)?;
+        if reach != Reach::Whole {
+            // Nobody would tell of the child, which would find zeros where something is out.
+            // SAFETY: as above.
+            unsafe { advise(map.range(), Advice::DontFork) }.map_err(RegionError::Map)?;
+        }
+        shared::attach(name.as_bytes(), reach).ok_or(RegionError::Attach)?;
         stand_guard(name)?;
-        Ok(SharedRegion { map, memory, name })
+        Ok(SharedRegion { map, memory, name, reach })
+    }
+
+    /// What may be done with it.
+    pub fn reach(&self) -> Reach {
+        self.reach
     }
 
     /// Its first byte. Other processes write to it: use atomics, or agree on who writes when.

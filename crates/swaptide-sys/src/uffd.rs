@@ -382,7 +382,16 @@ impl Uffd {
 
     /// Opens a descriptor with exactly these features: by the system call, else by `/dev/userfaultfd`.
     pub fn open(features: Features, nonblocking: bool) -> Result<Uffd, OpenError> {
-        let uffd = new_descriptor(open_flags(nonblocking, false))?;
+        Uffd::open_with(features, open_flags(nonblocking, false))
+    }
+
+    /// The same that serves faults from user mode alone, and needs no privilege: a system call that touches a missing page fails with `EFAULT`.
+    pub fn open_user_mode_only(features: Features, nonblocking: bool) -> Result<Uffd, OpenError> {
+        Uffd::open_with(features, open_flags(nonblocking, true))
+    }
+
+    fn open_with(features: Features, flags: u32) -> Result<Uffd, OpenError> {
+        let uffd = new_descriptor(flags)?;
         match uffd.handshake(features) {
             Ok(_) => Ok(uffd),
             Err(OpenError::Refused { asked, errno }) => {
