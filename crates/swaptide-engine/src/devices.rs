@@ -12,14 +12,15 @@
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType, TableMemory};
-use swaptide_ipc::{AreaId, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_ipc::{AreaId, AreaMask, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
-    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, Mishap, Opened, ServerId, Spot,
+    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, MAX_AREAS, Mishap, Opened, ServerId,
+    Spot,
 };
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
@@ -28,6 +29,7 @@ use swaptide_sys::Errno;
 use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::thread::now;
 
 use crate::EngineError;
 
@@ -46,6 +48,9 @@ const FEWEST_FILE_SLOTS: u32 = 1 << 24;
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
 const FEWEST_SLOTS: u32 = 1 << 18;
 
+/// An area that did not take a write is left alone for so long, where there is another one. One that fails again and again the supervisor retires.
+const SHUNNED: Duration = Duration::from_secs(1);
+
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 
@@ -61,6 +66,8 @@ struct Beyond {
     open: fn(AreaId) -> Option<OwnedFd>,
     /// Held over any change of what is held: it must not change while it moves to another group.
     change: Arc<Lock<()>>,
+    /// Until when nothing is leased of an area that did not take a write, if another one has room.
+    shunned: Arc<[AtomicU64; MAX_AREAS]>,
     /// Reads and writes so far, where a test counts them.
     transfers: Arc<[AtomicU32; 2]>,
 }
@@ -68,6 +75,12 @@ struct Beyond {
 impl Beyond {
     fn index(&self) -> SlotIndex {
         SlotIndex(self.index.load(Relaxed))
+    }
+
+    /// Areas that nothing is to be leased of for the moment.
+    fn shunned(&self) -> u32 {
+        let now = now().0;
+        (0..).zip(&*self.shunned).filter(|(_, until)| now < until.load(Relaxed)).fold(0, |mask, (area, _)| mask | 1 << area)
     }
 
     /// Goes over to the group that the process belongs to now. Under `change`.
@@ -82,7 +95,17 @@ impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change.lock();
         self.follow_group();
-        self.segment.lease_charged(self.index()).map(|extent| Extent(extent.0))
+        let shunned = self.shunned();
+        let elsewhere = (shunned != 0).then(|| self.segment.lease_charged_in(self.index(), AreaMask(!shunned))).flatten();
+        elsewhere.or_else(|| self.segment.lease_charged(self.index())).map(|extent| Extent(extent.0))
+    }
+
+    fn shun(&self, extent: Extent) -> bool {
+        let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return false };
+        if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
+            until.store(now().0 + SHUNNED.as_nanos() as u64, Relaxed);
+        }
+        self.segment.has_room_in(self.index(), AreaMask(!self.shunned()))
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
@@ -299,7 +322,8 @@ impl Devices {
         }
         let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
         let slots = slot_device(FILE, slots)?;
-        let areas = Beyond { segment, index, open, change: Arc::new(Lock::new(())), transfers: Arc::default() };
+        let areas =
+            Beyond { segment, index, open, change: Arc::new(Lock::new(())), shunned: Arc::default(), transfers: Arc::default() };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };
         file.look_for_far();

@@ -19,7 +19,7 @@
 
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 
-use crate::areas::{AreaId, AreaMask};
+use crate::areas::{AreaId, AreaMask, AreaState};
 use crate::layout::{ExtentId, MAX_EXTENTS, ProcSlot, Segment, SlotIndex};
 
 /// Groups that there can be at one time, the root among them.
@@ -194,6 +194,12 @@ impl Segment {
             }
         }
         extent
+    }
+
+    /// Whether one of the areas in `within` that the group may use is open and has room.
+    pub fn has_room_in(&self, index: SlotIndex, within: AreaMask) -> bool {
+        let mask = AreaMask(!self.group(self.group_of(index)).areas_excluded() & within.0);
+        self.areas().any(|(id, area)| mask.contains(id) && area.state() == AreaState::Open && area.used() < area.extents())
     }
 
     /// [`Segment::share_extent`] by the process at `from`, charged to the group of the one at `to`.

@@ -76,6 +76,8 @@ const TRIM_TAKES: Duration = Duration::from_secs(1);
 const TRIMS_REST: Duration = Duration::from_secs(60);
 /// Times a write cleans before it gives up.
 const CLEANINGS: usize = 8;
+/// Times a write is tried: what one place does not take another may.
+const WRITE_TRIES: usize = 4;
 
 /// A piece of the swap file: the bytes from `EXTENT_BYTES` times this number on.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -101,6 +103,11 @@ pub trait ExtentSource: Sync {
 
     /// Whether what lies in a leased extent lies on a device that turns: a read costs a seek, and what lies beside it nothing more.
     fn turns(&self, _extent: Extent) -> bool {
+        false
+    }
+
+    /// A write into a leased extent failed: for a while, what is leased shall lie elsewhere. Gives whether there is anywhere else.
+    fn shun(&self, _extent: Extent) -> bool {
         false
     }
 
@@ -284,19 +291,42 @@ impl FileDevice {
 
     /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is recorded.
     ///
+    /// What fails is tried again in another place, on another device if there is one: who waits for room must not wait for a device to be given up. Not
+    /// so where a device is full or does not answer and there is no other.
+    ///
     /// A zero or same-filled page takes a few bytes of the file, too.
     ///
     /// # Panics
     /// If packed bytes are not the length of a packed page.
     pub fn write(&self, pages: &[(Slot, Packed<'_>)]) -> Result<(), WriteError> {
-        let Some(&(first, _)) = pages.first() else { return Ok(()) };
+        if pages.is_empty() {
+            return Ok(());
+        }
         let mut bounce = self.bounce.lock();
         let _under_way = UnderWay::begin(&self.writing_since);
-        let (taken, cipher) = self.reserve(pages, &mut bounce)?;
+        let mut first = None;
+        for _ in 0..WRITE_TRIES {
+            let (error, goes_on) = match self.try_to_write(pages, &mut bounce) {
+                Err(Unplaced::Refused(error, elsewhere)) => {
+                    (error, elsewhere || !matches!(error.errno, Errno::NOSPC | Errno::TIMEDOUT))
+                }
+                Err(Unplaced::NoPlace(error)) => (error, false),
+                Ok(()) => return Ok(()),
+            };
+            first.get_or_insert(error);
+            if !goes_on {
+                break;
+            }
+        }
+        first.map_or(Ok(()), Err)
+    }
+
+    fn try_to_write(&self, pages: &[(Slot, Packed<'_>)], bounce: &mut Buffer) -> Result<(), Unplaced> {
+        let (taken, cipher) = self.reserve(pages, bounce).map_err(Unplaced::NoPlace)?;
         // One block more than a write has, for the page that crosses its end.
         let out = bounce.blocks(WRITE_BLOCKS + 1).map_err(|errno| {
             self.give_up(&taken, None);
-            WriteError { slot: first, errno }
+            Unplaced::NoPlace(WriteError { slot: pages[0].0, errno })
         })?;
         let mut tags = Vec::with_capacity(pages.len());
         let sealed = self.put(out, &taken, |i, at, out| {
@@ -305,9 +335,10 @@ impl FileDevice {
             });
         });
         if let Err(Unwritten { object, extent, errno }) = sealed {
-            // A full file system is no fault of this place; anything else may be.
-            self.give_up(&taken, (errno != Errno::NOSPC).then_some(extent));
-            return Err(WriteError { slot: pages[object].0, errno });
+            let elsewhere = self.source.shun(extent);
+            // A full file system is no fault of this place, and what lies there may be written over; anything else may be its fault.
+            self.give_up(&taken, (errno != Errno::NOSPC || elsewhere).then_some(extent));
+            return Err(Unplaced::Refused(WriteError { slot: pages[object].0, errno }, elsewhere));
         }
         let mut vacated = Vec::new();
         {
@@ -757,6 +788,14 @@ struct Relocated {
     gained: bool,
     /// There was no room for more.
     full: bool,
+}
+
+/// Why a try to write failed.
+enum Unplaced {
+    /// There is no place, or no memory.
+    NoPlace(WriteError),
+    /// The device did not take it; whether there is another one.
+    Refused(WriteError, bool),
 }
 
 /// What could not be written.

@@ -22,6 +22,8 @@ enum Fault {
     Short(usize),
     /// The nth operation from now fails.
     Fails(u32, Errno),
+    /// Writes into extents below that number fail.
+    Refuses(u32, Errno),
     /// The nth write from now reaches the disk only in its first half, and says nothing.
     Torn(u32),
     /// The nth read from now has a bit flipped.
@@ -105,6 +107,11 @@ impl BlockIo for Disk {
         if let Some(errno) = disk.fails() {
             return Err(errno);
         }
+        if let Some(Fault::Refuses(below, errno)) = disk.fault
+            && offset < u64::from(below) * EXTENT_BYTES
+        {
+            return Err(errno);
+        }
         let n = bytes.len().min(disk.most());
         let torn = disk.strikes(|fault| if let Fault::Torn(n) = fault { Some(n) } else { None });
         let reaches = if torn { n / 2 } else { n };
@@ -157,11 +164,13 @@ struct Source {
     far: bool,
     /// All lie on a device that turns.
     turns: bool,
+    /// Those from this one on lie on another device.
+    second: Option<u32>,
 }
 
 impl Source {
     fn new(most: u32) -> Source {
-        Source { state: Arc::default(), most, plain: false, far: false, turns: false }
+        Source { state: Arc::default(), most, plain: false, far: false, turns: false, second: None }
     }
 
     /// As the source does when a child tells it what it inherited.
@@ -198,6 +207,14 @@ impl ExtentSource for Source {
             state.holders.remove(&extent.0);
             state.free.push(extent.0);
         }
+    }
+
+    fn shun(&self, _extent: Extent) -> bool {
+        let Some(first) = self.second else { return false };
+        let mut state = self.state.lock().unwrap();
+        state.next = state.next.max(first);
+        state.free.retain(|extent| *extent >= first);
+        true
     }
 
     fn is_plain(&self, extent: Extent) -> bool {
@@ -557,6 +574,42 @@ fn sparse_extents_are_filled_again() {
     check(&device);
 }
 
+#[test]
+fn what_one_device_does_not_take_goes_to_another_at_once() {
+    for errno in [Errno::IO, Errno::NOSPC, Errno::TIMEDOUT] {
+        let (disk, source) = (Disk::default(), Source { second: Some(4), ..Source::new(8) });
+        let device = device(&disk, &source);
+        write_raw(&device, &[(1, 1)]).unwrap();
+        disk.set_fault(Some(Fault::Refuses(4, errno)));
+        assert_eq!(write_raw(&device, &[(2, 2), (3, 3)]), Ok(()), "{errno:?}");
+        // And so do the next ones, without a try at the first.
+        disk.set_fault(Some(Fault::Refuses(4, Errno::ACCESS)));
+        write_raw(&device, &[(1, 4)]).unwrap();
+        check(&device);
+        for (slot, seed) in [(1, 4), (2, 2), (3, 3)] {
+            assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(seed));
+        }
+    }
+}
+
+#[test]
+fn a_place_that_fails_is_not_the_whole_device_but_one_that_is_full_is() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write_raw(&device, &[(1, 1)]).unwrap();
+    disk.set_fault(Some(Fault::Refuses(8, Errno::NOSPC)));
+    let full = Err(WriteError { slot: Slot(2), errno: Errno::NOSPC });
+    assert_eq!((write_raw(&device, &[(2, 2)]), source.held()), (full, 1), "what lies there may be written over");
+    disk.set_fault(Some(Fault::Refuses(1, Errno::IO)));
+    assert_eq!((write_raw(&device, &[(2, 2)]), source.held()), (Ok(()), 2));
+    disk.set_fault(Some(Fault::Refuses(8, Errno::TIMEDOUT)));
+    assert_eq!(write_raw(&device, &[(3, 3)]), Err(WriteError { slot: Slot(3), errno: Errno::TIMEDOUT }), "it was waited for");
+    check(&device);
+    for slot in [1, 2] {
+        assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
+    }
+}
+
 /// What two extents hold.
 const TWO_FULL: u32 = 1024 - extents::RESERVE as u32;
 
@@ -671,8 +724,10 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
     write_raw(&device, &old).unwrap();
     let new: Vec<_> = (0..100).map(|slot| (slot, slot + 1000)).collect();
     disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
-    // Two writes of 64 and 36 pages; the second fails.
+    // Two writes of 64 and 36 pages; the second fails, and whatever is tried elsewhere then.
     assert_eq!(write_raw(&device, &new), Err(WriteError { slot: Slot(64), errno: Errno::IO }));
+    let tried = std::mem::take(&mut source.state.lock().unwrap().released);
+    assert!(!tried.is_empty() && tried.iter().all(|(extent, punched)| *extent != Extent(0) && *punched), "{tried:?}");
     disk.set_fault(None);
     check(&device);
     for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&old) {
