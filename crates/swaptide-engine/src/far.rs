@@ -38,7 +38,7 @@ use swaptide_sys::gong::Gong;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
-use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now};
+use swaptide_sys::thread::{Nanos, Tid, gettid, lives, now, sleep};
 
 use crate::admission::Came;
 use crate::devices::NO_ENTRY;
@@ -46,6 +46,7 @@ use crate::engine::{Engine, Mm};
 use crate::fault::{LAST_PAGE, Stop};
 use crate::handler::{Fault, Handler};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, range_of};
+use crate::load::PAUSES;
 use crate::pagetable::PageState;
 use crate::probe::Snapshot;
 
@@ -227,48 +228,63 @@ impl Far {
         })
     }
 
-    /// Reads what was ordered of one server, at once. A page that fails is left out of the next try, for good when it fails again; when the server
-    /// does not answer, all that is left is lost.
+    /// Reads what was ordered of one server, at once. What fails is tried again, as often and for as long as any other page ([`PAUSES`]), and then lost;
+    /// when the server does not answer, all that is left is lost.
     fn read(&self, device: &FileDevice, orders: &mut [Order], log: fn(&str)) {
-        // For each order: what is not tried any more, because it is lost or nobody's; and what failed once.
-        let mut out = [(0u16, 0u16); MOST_ORDERS];
+        // What is still to be had of each order.
+        let mut left: [u16; MOST_ORDERS] = core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
+        let mut pauses = [Duration::ZERO].into_iter().chain(PAUSES);
+        loop {
+            let answered = self.try_to_read(device, orders, &mut left, log);
+            if !answered || left == [0; MOST_ORDERS] {
+                break;
+            }
+            let Some(pause) = pauses.next() else { break };
+            sleep(pause);
+        }
+        for (order, left) in orders.iter_mut().zip(left) {
+            order.lost = left;
+        }
+    }
+
+    /// Tries once to read what is left; what has failed is left then. A page that fails is put aside, for the others' sake. False when the server does
+    /// not answer.
+    fn try_to_read(&self, device: &FileDevice, orders: &mut [Order], left: &mut [u16; MOST_ORDERS], log: fn(&str)) -> bool {
+        let mut failed = [0u16; MOST_ORDERS];
+        let mut answered = true;
         loop {
             let mut requests: Vec<(Slot, &mut Page)> = Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
-            for (order, (out, _)) in orders.iter().zip(&out) {
-                requests.extend(self.pages(order).filter(|(bit, ..)| out & bit == 0).map(|(_, slot, page)| (slot, page)));
+            for (order, left) in orders.iter().zip(&*left) {
+                requests.extend(self.pages(order).filter(|(bit, ..)| left & bit != 0).map(|(_, slot, page)| (slot, page)));
             }
             let Err(ReadError { slot, kind }) = device.read(&mut requests) else { break };
             drop(requests);
-            let found = orders.iter_mut().zip(&mut out).find_map(|(order, out)| {
-                let bit = (0..PAGES_PER_CHUNK)
-                    .map(|k| (1u16 << k, order.slots[k]))
-                    .find(|(bit, of)| order.wanted & bit != 0 && *of == slot)?
-                    .0;
-                Some((order, out, bit))
+            let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(|((order, left), failed)| {
+                let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
+                let (bit, _) = bits.into_iter().find(|(bit, of)| *left & bit != 0 && *of == slot)?;
+                Some((left, failed, bit))
             });
-            let Some((order, (out_of_it, failed), bit)) = found else { crate::fatal("a slot failed that was not asked for") };
+            let Some((of_it, failed_of_it, bit)) = found else { crate::fatal("a slot failed that was not asked for") };
+            *of_it &= !bit;
             // What was freed meanwhile is nobody's loss.
             if kind == ReadErrorKind::NoSuchSlot {
-                *out_of_it |= bit;
                 continue;
             }
+            *failed_of_it |= bit;
             log(&format!("reading from a server failed: {}", ReadError { slot, kind }));
             if kind == ReadErrorKind::Io(Errno::TIMEDOUT) {
-                for (order, (out, _)) in orders.iter_mut().zip(&mut out) {
-                    order.lost |= order.wanted & !*out;
-                    *out = order.wanted;
+                for (left, failed) in left.iter_mut().zip(&mut failed) {
+                    *failed |= core::mem::take(left);
                 }
+                answered = false;
                 break;
             }
-            if *failed & bit != 0 {
-                order.lost |= bit;
-                *out_of_it |= bit;
-            }
-            *failed |= bit;
         }
-        for (order, (out, _)) in orders.iter_mut().zip(out) {
-            order.read = order.wanted & !out;
+        for (order, left) in orders.iter_mut().zip(&*left) {
+            order.read |= left;
         }
+        *left = failed;
+        answered
     }
 }
 

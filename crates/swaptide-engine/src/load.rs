@@ -9,7 +9,8 @@
 //!    is said), and 1/128 of the limit, as many as the last ones proved worth it. None where the program is past its limit: then what is held is
 //!    given up.
 //!    (kernel-facts G, cluster readahead. The windows of streams are [`crate::locality`]'s.)
-//! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned; one that is not what was written, at once.
+//! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned; so is one that came over a network and is not what was
+//!    written. What is wrong on a disk is poisoned at once, and so is what a server was asked for that does not answer.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -17,8 +18,9 @@ use std::time::Duration;
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Codec;
-use swaptide_store::file::{Ahead, MOST_AHEAD, ReadErrorKind};
+use swaptide_store::file::{Ahead, MOST_AHEAD, ReadError, ReadErrorKind};
 use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
 use swaptide_sys::thread::{now, sleep};
 
 use crate::admission::Gate;
@@ -27,8 +29,8 @@ use crate::handler::Handler;
 use crate::ids::PageNo;
 use crate::probe::{Place, Snapshot};
 
-/// What lies between the attempts to read a page before it is given up.
-const PAUSES: [Duration; 3] = [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
+/// What lies between the attempts to read a page before it is given up, but for the first two, which follow each other.
+pub(crate) const PAUSES: [Duration; 3] = [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 /// `page-cluster` where nothing is said.
 const PAGE_CLUSTER: u8 = 3;
 
@@ -125,8 +127,14 @@ impl Handler {
         for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
             let mut result = file.device.read(&mut [(*slot, &mut **out)]);
             for pause in PAUSES {
-                // What is wrong stays so; what could not be read may be read a little later.
-                if !matches!(&result, Err(error) if matches!(error.kind, ReadErrorKind::Io(_))) {
+                // What is wrong on a disk stays so, and a server that does not answer was waited for. What could not be read may be read a little later,
+                // and what is wrong on its way here may be right then.
+                let is_worth_it = match &result {
+                    Err(ReadError { kind: ReadErrorKind::Io(errno), .. }) => *errno != Errno::TIMEDOUT,
+                    Err(ReadError { kind: ReadErrorKind::Authentication, .. }) => file.device.server_of(*slot).is_some(),
+                    _ => false,
+                };
+                if !is_worth_it {
                     break;
                 }
                 sleep(pause);

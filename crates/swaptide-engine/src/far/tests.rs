@@ -8,10 +8,16 @@ use swaptide_store::codec::Packed;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 
 fn devices() -> Devices {
+    devices_with_mishaps(0)
+}
+
+/// Every so many transfers something goes wrong.
+fn devices_with_mishaps(every: u32) -> Devices {
     let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map");
     let segment = Segment::raw(map).expect("segment");
     segment.add_area(NewArea::of_file(0, 8)).expect("an area");
+    segment.header.mishap_every.store(every, Relaxed);
     let index = segment.claim(10, 0).expect("slot");
     Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20).ok(), 1).expect("devices")
 }
@@ -69,6 +75,24 @@ fn what_is_damaged_is_lost_alone() {
     far.read(device, &mut orders, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b10, 1), (0, 1)]);
     assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b10 && *there == pages[3]));
+}
+
+#[test]
+fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
+    let (devices, far) = (devices_with_mishaps(1), Far::new().expect("address space"));
+    let device = &devices.file.device;
+    let mut written = false;
+    for _ in 0..8 {
+        written = written || device.write(&[(Slot(1), Packed::Raw(&page(1))), (Slot(2), Packed::Raw(&page(2)))]).is_ok();
+    }
+    assert!(written);
+    // Of reads the first fails, two do not, and then three do.
+    let mut buffer = [0; PAGE_SIZE];
+    assert_eq!([(); 3].map(|()| device.read(&mut [(Slot(1), &mut buffer)]).is_ok()), [false, true, true]);
+    let mut orders = [order(0, &[(0, 1), (5, 2)])];
+    far.read(device, &mut orders, |_| ());
+    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
+    assert!(far.pages(&orders[0]).map(|(_, _, there)| *there).eq([page(1), page(2)]));
 }
 
 #[test]
