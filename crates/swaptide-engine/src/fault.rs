@@ -657,16 +657,19 @@ impl Handler {
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
     pub(crate) fn poison(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
         let engine = self.engine;
-        match self.uffd.poison(range_of(page, 1)).error {
-            Some(Errno::AGAIN) => return Err(Stop::Again),
-            Some(Errno::NOENT) => return Err(Stop::Gone),
+        // Before: its reader is woken by it, and may end the process, and with it this thread, at once.
+        engine.count(Counter::PagesPoisoned, 1);
+        let poisoned = self.uffd.poison(range_of(page, 1)).error;
+        if let Some(errno @ (Errno::AGAIN | Errno::NOENT)) = poisoned {
+            engine.slot().uncount(Counter::PagesPoisoned, 1);
+            return Err(if errno == Errno::AGAIN { Stop::Again } else { Stop::Gone });
+        }
+        if poisoned == Some(Errno::EXIST) {
             // The program reads something there, and not what the slot held.
-            Some(Errno::EXIST) => self.overtaken(page, entry),
-            _ => {}
+            self.overtaken(page, entry);
         }
         mm.table.set(page, PageState::Poisoned);
         engine.release(mm, entry);
-        engine.count(Counter::PagesPoisoned, 1);
         (engine.start.log)(&format!("page {:?} cannot be brought back and is poisoned", page.addr()));
         Ok(1)
     }

@@ -184,6 +184,11 @@ impl ProcSlot {
         self.counters[counter as usize].fetch_add(n, Relaxed);
     }
 
+    /// Takes back what was counted before it had happened, and did not.
+    pub fn uncount(&self, counter: Counter, n: u64) {
+        self.counters[counter as usize].fetch_sub(n, Relaxed);
+    }
+
     /// The state; a word that is none of them (a damaged segment) reads as free.
     pub fn state(&self) -> ProcState {
         match self.state.load(Acquire) {
