@@ -13,6 +13,7 @@ from pathlib import Path
 
 import cases_c
 import cases_groups
+import cases_network
 import cases_process
 import cases_real
 import cases_suites
@@ -20,7 +21,7 @@ import cases_trust
 from harness import NATIVE, Binaries, run_case
 from processes import adopt_orphans, kill_tree
 
-CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_trust.CASES + cases_real.CASES + cases_suites.CASES
+CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_network.CASES + cases_trust.CASES + cases_real.CASES + cases_suites.CASES
 
 
 def arguments():

@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""An NBD server on a Unix socket that misbehaves: `nbd_server.py SOCKET IMAGE SEED [NAME=N]... [away=SECONDS]
+[hangs=SECONDS] [latest=SECONDS] [structured=1]`.
+
+`NAME=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
+
+    refused     the request is answered EIO, and nothing of it is done       full       a write is answered ENOSPC
+    torn        half of a write is done, then it is answered EIO             cut        the connection ends without an answer
+    short       a read's answer ends in the middle, and the connection       late       the answer comes 20 ms and more later, others before it
+    noise       bytes come that belong to nothing                            stranger   an answer comes to a request that nobody made
+    shutdown    the server says that it shuts down, and hangs up             flipped    a read's answer has wrong bits; the next one is right
+    lost        a write is answered, and not done                            damaged    a write is done with wrong bits
+
+With `away` it is gone every other second or so, socket and all connections, for up to so many seconds; with `hangs` it answers nobody for as long. Late
+answers are at most `latest` seconds late (0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in chunks, in any order.
+On SIGTERM it prints how often what happened, as JSON, and ends.
+"""
+
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+READ, WRITE, DISC, FLUSH, TRIM = range(5)
+EXPORT_NAME, ABORT, GO, STRUCTURED = 1, 2, 7, 8
+EIO, ENOSPC, SHUTDOWN = 5, 28, 108
+# There are flags; flush, write through, trim; several connections see the same.
+FLAGS = 1 | 4 | 8 | 32 | 256
+# What can happen to which request.
+OF_ANY = ("refused", "cut", "late", "noise", "stranger", "shutdown")
+OF_READS = OF_ANY + ("short", "flipped")
+OF_WRITES = OF_ANY + ("full", "torn", "lost", "damaged")
+
+
+class Gone(Exception):
+    """The connection is over."""
+
+
+class Server:
+    """The export, its socket, and what is to go wrong."""
+
+    def __init__(self, path, image, seed, settings):
+        self.path, self.seed, self.settings = path, seed, settings
+        self.size = os.stat(image).st_size
+        with open(image, "r+b") as file:
+            self.data = mmap.mmap(file.fileno(), self.size)
+        self.counts = {}
+        self.lock = threading.Lock()
+        self.connections = set()
+        self.number = 0
+        # Clear while it answers nobody.
+        self.answers = threading.Event()
+        self.answers.set()
+        self.listener = None
+
+    def count(self, what):
+        with self.lock:
+            self.counts[what] = self.counts.get(what, 0) + 1
+
+    def open(self):
+        listener = socket.socket(socket.AF_UNIX)
+        # Whoever looks for the path finds somebody who listens.
+        listener.bind(self.path + ".new")
+        listener.listen(64)
+        os.rename(self.path + ".new", self.path)
+        self.listener = listener
+        threading.Thread(target=self.accept, args=(listener,), daemon=True).start()
+
+    def close(self):
+        os.unlink(self.path)
+        # Who accepts is woken by this alone.
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        with self.lock:
+            for connection in self.connections:
+                connection.end()
+
+    def accept(self, listener):
+        while True:
+            try:
+                peer = listener.accept()[0]
+            except OSError:
+                return
+            with self.lock:
+                self.number += 1
+                connection = Connection(self, peer, self.number)
+                self.connections.add(connection)
+            threading.Thread(target=connection.serve, daemon=True).start()
+
+    def misbehave(self):
+        """Is gone and back, or silent, again and again."""
+        chance = random.Random(f"{self.seed} as a whole")
+        kinds = [kind for kind in ("away", "hangs") if kind in self.settings]
+        while kinds:
+            time.sleep(chance.uniform(0.4, 1.6))
+            kind = chance.choice(kinds)
+            seconds = chance.uniform(0.05, float(self.settings[kind]))
+            self.count(kind)
+            if kind == "away":
+                self.close()
+                time.sleep(seconds)
+                self.open()
+            else:
+                self.answers.clear()
+                time.sleep(seconds)
+                self.answers.set()
+
+
+class Connection:
+    """One client's connection, from the first word on."""
+
+    def __init__(self, server, peer, number):
+        self.server, self.peer = server, peer
+        self.chance = random.Random(f"{server.seed} connection {number}")
+        self.structured = False
+        self.may_structure = "structured" in server.settings
+        # Late answers come from other threads.
+        self.sending = threading.Lock()
+
+    def end(self):
+        try:
+            self.peer.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def receive(self, size):
+        parts = []
+        while size:
+            part = self.peer.recv(min(size, 1 << 20))
+            if not part:
+                raise Gone
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def send(self, *parts):
+        with self.sending:
+            self.peer.sendall(b"".join(parts))
+
+    def serve(self):
+        try:
+            self.negotiate()
+            while True:
+                self.request()
+        except (Gone, OSError):
+            pass
+        finally:
+            self.end()
+            with self.server.lock:
+                self.server.connections.discard(self)
+            self.peer.close()
+
+    def negotiate(self):
+        self.send(b"NBDMAGICIHAVEOPT", struct.pack(">H", 3))
+        zeroes = b"" if struct.unpack(">I", self.receive(4))[0] & 2 else bytes(124)
+        while True:
+            magic, option, size = struct.unpack(">8sII", self.receive(16))
+            self.receive(size)
+            if magic != b"IHAVEOPT" or option == ABORT:
+                raise Gone
+            answer = lambda kind, data=b"": self.send(struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)), data)
+            if option == EXPORT_NAME:
+                self.send(struct.pack(">QH", self.server.size, FLAGS), zeroes)
+                return
+            if option == STRUCTURED and self.may_structure:
+                self.structured = True
+                answer(1)
+            elif option == GO:
+                answer(3, struct.pack(">HQH", 0, self.server.size, FLAGS))
+                answer(1)
+                return
+            else:
+                answer(1 << 31 | 1)
+
+    def mishap(self, kinds):
+        """What goes wrong with a request, if anything does."""
+        for kind in kinds:
+            every = int(self.server.settings.get(kind, 0))
+            if every and self.chance.randrange(every) == 0:
+                self.server.count(kind)
+                return kind
+        return None
+
+    def request(self):
+        magic, _, command, cookie, offset, size = struct.unpack(">IHHQQI", self.receive(28))
+        if magic != 0x25609513 or command == DISC:
+            raise Gone
+        payload = self.receive(size) if command == WRITE else b""
+        if command in (READ, WRITE, TRIM) and offset + size > self.server.size:
+            raise Gone
+        mishap = self.mishap(OF_READS if command == READ else OF_WRITES if command == WRITE else OF_ANY)
+        self.server.count(("reads", "writes", "", "flushes", "trims")[command])
+        # Sometimes it is done, and nobody hears of it.
+        done = mishap not in ("refused", "full", "shutdown", "lost") and not (mishap == "cut" and self.chance.random() < 0.5)
+        if done and command == WRITE:
+            if mishap == "torn":
+                payload = payload[:size // 2]
+            if mishap == "damaged":
+                payload = self.flip(payload)
+            self.server.data[offset:offset + len(payload)] = payload
+        if done and command == TRIM:
+            self.server.data[offset:offset + size] = b"\xa5" * size
+        data = self.server.data[offset:offset + size] if command == READ else None
+        self.server.answers.wait()
+        if mishap == "flipped":
+            data = self.flip(data)
+        if mishap == "cut":
+            raise Gone
+        if mishap in ("noise", "stranger"):
+            self.send(self.chance.randbytes(24) if mishap == "noise" else self.reply(cookie ^ 1 << 40, None, 0, 0))
+        if mishap == "short":
+            whole = self.reply(cookie, data, offset, 0)
+            self.send(whole[:self.chance.randrange(1, len(whole))])
+            raise Gone
+        error = {"refused": EIO, "torn": EIO, "full": ENOSPC, "shutdown": SHUTDOWN}.get(mishap, 0)
+        reply = self.reply(cookie, data, offset, error)
+        if mishap == "late":
+            timer = threading.Timer(self.chance.uniform(0.02, float(self.server.settings.get("latest", 0.4))), self.send_late, [reply])
+            timer.daemon = True
+            timer.start()
+            return
+        self.send(reply)
+        if mishap == "shutdown":
+            raise Gone
+
+    def send_late(self, reply):
+        try:
+            self.send(reply)
+        except OSError:
+            pass
+
+    def flip(self, data):
+        data = bytearray(data)
+        for _ in range(3):
+            data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
+        return bytes(data)
+
+    def reply(self, cookie, data, offset, error):
+        if not self.structured:
+            return struct.pack(">IIQ", 0x67446698, error, cookie) + (data if data and not error else b"")
+        chunk = lambda kind, last, payload: struct.pack(">IHHQI", 0x668E33EF, last, kind, cookie, len(payload)) + payload
+        if error:
+            return chunk(1 << 15 | 1, 1, struct.pack(">IH", error, 4) + b"oops")
+        if not data:
+            return chunk(0, 1, b"")
+        # In pieces, and in any order.
+        cuts = sorted({0, len(data), *(self.chance.randrange(len(data)) for _ in range(self.chance.randrange(4)))})
+        pieces = list(zip(cuts, cuts[1:]))
+        self.chance.shuffle(pieces)
+        return b"".join(chunk(1, int(n + 1 == len(pieces)), struct.pack(">Q", offset + start) + data[start:end])
+                        for n, (start, end) in enumerate(pieces))
+
+
+def main():
+    path, image, seed, *rest = sys.argv[1:]
+    settings = dict(word.split("=") for word in rest)
+    unknown = set(settings) - {*OF_READS, *OF_WRITES, "away", "hangs", "latest", "structured"}
+    if unknown:
+        sys.exit(f"nbd_server.py: there is no mishap called {', '.join(sorted(unknown))}")
+    server = Server(path, image, seed, settings)
+
+    def ends(_number, _frame):
+        # Not print: the signal may have come in the middle of one. Daemon threads end with the process.
+        os.write(1, json.dumps(server.counts).encode() + b"\n")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, ends)
+    server.open()
+    server.misbehave()
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
