@@ -9,42 +9,13 @@ import random
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 from processes import descendants
 from cases_groups import Ctl, until
 from cases_process import PRESSURE, ask, wait_for_line
-
-from harness import HERE, MIB, Case, Failure
-
-CGROUPS = Path("/sys/fs/cgroup/memory")
-
-
-@contextmanager
-def memory_cgroup(context, megabytes):
-    """A memory cgroup with a hard limit; gives a function that puts the calling process there, or None where there can be none."""
-    unified = Path("/sys/fs/cgroup")
-    one = CGROUPS / f"swaptide-{os.getpid()}-{context.case.name}"
-    two = unified / f"swaptide-{os.getpid()}-{context.case.name}"
-    place, limit = (one, "memory.limit_in_bytes") if (CGROUPS / "memory.limit_in_bytes").exists() else (two, "memory.max")
-    try:
-        place.mkdir()
-        (place / limit).write_text(str(megabytes * MIB))
-    except OSError:
-        if place.exists():
-            place.rmdir()
-        yield None
-        return
-    try:
-        yield lambda: (place / "cgroup.procs").write_text(str(os.getpid()))
-    finally:
-        for _ in range(200):
-            try:
-                place.rmdir()
-                break
-            except OSError:
-                time.sleep(0.05)
+from cgroups import memory_cgroup
+from harness import HERE, MIB, Case, Failure, Skip
 
 
 def states(ctl):
@@ -93,9 +64,9 @@ def detach_refused(context):
     if context.native:
         return
     ctl = lambda *words: ask(context, *words)
-    with memory_cgroup(context, 130) as enter:
-        if enter is not None:
-            program = context.start([context.python, PRESSURE, 150, "wait"], preexec=enter)
+    with memory_cgroup(context, 130 * MIB) as group:
+        if group is not None:
+            program = context.start([context.python, PRESSURE, 150, "wait"], preexec=group.enter)
             inside = wait_for_line(context, program, "ready").split()[1]
             status, text, errors = ctl("detach", inside)
             context.expect(status == 2 and len(errors.splitlines()) == 1 and "would come back" in errors, f"{status} {text}{errors}")
@@ -213,13 +184,14 @@ def tight_cgroup(context):
                                 ([context.binary("heap"), 256, 6, context.seed, "threads"], "OK heap threads", 0),
                                 ([context.binary("sparse"), 256, 6, context.seed], "OK sparse", 37)):
         # The supervisor, the kernel's own of the cgroup (page tables, stacks) and the page cache's least come on top.
-        with memory_cgroup(context, budget * 11 // 10 + 16 + tables) as enter:
-            if enter is None:
-                return
-            program = context.start(words, budget=budget, preexec=enter)
+        with memory_cgroup(context, (budget * 11 // 10 + 16 + tables) * MIB) as group:
+            if group is None:
+                raise Skip("no memory cgroup can be made here")
+            program = context.start(words, budget=budget, preexec=group.enter)
             done = program.finish(status=None)
             context.expect(done.status == 0, f"{words}: status {done.status}: {done.errors()[-300:]!r}")
             context.expect(last is None or last in done.text(), f"{words}: {done.text()[-200:]!r}")
+            context.expect(group.killed() == 0, f"{words}: {group.killed()} processes were ended for memory")
 
 
 PROFILE = HERE.parent.parent / "packaging" / "seccomp.json"

@@ -127,6 +127,8 @@ class Context:
         self.peak = 0
         self.hung = None
         self.python = sys.executable
+        self.enter = None
+        """What each process that is started under swaptide does before anything else, where the case does not say."""
         self._binaries = binaries
         self._deadline = time.monotonic() + case.limit
         self._runs = 0
@@ -173,7 +175,7 @@ class Context:
                 stderr=target(stderr, "stderr"),
                 env=env,
                 cwd=cwd or directory,
-                preexec_fn=preexec,
+                preexec_fn=preexec or (None if native else self.enter),
             )
         finally:
             for file in opened:

@@ -17,11 +17,12 @@ import cases_network
 import cases_process
 import cases_real
 import cases_suites
+import cases_tight
 import cases_trust
 from harness import NATIVE, Binaries, run_case
 from processes import adopt_orphans, kill_tree
 
-CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_network.CASES + cases_trust.CASES + cases_real.CASES + cases_suites.CASES
+CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_network.CASES + cases_trust.CASES + cases_real.CASES + cases_tight.CASES + cases_suites.CASES
 
 
 def arguments():
