@@ -113,7 +113,7 @@ def full_torture_network(context):
     if context.native:
         return
     sums = {}
-    for turn in range(24):
+    for turn in range(16):
         plan = list(PLANS)[turn % len(PLANS)]
         mode = "single" if turn // len(PLANS) % 2 else "threads"
         program = ("heap", mode) if plan == "lies" else ("torture", mode)

@@ -13,7 +13,7 @@
 
 With `away` it is gone every other second or so, socket and all connections, for up to so many seconds; with `hangs` it answers nobody for as long. Late
 answers are at most `latest` seconds late (0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in chunks, in any order.
-On SIGTERM it prints how often what happened, as JSON, and ends.
+Nothing goes wrong before the first write. On SIGTERM it prints how often what happened, as JSON, and ends.
 """
 
 import json
@@ -99,6 +99,8 @@ class Server:
         kinds = [kind for kind in ("away", "hangs") if kind in self.settings]
         while kinds:
             time.sleep(chance.uniform(0.4, 1.6))
+            if not self.counts.get("writes"):
+                continue
             kind = chance.choice(kinds)
             seconds = chance.uniform(0.05, float(self.settings[kind]))
             self.count(kind)
@@ -179,7 +181,9 @@ class Connection:
                 answer(1 << 31 | 1)
 
     def mishap(self, kinds):
-        """What goes wrong with a request, if anything does."""
+        """What goes wrong with a request, if anything does. Nothing before the first write: who looks whether the export is empty is told so."""
+        if not self.server.counts.get("writes"):
+            return None
         for kind in kinds:
             every = int(self.server.settings.get(kind, 0))
             if every and self.chance.randrange(every) == 0:
