@@ -49,7 +49,7 @@ const FEWEST_FILE_SLOTS: u32 = 1 << 24;
 const FEWEST_SLOTS: u32 = 1 << 18;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One that fails again and again the supervisor retires.
-const SHUNNED: Duration = Duration::from_secs(1);
+const SHUNNED: Duration = Duration::from_millis(200);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
