@@ -705,12 +705,11 @@ fn ordinary_process(user: Option<u32>) -> String {
             // SAFETY: prctl takes numbers.
             unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
         }
+        let Some(user) = user else { return Ok(()) };
         // SAFETY: as above.
-        match user {
-            Some(user) if unsafe { libc::setresgid(user, user, user) | libc::setresuid(user, user, user) } != 0 => {
-                Err(std::io::Error::last_os_error())
-            }
-            _ => Ok(()),
+        match unsafe { libc::setresgid(user, user, user) | libc::setresuid(user, user, user) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
         }
     };
     // SAFETY: the closure makes system calls only.
