@@ -110,7 +110,7 @@ CASES = [
     *[Case(f"unprivileged-{'-'.join(words)}", program(*words, megabytes=megabytes), 32, allowance=allowance, forks=True, unprivileged=True)
       for words, megabytes, allowance in (
           (("forks", "tree"), 48, 8), (("forks", "threaded"), 96, 8), (("forks", "many"), 96, 24), (("forks", "closefds"), 96, 8),
-          (("forkmove", "libc"), 96, 64), (("torture", "threads"), 96, 128), (("processes", "clones"), 40, 96), (("advice",), 96, 24))],
+          (("forkmove", "libc"), 96, 64), (("torture", "threads"), 96, 128), (("processes", "clones"), 40, 96), (("processes", "plain"), 96, 24), (("advice",), 96, 24))],
     # The same with the rights of who runs this: all that fork.
     *[Case(f"followed-{mode}", followed("forks", mode), 32, allowance=24, forks=True, full=True) for mode in FORK_MODES],
     *[Case(f"followed-{'-'.join(words)}", followed(*words), 32, allowance=128, forks=True, full=True)
@@ -131,6 +131,7 @@ CASES = [
     Case("processes-interrupted", program("processes", "interrupted", megabytes=96), 32, allowance=8, forks=True),
     # Children that cannot be managed take what they have out of everybody else's budget.
     Case("processes-namespaces", program("processes", "namespaces", megabytes=24), 24, allowance=96, forks=True),
+    Case("processes-plain", program("processes", "plain", megabytes=96), 32, allowance=24, forks=True),
     Case("processes-clones", program("processes", "clones", megabytes=64), 48, allowance=128, forks=True),
     # Nothing of what two processes share is swapped while one of them may outlive the other.
     Case("processes-shared", program("processes", "shared", megabytes=96), 32, allowance=256, forks=True),

@@ -51,6 +51,7 @@ pub static EXECVEAT: Real = Real::new(c"execveat");
 pub static SPAWN: Real = Real::new(c"posix_spawn");
 pub static SPAWNP: Real = Real::new(c"posix_spawnp");
 pub static CLONE: Real = Real::new(c"clone");
+pub static PLAIN_FORK: Real = Real::new(c"_Fork");
 pub static SYSCALL: Real = Real::new(c"syscall");
 pub static REALLOC: Real = Real::new(c"realloc");
 static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
@@ -99,6 +100,7 @@ pub fn find() {
         &SPAWN,
         &SPAWNP,
         &CLONE,
+        &PLAIN_FORK,
         &SYSCALL,
         &REALLOC,
         &USABLE_SIZE,

@@ -547,6 +547,24 @@ extern "C" fn worker(index: usize) {
     ends::forget(gettid());
 }
 
+/// The thread that is between its prepare handler and the other end, if one is.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+
+/// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is within a fork already.
+pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
+    if FORKING.load(Relaxed) == gettid().0 {
+        return fork();
+    }
+    prepare();
+    let pid = fork();
+    if pid == 0 {
+        child()
+    } else {
+        parent()
+    }
+    pid
+}
+
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
 extern "C" fn prepare() {
     let mask = block_all_signals().unwrap_or(0);
@@ -558,6 +576,7 @@ extern "C" fn prepare() {
     }
     std::mem::forget(FORK_LOCK.lock());
     FORK_MASK.store(mask, Relaxed);
+    FORKING.store(gettid().0, Relaxed);
     PARENT.store(this, Relaxed);
     if engine().is_some_and(|engine| engine.followed && !cradle::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
@@ -589,6 +608,7 @@ extern "C" fn parent() {
         engine.fork.wait(NONE);
     }
     let mask = FORK_MASK.load(Relaxed);
+    FORKING.store(0, Relaxed);
     // SAFETY: this thread took the lock in `prepare` and forgot its guard.
     unsafe { FORK_LOCK.unlock() };
     restore_signals(mask);
@@ -597,6 +617,7 @@ extern "C" fn parent() {
 /// After a fork, in the child, whose only thread this is.
 extern "C" fn child() {
     after_fork_in_child();
+    FORKING.store(0, Relaxed);
     OWN_PID.store(getpid().0, Relaxed);
     ends::forked();
     let mask = FORK_MASK.load(Relaxed);

@@ -1,4 +1,4 @@
-//! libc's two ways to make any system call, `syscall` and `clone`: they pass through untouched but for the few calls that concern swaptide.
+//! libc's ways past its own fork handlers, `syscall`, `clone` and `_Fork`. The first two pass through untouched but for the few calls that concern swaptide.
 //!
 //! Both go on by a jump with every register and the stack as they were, because what they start may return twice, or on another stack.
 //!
@@ -177,6 +177,21 @@ pub unsafe extern "C" fn syscall() {
         hooked = sym hooked,
         next = sym syscall_next,
     )
+}
+
+/// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not be managed.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[allow(non_snake_case, reason = "libc's name")]
+pub extern "C" fn _Fork() -> c_int {
+    const ENOSYS: c_int = 38;
+    let found = real::PLAIN_FORK.address();
+    if found.is_null() {
+        real::set_errno(ENOSYS);
+        return -1;
+    }
+    // SAFETY: libc's function of that name, which takes nothing.
+    let fork: extern "C" fn() -> c_int = unsafe { std::mem::transmute(found) };
+    start::with_handlers(|| fork())
 }
 
 /// Stands in front of libc's `clone`.

@@ -1,7 +1,7 @@
 //! From the devices into the handler's buffers: what a snapshot says is on them.
 //!
 //! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on disks that turn, what was read ahead
-//! ([`ReadAhead`]). Nothing here touches the program or its words: whoever put pages into a buffer looks again whether they are still meant.
+//! ([`swaptide_store::file::ReadAhead`]). Nothing here touches the program or its words: whoever put pages into a buffer looks again whether they are still meant.
 //!
 //! Rules
 //! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file is read in one go.

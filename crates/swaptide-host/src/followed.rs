@@ -32,6 +32,9 @@ use swaptide_sys::sock::{Conn, poll_readable};
 
 /// Forks that can be waited for at a time; of more, the others are looked at whenever something happens.
 const AWAITED: usize = 24;
+/// Forks of one process that are followed at a time. It has one under way, and others that came to nothing and are being let go; who asks for more wants to
+/// keep the supervisor from others.
+const MOST_OF_ONE: usize = 8;
 
 enum Stage {
     Ahead,
@@ -41,6 +44,7 @@ enum Stage {
 }
 
 struct Fork {
+    pid: u32,
     parent: Tracee,
     client: Conn,
     entry: u64,
@@ -89,10 +93,13 @@ impl Followed {
         let (entry, frame) = (word(4)?, word(12)?);
         // Of its own threads a process may ask that, and of no others.
         std::fs::metadata(format!("/proc/{pid}/task/{tid}")).ok()?;
+        if self.forks.iter().filter(|fork| fork.pid == pid).count() >= MOST_OF_ONE {
+            return None;
+        }
         let parent = seize(tid).ok()?;
         // Who has gone is told of by the wait.
         let _ = client.send(&[Request::Fork as u8], &[]);
-        self.forks.push(Fork { parent, client, entry, frame, stage: Stage::Ahead });
+        self.forks.push(Fork { pid, parent, client, entry, frame, stage: Stage::Ahead });
         Some(())
     }
 

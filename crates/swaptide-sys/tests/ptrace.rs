@@ -84,10 +84,12 @@ fn exit_of(pid: i32) -> i32 {
 #[repr(C, align(64))]
 struct Frame {
     stack: [u8; 4096],
+    /// A function begins eight bytes off a multiple of sixteen, as behind a call.
+    odd: u64,
     words: [AtomicU64; 2],
 }
 
-static FRAME: Frame = Frame { stack: [0; 4096], words: [const { AtomicU64::new(0) }; 2] };
+static FRAME: Frame = Frame { stack: [0; 4096], odd: 0, words: [const { AtomicU64::new(0) }; 2] };
 
 /// Where a child is made to begin.
 extern "C" fn elsewhere() -> ! {
@@ -104,7 +106,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     assert_eq!(change(parent), Change::Forked);
     let child = parent.child().expect("its number");
     assert_eq!(change(child), Change::Still);
-    assert!(FRAME.stack.iter().all(|byte| *byte == 0));
+    assert!(FRAME.odd == 0 && FRAME.stack.iter().all(|byte| *byte == 0));
     let entry = elsewhere as *const () as u64;
     // SAFETY: it stands still at its birth; what is at `entry` makes one system call.
     unsafe { child.begin_at(entry, FRAME.words.as_ptr() as u64) }.expect("registers");

@@ -275,29 +275,43 @@ static void interrupted(void) {
 
 static atomic_int stop;
 
+/* libc's fork without handlers, since 2.34. */
+extern pid_t _Fork(void) __attribute__((weak));
+
+static pid_t raw_clone(void) { return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0); }
+static pid_t plain_fork(void) { return _Fork ? _Fork() : fork(); }
+
+static const struct way {
+    pid_t (*make)(void);
+    const char *what;
+} through_libc = {fork, "a fork of another thread"}, past_libc = {raw_clone, "a raw clone"}, without_handlers = {plain_fork, "a fork without handlers"};
+
 static void *forks_on(void *argument) {
-    size_t self = (size_t)argument;
+    const struct way *way = argument;
+    size_t first = way == &through_libc ? 0 : 1;
     while (!atomic_load(&stop)) {
-        pid_t child = self & 1 ? (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) : fork();
+        pid_t child = way->make();
         if (child == 0) {
-            for (size_t page = self; page < given.pages; page += 16)
-                check_page(arena + page * PAGE, key_of(given.seed, page, 1), self & 1 ? "in the child of a raw clone" : "in the child of another thread");
+            for (size_t page = first; page < given.pages; page += 16) check_page(arena + page * PAGE, key_of(given.seed, page, 1), way->what);
             _exit(0);
         }
-        await(child, 0, self & 1 ? "a raw clone" : "a fork of another thread");
+        await(child, 0, way->what);
     }
     return NULL;
 }
 
-/* Two threads fork, one of them past libc, while the first thread does nothing but fault. */
-static void clones(void) {
+/* Two threads fork, one of them in another way, while the first thread does nothing but fault. */
+static void both_fork(const struct way *other) {
     pthread_t ids[2];
-    for (size_t i = 0; i < 2; i++) MUST(pthread_create(&ids[i], NULL, forks_on, (void *)i) == 0);
+    for (size_t i = 0; i < 2; i++) MUST(pthread_create(&ids[i], NULL, forks_on, (void *)(i ? other : &through_libc)) == 0);
     do check(0, given.pages, 1, 1, "while others fork");
     while (now() < end);
     atomic_store(&stop, 1);
     for (size_t i = 0; i < 2; i++) MUST(pthread_join(ids[i], NULL) == 0);
 }
+
+static void clones(void) { both_fork(&past_libc); }
+static void plain(void) { both_fork(&without_handlers); }
 
 int main(int count, char **words) {
     given = parse(count, words, "clones");
@@ -306,7 +320,7 @@ int main(int count, char **words) {
     end = now() + given.seconds;
     static const struct { const char *name; void (*run)(void); } modes[] = {
         {"dropped", dropped}, {"leader", leader}, {"namespaces", namespaces}, {"shared", shared},
-        {"crowd", crowd}, {"interrupted", interrupted}, {"clones", clones},
+        {"crowd", crowd}, {"interrupted", interrupted}, {"clones", clones}, {"plain", plain},
     };
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
         if (strcmp(given.mode, modes[i].name) == 0) {

@@ -109,6 +109,8 @@ impl Handler {
         }
         let (mut word, mut fds) = ([0u8; 16], [None]);
         let answered = match conn.recv(&mut word, &mut fds) {
+            // There is no child: the forking thread has closed its end, and rings in a moment.
+            Ok((0, _)) => return self.read_within(Some(patience)),
             Ok((1, _)) if word[0] == BORN => {
                 // The copy was made: memory may be allocated again.
                 self.has_forked = true;
