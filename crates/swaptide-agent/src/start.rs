@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Orde
 use std::time::Duration;
 
 use swaptide_engine::bell::Ring;
-use swaptide_engine::fork::{Decline, NONE, PREPARED};
+use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
@@ -594,7 +594,7 @@ extern "C" fn prepare() {
             engine.fork.open_ends();
         }
         engine.bells.ring(Ring::ForkPrepare);
-        engine.fork.wait(PREPARED);
+        engine.fork.wait_until_prepared();
     }
 }
 

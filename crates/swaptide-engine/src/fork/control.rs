@@ -5,7 +5,7 @@
 //! Locks: none; the forking thread waits on a futex word.
 
 use std::sync::atomic::{
-    AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
@@ -28,6 +28,8 @@ pub struct ForkControl {
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
+    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now on, that is not this one's.
+    goes_on: AtomicBool,
     pub(super) token: AtomicU64,
     pub(super) parent: AtomicU32,
     /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and the child's. A socket with a name
@@ -47,6 +49,7 @@ impl ForkControl {
         ForkControl {
             phase: AtomicU32::new(NONE),
             forker: AtomicU32::new(0),
+            goes_on: AtomicBool::new(false),
             token: AtomicU64::new(0),
             parent: AtomicU32::new(0),
             ends: [const { AtomicI32::new(NONE_FD) }; 2],
@@ -108,7 +111,19 @@ impl ForkControl {
         }
     }
 
+    /// In the forking thread, before its fork: returns when the handler stands still for it.
+    pub fn wait_until_prepared(&self) {
+        self.wait(PREPARED);
+        self.goes_on.store(true, Release);
+    }
+
+    /// In the handler: whether the forking thread goes on.
+    pub(super) fn goes_on(&self) -> bool {
+        self.goes_on.load(Acquire)
+    }
+
     pub(super) fn set(&self, phase: u32) {
+        self.goes_on.store(false, Release);
         self.phase.store(phase, Release);
         futex::wake(&self.phase, u32::MAX >> 1, futex::Scope::Private);
     }

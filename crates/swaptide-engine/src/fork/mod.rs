@@ -58,7 +58,7 @@ pub mod shield;
 mod wire;
 
 pub use child::Inheritance;
-pub use control::{ForkControl, NONE, PREPARED};
+pub use control::{ForkControl, NONE};
 pub(crate) use gift::Recipient;
 pub use wire::Decline;
 

@@ -91,7 +91,8 @@ impl Handler {
     /// lock before and after, the copy is taken as torn and not used.
     fn help_the_lock_holder(&mut self, forker: u32) {
         const FUTEX: u64 = 202;
-        if self.child.is_some() || self.pending.is_empty() || blocked_in(forker) != Some(FUTEX) {
+        let may_wait = self.child.is_none() && !self.pending.is_empty() && self.engine.fork.goes_on();
+        if !may_wait || blocked_in(forker) != Some(FUTEX) {
             return;
         }
         self.apply_noted();

@@ -25,7 +25,7 @@ use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use swaptide_engine::bell::{Hint, Ring};
-use swaptide_engine::fork::{Decline, NONE, PREPARED};
+use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};

@@ -403,7 +403,7 @@ impl Thread {
         engine.fork.forker.store(gettid().0, Release);
         engine.fork.open_ends();
         engine.bells.ring(Ring::ForkPrepare);
-        engine.fork.wait(PREPARED);
+        engine.fork.wait_until_prepared();
         // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's and the sanitizers' are seen to by fork itself.
         let pid = unsafe { fork() };
         if pid == 0 {
