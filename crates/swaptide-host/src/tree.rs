@@ -93,6 +93,12 @@ impl Tree {
         if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
             let Some(member) = Member::open(pid, root) else { return false };
             vacant.insert(member);
+            // Its parent may have been seen first between its own fork and exec: it has another stack since.
+            if let Some(parent) = parent_of(pid)
+                && let Some(member) = self.members.get_mut(&parent)
+            {
+                member.family = family(parent);
+            }
         }
         true
     }
@@ -400,6 +406,21 @@ mod tests {
         assert!(resident >= 2 * size, "{resident}");
         assert!(used >= size && used < size + size / 2, "{used}");
         parent.0.stdin.as_mut().expect("stdin").flush().expect("flush");
+    }
+
+    /// Between fork and exec a process looks like its parent; what it forks later does not.
+    #[test]
+    fn who_was_seen_before_its_exec_shares_with_what_it_forks_after_it() {
+        let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
+        let parent = python(program);
+        let mut tree = Tree::new(std::process::id());
+        tree.admit(parent.0.id());
+        tree.members.get_mut(&parent.0.id()).expect("it was admitted").family = family(std::process::id());
+        tree.look();
+        tree.sample();
+        let child = tree.pids().find(|pid| parent_of(*pid) == Some(parent.0.id())).expect("the forked child");
+        let used = tree.used(parent.0.id()) + tree.used(child);
+        assert!(used < 48 << 20 && tree.shared(child) > 12 << 20, "{used}");
     }
 
     #[test]
