@@ -50,6 +50,8 @@ pub struct Charge {
     scattered: AtomicBool,
     /// The process of which this one is a fork, while it lives; 0 otherwise.
     heir_of: AtomicU32,
+    /// Bytes in shared memory that are this process's to pay for.
+    aside: AtomicU64,
 }
 
 impl Charge {
@@ -70,6 +72,7 @@ impl Charge {
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
             heir_of: AtomicU32::new(0),
+            aside: AtomicU64::new(0),
         }
     }
 
@@ -124,7 +127,17 @@ impl Charge {
     /// Bytes charged.
     pub fn charged(&self) -> u64 {
         let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
-        kept.saturating_add_signed(self.rest.load(Relaxed))
+        kept.saturating_add_signed(self.rest.load(Relaxed)) + self.aside.load(Relaxed)
+    }
+
+    /// So many bytes of this process's lie in shared memory, where they are not measured.
+    pub fn set_aside(&self, bytes: u64) {
+        self.aside.store(bytes, Relaxed);
+    }
+
+    /// True when there is so much in compressed memory that it is worth something to look after what forks do with it.
+    pub fn is_worth_keeping(&self) -> bool {
+        self.pool() >= WORTH_KEEPING
     }
 
     /// Bytes that are not under management.
@@ -276,7 +289,7 @@ impl Charge {
 
     /// This process is a fork of `parent`; what it has, it shares with it. So little that many small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
-        self.heir_of.store(if self.pool() < WORTH_KEEPING { 0 } else { parent }, Relaxed);
+        self.heir_of.store(if self.is_worth_keeping() { parent } else { 0 }, Relaxed);
     }
 
     /// Ends what [`Charge::inherit`] began when the parent is another one now: the first has ended.
@@ -318,6 +331,14 @@ mod tests {
         assert_eq!(charge.headroom(), 2 << 20);
         (0..1000).for_each(|_| charge.narrow());
         assert_eq!(charge.headroom(), 0);
+    }
+
+    #[test]
+    fn what_lies_aside_is_charged() {
+        let charge = Charge::new(64 << 20, 75, 0);
+        charge.publish(1024, 0, 0);
+        charge.set_aside(1 << 20);
+        assert_eq!((charge.charged(), charge.headroom()), (5 << 20, 59 << 20));
     }
 
     #[test]

@@ -28,6 +28,7 @@ use crate::queue::Queues;
 use crate::regions::Regions;
 use crate::split::{Split, Standing};
 use crate::staging::{FrameNo, Staging};
+use crate::trail::ChildrensBook;
 
 /// How long the swap file is left alone after it took nothing.
 const FILE_RESTS: Duration = Duration::from_millis(100);
@@ -148,6 +149,8 @@ pub struct Engine {
     file_rests_until: AtomicU64,
     /// How pages are compressed.
     pub scheme: Scheme,
+    /// Where this process's children write which way they went ([`crate::trail`]).
+    pub(crate) childrens_book: Lock<Option<ChildrensBook>>,
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
@@ -222,6 +225,7 @@ impl Engine {
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             file_rests_until: AtomicU64::new(0),
+            childrens_book: Lock::new(None),
             scheme: Scheme::from_number(header.pool_codec.load(Relaxed)),
             start,
             staging_base,
@@ -363,6 +367,7 @@ impl Engine {
             );
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
+        self.charge.set_aside(self.childrens_book.lock().as_ref().map_or(0, ChildrensBook::used_bytes));
         let slot = self.slot();
         let file_pages = self.devices.file.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;

@@ -248,7 +248,9 @@ impl Handler {
         match admitted {
             Admitted::Page => {
                 self.make_room(1);
-                return self.bring_page(page, most);
+                self.bring_page(page, most)?;
+                self.follow(page, most);
+                return Ok(());
             }
             Admitted::Around { first, order } => {
                 self.make_room(1 << order);
@@ -317,7 +319,7 @@ impl Handler {
 
     /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in compressed memory. One from the file may bring its
     /// neighbours there, `most` pages together.
-    fn bring_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
+    pub(crate) fn bring_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
         let entry = match state {

@@ -41,6 +41,7 @@ use crate::split::Loads;
 use crate::squeeze::Squeeze;
 use crate::stall::Stall;
 use crate::throttle::Throttle;
+use crate::trail::Trail;
 
 /// A fault that waits for its answer.
 #[derive(Clone, Copy, Debug)]
@@ -75,6 +76,7 @@ pub struct Handler {
     /// What loading from compressed memory cost since it was told to the division.
     pub(crate) loads: Loads,
     pub(crate) locality: Locality,
+    pub(crate) trail: Trail,
     /// Pages that were sent for, and what is struck when some are back.
     pub(crate) away: Away,
     pub(crate) gong: Arc<Gong>,
@@ -167,6 +169,7 @@ impl Handler {
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),
+            trail: Trail::new(),
             away: Away::new(),
             listens: false,
             gong: engine.far.open_gong().map_err(memory("a descriptor that tells of far pages"))?,

@@ -58,6 +58,7 @@ pub mod squeeze;
 pub mod staging;
 mod stall;
 mod throttle;
+mod trail;
 pub mod writeback;
 
 mod engine;

@@ -89,6 +89,8 @@ impl Engine {
         unsafe { self.devices.file.force_unlock() };
         // SAFETY: as above.
         unsafe { self.far.forked() };
+        // SAFETY: as above.
+        unsafe { self.childrens_book.force_unlock() };
         self.park.store(0, Relaxed);
         self.parked.store(0, Relaxed);
         self.workers.store(0, Relaxed);
@@ -241,6 +243,9 @@ impl Handler {
         }
         engine.set_uffd(uffd);
         let mut handler = Handler::new(engine)?;
+        if let Some(book) = engine.childrens_book.lock().take() {
+            handler.trail.inherit(book);
+        }
         engine.mm.lock().staging.reopen()?;
         engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
         {

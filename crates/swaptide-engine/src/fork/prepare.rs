@@ -22,6 +22,7 @@ use super::control::{NONE, PREPARED};
 use super::handover::Door;
 use super::layout::Change;
 use crate::handler::Handler;
+use crate::trail::ChildrensBook;
 
 impl Handler {
     /// The forking thread has rung. Returns when the fork is over.
@@ -39,6 +40,7 @@ impl Handler {
         // The child makes buffers of its own, and nobody would ever give these back there.
         self.ahead.clear();
         engine.devices.file.device.freeze_all();
+        self.open_book();
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         engine.fork.parent.store(getpid().0, Relaxed);
@@ -84,6 +86,15 @@ impl Handler {
             engine.count(Counter::Forks, 1);
         }
         self.fork_is_over();
+    }
+
+    /// A book for what this process's children do, if they are worth one.
+    fn open_book(&self) {
+        let mut book = self.engine.childrens_book.lock();
+        if book.is_none() && self.engine.charge.is_worth_keeping() {
+            // Without it, children begin their own.
+            *book = ChildrensBook::new(self.engine.charge.limit()).ok();
+        }
     }
 
     /// Another thread's fault is held. If the forking thread waits for a lock (libc's fork takes those of malloc), the other may be its holder and must

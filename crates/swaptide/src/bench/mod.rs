@@ -57,7 +57,7 @@ pub struct BenchArgs {
     /// Data of the workload [default: 1G; 2G for sweep, half of --ram for within]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub data: Option<u64>,
-    /// Touches in a random phase [default: 60000; 20000 for sweep]
+    /// Touches in a random phase [default: 60000; 20000 for sweep; all pages for again]
     #[arg(long)]
     pub touches: Option<usize>,
     /// End a phase after this many seconds [default: 300; 60 for sweep]
@@ -86,6 +86,8 @@ pub enum Name {
     Seq,
     /// Refault of 4K pages without locality
     Random,
+    /// Refault of all pages without locality, in the order in which they were touched before
+    Again,
     /// A program that fits its budget, with and without swaptide
     Within,
     /// Starting `true`, with and without swaptide
@@ -171,6 +173,7 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
         Name::Fill => bench.memory(Phase::Fill, &[Phase::Fill]),
         Name::Seq => bench.memory(Phase::Seq, &[Phase::Fill, Phase::Seq]),
         Name::Random => bench.memory(Phase::Random, &[Phase::Fill, Phase::Random]),
+        Name::Again => bench.memory(Phase::Again, &[Phase::Fill, Phase::Random, Phase::Again]),
         Name::Pressure => bench.pressure(),
         Name::Pool => bench.pool(),
         Name::Within => bench.within(),
@@ -320,7 +323,11 @@ impl Bench<'_> {
     fn memory(&self, phase: Phase, phases: &[Phase]) -> Result<Report, Failure> {
         let (args, name) = (self.args, phase.name());
         let data = args.data.unwrap_or(1 << 30);
-        let job = self.job(data, phases);
+        let mut job = self.job(data, phases);
+        if phase == Phase::Again {
+            // What is touched once more must not still be there.
+            job.touches = args.touches.unwrap_or(data as usize / workload::PAGE);
+        }
         let value = |o: &Outcome| o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not come to its end"));
         let title = format!("{} of data {} in {}, {} runs", human(data), job.content.describe(), human(self.ram), self.runs);
         let mut report = self.report(name, &title, "MB/s", Better::Higher, data);

@@ -170,6 +170,8 @@ pub enum Phase {
     Seq,
     /// Read pages in an order without locality; check four words of each.
     Random,
+    /// The same pages in the same order once more; check four words of each.
+    Again,
     /// Read every page, in order; check every word.
     Verify,
     /// Push every page out, by a hint.
@@ -189,6 +191,7 @@ impl Phase {
             Phase::Fill => "fill",
             Phase::Seq => "seq",
             Phase::Random => "random",
+            Phase::Again => "again",
             Phase::Verify => "verify",
             Phase::Out => "out",
             Phase::Fork => "fork",
@@ -291,7 +294,7 @@ impl Data {
             Phase::Fork => return forks(),
             _ => {}
         }
-        let touches = if phase == Phase::Random { touches.min(n) } else { n };
+        let touches = if matches!(phase, Phase::Random | Phase::Again) { touches.min(n) } else { n };
         let begin = Instant::now();
         let mut done = 0;
         while done < touches {
@@ -305,7 +308,7 @@ impl Data {
                 }
                 Phase::Seq => (done, content.check_page(self.page(done), done)),
                 Phase::Verify => (done, content.check_whole_page(self.page(done), done)),
-                Phase::Random => {
+                Phase::Random | Phase::Again => {
                     let index = scatter(done, n);
                     (index, content.check_page(self.page(index), index))
                 }
