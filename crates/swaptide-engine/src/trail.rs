@@ -328,9 +328,9 @@ impl Trail {
         Some(page)
     }
 
-    /// The page that was told last was brought in.
+    /// The page that was told last was brought in. (Another fault may have been asked about meanwhile: then this one ends.)
     pub(crate) fn brought(&mut self) {
-        self.left -= 1;
+        self.left = self.left.saturating_sub(1);
     }
 
     /// After as many faults as the book has entries: was it of any use?
