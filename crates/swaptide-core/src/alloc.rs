@@ -3,7 +3,8 @@
 //! The search, for a run of order `o`:
 //! 1. the lane's current cluster of that order, from where the last allocation ended;
 //! 2. on a device with discard, or told so ([`crate::SearchOrder`]): an empty cluster;
-//! 3. nonfull[o], each once: what does not serve moves to frag[o];
+//! 3. nonfull[o], each once: what does not serve moves to frag[o]. While there are empty clusters and `o` > 0, a few of them: the others are the first next
+//!    time;
 //! 4. an empty cluster: one that was used before rather than a fresh one, so that the device's footprint stays small;
 //! 5. when more than half of the device is used: a full cluster's slots that only the swap cache holds, then nonfull[o] again
 //!    ([`crate::reclaim`]); then a few of frag[o];
@@ -31,6 +32,9 @@ use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::ListId;
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
 use crate::table::Table;
+
+/// Clusters of nonfull[o], o > 0, looked at in one search while there are empty ones.
+const NONFULL_SCANS: u32 = 4;
 
 /// Clusters of frag[o] looked at in one search.
 const FRAG_SCANS: u32 = 4;
@@ -131,13 +135,23 @@ impl<'a> Search<'a> {
         let own = self.class;
         let early = if self.device.discard || self.device.free_first { self.empty() } else { None };
         early
-            .or_else(|| self.scan(ListId::Nonfull(own), u32::MAX, Some(ListId::Frag(own))))
+            .or_else(|| self.scan(ListId::Nonfull(own), self.nonfull_scans(), Some(ListId::Frag(own))))
             .or_else(|| self.empty())
             .or_else(|| self.reclaimed())
             .or_else(|| self.scan(ListId::Frag(own), FRAG_SCANS, None))
             .or_else(|| self.emptied())
             .or_else(|| self.waiting_for_discard())
             .or_else(|| self.steal())
+    }
+
+    /// How many clusters with room are looked at before an empty one is taken. Where slots are freed one by one nearly every cluster has room, and hardly
+    /// one a run: to look at all of them for each folio costs more than the rest of the allocation. Who was not looked at is the first next time.
+    fn nonfull_scans(&self) -> u32 {
+        if self.order == Order::ZERO {
+            return u32::MAX;
+        }
+        let lists = self.device.lists.lock();
+        if lists.len(ListId::Free) > 0 || lists.fresh != lists.fresh_end { NONFULL_SCANS } else { u32::MAX }
     }
 
     /// An empty cluster.

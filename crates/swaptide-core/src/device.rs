@@ -243,6 +243,12 @@ impl SwapDevice {
         self.word(off).slot()
     }
 
+    /// Slot `off` will be looked up soon: has its word brought near, and waits for nothing.
+    #[inline]
+    pub fn bring_near(&self, off: SwapOffset) {
+        self.tables.bring_near(off);
+    }
+
     /// Like [`SwapDevice::lookup`], with count (saturated at 255), zero flag and group.
     #[inline]
     pub fn info(&self, off: SwapOffset) -> SlotInfo {

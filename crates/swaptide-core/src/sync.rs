@@ -247,6 +247,18 @@ pub(crate) fn read_locked(word: &AtomicU64) -> u64 {
     word.load(Ordering::Relaxed)
 }
 
+/// Asks for a word's memory to be brought near: a hint, where the processor has one.
+#[inline]
+pub(crate) fn bring_near(word: &AtomicU64) {
+    #[cfg(all(target_arch = "x86_64", not(loom)))]
+    // SAFETY: a prefetch reads nothing that the program sees.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(word.as_ptr().cast());
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(loom))))]
+    let _ = word;
+}
+
 /// An array made chunk by chunk: `N` elements come into being together, at the first use of one of them, and live until the
 /// directory is dropped. Reading takes no lock.
 pub(crate) struct Directory<T, const N: usize> {

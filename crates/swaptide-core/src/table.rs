@@ -16,7 +16,7 @@ use crate::entry::Entry;
 use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;
-use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, read_locked};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, bring_near, read_locked};
 
 /// With a hook to give memory back, one table of an empty cluster keeps its memory for so many in use (and at most 16 do), for clusters
 /// that empty and fill again and again.
@@ -124,6 +124,14 @@ impl Tables {
     #[inline]
     pub fn word(&self, off: SwapOffset) -> Option<Entry> {
         self.pages.word(off.0 as usize).map(read)
+    }
+
+    /// The word of a slot will be looked at soon.
+    #[inline]
+    pub fn bring_near(&self, off: SwapOffset) {
+        if let Some(word) = self.pages.word(off.0 as usize) {
+            bring_near(word);
+        }
     }
 
     /// The table of a locked cluster is about to be used.

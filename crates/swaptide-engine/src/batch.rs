@@ -28,6 +28,7 @@ use crate::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
 use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
 use crate::pagetable::{PageState, STUCK};
+use crate::place::GivesWay;
 use crate::staging::{FrameNo, SlabNo};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the program, and all happen under the lock.
@@ -434,11 +435,13 @@ impl Batch {
         let mut same = 0;
         let (mut poor, mut refused) = (0, 0);
         let mut kept = self.kept.iter().peekable();
+        let mut gives_way = GivesWay::default();
         for leaving in &self.leaving {
             let (stored_before, beyond_before) = (stored + zero, self.beyond.len());
             let refuses = engine.pool_refuses();
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
+                gives_way.for_a_page(engine.converses());
                 let frame = slab.frame(place);
                 let entry = entry_plus(leaving.entry, k as u32);
                 // The program has it back already.

@@ -18,7 +18,10 @@ use crate::acceptance::{Acceptance, Answer};
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
-const KEPT_PART: u64 = 64;
+const KEPT_PART: u64 = 128;
+
+/// Where a fault brings in fewer pages than this, on average, they come in one by one.
+const SPARSE: u32 = 2;
 
 /// Where nothing can be put any more, at least this part of what there is to divide stays with the program.
 const LEAST_RESIDENT: u64 = 8;
@@ -48,6 +51,8 @@ pub struct Charge {
     surge: AtomicI64,
     /// Pages go out one by one, and so they come in.
     scattered: AtomicBool,
+    /// Smoothed pages that a fault brings in, in 1/16.
+    brought_16: AtomicU32,
     /// The process of which this one is a fork, while it lives; 0 otherwise.
     heir_of: AtomicU32,
     /// Bytes in shared memory that are this process's to pay for.
@@ -71,6 +76,7 @@ impl Charge {
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
+            brought_16: AtomicU32::new(16 * SPARSE),
             heir_of: AtomicU32::new(0),
             aside: AtomicU64::new(0),
         }
@@ -178,15 +184,30 @@ impl Charge {
         self.scattered.store(scattered, Relaxed);
     }
 
+    /// A fault brought in `pages`. Told by the handler alone.
+    pub fn brought(&self, pages: usize) {
+        let mean = self.brought_16.load(Relaxed);
+        self.brought_16.store((mean * 15 + 16 * pages as u32) / 16, Relaxed);
+    }
+
+    /// True while pages come in one by one: little need be kept free for them, however many go out together.
+    pub fn is_sparse(&self) -> bool {
+        self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE
+    }
+
     /// While there is less room than this, whoever answers faults has something taken out.
     pub fn goal(&self) -> i64 {
-        if self.scattered.load(Relaxed) { self.high() / 4 } else { self.high() }
+        match (self.scattered.load(Relaxed), self.is_sparse()) {
+            (true, _) => self.high() / 4,
+            (false, true) => self.high() / 8,
+            (false, false) => self.high(),
+        }
     }
 
     /// While there is less room than this, workers take something out themselves: dense batches early, scattered ones only when whoever answers
     /// faults does not keep up (see [`crate::reclaim`]).
     pub fn due(&self) -> i64 {
-        if self.scattered.load(Relaxed) { self.high() / 16 } else { self.high() }
+        if self.scattered.load(Relaxed) { self.high() / 16 } else { self.goal() }
     }
 
     /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its way.
@@ -197,7 +218,7 @@ impl Charge {
     /// Free frames worth keeping for the next growth or swap-in.
     pub fn keep_frames(&self) -> usize {
         let frames = (self.limit() as usize / 64 / PAGE_SIZE).clamp(32, 1024);
-        if self.scattered.load(Relaxed) { frames / 16 } else { frames }
+        if self.is_sparse() { frames / 16 } else { frames }
     }
 
     /// Most pages that one fault fills.
@@ -365,7 +386,14 @@ mod tests {
         let dense = (charge.goal(), charge.due(), charge.keep_frames());
         charge.set_scattered(true);
         let scattered = (charge.goal(), charge.due(), charge.keep_frames());
+        charge.set_scattered(false);
+        (0..64).for_each(|_| charge.brought(1));
+        let sparse = (charge.goal(), charge.due(), charge.keep_frames());
+        (0..8).for_each(|_| charge.brought(16));
+        let dense_again = (charge.goal(), charge.due(), charge.keep_frames());
         assert_eq!(dense, (16 << 20, 16 << 20, 1024));
+        assert_eq!(dense_again, dense);
+        assert_eq!(sparse, (2 << 20, 2 << 20, 64), "what comes in is little, though much goes out at once");
         assert_eq!(scattered, (4 << 20, 1 << 20, 64), "the handler begins before the workers do");
     }
 

@@ -304,6 +304,14 @@ impl FileTier {
 }
 
 impl Devices {
+    /// What compressed memory holds for an entry of it will be loaded soon: has it brought near while there is something else to do.
+    pub fn bring_near(&self, entry: SwapEntry) {
+        if entry.ty() == POOL {
+            self.pool_slots.bring_near(entry.offset());
+            self.pool.bring_near(Slot(entry.offset().0));
+        }
+    }
+
     /// Makes the devices. `open` asks the supervisor for the descriptor of an area.
     ///
     /// # Errors

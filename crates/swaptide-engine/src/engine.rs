@@ -120,6 +120,8 @@ pub struct Engine {
     pub(crate) far: Far,
     /// Futex word on which idle workers wait: raised when there may be work.
     pub work: AtomicU32,
+    /// Workers that do not wait there.
+    pub awake: AtomicU32,
     /// Not 0: workers stand still at their next safe point.
     pub park: AtomicU32,
     /// Workers standing still.
@@ -211,6 +213,7 @@ impl Engine {
             followed,
             far: Far::new().map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
+            awake: AtomicU32::new(0),
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
             workers: AtomicU32::new(0),
@@ -354,6 +357,12 @@ impl Engine {
         if self.work.swap(1, Release) == 0 {
             futex::wake(&self.work, 1, futex::Scope::Private);
         }
+    }
+
+    /// True while one thread alone faults again and again, for single pages, and the handler is on its CPU: then every microsecond that the two are
+    /// parted counts, and what workers do has time.
+    pub fn converses(&self) -> bool {
+        self.handler_cpu.load(Relaxed) != crate::place::NO_CPU && self.charge.is_sparse()
     }
 
     /// Publishes what a supervisor shows.

@@ -81,6 +81,8 @@ pub(crate) enum Stop {
 impl Handler {
     /// Serves one page.
     pub(crate) fn serve(&mut self, page: PageNo) -> Served {
+        // What is looked at later comes from memory meanwhile.
+        self.trail.bring_near(page);
         let (state, region) = {
             let mm = self.engine.mm.lock();
             (mm.table.get(page), mm.regions.find(page.addr()))
@@ -98,6 +100,7 @@ impl Handler {
                 return Served::Away;
             }
             PageState::Swapped(entry) => {
+                self.engine.devices.bring_near(entry);
                 self.stalls();
                 self.away.asks(Some(page));
                 let result = self.swap_in(page, entry, region);
@@ -180,6 +183,7 @@ impl Handler {
         engine.settle(mm);
         drop(guard);
         self.locality.grew(page, done);
+        engine.charge.brought(done);
         self.throttle.grew(done, engine.slot().throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);
         Ok(())
@@ -302,6 +306,7 @@ impl Handler {
         }
         engine.count(Counter::SwapRa, came.pages().saturating_sub(1));
         engine.mm.lock().split.fault(came.pages());
+        engine.charge.brought(came.pages());
         Ok(())
     }
 
@@ -370,6 +375,7 @@ impl Handler {
         self.landed(mm, page, entry);
         self.tell_loads(mm);
         mm.split.fault(1);
+        engine.charge.brought(1);
         engine.settle(mm);
         drop(guard);
         engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);

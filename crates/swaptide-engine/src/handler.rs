@@ -60,6 +60,8 @@ pub(crate) const LATEST: Duration = Duration::from_secs(1);
 const FAILS_AFTER: u32 = 500;
 /// Answers after which a program that is to be let go has some of it brought in, though faults wait.
 const ANSWERS: u32 = 16;
+/// How long the next message is waited for awake.
+const AWAKE: Duration = Duration::from_micros(50);
 /// Messages of one read.
 const MESSAGES: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
@@ -296,6 +298,9 @@ impl Handler {
             }
             Err(Errno::AGAIN) if expected => {
                 drop(mm);
+                if self.stays_awake() {
+                    return;
+                }
                 self.place.elsewhere();
                 self.wait(None);
                 return;
@@ -319,6 +324,24 @@ impl Handler {
             self.read_late();
         }
         self.serve_bells();
+    }
+
+    /// The thread that was woken is not on this CPU. Where a worker is awake the kernel may have drawn it there, and will again: to follow it (which
+    /// sends the worker away) would only have the two CPUs change places. Until the worker sleeps the next message is waited for awake. True when there
+    /// is one.
+    fn stays_awake(&mut self) -> bool {
+        let engine = self.engine;
+        if !engine.converses() {
+            return false;
+        }
+        let began = now();
+        while engine.awake.load(Relaxed) != 0 && now().since(began) < AWAKE {
+            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0) {
+                self.place.later();
+                return true;
+            }
+        }
+        false
     }
 
     /// Waits for a message, and where it `listens` for a far page to be back. False if no message came. Others can see that the handler waits, and does

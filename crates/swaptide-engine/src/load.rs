@@ -28,6 +28,7 @@ use crate::engine::Mm;
 use crate::handler::Handler;
 use crate::ids::PageNo;
 use crate::probe::{Place, Snapshot};
+use crate::split::Loads;
 
 /// What lies between the attempts to read a page before it is given up, but for the first two, which follow each other.
 pub(crate) const PAUSES: [Duration; 3] = [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
@@ -38,7 +39,8 @@ impl Handler {
     /// Loads pages from compressed memory. Gives how many came before the first that could not be.
     pub(crate) fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
         let pool = &self.engine.devices.pool;
-        let began = now();
+        // Nobody wants to know what it takes where nothing is compressed so.
+        let began = self.loads.any_zstd.then(now);
         let (mut loaded, mut zstd) = (0, 0);
         for (entry, out) in entries.iter().zip(out) {
             let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else { break };
@@ -49,8 +51,11 @@ impl Handler {
         self.loads.zstd += zstd;
         // What came of one codec alone tells what that costs.
         if zstd > 0 && zstd as usize == loaded {
-            self.loads.zstd_ns += now().since(began).as_nanos() as u64;
-            self.loads.timed += zstd;
+            self.loads.any_zstd = true;
+            if let Some(began) = began {
+                self.loads.zstd_ns += now().since(began).as_nanos() as u64;
+                self.loads.timed += zstd;
+            }
         }
         loaded
     }
@@ -58,7 +63,8 @@ impl Handler {
     /// Now and then, tells the division what loads cost.
     pub(crate) fn tell_loads(&mut self, mm: &mut Mm) {
         if self.loads.pages >= 64 {
-            mm.split.loaded(std::mem::take(&mut self.loads));
+            let any_zstd = self.loads.zstd > 0;
+            mm.split.loaded(std::mem::replace(&mut self.loads, Loads { any_zstd, ..Loads::default() }));
         }
     }
 

@@ -23,10 +23,10 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_sys::affinity::{
-    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, own_affinity, own_nice, sched_idle, sched_normal,
-    set_affinity, set_own_affinity,
+    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, give_way, go_normally, own_affinity, own_nice,
+    sched_idle, sched_normal, set_affinity, set_own_affinity,
 };
-use swaptide_sys::thread::{Nanos, gettid};
+use swaptide_sys::thread::{Nanos, gettid, yield_now};
 
 /// Faults between two looks at where the faulting thread runs: at first, and at most.
 const LOOK_FIRST: u32 = 8;
@@ -111,10 +111,34 @@ fn idle_class(on: bool) -> bool {
     done
 }
 
-/// Keeps a worker away from the handler's CPU.
+/// Keeps a worker away from the handler's CPU, and, beside a conversation about single pages, from keeping others waiting: who is drawn to the worker's
+/// CPU all the same (some kernels rather put a thread beside one that runs than wake an idle CPU) is to have it soon.
 pub struct Aside {
     allowed: Option<CpuSet>,
     from: u32,
+    gives_way: bool,
+}
+
+/// A worker beside a conversation of the handler with one thread about single pages, page by page. That thread may be drawn to the worker's CPU; and where it
+/// has had a little more of it than the worker, it waits until the worker sleeps or a tick comes, though the worker could wait better: some hundred faults'
+/// time. So the worker has the kernel choose anew every so often. (Half as often this costs as much as it saves; twice as often the worker gets nowhere.)
+#[derive(Default)]
+pub struct GivesWay(u32);
+
+/// Pages after which the kernel is asked.
+const GIVES_WAY_AFTER: u32 = 8;
+
+impl GivesWay {
+    /// A page is about to be stored, beside such a conversation or not.
+    pub fn for_a_page(&mut self, beside: bool) {
+        self.0 += 1;
+        if self.0 >= GIVES_WAY_AFTER {
+            self.0 = 0;
+            if beside {
+                yield_now();
+            }
+        }
+    }
 }
 
 impl Default for Aside {
@@ -126,7 +150,14 @@ impl Default for Aside {
 impl Aside {
     /// Anywhere.
     pub fn new() -> Aside {
-        Aside { allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1), from: NO_CPU }
+        Aside { allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1), from: NO_CPU, gives_way: false }
+    }
+
+    /// Whether the calling thread lets others begin at once that wake on its CPU.
+    pub fn give_way(&mut self, on: bool) {
+        if std::mem::replace(&mut self.gives_way, on) != on {
+            if on { give_way() } else { go_normally() }
+        }
     }
 
     /// Keeps the calling thread away from `cpu` ([`NO_CPU`]: from none).
@@ -236,6 +267,11 @@ impl Place {
     /// The thread that was woken is not where the handler is.
     pub fn elsewhere(&mut self) {
         self.left = 0;
+    }
+
+    /// The thread that was woken is not where the handler is, and will not be for long.
+    pub fn later(&mut self) {
+        self.left = self.left.max(2);
     }
 
     /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes themselves, when they next run: [`Aside`].)

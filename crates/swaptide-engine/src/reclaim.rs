@@ -175,7 +175,13 @@ impl Worker {
         let mut mm = engine.mm.lock();
         batch.finish(engine, &mut mm);
         mm.jobs.retire(batch);
-        mm.staging.trim(engine.charge.keep_frames());
+        while let Some(discard) = mm.staging.spare(engine.charge.keep_frames()) {
+            engine.settle(&mm);
+            drop(mm);
+            discard.throw_away();
+            mm = engine.mm.lock();
+            mm.staging.discarded(discard);
+        }
         engine.settle(&mm);
         drop(mm);
         engine.count(Counter::Pgsteal, pages);
@@ -261,14 +267,17 @@ impl Worker {
         if let Some(placed) = placed {
             placed.store(gettid().0, Relaxed);
         }
+        engine.awake.fetch_add(1, Relaxed);
         loop {
             if !engine.stand_still() {
                 if let Some(placed) = placed {
                     placed.store(0, Relaxed);
                 }
+                engine.awake.fetch_sub(1, Relaxed);
                 return;
             }
             aside.keep_from(engine.handler_cpu.load(Relaxed));
+            aside.give_way(engine.converses());
             if let Some(keeper) = &mut keeper {
                 keeper.watch(engine);
                 keeper.look(engine);
@@ -278,7 +287,9 @@ impl Worker {
                 let tick = tick(engine, keeper.is_some());
                 engine.work.store(0, Release);
                 if !engine.mm.lock().jobs.any() {
+                    engine.awake.fetch_sub(1, Relaxed);
                     futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
+                    engine.awake.fetch_add(1, Relaxed);
                 }
             }
         }

@@ -75,6 +75,8 @@ pub struct Loads {
     pub pages: u32,
     /// Of those, pages compressed with zstd.
     pub zstd: u32,
+    /// There were some, lately: they are timed.
+    pub any_zstd: bool,
     /// Nanoseconds that those took which were timed, and how many they are.
     pub zstd_ns: u64,
     /// See there.
@@ -283,7 +285,7 @@ mod tests {
             let at = Standing { settled: slow, ..AT };
             for _ in 0..64 {
                 let zstd_ns = if slow { 64 * 40_000 } else { 0 };
-                split.loaded(Loads { pages: 64, zstd: if slow { 64 } else { 0 }, zstd_ns, timed: 64 });
+                split.loaded(Loads { pages: 64, zstd: if slow { 64 } else { 0 }, any_zstd: slow, zstd_ns, timed: 64 });
             }
             (0..40)
                 .map(|_| {

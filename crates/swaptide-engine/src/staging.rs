@@ -1,6 +1,6 @@
 //! Staging frames: where pages wait between the program and the devices, and the frames that go round for ever.
 //!
-//! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a userfaultfd of its own, the *trash*, through
+//! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a userfaultfd of its own, the *[`Trash`]*, through
 //! which frames go back to the kernel. The frames are registered with the program's userfaultfd, and pages are moved out on it: the kernel then
 //! refuses a move while a change of mappings is unread, which is what makes moving by address safe (see `events`). For the same reason frames
 //! cannot be given up where they are: that would be an event of its own. They are moved to the trash and given up there.
@@ -11,14 +11,17 @@
 //! Invariants
 //! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
 //! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free), with a batch, or lent as a whole: the frames
-//!    of a run are the taker's alone until [`Staging::run_used`].
+//!    of a run are the taker's alone until [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
 //! 3. `full_frames` is the sum of the full bits and the lent frames of all slabs: what the area costs in memory.
 //!
-//! Locks: none of its own; it lies inside the engine's memory lock. A worker reads the frames of its own slab without it.
+//! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab without it. The trash has a lock of its own, behind that one:
+//! giving 512 pages back takes some hundred microseconds, for which nobody who answers faults shall have to wait.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use swaptide_sys::Errno;
+use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::pagemap::Pagemap;
@@ -67,11 +70,26 @@ pub struct FrameRun {
     pub len: usize,
 }
 
+/// Where frames are moved to be given up.
+struct Trash {
+    map: Mapping,
+    uffd: Uffd,
+    pagemap: Pagemap,
+}
+
+/// A slab whose frames are free and go back to the kernel.
+pub struct Discard {
+    slab: SlabNo,
+    start: VirtAddr,
+    full: [u64; PAGES_PER_LEAF / 64],
+    count: usize,
+    trash: Arc<Lock<Trash>>,
+}
+
 /// See the module's description.
 pub struct Staging {
     map: Mapping,
-    trash: Mapping,
-    trash_uffd: Uffd,
+    trash: Arc<Lock<Trash>>,
     pagemap: Pagemap,
     slabs: Vec<Slab>,
     empty: Vec<SlabNo>,
@@ -89,13 +107,10 @@ impl Staging {
     pub fn new() -> Result<Staging, EngineError> {
         let map =
             Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
-        let trash = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
-        let trash_uffd = Self::open(trash.range())?;
         Ok(Staging {
             map,
-            trash,
-            trash_uffd,
-            pagemap: Self::pagemap()?,
+            trash: Arc::new(Lock::new(Trash::new()?)),
+            pagemap: pagemap()?,
             slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; SLABS],
             empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
             ready: VecDeque::with_capacity(SLABS),
@@ -105,16 +120,6 @@ impl Staging {
         })
     }
 
-    fn pagemap() -> Result<Pagemap, EngineError> {
-        Pagemap::open_self().map_err(|e| EngineError::Memory("/proc/self/pagemap", e))
-    }
-
-    fn open(range: VirtRange) -> Result<Uffd, EngineError> {
-        let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
-        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the trash", e))?;
-        Ok(uffd)
-    }
-
     /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the program's userfaultfd.
     ///
     /// # Errors
@@ -122,10 +127,8 @@ impl Staging {
     pub fn reopen(&mut self) -> Result<(), EngineError> {
         debug_assert_eq!(self.full_frames, 0);
         // The parent's descriptor was never in this process's table under this number: forget it, do not close it.
-        let stale = std::mem::replace(&mut self.trash_uffd, Self::open(self.trash.range())?);
-        std::mem::forget(stale);
-        std::mem::forget(std::mem::replace(&mut self.pagemap, Self::pagemap()?));
-        Ok(())
+        std::mem::forget(std::mem::replace(&mut self.pagemap, pagemap()?));
+        self.trash.lock().reopen()
     }
 
     /// The range of all frames.
@@ -158,7 +161,7 @@ impl Staging {
         if let Some(slab) = self.empty.pop() {
             return Some(slab);
         }
-        self.discard_one();
+        self.discard_one(0);
         self.empty.pop()
     }
 
@@ -255,36 +258,98 @@ impl Staging {
     /// Gives free frames back to the kernel until at most `keep` are left (whole slabs at a time). Returns the frames given back.
     pub fn trim(&mut self, keep: usize) -> usize {
         let before = self.ready_frames;
-        while self.ready_frames > keep && self.discard_one() {}
+        while self.discard_one(keep) {}
         before - self.ready_frames
     }
 
-    fn discard_one(&mut self) -> bool {
-        let Some(slab_no) = self.ready.pop_back() else { return false };
-        if self.ready.is_empty() {
+    fn discard_one(&mut self, keep: usize) -> bool {
+        let Some(discard) = self.spare(keep) else { return false };
+        discard.throw_away();
+        self.discarded(discard);
+        true
+    }
+
+    /// A slab of free frames that may go back to the kernel, where more than `keep` are free. The caller has them thrown away, for which the memory
+    /// lock need not be held, and tells [`Staging::discarded`]; until then they are charged.
+    pub fn spare(&mut self, keep: usize) -> Option<Discard> {
+        if self.ready_frames <= keep {
+            return None;
+        }
+        let at = self.ready.iter().rposition(|slab| self.slabs[slab.0 as usize].lent == 0)?;
+        let slab_no = self.ready.remove(at)?;
+        if at == 0 {
             self.cursor = 0;
         }
         let slab = &mut self.slabs[slab_no.0 as usize];
         self.ready_frames -= slab.count;
-        self.full_frames -= slab.count;
-        slab.count = 0;
         let full = std::mem::replace(&mut slab.full, [0; PAGES_PER_LEAF / 64]);
-        let lent = slab.lent;
-        self.throw_away(slab_no, &full);
-        if lent == 0 {
-            self.empty.push(slab_no);
-        }
-        true
+        let count = std::mem::take(&mut slab.count);
+        Some(Discard { slab: slab_no, start: self.addr(slab_no.frame(0)), full, count, trash: Arc::clone(&self.trash) })
+    }
+
+    /// The kernel has the frames.
+    pub fn discarded(&mut self, discard: Discard) {
+        self.full_frames -= discard.count;
+        self.empty.push(discard.slab);
     }
 
     /// The frames are used no more: nothing of them stays, or stays registered.
     pub fn retire(&mut self) {
         self.trim(0);
-        let _ = self.trash_uffd.unregister(self.trash.range());
+        let trash = self.trash.lock();
+        let _ = trash.uffd.unregister(trash.map.range());
     }
 
-    /// Gives the pages of a slab back to the kernel: every run of full frames goes to the trash.
-    fn throw_away(&self, slab_no: SlabNo, full: &[u64; PAGES_PER_LEAF / 64]) {
+    /// Pages that a move really moved. When it stops early the kernel may have moved more than it says; the engine's own side of the move, which
+    /// nobody else touches, tells: `engine_side` holds pages now (they were moved there) or no longer (they were moved away).
+    pub fn moved(&self, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
+        really_moved(&self.pagemap, progress, engine_side, there)
+    }
+}
+
+fn pagemap() -> Result<Pagemap, EngineError> {
+    Pagemap::open_self().map_err(|e| EngineError::Memory("/proc/self/pagemap", e))
+}
+
+fn really_moved(pagemap: &Pagemap, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
+    if progress.error.is_none() {
+        return progress.done / PAGE_SIZE;
+    }
+    match pagemap.leading(engine_side, there) {
+        Ok(pages) => pages,
+        Err(errno) => crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno))),
+    }
+}
+
+impl Discard {
+    /// Gives the pages back to the kernel.
+    pub fn throw_away(&self) {
+        self.trash.lock().take(self.start, &self.full);
+    }
+}
+
+impl Trash {
+    fn new() -> Result<Trash, EngineError> {
+        let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
+        let uffd = Self::open(map.range())?;
+        Ok(Trash { map, uffd, pagemap: pagemap()? })
+    }
+
+    fn open(range: VirtRange) -> Result<Uffd, EngineError> {
+        let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
+        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the trash", e))?;
+        Ok(uffd)
+    }
+
+    /// See [`Staging::reopen`].
+    fn reopen(&mut self) -> Result<(), EngineError> {
+        std::mem::forget(std::mem::replace(&mut self.uffd, Self::open(self.map.range())?));
+        std::mem::forget(std::mem::replace(&mut self.pagemap, pagemap()?));
+        Ok(())
+    }
+
+    /// Every run of full frames of the slab that begins at `start` is moved here; then all is given up.
+    fn take(&mut self, start: VirtAddr, full: &[u64; PAGES_PER_LEAF / 64]) {
         let is_full = |at: usize| full[at / 64] >> (at % 64) & 1 == 1;
         let mut at = 0;
         let mut in_vain = 0;
@@ -297,12 +362,13 @@ impl Staging {
             while at + len < PAGES_PER_LEAF && is_full(at + len) {
                 len += 1;
             }
-            let from = self.addr(slab_no.frame(at));
-            let to = self.trash.range().start.offset(at * PAGE_SIZE);
+            let from = start.offset(at * PAGE_SIZE);
+            let to = self.map.range().start.offset(at * PAGE_SIZE);
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             // SAFETY: the frames are free: nobody reads them any more. The trash is empty.
-            let progress = unsafe { self.trash_uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
-            let moved = self.moved(progress, VirtRange { start: from, end: from.offset(len * PAGE_SIZE) }, false);
+            let progress = unsafe { self.uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
+            let from = VirtRange { start: from, end: from.offset(len * PAGE_SIZE) };
+            let moved = really_moved(&self.pagemap, progress, from, false);
             at += moved;
             in_vain = if moved == 0 { in_vain + 1 } else { 0 };
             match progress.error {
@@ -310,33 +376,21 @@ impl Staging {
                 // The kernel begins a part of a move again that it has done in part, and meets its own pages there. What lies in the trash is wanted
                 // by nobody.
                 Some(Errno::EXIST) if in_vain < MOST_IN_VAIN => {
-                    if let Err(errno) = self.trash.discard(0, SLAB_BYTES) {
+                    if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
                         crate::fatal(&format!("emptying the trash failed: {}", swaptide_sys::Why(errno)));
                     }
                 }
                 Some(Errno::BUSY) => {
                     // A fork without a hook left it shared: a write makes it this process's own again.
-                    let frame = self.addr(slab_no.frame(at.min(PAGES_PER_LEAF - 1)));
+                    let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE);
                     // SAFETY: a free frame that is full, or the call would have gone on.
                     unsafe { frame.as_ptr::<u8>().write_volatile(0) };
                 }
                 Some(errno) => crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno))),
             }
         }
-        if let Err(errno) = self.trash.discard(0, SLAB_BYTES) {
+        if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
             crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno)));
-        }
-    }
-
-    /// Pages that a move really moved. When it stops early the kernel may have moved more than it says; the engine's own side of the move, which
-    /// nobody else touches, tells: `engine_side` holds pages now (they were moved there) or no longer (they were moved away).
-    pub fn moved(&self, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
-        if progress.error.is_none() {
-            return progress.done / PAGE_SIZE;
-        }
-        match self.pagemap.leading(engine_side, there) {
-            Ok(pages) => pages,
-            Err(errno) => crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno))),
         }
     }
 }

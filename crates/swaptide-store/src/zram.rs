@@ -221,6 +221,14 @@ impl Zram {
         Ok(Some(Codec::of(block)))
     }
 
+    /// What a slot holds will be loaded soon: has it brought near.
+    pub fn bring_near(&self, slot: Slot) {
+        let state = self.state.lock();
+        if let Handle::Object(id) = state.handles.get(slot) {
+            state.pool.bring_near(id);
+        }
+    }
+
     /// Appends what a slot holds to `out` as it is, without decompressing, and says what it is: for another device.
     ///
     /// A zero or same-filled page appends nothing. Of a unit, the slot's page is decompressed and appended raw. Where `out` has

@@ -19,7 +19,7 @@ const HELD: u32 = 1;
 const CONTENDED: u32 = 2;
 
 /// Tries before sleeping: about the time of a short critical section, nothing like a time slice.
-const SPINS: u32 = 100;
+const SPINS: u32 = 400;
 
 /// Who has slept so long for a lock calls what [`on_late`] set.
 const LATE: Duration = Duration::from_millis(3);

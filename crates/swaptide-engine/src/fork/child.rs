@@ -96,6 +96,7 @@ impl Engine {
         self.workers.store(0, Relaxed);
         self.worker_tids.iter().for_each(|tid| tid.store(0, Relaxed));
         self.work.store(0, Relaxed);
+        self.awake.store(0, Relaxed);
         self.bells.reset();
         self.handler_tid.store(0, Relaxed);
         self.shared_pages.store(true, Relaxed);

@@ -17,7 +17,7 @@
 //!
 //! No lock in here: the device's lock guards it.
 
-use swaptide_sys::mem::Mapping;
+use swaptide_sys::mem::{Mapping, bring_near};
 
 use super::PoolFull;
 use crate::PAGE_SIZE;
@@ -35,6 +35,9 @@ const INDEX_BITS: u32 = 11;
 const WARM_BLOCKS: usize = 16;
 /// How far the pool may go past its limit while objects are replaced by smaller ones: a new block for each class among them.
 const SLACK: usize = 16 * BLOCK_BYTES;
+/// What is brought near of an object that will be read: the processor finds the rest by itself.
+const NEAR_LINES: usize = 8;
+const LINE_BYTES: usize = 64;
 /// Fullness groups of blocks that are not full, by quarters.
 const GROUPS: usize = 4;
 const NONE: u32 = u32::MAX;
@@ -327,6 +330,18 @@ impl Pool {
         let head = self.blocks[id.block()].heads[id.index()];
         assert!(head.slot != Head::FREE, "compressed pool: a handle points at a free object");
         head
+    }
+
+    /// An object will be read soon: has its head and the first of its bytes brought near.
+    pub(super) fn bring_near(&self, id: ObjectId) {
+        let Some(block) = self.blocks.get(id.block()) else { return };
+        let Some(head) = block.heads.get(id.index()) else { return };
+        bring_near(head);
+        let size = CLASS[usize::from(block.class)].size as usize;
+        let bytes = self.memory.as_ptr().wrapping_add(id.block() * BLOCK_BYTES + id.index() * size);
+        for line in 0..NEAR_LINES.min(size.div_ceil(LINE_BYTES)) {
+            bring_near(bytes.wrapping_add(line * LINE_BYTES));
+        }
     }
 
     pub(super) fn settle(&mut self, id: ObjectId) {
