@@ -31,6 +31,8 @@ use swaptide_sys::thread::{Nanos, gettid, yield_now};
 /// Faults between two looks at where the faulting thread runs: at first, and at most.
 const LOOK_FIRST: u32 = 8;
 const LOOK_LAST: u32 = 128;
+/// More than a batch takes to be stored in memory.
+const LONG_APART: u32 = 256;
 /// Where several threads fault, only every so manyth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
@@ -208,6 +210,8 @@ pub struct Place {
     every: u32,
     /// Faults of the same thread in a row.
     row: u32,
+    /// Messages that were waited for elsewhere, since the handler was last seen to be where the thread is.
+    apart: u32,
     /// The handler is in the idle class.
     idle: bool,
     /// The handler's times and the thread's, while there is a conversation; and what they were at the last look.
@@ -249,6 +253,7 @@ impl Place {
             left: 0,
             every: LOOK_FIRST,
             row: 0,
+            apart: 0,
             idle: false,
             own: None,
             theirs: None,
@@ -269,9 +274,11 @@ impl Place {
         self.left = 0;
     }
 
-    /// The thread that was woken is not where the handler is, and will not be for long.
+    /// The thread that was woken is not where the handler is, and will not be for long. If it has been for long (who is awake may wait for a disk), it
+    /// is followed.
     pub fn later(&mut self) {
-        self.left = self.left.max(2);
+        self.apart += 1;
+        self.left = if self.apart < LONG_APART { self.left.max(2) } else { 0 };
     }
 
     /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes themselves, when they next run: [`Aside`].)
@@ -419,6 +426,7 @@ impl Place {
             return;
         }
         let Some(cpu) = self.stat.as_ref().and_then(ThreadStat::cpu) else { return };
+        self.apart = 0;
         if Some(cpu) == self.bound && cpu == current_cpu() {
             self.every = (self.every * 2).min(LOOK_LAST);
             self.left = self.every;
@@ -460,6 +468,18 @@ mod tests {
         assert_eq!(away(WORTH), (LOOK_LATER_NS, STAY_OUT_NS));
         assert_eq!(away(0).0, 2 * STAY_OUT_NS);
         assert_eq!((0..20).map(|_| away(0).0).max(), Some(STAY_OUT_LAST_NS));
+    }
+
+    #[test]
+    fn a_thread_that_stays_elsewhere_is_followed_in_the_end() {
+        let mut place = Place::new();
+        let asks = |place: &mut Place| {
+            place.later();
+            place.left == 0
+        };
+        assert_eq!((0..1000).position(|_| asks(&mut place)), Some(LONG_APART as usize - 1));
+        place.apart = 0;
+        assert!(!asks(&mut place));
     }
 
     #[test]

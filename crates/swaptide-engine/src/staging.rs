@@ -12,7 +12,7 @@
 //! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
 //! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free), with a batch, or lent as a whole: the frames
 //!    of a run are the taker's alone until [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
-//! 3. `full_frames` is the sum of the full bits and the lent frames of all slabs: what the area costs in memory.
+//! 3. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on its way to the trash: what the area costs in memory.
 //!
 //! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab without it. The trash has a lock of its own, behind that one:
 //! giving 512 pages back takes some hundred microseconds, for which nobody who answers faults shall have to wait.
