@@ -276,6 +276,7 @@ struct Runs {
     codec: Option<String>,
     pool_inside: bool,
     failed: u32,
+    gave_up: Option<String>,
 }
 
 impl Runs {
@@ -415,17 +416,29 @@ impl Bench<'_> {
         let mut ours = Runs::default();
         for run in 1..=self.runs {
             let mut pool = u64::MAX;
-            for (folios, runs) in choices.iter().zip(&mut theirs) {
+            for (folios, runs) in choices.iter().zip(&mut theirs).filter(|(_, runs)| runs.gave_up.is_none()) {
                 self.say(&format!("{} {}", peer.name(), folios.name()), limit, run);
                 let outcome = loop {
                     match self.runner.kernel(job, &cgroups, peer, *folios, limit) {
                         Ok(outcome) => break outcome,
-                        Err(e) if runs.failed == TRIES => return Err(e.into()),
+                        Err(e) if runs.failed == TRIES => {
+                            runs.gave_up = Some(e);
+                            break Outcome::default();
+                        }
                         Err(_) => runs.failed += 1,
                     }
                 };
+                if runs.gave_up.is_some() {
+                    continue;
+                }
                 runs.add(value(&outcome)?, limit, &outcome);
                 pool = pool.min(if outcome.pool_inside { 0 } else { outcome.pool_bytes });
+            }
+            // The kernel may kill a workload for one folio size that it carries with the other: the other is the comparison then.
+            if let (Some(e), true) =
+                (theirs.iter().find_map(|runs| runs.gave_up.clone()), theirs.iter().all(|runs| runs.gave_up.is_some()))
+            {
+                return Err(e.into());
             }
             let ram = limit + pool;
             self.say(SWAPTIDE, ram, run);
@@ -433,8 +446,12 @@ impl Bench<'_> {
             ours.add(value(&outcome)?, ram, &outcome);
         }
         let mut sides = Vec::new();
+        let mut absent = None;
         for (folios, runs) in choices.iter().zip(&theirs) {
-            sides.push(runs.side(Some(*folios))?);
+            match &runs.gave_up {
+                None => sides.push(runs.side(Some(*folios))?),
+                Some(e) => absent = Some(format!("with {} it never came to its end in {} tries ({e})", folios.name(), TRIES + 1)),
+            }
         }
         sides.sort_by(|a, b| b.stats.median.total_cmp(&a.stats.median));
         if better == Better::Lower {
@@ -443,7 +460,7 @@ impl Bench<'_> {
         let mut sides = sides.into_iter();
         let peer_side = sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
         let capped = theirs.iter().chain([&ours]).flat_map(|r| &r.outcomes).any(Outcome::capped);
-        let pair = Pairing { name: peer.name().into(), peer: peer_side, other: sides.next(), swaptide: ours.side(None)? };
+        let pair = Pairing { name: peer.name().into(), peer: peer_side, other: sides.next(), absent, swaptide: ours.side(None)? };
         Ok((pair, capped))
     }
 
@@ -550,6 +567,9 @@ impl Bench<'_> {
                 report.notes.push(text);
             }
         }
+        for pair in &report.pairs {
+            report.notes.extend(pair.absent.iter().map(|absent| format!("{}: {absent}", pair.name)));
+        }
         if !self.peers.is_empty() && peers::zswap_was_on(machine) {
             let text = "zswap was on in this boot: until a reboot the kernel swaps 64K folios out, but in only as 4K pages";
             report.notes.push(text.into());
@@ -559,7 +579,7 @@ impl Bench<'_> {
 
 /// Two sides of which neither is a kernel peer.
 fn beside_itself(name: &str, other: Side, ours: Side) -> Pairing {
-    Pairing { name: name.into(), peer: other, other: None, swaptide: ours }
+    Pairing { name: name.into(), peer: other, other: None, absent: None, swaptide: ours }
 }
 
 /// A size on the command line.

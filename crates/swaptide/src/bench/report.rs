@@ -100,6 +100,8 @@ pub struct Pairing {
     pub peer: Side,
     /// The same peer with the other folio size.
     pub other: Option<Side>,
+    /// What is to be said of a folio size that never came to its end.
+    pub absent: Option<String>,
     /// swaptide beside it.
     pub swaptide: Side,
 }

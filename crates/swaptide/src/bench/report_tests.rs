@@ -29,7 +29,13 @@ fn report(better: Better, pairs: Vec<Pairing>) -> Report {
 
 fn pair(name: &str, peer: f64, ours: f64) -> Pairing {
     let other = Some(Side { detail: "lz4 64K".into(), ..side(peer - 10.0, 256 << 20, 200 << 20) });
-    Pairing { name: name.into(), peer: side(peer, 256 << 20, 207 << 20), other, swaptide: side(ours, 463 << 20, 180 << 20) }
+    Pairing {
+        name: name.into(),
+        peer: side(peer, 256 << 20, 207 << 20),
+        other,
+        absent: None,
+        swaptide: side(ours, 463 << 20, 180 << 20),
+    }
 }
 
 #[test]

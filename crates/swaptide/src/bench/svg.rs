@@ -195,8 +195,13 @@ mod tests {
     #[test]
     fn bars_name_every_side_and_its_median() {
         let mut report = report();
-        let pair =
-            Pairing { name: "kernel-zram".into(), peer: side(485.0, 1 << 28), other: None, swaptide: side(1700.0, 463 << 20) };
+        let pair = Pairing {
+            name: "kernel-zram".into(),
+            peer: side(485.0, 1 << 28),
+            other: None,
+            absent: None,
+            swaptide: side(1700.0, 463 << 20),
+        };
         report.pairs = vec![pair];
         let svg = draw(&report).unwrap();
         for text in ["<svg", "kernel-zram", "485", "swaptide --ram 463M", "1700", "higher is better"] {

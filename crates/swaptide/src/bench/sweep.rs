@@ -66,7 +66,7 @@ impl Bench<'_> {
             let beside = ours.iter().find(|p| p.beside.as_ref().is_some_and(|b| b.0 == peer.name));
             if let Some(ours) = beside {
                 let (name, peer, swaptide) = (peer.name.clone(), peer.side.clone(), ours.side.clone());
-                pairs.push(Pairing { name, peer, other: None, swaptide });
+                pairs.push(Pairing { name, peer, other: None, absent: None, swaptide });
             }
         }
         (report.alone, report.pairs) = (alone, pairs);
