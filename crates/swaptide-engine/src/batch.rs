@@ -14,7 +14,6 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
@@ -33,8 +32,6 @@ use crate::staging::{FrameNo, SlabNo};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the program, and all happen under the lock.
 const MOST_MOVES: usize = 128;
-/// Pages shared since a fork that one batch notes.
-const MOST_SHARED: usize = 256;
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
 const DENSE: usize = 8;
 
@@ -133,8 +130,6 @@ pub struct Batch {
     kept: Vec<(usize, SwapEntry)>,
     /// Places that are the same: their old slots stand.
     unchanged: Places,
-    /// Pages that could not be moved because another process may share them since a fork.
-    shared: Vec<PageNo>,
     /// The kernel refused a move because an event is unread.
     refused: bool,
     /// Where an old slot is loaded to be compared.
@@ -202,7 +197,6 @@ impl Batch {
             zeros: Places::NONE,
             kept: Vec::with_capacity(512),
             unchanged: Places::NONE,
-            shared: Vec::with_capacity(MOST_SHARED),
             refused: false,
             old: Box::new([0; PAGE_SIZE]),
         }
@@ -218,11 +212,6 @@ impl Batch {
         self.refused
     }
 
-    /// Pages that another process may share since a fork: they were left where they are.
-    pub fn shared(&mut self) -> std::vec::Drain<'_, PageNo> {
-        self.shared.drain(..)
-    }
-
     /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as empty as before.
     ///
     /// At most `want` chunks are chosen.
@@ -236,7 +225,6 @@ impl Batch {
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
-        self.shared.clear();
         self.refused = false;
         self.pages = 0;
         if mm.behind {
@@ -274,7 +262,8 @@ impl Batch {
             let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
             scanned += 1;
             let info = mm.table.chunk(chunk);
-            if info.present == 0 {
+            let movable = info.movable();
+            if movable == 0 {
                 continue;
             }
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
@@ -289,8 +278,8 @@ impl Batch {
                 continue;
             }
             let index = self.chunks.len();
-            self.chunks.push(Taken { chunk, planned: info.present, moved: 0, place });
-            for (first, len) in crate::ids::runs(info.present) {
+            self.chunks.push(Taken { chunk, planned: movable, moved: 0, place });
+            for (first, len) in crate::ids::runs(movable) {
                 let run = Run { page: chunk.first().plus(first), place, len, index };
                 place += len;
                 match self.runs.last_mut() {
@@ -348,8 +337,11 @@ impl Batch {
                 }
                 Some(Errno::BUSY) => {
                     engine.count(Counter::PagesBusy, 1);
-                    if engine.shared_pages.load(Relaxed) && self.shared.len() < MOST_SHARED {
-                        self.shared.push(page);
+                    // What was faulted for writing since the last fork is this process's own: somebody holds it (pinned for input or output, say).
+                    let is_own = mm.table.chunk(page.chunk()).own >> page.in_chunk() & 1 == 1;
+                    if !is_own {
+                        mm.table.share(page);
+                        mm.queues.shared(&mut mm.table, page.chunk());
                     }
                     at += 1;
                 }
@@ -385,7 +377,7 @@ impl Batch {
                 first,
             );
         }
-        if mm.table.chunk(taken.chunk).present != 0 {
+        if mm.table.chunk(taken.chunk).movable() != 0 {
             mm.queues.arrived(&mut mm.table, taken.chunk);
         }
     }

@@ -15,6 +15,7 @@ use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
 
 use crate::acceptance::{Acceptance, Answer};
+use crate::family::Family;
 use crate::ids::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
@@ -32,6 +33,13 @@ const GRACE_PART: u64 = 20;
 
 /// Compressed memory that a fork shares with its parent, from which on it is worth something to keep it so.
 const WORTH_KEEPING: u64 = 16 << 20;
+
+/// The share of compressed memory in a family, in 1/1024.
+const FAMILY_SHARE: u32 = 1008;
+/// What compressed memory may grow by when a family has ended, in 1/1024.
+const FAMILY_SLACK: u32 = 16;
+/// What a fork leaves to each of the two, if there was that much.
+const LEAST_PARTED: u64 = 4 << 20;
 
 /// See the module's description.
 pub struct Charge {
@@ -53,10 +61,10 @@ pub struct Charge {
     scattered: AtomicBool,
     /// Smoothed pages that a fault brings in, in 1/16.
     brought_16: AtomicU32,
-    /// The process of which this one is a fork, while it lives; 0 otherwise.
-    heir_of: AtomicU32,
     /// Bytes in shared memory that are this process's to pay for.
     aside: AtomicU64,
+    /// Whether others have much of this process's memory.
+    pub(crate) family: Family,
 }
 
 impl Charge {
@@ -77,8 +85,8 @@ impl Charge {
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
             brought_16: AtomicU32::new(16 * SPARSE),
-            heir_of: AtomicU32::new(0),
             aside: AtomicU64::new(0),
+            family: Family::default(),
         }
     }
 
@@ -105,10 +113,24 @@ impl Charge {
     /// Takes over what the supervisor wrote.
     pub fn take_limit(&self, slot: &ProcSlot) {
         let limit = slot.limit_bytes.load(Relaxed);
-        if limit != 0 {
+        if limit != 0 && self.family.heeds(limit) {
             self.limit.store(limit, Relaxed);
         }
         self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
+        if slot.of_family.load(Relaxed) != 0 {
+            self.family.stay();
+        }
+    }
+
+    /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there is something to keep, it is not heeded at once
+    /// ([`Family::part`]). In both processes, before another limit is taken over.
+    pub fn part_with(&self) -> u64 {
+        let limit = self.limit();
+        let half = (limit / 2).max(LEAST_PARTED.min(limit));
+        if self.is_worth_keeping() {
+            self.family.part(half);
+        }
+        half
     }
 
     /// The program does not get on within its limit (see [`crate::squeeze`]): it may go a little further past it.
@@ -233,7 +255,8 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        (self.divisible() / 1024 * u64::from(self.pool_share())).min(self.pool_bound())
+        let share = if self.family.is_one() { FAMILY_SHARE.max(self.pool_share()) } else { self.pool_share() };
+        (self.divisible() / 1024 * u64::from(share)).min(self.pool_bound())
     }
 
     /// Bytes that the compressed pool may take whatever its share is: those of `zram:SIZE` that other processes leave, those of the group, and those
@@ -294,30 +317,34 @@ impl Charge {
     }
 
     /// True while compressed memory may hold one more copy of a page that the program has again: `kept` of the `pages` it holds are such. They save
-    /// a compression, and cost room; what they take is bounded, and they are the first to go. In a fork they cost nothing while the parent lives: the
-    /// parent has the same memory, which giving them up would not free but have copied.
+    /// a compression, and cost room; what they take is bounded, and they are the first to go. In a family they cost nothing: the others have
+    /// the same memory, which giving them up would not free but have copied.
     pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
-        let few = bytes < u128::from(self.limit() / KEPT_PART) || self.heir_of.load(Relaxed) != 0;
-        few && self.pool() < self.pool_limit()
+        let few = bytes < u128::from(self.limit() / KEPT_PART) && self.pool() < self.pool_limit();
+        few || self.family.is_one()
     }
 
     /// True in a fork while compressed memory is well below its share. What comes from the file then goes there when it goes out again, however old it
     /// is: a child that reads all that its parent had (to save it) would else read much of it twice. Elsewhere that loses more than it gains.
     pub fn takes_what_is_old(&self) -> bool {
-        self.heir_of.load(Relaxed) != 0 && self.pool() < self.pool_limit() / 8 * 7
+        self.family.is_heir() && self.pool() < self.pool_limit() / 8 * 7
+    }
+
+    /// Looks whether this process is still of a family; called now and then.
+    pub fn follow_family(&self) {
+        self.family.look_for_parent();
+        if self.family.follow(self.pool() > self.pool_goal()) {
+            // What grew meanwhile is divided anew, but not by writing away at once what the next child would have as well.
+            let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32 + FAMILY_SLACK;
+            self.pool_share.fetch_max(has.min(crate::split::MOST), Relaxed);
+        }
     }
 
     /// This process is a fork of `parent`; what it has, it shares with it. So little that many small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
-        self.heir_of.store(if self.is_worth_keeping() { parent } else { 0 }, Relaxed);
-    }
-
-    /// Ends what [`Charge::inherit`] began when the parent is another one now: the first has ended.
-    pub fn look_for_parent(&self) {
-        let parent = self.heir_of.load(Relaxed);
-        if parent != 0 && parent != swaptide_sys::process::parent() {
-            self.heir_of.store(0, Relaxed);
+        if self.is_worth_keeping() {
+            self.family.inherit(parent);
         }
     }
 
@@ -363,21 +390,49 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_keeps_copies_while_its_parent_lives() {
-        let charge = Charge::new(64 << 20, 50, 0);
+    fn a_fork_leaves_half_and_where_there_is_much_to_keep_the_whole_for_a_moment() {
+        let (charge, slot) = (Charge::new(64 << 20, 75, 0), slot());
+        let takes = |limit: u64| {
+            slot.limit_bytes.store(limit, Relaxed);
+            charge.take_limit(slot);
+            charge.limit() >> 20
+        };
+        assert_eq!(charge.part_with(), 32 << 20);
+        assert_eq!(takes(32 << 20), 32);
+        assert_eq!(takes(64 << 20), 64);
         charge.publish(0, 0, 16 << 20);
-        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        assert_eq!(charge.part_with(), 32 << 20);
+        assert_eq!((takes(32 << 20), takes(50 << 20), takes(32 << 20)), (64, 50, 32), "until the supervisor has seen the child");
+        assert_eq!(Charge::new(3 << 20, 75, 0).part_with(), 3 << 20);
+    }
+
+    #[test]
+    fn a_family_keeps_what_is_in_compressed_memory() {
+        let (charge, slot) = (Charge::new(64 << 20, 50, 0), slot());
+        charge.publish(0, 0, 15 << 20);
         charge.inherit(swaptide_sys::process::parent());
-        charge.look_for_parent();
-        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old());
-        charge.publish(0, 0, 30 << 20);
-        assert!(charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        assert!(!charge.family.is_one(), "so little is not worth it");
         charge.publish(0, 0, 33 << 20);
-        assert!(!charge.keeps_copies(500, 1000), "past its share");
-        charge.publish(0, 0, 16 << 20);
+        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old() && charge.pool_limit() == 32 << 20);
+        charge.inherit(swaptide_sys::process::parent());
+        charge.follow_family();
+        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old() && charge.pool_limit() == 63 << 20);
+        charge.publish(0, 0, 60 << 20);
+        assert!(charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        charge.publish(0, 0, 40 << 20);
         charge.inherit(1 << 30);
-        charge.look_for_parent();
-        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old(), "the parent is another one");
+        charge.follow_family();
+        assert!(
+            !charge.takes_what_is_old() && charge.keeps_copies(500, 1000),
+            "the parent is another one, but that may not be all"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(220));
+        charge.follow_family();
+        assert!(!charge.keeps_copies(500, 1000));
+        assert!((40 << 20..42 << 20).contains(&charge.pool_limit()), "what it has now stays for the next child");
+        slot.of_family.store(1, Relaxed);
+        charge.take_limit(slot);
+        assert!(charge.keeps_copies(500, 1000), "the supervisor says so");
     }
 
     #[test]
@@ -423,12 +478,16 @@ mod tests {
         assert_eq!(charge.pool_goal(), (100 << 20) / 1024 * 100, "a smaller share is for write-back alone");
     }
 
-    #[test]
-    fn a_group_bounds_the_pool_of_a_process() {
+    fn slot() -> &'static ProcSlot {
         let fd = swaptide_sys::mem::memfd_create(c"test", swaptide_ipc::Segment::BYTES as u64).expect("memfd");
         let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), swaptide_ipc::Segment::BYTES).expect("map");
         let segment = swaptide_ipc::Segment::raw(map).expect("segment");
-        let slot = segment.slot(segment.claim(10, 0).expect("slot"));
+        segment.slot(segment.claim(10, 0).expect("slot"))
+    }
+
+    #[test]
+    fn a_group_bounds_the_pool_of_a_process() {
+        let slot = slot();
         let charge = Charge::new(64 << 20, 75, 0);
         charge.publish(4096, 0, 10 << 20);
         charge.take_limit(slot);

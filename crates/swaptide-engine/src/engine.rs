@@ -100,6 +100,8 @@ pub struct Mm {
     pub split: Split,
     /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP`].
     pub evicted: u64,
+    /// Pages that became the program's so far.
+    pub came: u64,
 }
 
 /// See the module's description.
@@ -136,8 +138,6 @@ pub struct Engine {
     pub handler_tid: AtomicU32,
     /// The program was let go: workers end where they stand still.
     pub retired: AtomicBool,
-    /// A fork left pages shared with another process: taking such a page out needs its sharing broken first.
-    pub shared_pages: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::place`]).
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
@@ -153,6 +153,8 @@ pub struct Engine {
     pub scheme: Scheme,
     /// Where this process's children write which way they went ([`crate::trail`]).
     pub(crate) childrens_book: Lock<Option<ChildrensBook>>,
+    /// Pages that compressed memory had populated when that was told last.
+    pool_populated: AtomicU64,
     /// What the engine was started with.
     pub start: Start,
     staging_base: VirtAddr,
@@ -205,6 +207,7 @@ impl Engine {
                 jobs: Jobs::default(),
                 split: Split::new(),
                 evicted: 0,
+                came: 0,
             }),
             devices,
             charge,
@@ -222,13 +225,13 @@ impl Engine {
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
             // A fork before the memory was managed leaves pages shared too.
-            shared_pages: AtomicBool::new(true),
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
             file_rests_until: AtomicU64::new(0),
             childrens_book: Lock::new(None),
+            pool_populated: AtomicU64::new(0),
             scheme: Scheme::from_number(header.pool_codec.load(Relaxed)),
             start,
             staging_base,
@@ -299,12 +302,23 @@ impl Engine {
         self.charge.room() + ((mm.jobs.in_flight * PAGE_SIZE) as i64) < self.charge.due()
     }
 
+    /// A fork has left all pages shared with another process. The memory lock must be free.
+    pub(crate) fn is_shared_anew(&self) {
+        let mm = &mut *self.mm.lock();
+        mm.queues.forget_own(&mut mm.table);
+    }
+
     /// Lets the refaults so far move the division between resident and compressed memory.
     pub fn balance_pool(&self) {
         let mut guard = self.mm.lock();
         let mm = &mut *guard;
-        let oldest = mm.oldest_pooled(&self.devices);
         let charge = &self.charge;
+        if charge.family.is_one() {
+            // What comes back meanwhile tells nothing of how it should be divided afterwards.
+            mm.split.forget();
+            return;
+        }
+        let oldest = mm.oldest_pooled(&self.devices);
         let at = Standing {
             share: charge.pool_share(),
             limit: charge.divisible(),
@@ -377,6 +391,9 @@ impl Engine {
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
         self.charge.set_aside(self.childrens_book.lock().as_ref().map_or(0, ChildrensBook::used_bytes));
+        let populated = self.devices.pool.populated();
+        let fresh = populated.saturating_sub(self.pool_populated.swap(populated, Relaxed));
+        self.count(Counter::EngineFaults, fresh as usize);
         let slot = self.slot();
         let file_pages = self.devices.file.slots.usage().used as usize;
         let page = PAGE_SIZE as u64;
@@ -481,6 +498,20 @@ impl Mm {
         }
     }
 
+    /// Looks again which pages of a chunk are shared with other processes. Gives those that were known as such and no longer are: they can go once they
+    /// were faulted for writing, which then copies nothing; the kernel does not move them before.
+    pub fn review(&mut self, chunk: ChunkNo) -> u16 {
+        let were = self.table.unshare(chunk);
+        let own = were & self.staging.owned(chunk);
+        for page in (0..PAGES_PER_CHUNK).filter(|at| (were & !own) >> at & 1 == 1).map(|at| chunk.first().plus(at)) {
+            self.table.share(page);
+        }
+        if were != own {
+            self.queues.shared(&mut self.table, chunk);
+        }
+        own
+    }
+
     /// The staging frame that holds the page of a swap entry whose slot holds a folio.
     pub fn frame_of(&self, entry: SwapEntry, folio: FolioId) -> FrameNo {
         let base = self.base[folio.0 as usize];
@@ -493,12 +524,14 @@ impl Mm {
 
     /// A page is the program's again (or for the first time).
     pub fn mark_present(&mut self, page: PageNo) {
+        self.came += 1;
         self.table.set(page, PageState::Present);
         self.queues.arrived(&mut self.table, page.chunk());
     }
 
     /// A page is the program's again and its slot stays as it is.
     pub fn mark_kept(&mut self, page: PageNo, entry: SwapEntry) {
+        self.came += 1;
         self.table.set(page, PageState::Kept(entry));
         self.queues.arrived(&mut self.table, page.chunk());
         if entry.ty() == POOL {

@@ -72,6 +72,8 @@ pub struct Handler {
     pub(crate) engine: &'static Engine,
     pub(crate) uffd: &'static Uffd,
     pub(crate) pending: VecDeque<Fault>,
+    /// The fault that is being answered.
+    pub(crate) answering: Option<Fault>,
     pub(crate) worker: Worker,
     /// What pages are decompressed with.
     pub(crate) unpacker: Unpacker,
@@ -167,6 +169,7 @@ impl Handler {
             uffd: engine.uffd(),
             // A thread waits for one fault at a time, and nothing may be allocated during a fork.
             pending: VecDeque::with_capacity(4096),
+            answering: None,
             worker: Worker::new(engine.scheme),
             unpacker: Unpacker::new(),
             loads: Loads::default(),
@@ -466,7 +469,18 @@ impl Handler {
     }
 
     /// Answers one fault, or queues it again.
-    pub(crate) fn answer(&mut self, mut fault: Fault) {
+    pub(crate) fn answer(&mut self, fault: Fault) {
+        let outer = self.answering.replace(fault);
+        self.answer_it(fault);
+        self.answering = outer;
+    }
+
+    /// True for a fault of a worker, which faults pages for writing.
+    pub(crate) fn is_of_worker(&self, fault: Fault) -> bool {
+        self.engine.worker_tids.iter().any(|tid| tid.load(Relaxed) == fault.tid)
+    }
+
+    fn answer_it(&mut self, mut fault: Fault) {
         let started = now();
         let page = PageNo::of(fault.addr);
         self.answers_since(Some(started));
@@ -480,7 +494,7 @@ impl Handler {
                 self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
                 self.place.answered(answered);
-                if self.is_held(page) {
+                if !self.is_of_worker(fault) && self.is_held(page) {
                     self.stalls_from(answered);
                     return;
                 }

@@ -35,6 +35,7 @@ pub mod charge;
 pub mod detach;
 pub mod devices;
 pub mod events;
+mod family;
 mod far;
 pub mod fault;
 pub mod fork;

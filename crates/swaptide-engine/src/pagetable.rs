@@ -49,6 +49,13 @@ fn is_swapped(word: u32) -> bool {
     word & KIND == SWAPPED
 }
 
+impl Chunk {
+    /// Pages that are present and not known to be shared: those that can be moved out.
+    pub fn movable(&self) -> u16 {
+        self.present & !self.shared
+    }
+}
+
 impl PageState {
     fn word(self) -> u32 {
         match self {
@@ -80,12 +87,19 @@ pub struct Chunk {
     pub present: u16,
     /// Pages that are swapped.
     pub swapped: u16,
+    /// Pages that are present and that another process has, too, since a fork, as far as is known: the kernel did not move them. Told by [`PageTable::share`].
+    pub shared: u16,
+    /// Pages that are present and were faulted for writing since the last fork: what keeps one of them from being moved is no sharing. Told by
+    /// [`PageTable::make_own`].
+    pub own: u16,
     /// See the module's third invariant; drawn from one count for the whole table, so that no two changes share a value.
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`].
+    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`], [`SHARED_LOGGED`], [`OWN_LOGGED`].
     pub flags: u8,
+    /// Words that are not empty.
+    used: u8,
 }
 
 /// The chunk stands in the queue of resident chunks.
@@ -99,14 +113,17 @@ pub const KEPT_LOGGED: u8 = 8;
 
 /// The chunk stands in the log of chunks that were in compressed memory for long (see [`crate::recompress`]).
 pub const SETTLED_LOGGED: u8 = 16;
+/// The chunk stands in the queue of chunks with shared pages.
+pub const SHARED_LOGGED: u8 = 32;
+/// The chunk stands in the list of chunks with pages that were made this process's own.
+pub const OWN_LOGGED: u8 = 64;
 /// The chunk stands in some queue, where its flag must be found again.
-const LISTED: u8 = QUEUED | POOL_LOGGED | KEPT_LOGGED | SETTLED_LOGGED;
+const LISTED: u8 = QUEUED | POOL_LOGGED | KEPT_LOGGED | SETTLED_LOGGED | SHARED_LOGGED | OWN_LOGGED;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {
     words: [u32; PAGES_PER_CHUNK],
     chunk: Chunk,
-    used: u32,
 }
 
 type Leaf = [Option<Box<Cell>>; CHUNKS_PER_LEAF];
@@ -119,6 +136,7 @@ pub struct PageTable {
     present: usize,
     swapped: usize,
     kept: usize,
+    shared: usize,
     leaves: usize,
     cells: usize,
     epoch: u32,
@@ -135,7 +153,7 @@ impl PageTable {
     pub fn new() -> PageTable {
         let mut top = Vec::new();
         top.resize_with(MIDS, || None);
-        PageTable { top, present: 0, swapped: 0, kept: 0, leaves: 0, cells: 0, epoch: 0 }
+        PageTable { top, present: 0, swapped: 0, kept: 0, shared: 0, leaves: 0, cells: 0, epoch: 0 }
     }
 
     /// Pages that are present.
@@ -151,6 +169,40 @@ impl PageTable {
     /// Pages that are present and of which a slot holds a copy.
     pub fn kept(&self) -> usize {
         self.kept
+    }
+
+    /// Pages that are present and known to be shared.
+    pub fn shared(&self) -> usize {
+        self.shared
+    }
+
+    /// The kernel did not move a present page: another process has it, too.
+    pub fn share(&mut self, page: PageNo) {
+        let bit = 1u16 << page.in_chunk();
+        let mut marked = 0;
+        self.update(page.chunk(), |chunk| {
+            marked = usize::from(chunk.movable() & bit != 0);
+            chunk.shared |= chunk.present & bit;
+        });
+        self.shared += marked;
+    }
+
+    /// Nothing is known of a chunk's pages being shared any more; gives those that were.
+    pub fn unshare(&mut self, chunk: ChunkNo) -> u16 {
+        let mut were = 0;
+        self.update(chunk, |chunk| were = std::mem::take(&mut chunk.shared));
+        self.shared -= were.count_ones() as usize;
+        were
+    }
+
+    /// Pages of a chunk were faulted for writing: those that are present are this process's own, until [`PageTable::forget_own`].
+    pub fn make_own(&mut self, chunk: ChunkNo, pages: u16) {
+        self.update(chunk, |chunk| chunk.own |= chunk.present & pages);
+    }
+
+    /// A fork shares all pages anew: nothing is known of who has those of a chunk.
+    pub fn forget_own(&mut self, chunk: ChunkNo) {
+        self.update(chunk, |chunk| chunk.own = 0);
     }
 
     /// Bytes of the table itself.
@@ -179,7 +231,7 @@ impl PageTable {
         let cells = &mut self.cells;
         leaf[chunk.0 % CHUNKS_PER_LEAF].get_or_insert_with(|| {
             *cells += 1;
-            Box::new(Cell { words: [EMPTY; PAGES_PER_CHUNK], chunk: Chunk::default(), used: 0 })
+            Box::new(Cell { words: [EMPTY; PAGES_PER_CHUNK], chunk: Chunk::default() })
         })
     }
 
@@ -200,16 +252,20 @@ impl PageTable {
         if old == word {
             return state;
         }
-        cell.used = cell.used + u32::from(old == EMPTY) - u32::from(word == EMPTY);
         let bit = 1u16 << page.in_chunk();
         let chunk = &mut cell.chunk;
+        chunk.used = chunk.used + u8::from(old == EMPTY) - u8::from(word == EMPTY);
         chunk.present = chunk.present & !bit | if is_present(word) { bit } else { 0 };
         chunk.swapped = chunk.swapped & !bit | if is_swapped(word) { bit } else { 0 };
+        let was_shared = usize::from(chunk.shared & bit != 0);
+        chunk.shared &= !bit;
+        chunk.own &= !bit;
         if is_swapped(old) || is_swapped(word) {
             chunk.epoch = epoch;
         }
-        let unused = cell.used == 0;
+        let unused = chunk.used == 0;
         self.epoch = epoch;
+        self.shared -= was_shared;
         self.present = self.present + usize::from(is_present(word)) - usize::from(is_present(old));
         self.swapped = self.swapped + usize::from(is_swapped(word)) - usize::from(is_swapped(old));
         self.kept = self.kept + usize::from(word & KIND == KEPT) - usize::from(old & KIND == KEPT);
@@ -252,7 +308,7 @@ impl PageTable {
         if self.cell(chunk).is_some() {
             let cell = self.cell_mut(chunk);
             change(&mut cell.chunk);
-            if cell.used == 0 {
+            if cell.chunk.used == 0 {
                 self.drop_cell(chunk);
             }
         }
@@ -289,10 +345,33 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..5), 1..400)) {
+        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..9), 1..400)) {
             let mut table = PageTable::new();
             let mut model = BTreeMap::new();
+            let mut shared = std::collections::BTreeSet::new();
+            let mut own = std::collections::BTreeSet::new();
             for (page, kind) in ops {
+                let is_present = matches!(model.get(&page), Some(PageState::Present | PageState::Kept(_)));
+                if kind >= 7 {
+                    table.make_own(PageNo(page).chunk(), 1 << PageNo(page).in_chunk());
+                    own.extend(is_present.then_some(page));
+                    if kind == 8 {
+                        table.forget_own(PageNo(page).chunk());
+                        own.retain(|other| other / 16 != page / 16);
+                    }
+                    continue;
+                }
+                if kind >= 5 {
+                    table.share(PageNo(page));
+                    shared.extend(is_present.then_some(page));
+                    if kind == 6 {
+                        let were = table.unshare(PageNo(page).chunk());
+                        let chunk = page / 16 * 16;
+                        prop_assert_eq!(were, (0..16).filter(|i| shared.contains(&(chunk + i))).fold(0u16, |m, i| m | 1 << i));
+                        shared.retain(|page| !(chunk..chunk + 16).contains(page));
+                    }
+                    continue;
+                }
                 let state = match kind {
                     0 => PageState::Empty,
                     1 => PageState::Present,
@@ -301,11 +380,22 @@ mod tests {
                     _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
                 };
                 let old = table.set(PageNo(page), state);
+                if model.get(&page) != Some(&state) {
+                    shared.remove(&page);
+                    own.remove(&page);
+                }
                 let expected = if state == PageState::Empty { model.remove(&page) } else { model.insert(page, state) };
                 prop_assert_eq!(old, expected.unwrap_or(PageState::Empty));
             }
             for page in 0..3000 {
                 prop_assert_eq!(table.get(PageNo(page)), model.get(&page).copied().unwrap_or(PageState::Empty));
+            }
+            prop_assert_eq!(table.shared(), shared.len());
+            for chunk in 0..3000 / 16 {
+                let info = table.chunk(ChunkNo(chunk));
+                let mask_of = |set: &std::collections::BTreeSet<usize>| (0..16).filter(|i| set.contains(&(chunk * 16 + i))).fold(0u16, |m, i| m | 1 << i);
+                let mask = mask_of(&shared);
+                prop_assert!(info.shared == mask && info.movable() == info.present & !mask && info.own == mask_of(&own));
             }
             prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::Kept(_))).count());
             prop_assert_eq!(table.kept(), model.values().filter(|s| matches!(s, PageState::Kept(_))).count());

@@ -1,7 +1,8 @@
 //! The order in which chunks are looked at.
 //!
 //! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory, of
-//! those that have been there for long, and of chunks that came from it while the copy there was kept.
+//! those that have been there for long, of chunks that came from it while the copy there was kept, of chunks with pages that could not go because another
+//! process has them, too; and, in no order, the list of those with pages that have been made this process's own since.
 //! A chunk stands in each at most once, which its flags say (so one of which nothing is known is not put there: it has none); an entry whose chunk has nothing left in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
@@ -9,7 +10,7 @@
 use std::collections::VecDeque;
 
 use crate::ids::ChunkNo;
-use crate::pagetable::{KEPT_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED};
+use crate::pagetable::{KEPT_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED};
 
 /// See the module's description.
 #[derive(Default)]
@@ -18,6 +19,8 @@ pub struct Queues {
     pool: VecDeque<ChunkNo>,
     settled: VecDeque<ChunkNo>,
     kept: VecDeque<ChunkNo>,
+    shared: VecDeque<ChunkNo>,
+    own: Vec<ChunkNo>,
 }
 
 impl Queues {
@@ -50,6 +53,47 @@ impl Queues {
         let chunk = self.kept.pop_front()?;
         table.update(chunk, |c| c.flags &= !KEPT_LOGGED);
         Some(chunk)
+    }
+
+    /// Pages of the chunk are shared.
+    pub fn shared(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & SHARED_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= SHARED_LOGGED);
+            self.shared.push_back(chunk);
+        }
+    }
+
+    /// Takes the chunk of which pages have been known to be shared longest.
+    pub fn next_shared(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.shared.pop_front()?;
+        table.update(chunk, |c| c.flags &= !SHARED_LOGGED);
+        Some(chunk)
+    }
+
+    /// Chunks of which pages are known to be shared, or were.
+    pub fn shared_len(&self) -> usize {
+        self.shared.len()
+    }
+
+    /// Pages of the chunk were faulted for writing: what keeps one of them from going is no sharing ([`PageTable::make_own`]). It is the next to be looked at.
+    pub fn made_own(&mut self, table: &mut PageTable, chunk: ChunkNo, pages: u16) {
+        if !table.is_used(chunk) {
+            return;
+        }
+        table.make_own(chunk, pages);
+        if table.chunk(chunk).flags & OWN_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= OWN_LOGGED);
+            self.own.push(chunk);
+        }
+        self.first_to_go(table, chunk);
+    }
+
+    /// A fork shares all that was made own.
+    pub fn forget_own(&mut self, table: &mut PageTable) {
+        for chunk in std::mem::take(&mut self.own) {
+            table.forget_own(chunk);
+            table.update(chunk, |c| c.flags &= !OWN_LOGGED);
+        }
     }
 
     /// The chunk is the next to be looked at.

@@ -32,7 +32,7 @@ use crate::batch::Batch;
 use crate::bell::Ring;
 use crate::calm::Calm;
 use crate::engine::{Engine, Mm};
-use crate::ids::{PageNo, range_of};
+use crate::ids::{ChunkNo, range_of};
 use crate::place::{self, Aside, NO_CPU};
 use crate::recompress::Recompress;
 use crate::writeback::Writeback;
@@ -57,6 +57,16 @@ const WORTH: u64 = 16;
 /// Batches that may wait for a worker.
 const MOST_JOBS: usize = 2;
 
+/// A process takes out first what it has for itself alone, down to this part of its limit.
+const OWN_PART: usize = 1;
+/// Chunks the sharing of whose pages is broken at a time.
+const UNSHARED_CHUNKS: usize = 16;
+/// Chunks with shared pages that are looked at again at a time.
+const MOST_LOOKS: usize = 512;
+/// The same where there is nothing else to take.
+const LOOKS_IN_NEED: usize = 64;
+/// Of what came so many pages at most count when pages are to be copied.
+const CAME: u64 = 1024;
 /// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them (pinned for input or output, say).
 const MOST_VAIN: u32 = 4;
 /// Then sharing is broken only this often.
@@ -79,12 +89,12 @@ pub struct Worker {
     unpacker: Unpacker,
     recompress: Recompress,
     writeback: Writeback,
-    /// Pages whose sharing must be broken before they can be taken.
-    shared: Vec<PageNo>,
     /// How often in a row that was done and nothing could be taken.
     vain: u32,
-    /// When that was the last time.
-    vain_at: Nanos,
+    /// When it was done the last time.
+    unshared_at: Nanos,
+    /// For so many pages that came others were copied.
+    came: u64,
 }
 
 impl Worker {
@@ -95,9 +105,9 @@ impl Worker {
             unpacker: Unpacker::new(),
             recompress: Recompress::new(),
             writeback: Writeback::new(),
-            shared: Vec::with_capacity(256),
             vain: 0,
-            vain_at: Nanos(0),
+            unshared_at: Nanos(0),
+            came: 0,
         }
     }
 
@@ -159,9 +169,6 @@ impl Worker {
         let mut batch = mm.jobs.blank();
         let taken = batch.take(engine, mm, want);
         let refused = batch.refused();
-        if self.shared.len() < 256 {
-            self.shared.extend(batch.shared());
-        }
         if taken > 0 {
             return Ok(batch);
         }
@@ -190,7 +197,7 @@ impl Worker {
 
     /// Moves one batch of compressed pages to the file. False when there was nothing to move or nowhere to put it.
     pub fn write_back(&mut self, engine: &Engine) -> bool {
-        self.writeback.step(engine, &mut self.unpacker)
+        engine.charge.family.may_write_back() && self.writeback.step(engine, &mut self.unpacker)
     }
 
     /// Makes compressed memory smaller when it is near its share or past it: first by better compression, then by what goes to the file; where it is
@@ -201,7 +208,7 @@ impl Worker {
         if pool < most / 4 * 3 {
             return false;
         }
-        let better = self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
+        let better = !charge.family.is_one() && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
         let hurries = charge.pool_overflows() || charge.pool_refuses();
         let written = pool > most && (!better || hurries) && self.write_back(engine);
         better || written
@@ -217,41 +224,63 @@ impl Worker {
         pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM && pool.compact(COMPACT_BYTES) > 0
     }
 
-    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. No lock is held: a page that is gone
-    /// meanwhile is a fault, which the handler answers. So never in the handler itself.
+    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. Never in the handler itself: [`fault_for_writing`]. False when
+    /// there is none.
     ///
     /// Each costs a page until it is out, so they are the next to go: were they to wait for their turn, all that is shared would be there twice
     /// before any of it had left.
-    fn unshare(&mut self, engine: &Engine) -> bool {
-        if self.vain >= MOST_VAIN && now().since(self.vain_at) < VAIN_RESTS {
-            self.shared.clear();
-        }
-        for page in &self.shared {
-            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
-            let _ = unsafe { advise(range_of(*page, 1), Advice::PopulateWrite) };
-        }
-        if self.shared.is_empty() {
+    fn unshare(&mut self, engine: &Engine, needs: bool) -> bool {
+        if self.vain >= MOST_VAIN && now().since(self.unshared_at) < VAIN_RESTS {
             return false;
         }
-        let mut guard = engine.mm.lock();
-        let mm = &mut *guard;
-        let mut last = None;
-        for page in self.shared.drain(..).rev() {
-            if last.replace(page.chunk()) != Some(page.chunk()) {
-                mm.queues.first_to_go(&mut mm.table, page.chunk());
+        self.unshared_at = now();
+        let mut chunks = [(ChunkNo(0), 0u16); UNSHARED_CHUNKS];
+        let (mut n, mut copied, mut made_own) = (0, 0, 0);
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            self.came = self.came.max(mm.came.saturating_sub(CAME));
+            while n < UNSHARED_CHUNKS && (needs || self.came < mm.came) {
+                let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
+                let own = mm.review(chunk);
+                let others = mm.table.unshare(chunk);
+                if own | others != 0 {
+                    chunks[n] = (chunk, own | others);
+                    n += 1;
+                    copied += others.count_ones() as usize;
+                    made_own += own.count_ones() as usize;
+                    self.came += u64::from(others.count_ones());
+                }
             }
         }
-        true
+        engine.count(Counter::PagesUnshared, copied);
+        engine.count(Counter::EngineFaults, made_own);
+        fault_for_writing(engine, &chunks[..n]);
+        n > 0
+    }
+
+    /// True when little is left to take but what other processes have, too.
+    fn is_short_of_own(engine: &Engine) -> bool {
+        let mm = engine.mm.lock();
+        let shared = mm.table.shared();
+        shared > 0 && (mm.table.present() - shared) < shared / OWN_PART
     }
 
     /// What a step came to, when the sharing was broken that kept it from taking more.
+    ///
+    /// What a process has for itself goes first. To take out what another has, too, frees nothing until that one does so as well, and costs a copy: it takes from the
+    /// others what they were lent. So it is done for the sake of what comes alone, a page for a page, and until the process has a little of its own
+    /// to exchange. Who has nothing else, and uses nothing, stays past its limit: what it has counts once for all.
     fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
-        let any = self.unshare(engine);
-        if let Step::Took(_) = step {
+        let took = matches!(step, Step::Took(_));
+        if !took && look_again(engine, LOOKS_IN_NEED) {
+            return Step::Again;
+        }
+        let any = (!took || Worker::is_short_of_own(engine)) && self.unshare(engine, !took && engine.charge.headroom() < 0);
+        if took {
             self.vain = 0;
         } else if any {
             self.vain += 1;
-            self.vain_at = now();
             if self.vain < MOST_VAIN {
                 return Step::Again;
             }
@@ -327,6 +356,7 @@ impl Worker {
             }
             if let Some(keeper) = &mut keeper
                 && charge.pool() >= charge.limit() / WORTH
+                && !charge.family.is_one()
                 && keeper.has_time(engine)
             {
                 if self.tighten(engine) {
@@ -352,6 +382,57 @@ fn tick(engine: &Engine, keeps: bool) -> Duration {
     Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
 }
 
+/// Pages that were shared are not for ever: the other process writes to them, ends, or executes a program, which nobody tells. So chunks are looked at again now and
+/// then: while some of those have pages for this process alone, more and more.
+#[derive(Default)]
+struct Review {
+    looks: usize,
+}
+
+impl Review {
+    fn step(&mut self, engine: &Engine) {
+        let looks = self.looks.max(1);
+        self.looks = if look_again(engine, looks) { (looks * 4).min(MOST_LOOKS) } else { 1 };
+    }
+}
+
+/// Looks whether pages of so many chunks are still shared. True if some are not: they can go.
+fn look_again(engine: &Engine, looks: usize) -> bool {
+    let mut found = [(ChunkNo(0), 0u16); MOST_LOOKS];
+    let mut n = 0;
+    {
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        for _ in 0..looks.min(MOST_LOOKS).min(mm.queues.shared_len()) {
+            let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
+            let own = mm.review(chunk);
+            if own != 0 {
+                found[n] = (chunk, own);
+                n += 1;
+            }
+        }
+    }
+    engine.count(Counter::EngineFaults, found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum());
+    fault_for_writing(engine, &found[..n]);
+    n > 0
+}
+
+/// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the next to go. No lock is held: a page that is gone meanwhile is a fault,
+/// which the handler answers.
+fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)]) {
+    for (chunk, pages) in chunks {
+        for (first, len) in crate::ids::runs(*pages) {
+            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
+            let _ = unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) };
+        }
+    }
+    let mut guard = engine.mm.lock();
+    let mm = &mut *guard;
+    for (chunk, pages) in chunks.iter().rev() {
+        mm.queues.made_own(&mut mm.table, *chunk, *pages);
+    }
+}
+
 /// What worker 0 does besides.
 struct Keeper {
     statm: Option<StatmFd>,
@@ -361,6 +442,7 @@ struct Keeper {
     divided: Nanos,
     /// The changes of the swap areas seen so far.
     areas: u32,
+    review: Review,
     /// The handler had something to do: its turns by then, and since when.
     still: Option<(u32, Nanos)>,
     calm: Calm,
@@ -374,6 +456,7 @@ impl Keeper {
             ticks: 0,
             divided: now(),
             areas: 0,
+            review: Review::default(),
             still: None,
             calm: Calm::new(now()),
         }
@@ -432,7 +515,8 @@ impl Keeper {
         }
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
-            engine.charge.look_for_parent();
+            engine.charge.follow_family();
+            self.review.step(engine);
             engine.balance_pool();
             engine.charge.narrow();
             // Pages that left it leave holes; a quarter of it for nothing is too much.

@@ -56,6 +56,12 @@ impl Handler {
                 // What is read then may be a fork that must have the page first.
                 Step::Again if self.giving => return,
                 Step::Again => self.drain_events(),
+                // What another process has, too, workers make its own first. Until they have, it is a little past its limit; what lies in compressed memory they
+                // may share as well, so that writing it away would free nothing.
+                Step::Nothing if engine.mm.lock().table.shared() > 0 => {
+                    engine.call_workers();
+                    return;
+                }
                 Step::Nothing => {
                     if engine.charge.pool() > engine.charge.limit() / 16 && self.worker.write_back(engine) {
                         continue;

@@ -123,6 +123,13 @@ impl Split {
         }
     }
 
+    /// Forgets what came back since the last decision, and what a larger resident part would have saved.
+    pub fn forget(&mut self) {
+        for count in [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen, &mut self.regret] {
+            *count = 0;
+        }
+    }
+
     /// A page came back after `distance` pages were taken out, from the file or from compressed memory.
     pub fn refault(&mut self, distance: u64, from_file: bool) {
         self.seen += 1;

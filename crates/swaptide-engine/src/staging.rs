@@ -28,7 +28,7 @@ use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 
 use crate::EngineError;
-use crate::ids::PAGES_PER_LEAF;
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF};
 
 /// Times in a row that the trash is found full before something else must be wrong.
 const MOST_IN_VAIN: u32 = 16;
@@ -118,6 +118,11 @@ impl Staging {
             full_frames: 0,
             ready_frames: 0,
         })
+    }
+
+    /// Which pages of a chunk this process alone has, as bits; as far as that can be told.
+    pub fn owned(&self, chunk: ChunkNo) -> u16 {
+        self.pagemap.exclusive(chunk.first().addr(), PAGES_PER_CHUNK).unwrap_or(0)
     }
 
     /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the program's userfaultfd.

@@ -13,8 +13,9 @@
 //!    still being lowered and the use is not over the share.
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as limit nor as use.
 //! 4. `high` lowers limits by and by and never at once; no more is given than it permits.
-//! 5. What is lent ([`lend`]) is no more than what a process shared all the time lately: what it may use by that together with its limit is still
-//!    its limit.
+//! 5. What is lent ([`lend`]) is no more than what a process shares: what it may use by that together with its limit is still its limit.
+//! 6. A process of a *family* (processes that share compressed memory since a fork) keeps its part of that, as far as an eighth of what there is remains: what it
+//!    gave up of it, the others still had.
 //!
 //! Locks: none.
 
@@ -35,10 +36,16 @@ const WORTH_IN_NEED: u64 = 1 << 20;
 const ENGAGING: Duration = Duration::from_millis(20);
 /// Pages that were shared for so long will be so a while longer: a program that copies what a fork left it shared does it sooner.
 pub const SETTLES: Duration = Duration::from_millis(100);
+/// The time in which engines take out what a program copies of what a fork left it shared.
+pub const COPIED_AHEAD: Duration = Duration::from_millis(50);
+/// The time over which the pressure of processes of one family is averaged: each has moments at which it wants much.
+const AVERAGED: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub const SMALLEST_BUDGET: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 pub const YIELD_TIME: Duration = Duration::from_millis(50);
+/// Families keep so many eighths of what a group has.
+const KEPT_EIGHTHS: u64 = 7;
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
 
@@ -69,10 +76,14 @@ impl Bounds {
 /// A process's pages that others have too, since a fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sharing {
-    /// What it holds resident beyond what it uses: the parts of shared pages that count for others. The least of it lately.
+    /// What it holds resident beyond what it uses: the parts of shared pages that count for others. Outside of families, what [`Lasting`] makes of it.
     pub bytes: u64,
     /// What it was lent so far.
     pub lent: u64,
+    /// It is of a family.
+    pub of_family: bool,
+    /// Bytes of shared pages that were copied for it [`Lately`].
+    pub copied: u64,
 }
 
 /// Follows [`Sharing::bytes`] of a process: what lasts.
@@ -92,6 +103,26 @@ impl Lasting {
             *self = Lasting { before: self.least, least: bytes, age: Duration::ZERO };
         }
         self.before.min(self.least)
+    }
+}
+
+/// Follows what was copied for a process: that of the last one to two [`COPIED_AHEAD`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lately {
+    before: u64,
+    now: u64,
+    age: Duration,
+}
+
+impl Lately {
+    /// `bytes` were copied in the time `elapsed`; gives what was lately, these among it.
+    pub fn add(&mut self, bytes: u64, elapsed: Duration) -> u64 {
+        self.age += elapsed;
+        if self.age >= COPIED_AHEAD {
+            *self = Lately { before: if self.age < 2 * COPIED_AHEAD { self.now } else { 0 }, now: 0, age: Duration::ZERO };
+        }
+        self.now += bytes;
+        self.before + self.now
     }
 }
 
@@ -127,6 +158,8 @@ pub struct Process {
     pub limit: u64,
     /// Bytes a second by which it has grown since the last look, while it is not managed.
     pub growth: u64,
+    /// Bytes that it keeps whoever presses, for its family's sake.
+    pub kept: u64,
 }
 
 /// What to do now.
@@ -285,14 +318,27 @@ fn approach(shares: &[Bounds], group: &[Process], least: &[u64], targets: &[u64]
 /// share much since a fork, all of them may be at their limits while half of the budget is free. To those that press against their limits is lent
 /// what they share. What is shared may become two pages without a fault: so only what lasted counts, it is reckoned anew at each look, and nothing
 /// is lent in a group that has more than it may.
+///
+/// In a family that would cost too much: it would have taken out half of what it has, copied for that, and written compressed memory to the swap areas, before
+/// it is lent anything. There all that is shared is lent at once, but for as much as was copied lately (by what the kernel counts of faults): so much may be copied again
+/// before engines have taken anything out. A group that has more than it may gets four times as much less.
 pub fn lend(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
-    let over = |p: &Process| (0..groups.len()).any(|at| totals[at] > groups[at].most() && is_in(groups, p.group, at));
+    let over = |p: &Process| {
+        let over =
+            (0..groups.len()).filter(|at| is_in(groups, p.group, *at)).map(|at| totals[at].saturating_sub(groups[at].most()));
+        over.max().unwrap_or(0)
+    };
+    let soon: u64 = sharing.iter().filter(|sharing| sharing.of_family).map(|sharing| sharing.copied).sum();
     let lent = |(p, sharing): (&Process, &Sharing)| {
+        let full = p.used + sharing.bytes >= p.limit / 4 * 3;
         // With what it was lent the pressure goes: that is no reason to take it back.
         let presses = p.pressure > 0 || sharing.lent > 0;
-        let full = p.used + sharing.bytes >= p.limit / 4 * 3;
-        if p.standing == Standing::Engaged && presses && full && !over(p) { sharing.bytes } else { 0 }
+        match (p.standing == Standing::Engaged && full, sharing.of_family) {
+            (true, true) => sharing.bytes.saturating_sub(soon).saturating_sub(over(p).saturating_mul(4)),
+            (true, false) if presses && over(p) == 0 => sharing.bytes,
+            _ => 0,
+        }
     };
     processes.iter().zip(sharing).map(lent).collect()
 }
@@ -315,7 +361,14 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + beside
     };
     let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min();
-    group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect()
+    // What a family gives up one by one frees nothing.
+    let kept_sums = sums(shares, group.iter().map(|p| (p.group, p.kept)));
+    let kept_in = |p: &Process, at: usize| {
+        let most = shares[at].most() / 8 * KEPT_EIGHTHS;
+        if kept_sums[at] > most { part(most, p.kept, kept_sums[at]) } else { p.kept }
+    };
+    let kept = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| kept_in(p, at)).min();
+    group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR).max(kept(p).unwrap_or(0))).collect()
 }
 
 fn floor(p: &Process, least: u64) -> u64 {
@@ -367,6 +420,12 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     populated.map(wait).min().unwrap_or(Duration::from_millis(50))
 }
 
+/// Follows a rate by its average over [`AVERAGED`].
+pub fn average(previous: u64, rate: u64, elapsed: Duration) -> u64 {
+    let kept = (-elapsed.as_secs_f64() / AVERAGED.as_secs_f64()).exp();
+    (previous as f64 * kept + rate as f64 * (1.0 - kept)) as u64
+}
+
 /// Follows a rate: up at once, down over a second.
 pub fn smooth(previous: u64, rate: u64, elapsed: Duration) -> u64 {
     if rate >= previous {
@@ -394,6 +453,7 @@ mod tests {
             swapped: 4096 * MIB,
             limit: limit * MIB,
             growth: 0,
+            kept: 0,
         }
     }
 
@@ -634,6 +694,7 @@ mod tests {
                 swapped: 1 << 40,
                 limit,
                 growth: 0,
+                kept: 0,
             },
         );
         proptest::collection::vec(one, 1..12)
@@ -660,7 +721,7 @@ mod tests {
     fn what_is_shared_is_lent_to_those_that_press() {
         let groups = [Bounds::budget(48 * MIB)];
         let forked = |used, pressure, limit| process(Standing::Engaged, used, pressure, limit);
-        let sharing = |bytes: u64, lent: u64| Sharing { bytes: bytes * MIB, lent: lent * MIB };
+        let sharing = |bytes: u64, lent: u64| Sharing { bytes: bytes * MIB, lent: lent * MIB, ..Sharing::default() };
         let processes = [forked(16, 10, 8), forked(4, 10, 8), forked(4, 0, 8), forked(4, 0, 8), forked(2, 10, 20)];
         let shared = [sharing(0, 0), sharing(6, 0), sharing(4, 0), sharing(4, 3), sharing(4, 0)];
         // Who has no pressure needs it only if it is what keeps the pressure away; nor does he who is far below his limit.
@@ -673,7 +734,7 @@ mod tests {
         let groups = [Bounds::budget(100 * MIB), Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 }];
         let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
         let outside = process(Standing::Engaged, 18, 10, 18);
-        assert_eq!(lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, lent: 0 }; 2]), [0, 8 * MIB]);
+        assert_eq!(lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, ..Sharing::default() }; 2]), [0, 8 * MIB]);
     }
 
     #[test]
@@ -687,6 +748,65 @@ mod tests {
         assert_eq!((counted[0], counted[9], counted[19]), (0, 0, 109), "{counted:?}");
         assert!(counted[30..50].iter().all(|counts| *counts >= 110), "{counted:?}");
         assert_eq!(counted[50..], [20; 10]);
+    }
+
+    #[test]
+    fn in_a_family_what_is_shared_is_lent_at_once() {
+        let groups = [Bounds::budget(48 * MIB)];
+        let forked = |used, limit| process(Standing::Engaged, used, 0, limit);
+        let sharing =
+            |bytes: u64, copied: u64| Sharing { bytes: bytes * MIB, copied: copied * MIB, lent: 0, of_family: bytes > 0 };
+        let processes = [forked(16, 8), forked(4, 8), forked(2, 20)];
+        assert_eq!(lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 0)]), [0, 6 * MIB, 0]);
+        // What is copied is not lent, also where another does it.
+        assert_eq!(lend(&groups, &processes, &[sharing(0, 9), sharing(6, 2), sharing(4, 1)]), [0, 3 * MIB, 0]);
+        assert_eq!(lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 10)]), [0; 3]);
+        assert_eq!(lend(&groups, &[forked(40, 40), forked(9, 8)], &[sharing(4, 0); 2]), [0, 0], "more than there is");
+        let (total, bound) = (48 * MIB + 256 * 1024, &groups);
+        let over = lend(bound, &[Process { used: total - 9 * MIB, ..forked(0, 40) }, forked(9, 8)], &[sharing(4, 0); 2]);
+        assert_eq!(over, [3 * MIB; 2], "a little more than there is");
+    }
+
+    #[test]
+    fn what_came_lately_is_forgotten_in_time() {
+        let mut lately = Lately::default();
+        let step = COPIED_AHEAD / 5;
+        let seen: Vec<u64> = (0..20).map(|at| lately.add(if at < 5 { 10 } else { 0 }, step)).collect();
+        assert_eq!((seen[3], seen[4], seen[19]), (40, 50, 0), "{seen:?}");
+        assert!(seen[5..9].iter().all(|bytes| *bytes >= 10), "{seen:?}");
+        assert_eq!(lately.add(7, 3 * COPIED_AHEAD), 7);
+    }
+
+    #[test]
+    fn a_family_keeps_its_part_but_not_everything_is_kept_so() {
+        let shares = |mib: u64, kept: u64| {
+            let forked =
+                |pressure| Process { kept: kept * MIB, swapped: 200 * MIB, ..process(Standing::Engaged, 95, pressure, 98) };
+            let mut group = [forked(0), forked(400)];
+            for _ in 0..200 {
+                let given = limits(&whole(mib * MIB), &group, YIELD_TIME);
+                for (p, limit) in group.iter_mut().zip(given) {
+                    (p.limit, p.used) = (limit, limit);
+                }
+            }
+            [group[0].limit / MIB, group[1].limit / MIB]
+        };
+        assert_eq!(shares(200, 40)[0], 40);
+        let [idle, busy] = shares(200, 90);
+        assert!(idle.abs_diff(87) <= 1 && busy >= 110, "{idle} {busy}");
+        let [idle, busy] = shares(200, 0);
+        assert!(idle <= 9 && busy >= 190, "{idle} {busy}");
+    }
+
+    #[test]
+    fn in_a_group_that_is_over_its_bound_a_family_is_lent_less() {
+        let groups = [Bounds::budget(100 * MIB), Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 }];
+        let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
+        let outside = process(Standing::Engaged, 18, 10, 18);
+        assert_eq!(
+            lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, of_family: true, ..Sharing::default() }; 2]),
+            [4 * MIB, 8 * MIB]
+        );
     }
 
     proptest! {
@@ -753,7 +873,7 @@ mod tests {
         #[test]
         fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
             let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-                group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0,
+                group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0, kept: 0,
             }).collect();
             let decision = decide(&whole(budget), &tree, TICK);
             let total: u64 = tree.iter().map(|p| p.used).sum();

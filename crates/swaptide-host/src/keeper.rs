@@ -31,7 +31,7 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::now;
 
 use crate::areas::Areas;
-use crate::budget::{self, Bounds, Lasting, Process, Sharing, Standing};
+use crate::budget::{self, Bounds, Lasting, Lately, Process, Sharing, Standing};
 use crate::config::IdleReclaim;
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::pressure::Part;
@@ -47,6 +47,9 @@ use squeeze::Squeezes;
 
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Who shares so much with another, and has as much in compressed memory, is of a family.
+const FAMILY: u64 = 8 << 20;
 
 /// How often is looked for runs that are over.
 const RUNS_AGE: Duration = Duration::from_millis(500);
@@ -80,6 +83,8 @@ struct Watch {
     pid: u32,
     run: u32,
     moved_pages: u64,
+    /// It shares much since a fork, compressed memory among it (see [`budget`]).
+    of_family: bool,
     pressure: u64,
     used: u64,
     /// Microseconds in which its threads waited for memory, so far; and what part of the time that was since the last look, and lately.
@@ -89,6 +94,9 @@ struct Watch {
     /// What of its limit is lent, and what it shared lately.
     lent: u64,
     lasting: Lasting,
+    /// What came to it by faults while it shares pages, and what of that was copied lately.
+    grown: u64,
+    lately: Lately,
     /// What it would have if all were divided by demand at once.
     fair: u64,
 }
@@ -222,6 +230,9 @@ impl Keeper {
         self.tree.look();
         for pid in slots.keys() {
             self.tree.admit(*pid);
+        }
+        for (pid, index) in &slots {
+            self.tree.excuse(*pid, self.copied_nothing(*index) * PAGE_SIZE as u64);
         }
         self.places.forget(&self.tree.sample());
         for pid in self.tree.leaderless() {
@@ -368,7 +379,17 @@ impl Keeper {
         let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
         let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
         let Some(index) = member.slot else {
-            return Process { group, standing: Standing::Beyond, used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0 };
+            return Process {
+                group,
+                standing: Standing::Beyond,
+                used,
+                pressure: 0,
+                fixed: 0,
+                swapped: 0,
+                limit: 0,
+                growth: 0,
+                kept: 0,
+            };
         };
         let slot = self.segment.slot(index);
         let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
@@ -384,8 +405,11 @@ impl Keeper {
         {
             kept.totals.refused += 1;
         }
-        let moved: u64 =
-            [Counter::WorkingsetRefault, Counter::Pgsteal].iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let (shared, pool) = (self.tree.shared(pid), slot.pool_bytes.load(Relaxed));
+        let of_family = shared >= FAMILY && pool >= FAMILY;
+        // What goes out of a process that has the same as another says only that it is to have less.
+        let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
+        let moved: u64 = counts.iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
             slot.stall_anew(at);
@@ -396,6 +420,7 @@ impl Keeper {
             pid,
             run: member.run,
             moved_pages: moved,
+            of_family,
             pressure: 0,
             // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
             used: if began_small { 0 } else { used },
@@ -404,16 +429,27 @@ impl Keeper {
             stalled_lately: Part::default(),
             lent: 0,
             lasting: Lasting::default(),
+            grown: 0,
+            lately: Lately::default(),
             fair: 0,
         };
+        let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
         }
+        if std::mem::replace(&mut watch.of_family, of_family) != of_family {
+            // A fork: what either wanted before says nothing.
+            watch.moved_pages = moved;
+            watch.pressure = if of_family { 0 } else { watch.pressure };
+        }
         let bytes = moved.saturating_sub(watch.moved_pages) * PAGE_SIZE as u64;
         watch.moved_pages = moved;
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
-        watch.pressure = budget::smooth(watch.pressure, rate as u64, elapsed);
+        // More than is out, or than there is, counts for no more, and would only last longer.
+        let most = swapped.min(self.budget);
+        let (before, rate) = (watch.pressure.min(most), (rate as u64).min(most));
+        watch.pressure = if of_family { budget::average(before, rate, elapsed) } else { budget::smooth(before, rate, elapsed) };
         let waited = stalled_us.saturating_sub(watch.stalled_us);
         watch.stalled_us = stalled_us.max(watch.stalled_us);
         watch.stalled = Part::of(waited, elapsed);
@@ -421,19 +457,42 @@ impl Keeper {
         let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
         let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
-        let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
         let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(|bytes| bytes.load(Relaxed));
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // Who waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
-        Process { group, standing, used, pressure, fixed, swapped, limit, growth: growth as u64 }
+        // Of compressed memory its own part, at least half; and a little to work with.
+        let own = pool - shared.min(pool / 2);
+        let kept = if of_family { (own + fixed.min(budget::FLOOR) + budget::FLOOR).min(used) } else { 0 };
+        Process { group, standing, used, pressure, fixed, swapped, limit, growth: growth as u64, kept }
+    }
+
+    /// Minor faults of a process so far that copied nothing: those that its engine made, and those that it answered.
+    fn copied_nothing(&self, index: SlotIndex) -> u64 {
+        let counted = [Counter::EngineFaults, Counter::Pgmajfault, Counter::Pgminfault];
+        counted.iter().map(|counter| self.segment.slot(index).counters[*counter as usize].load(Relaxed)).sum()
     }
 
     /// What a process has of pages that others have too.
     fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
-        let now = self.tree.shared(member.pid);
-        let Some(watch) = member.slot.and_then(|index| self.watches.get_mut(&index)) else { return Sharing::default() };
-        Sharing { bytes: watch.lasting.follow(now, elapsed), lent: watch.lent }
+        let Some(index) = member.slot else { return Sharing::default() };
+        // What engines make their own to take it out is not to come twice.
+        let unshared =
+            self.segment.slot(index).counters[Counter::PagesUnshared as usize].load(Relaxed) + self.copied_nothing(index);
+        let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
+        let grown = self.tree.grown(member.pid).saturating_sub(unshared * PAGE_SIZE as u64);
+        let before = std::mem::replace(&mut watch.grown, grown);
+        // Who begins to share had all that before.
+        let copied = if before == 0 { 0 } else { grown.saturating_sub(before) };
+        let shared = self.tree.shared(member.pid);
+        let lasting = watch.lasting.follow(shared, elapsed);
+        self.segment.slot(index).of_family.store(watch.of_family.into(), Relaxed);
+        Sharing {
+            bytes: if watch.of_family { shared } else { lasting },
+            lent: watch.lent,
+            of_family: watch.of_family,
+            copied: watch.lately.add(copied, elapsed),
+        }
     }
 
     /// Notes the most that each run has at a time.

@@ -7,7 +7,8 @@
 //! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for processes that were forked and
 //! did not exec: they share pages, which would count once for each of them. Such processes have the same start of stack, for fork
 //! copies it and exec draws a new one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
-//! carried on in between by the change of the resident size. When one of them comes or goes, all are read.
+//! carried on in between by the change of the resident size, and by what was copied: a write to a shared page makes two of it, of which only the number of minor
+//! faults tells. When one of them comes or goes, all are read.
 //!
 //! Who runs on another's memory, as between vfork and exec, uses nothing itself.
 //!
@@ -21,7 +22,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use swaptide_sys::process::{StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory};
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::{
+    StatmFd, anon_rss, minor_faults, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory,
+};
 use swaptide_sys::sock::poll_readable;
 
 /// Less than this needs no exact count.
@@ -41,6 +45,9 @@ struct Member {
     resident: u64,
     used: u64,
     pss: Option<Pss>,
+    /// Its minor faults, while it is one of several that share pages; and bytes of those that copied nothing.
+    faults: u64,
+    excused: u64,
     /// It runs on another member's memory, which counts there (vfork).
     guest: bool,
     /// Its first thread has ended, others live.
@@ -51,6 +58,9 @@ struct Pss {
     bytes: u64,
     /// The resident size when it was read.
     resident: u64,
+    /// The minor faults by then, and bytes of those that copied nothing.
+    faults: u64,
+    excused: u64,
     read: Instant,
     cost: Duration,
 }
@@ -187,7 +197,30 @@ impl Tree {
                 member.pss = None;
             }
         }
+        self.count_copies();
         dead
+    }
+
+    /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied for one of them is no longer shared by it, and by one less of the others.
+    fn count_copies(&mut self) {
+        let mut families: HashMap<u64, (u64, u64)> = HashMap::new();
+        for member in self.members.values().filter(|member| member.pss.is_some()) {
+            let (count, copied) = families.entry(member.family).or_default();
+            (*count, *copied) = (*count + 1, *copied + member.copied());
+        }
+        for member in self.members.values_mut().filter(|member| member.pss.is_some()) {
+            let Some((count, all)) = families.get(&member.family).copied().filter(|(count, _)| *count > 1) else { continue };
+            let own = member.copied();
+            let lost = own / count * (count - 1) + (all - own) / (count * (count - 1));
+            member.used = (member.used + lost).min(member.resident);
+        }
+    }
+
+    /// So many bytes of a process's minor faults so far copied nothing.
+    pub fn excuse(&mut self, pid: u32, bytes: u64) {
+        if let Some(member) = self.members.get_mut(&pid) {
+            member.excused = bytes;
+        }
     }
 
     /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be one.
@@ -223,6 +256,11 @@ impl Tree {
         self.members.get(&pid).map_or(0, beyond)
     }
 
+    /// Bytes of pages that came to a member without reading so far, copies of shared ones among them; 0 for one that shares none.
+    pub fn grown(&self, pid: u32) -> u64 {
+        self.members.get(&pid).filter(|member| member.pss.is_some()).map_or(0, |member| member.faults * PAGE_SIZE as u64)
+    }
+
     /// Members whose first thread has ended and that live on, or seem to.
     pub fn leaderless(&self) -> impl Iterator<Item = u32> {
         self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)
@@ -252,8 +290,19 @@ impl Member {
     fn open(pid: u32, root: u32) -> Option<Member> {
         let pidfd = pidfd_open(pid).ok()?;
         let statm = StatmFd::open(pid).ok()?;
-        let member =
-            Member { root, statm, pidfd, family: family(pid), resident: 0, used: 0, pss: None, guest: false, leaderless: false };
+        let member = Member {
+            root,
+            statm,
+            pidfd,
+            family: family(pid),
+            resident: 0,
+            used: 0,
+            pss: None,
+            faults: 0,
+            excused: 0,
+            guest: false,
+            leaderless: false,
+        };
         // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
         if member.is_dead() { None } else { Some(member) }
     }
@@ -280,14 +329,32 @@ impl Member {
             // An exec in the meantime ends the sharing.
             self.family = family(pid);
             let started = Instant::now();
+            // Before: what is copied meanwhile may be counted twice until the next time, and not left out.
+            let faults = minor_faults(pid).unwrap_or_default();
             if let Some(bytes) = pss_anon(pid) {
-                self.pss = Some(Pss { bytes, resident: self.resident, read: Instant::now(), cost: started.elapsed() });
+                self.pss = Some(Pss {
+                    bytes,
+                    resident: self.resident,
+                    faults,
+                    excused: self.excused,
+                    read: Instant::now(),
+                    cost: started.elapsed(),
+                });
             }
         }
+        self.faults = minor_faults(pid).unwrap_or(self.faults);
         if let Some(pss) = &self.pss {
             let carried = (pss.bytes + self.resident).saturating_sub(pss.resident);
             self.used = carried.min(self.resident);
         }
+    }
+
+    /// Bytes of shared pages that it has written to since its proportional size was read, at most: what it grew by came by such faults, too.
+    fn copied(&self) -> u64 {
+        let Some(pss) = &self.pss else { return 0 };
+        let came = self.faults.saturating_sub(pss.faults).saturating_mul(PAGE_SIZE as u64);
+        let excused = self.excused.saturating_sub(pss.excused) + self.resident.saturating_sub(pss.resident);
+        came.saturating_sub(excused)
     }
 }
 

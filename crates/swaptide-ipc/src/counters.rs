@@ -72,6 +72,10 @@ counters! {
     SwpinStale = "swpin_stale",
     /// Pages that could not be moved because something held them (EBUSY).
     PagesBusy = "pages_busy",
+    /// Pages that another process had, too, since a fork, and that were copied so that they could be moved.
+    PagesUnshared = "pages_unshared",
+    /// Pages that the engine had the kernel fault in and that copied nothing: fresh ones of compressed memory, and those that a fork had shared and no longer did.
+    EngineFaults = "engine_faults",
     /// Forks of a process with managed memory.
     Forks = "forks",
     /// Pages copied to a child on its parent's behalf before the child served itself.

@@ -16,7 +16,7 @@ use crate::groups::Groups;
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 /// Version of the layout; supervisor and agent must agree.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
@@ -146,6 +146,8 @@ pub struct ProcSlot {
     /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written by the supervisor, which makes it 0 when it has
     /// changed its mind; the process has done it when its state is [`ProcState::Detached`].
     pub detach: AtomicU32,
+    /// Not 0: much of its memory is another's, too, since a fork, as the supervisor saw it last.
+    pub of_family: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
     /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
@@ -416,6 +418,7 @@ impl Segment {
         slot.preload.store(0, Relaxed);
         slot.asks.store(0, Relaxed);
         slot.throttle_us.store(0, Relaxed);
+        slot.of_family.store(0, Relaxed);
         slot.detach.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {

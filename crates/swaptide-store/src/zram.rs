@@ -26,7 +26,7 @@ mod pool;
 mod table;
 
 use core::mem::MaybeUninit;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use swaptide_sys::lock::{Guard, Lock};
 
@@ -91,6 +91,7 @@ pub struct Zram {
 /// What is asked for often, kept where no lock is needed to read it.
 #[derive(Default)]
 struct Figures {
+    populated: AtomicU64,
     pool_bytes: AtomicUsize,
     stored_bytes: AtomicUsize,
 }
@@ -99,6 +100,7 @@ impl Figures {
     /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything else from them: relaxed.
     fn note(&self, state: &State) {
         self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
+        self.populated.store(state.pool.populated(), Ordering::Relaxed);
         self.stored_bytes.store(state.pool.stored_bytes(), Ordering::Relaxed);
     }
 }
@@ -461,6 +463,12 @@ impl Zram {
     #[must_use]
     pub fn pool_bytes(&self) -> usize {
         self.figures.pool_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Pages that the pool had the kernel populate so far. Takes no lock.
+    #[must_use]
+    pub fn populated(&self) -> u64 {
+        self.figures.populated.load(Ordering::Relaxed)
     }
 
     /// Bytes of packed data. Takes no lock.

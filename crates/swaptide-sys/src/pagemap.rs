@@ -71,6 +71,7 @@ const HUGE: u64 = k::PAGE_IS_HUGE as u64;
 const WORD_PRESENT: u64 = 1 << 63;
 const WORD_SWAPPED: u64 = 1 << 62;
 const WORD_FILE: u64 = 1 << 61;
+const WORD_EXCLUSIVE: u64 = 1 << 56;
 
 impl Pagemap {
     /// Opens this process's own.
@@ -116,6 +117,17 @@ impl Pagemap {
         })?;
         let end = if there { edge.min(range.end) } else { first.max(range.start) };
         Ok((end.0 - range.start.0) / PAGE_SIZE)
+    }
+
+    /// Which of the first `n` pages (at most 16) from `start` on exist and are mapped by this process alone, as bits.
+    pub fn exclusive(&self, start: VirtAddr, n: usize) -> Result<u16, Errno> {
+        let mut bytes = [0u8; 16 * 8];
+        let want = n.min(16) * 8;
+        let at = start.page_number() as u64 * 8;
+        let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut bytes[..want], at))?;
+        let words = bytes[..n].chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8")));
+        let is_own = |word: u64| word & (WORD_PRESENT | WORD_EXCLUSIVE) == WORD_PRESENT | WORD_EXCLUSIVE;
+        Ok(words.enumerate().filter(|(_, word)| is_own(*word)).fold(0, |bits, (at, _)| bits | 1 << at))
     }
 
     fn scan(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
@@ -219,6 +231,38 @@ mod tests {
         got.clear();
         pagemap.read_words(map.range(), &mut |run| got.push(run.range)).unwrap();
         assert_eq!(relative(&map, &got), want);
+    }
+
+    #[test]
+    fn what_a_fork_shares_is_not_exclusive_until_it_is_written_or_the_child_ends() {
+        let map = Mapping::reserve(20 * PAGE_SIZE).unwrap();
+        pages(&map, &[0, 1, 3, 17]);
+        let pagemap = Pagemap::open_self().unwrap();
+        let now = |at: usize, n| pagemap.exclusive(map.range().start.offset(at * PAGE_SIZE), n).unwrap();
+        // Another test's fork may share them for a moment.
+        let own = |at: usize, n, expected: u16| {
+            (0..5000).any(|_| {
+                crate::thread::sleep(core::time::Duration::from_millis(u64::from(now(at, n) != expected)));
+                now(at, n) == expected
+            })
+        };
+        assert!(own(0, 16, 0b1011) && own(0, 2, 0b11) && own(17, 1, 1) && own(16, 4, 0b10));
+        // SAFETY: the child waits to be killed and does nothing else: it calls nothing and touches no memory.
+        let child = unsafe { syscall!(k::__NR_fork) }.unwrap() as u32;
+        if child == 0 {
+            loop {
+                // SAFETY: it only waits.
+                let _ = unsafe { syscall!(k::__NR_pause) };
+            }
+        }
+        assert_eq!(now(0, 16), 0);
+        pages(&map, &[1]);
+        assert!(own(0, 16, 0b10));
+        crate::thread::kill(crate::thread::Pid(child), 9).unwrap();
+        // SAFETY: the child is this test's own; nothing is written anywhere.
+        let ended = unsafe { syscall!(k::__NR_wait4, child, 0usize, 0usize, 0usize) };
+        assert_eq!(ended, Ok(child as usize));
+        assert!(own(0, 16, 0b1011));
     }
 
     #[test]

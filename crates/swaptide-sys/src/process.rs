@@ -112,6 +112,19 @@ pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
 }
 
+/// Faults of a process that took no reading: pages of zeros, copies of pages that a fork left shared. Those that a userfaultfd answered are not among
+/// them. `None` when it is gone.
+pub fn minor_faults(pid: u32) -> Option<u64> {
+    let mut buf = [0; 1024];
+    parse_minor_faults(procfs::read_file(PathBuf::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
+}
+
+/// The same out of a `stat` file.
+fn parse_minor_faults(stat: &[u8]) -> Option<u64> {
+    // Field 10, counted from 1; the one after the name is 3.
+    parse_u64(procfs::words(after_name(stat)?).nth(10 - 3)?)
+}
+
 /// What the first thread of this process ended with, as `wait` would give it; `None` while it lives.
 pub fn leader_end() -> Option<u32> {
     let mut buf = [0; 1024];

@@ -99,7 +99,6 @@ impl Engine {
         self.awake.store(0, Relaxed);
         self.bells.reset();
         self.handler_tid.store(0, Relaxed);
-        self.shared_pages.store(true, Relaxed);
     }
 
     /// Closes the userfaultfd of an engine that never began.
@@ -248,6 +247,7 @@ impl Handler {
             handler.trail.inherit(book);
         }
         engine.mm.lock().staging.reopen()?;
+        engine.is_shared_anew();
         engine.devices.file.inherit(std::mem::take(&mut left.areas), salt);
         {
             let mut mm = engine.mm.lock();
@@ -276,6 +276,7 @@ impl Handler {
         if engine.followed {
             handler.close_shield();
         }
+        engine.charge.part_with();
         engine.charge.take_limit(engine.slot());
         engine.charge.inherit(swaptide_sys::process::parent());
         engine.fork.set(NONE);

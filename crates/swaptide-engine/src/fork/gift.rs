@@ -224,7 +224,7 @@ impl Handler {
             (self.engine.start.log)(
                 "a fork came through no hook of libc: the child gets all its memory at once and is not managed",
             );
-            self.engine.shared_pages.store(true, std::sync::atomic::Ordering::Relaxed);
+            self.engine.is_shared_anew();
             self.engine.count(Counter::Forks, 1);
             let child = self.recipient(uffd, false);
             self.recipients.push(child);

@@ -22,9 +22,6 @@ use super::wire::{Decline, MESSAGE_BYTES, OFF, OFF_TORN, TAKEN, encode};
 use crate::handler::Handler;
 use crate::ids::{PageNo, range_of};
 
-/// What a fork leaves to each of the two, if there was that much.
-const LEAST_LIMIT: u64 = 4 << 20;
-
 /// Where the child will answer.
 pub(super) enum Door {
     Pair(Conn),
@@ -147,7 +144,7 @@ impl Handler {
     /// one of them writes to it, and no fault tells of that.
     fn share_limit(&self, child: SlotIndex) {
         let engine = self.engine;
-        let half = (engine.charge.limit() / 2).max(LEAST_LIMIT.min(engine.charge.limit()));
+        let half = engine.charge.part_with();
         for slot in [engine.slot(), engine.start.segment.slot(child)] {
             slot.limit_bytes.store(half, Relaxed);
         }

@@ -82,7 +82,7 @@ impl Handler {
                 );
             }
             self.hand_over(child, door);
-            engine.shared_pages.store(true, Relaxed);
+            engine.is_shared_anew();
             engine.count(Counter::Forks, 1);
         }
         self.fork_is_over();
@@ -117,6 +117,10 @@ impl Handler {
 
     pub(crate) fn park_workers(&mut self) {
         let engine = self.engine;
+        // Who asked for a fork may have been read while a worker's fault was answered: that worker stands still only when it has its page.
+        if let Some(fault) = self.answering.filter(|fault| self.is_of_worker(*fault)) {
+            self.pending.push_front(fault);
+        }
         loop {
             // Each time: a fork that was asked for meanwhile is over by then, and has let them go on.
             engine.park.store(1, Release);

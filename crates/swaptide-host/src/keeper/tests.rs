@@ -169,8 +169,17 @@ fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
     }
     slot.count(Counter::SwapFull, 1);
     let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
-    let process =
-        Process { group: 0, standing: Standing::Engaged, used: 80 << 20, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0 };
+    let process = Process {
+        group: 0,
+        standing: Standing::Engaged,
+        used: 80 << 20,
+        pressure: 0,
+        fixed: 0,
+        swapped: 0,
+        limit: 0,
+        growth: 0,
+        kept: 0,
+    };
     keeper.enforce(root, &[member], &[process]);
     assert!(keeper.totals(root).strict_kill);
     let mut child = child;

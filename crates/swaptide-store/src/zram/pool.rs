@@ -216,6 +216,8 @@ pub(super) struct Pool {
     warm: Vec<u32>,
     classes: [ClassState; CLASSES],
     resident_pages: usize,
+    /// Pages that were populated so far.
+    populated: u64,
     stored: usize,
     objects: usize,
     head_bytes: usize,
@@ -248,6 +250,7 @@ impl Pool {
             warm: Vec::with_capacity(WARM_BLOCKS),
             classes: [ClassState { lists: [NONE; GROUPS], blocks: 0, used: 0 }; CLASSES],
             resident_pages: 0,
+            populated: 0,
             stored: 0,
             objects: 0,
             head_bytes: 0,
@@ -274,6 +277,10 @@ impl Pool {
     #[cfg(test)]
     pub(super) fn range(&self) -> swaptide_sys::page::VirtRange {
         swaptide_sys::page::VirtRange::from_len(swaptide_sys::page::VirtAddr(self.memory.as_ptr() as usize), self.memory.len())
+    }
+
+    pub(super) fn populated(&self) -> u64 {
+        self.populated
     }
 
     pub(super) fn stored_bytes(&self) -> usize {
@@ -523,6 +530,7 @@ impl Pool {
             let from = usize::from(b.resident) * PAGE_SIZE;
             b.resident = pages;
             self.resident_pages += usize::from(missing);
+            self.populated += u64::from(missing);
             // One call instead of a fault per page. Where the kernel cannot, the faults come one by one.
             let _ = self.memory.populate_write(block as usize * BLOCK_BYTES + from, usize::from(missing) * PAGE_SIZE);
         }

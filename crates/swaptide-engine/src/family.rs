@@ -1,0 +1,177 @@
+//! Whether this process is of a *family*: whether others have much of its memory too, since a fork, compressed memory among it.
+//!
+//! What one of a family gives up, the others still have: to write compressed memory to the swap areas frees nothing, to copy what is shared in order to take it out
+//! takes room, and the next child would have to read all of it. So in a family compressed memory may fill the limit, copies of pages that came back from it stay, it is
+//! not made smaller by zstd, and what shows how a limit is best divided is not listened to. A process whose parent, or children, have written to all of it is of a family
+//! as long as the supervisor still measures that they share ([`ProcSlot::of_family`](swaptide_ipc::ProcSlot)).
+//!
+//! Owns: that state, and the limit between a fork and the supervisor's first word about it.
+//!
+//! Invariants
+//! 1. A limit that a fork left is heeded after [`PARTS`] at the latest.
+//! 2. Who shares nothing any more is of no family after [`PATIENCE`], and compressed memory that is past its share for so long goes to the swap areas in a family, too.
+//!
+//! Locks: none; atomics, each read on its own.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use swaptide_sys::thread::now;
+
+/// How long a process waits after a fork for the supervisor to say what each of the two may have.
+const PARTS: Duration = Duration::from_millis(100);
+/// What the supervisor says may change and change back within so long: it carries on what it measures in between.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Family {
+    is_one: AtomicBool,
+    /// The process of which this one is a fork, while it lives; 0 otherwise.
+    heir_of: AtomicU32,
+    /// It is one until then, whatever else.
+    until: AtomicU64,
+    /// Since when compressed memory has been past its share; 0: it is not.
+    pressed: AtomicU64,
+    /// A limit that is not heeded, and until when.
+    parted: AtomicU64,
+    parted_until: AtomicU64,
+}
+
+fn after(time: Duration) -> u64 {
+    now().0.saturating_add(time.as_nanos() as u64)
+}
+
+impl Family {
+    /// A fork that is worth it left `limit` to each of the two. What they share counts once, which the supervisor alone can tell: until it has seen the
+    /// child and says how much it is, for [`PARTS`] at most, both go on with the whole. (Were they to take half of it out at once, they would copy what they share to do
+    /// so, and have to bring it back.) In both processes, before they take over another limit.
+    pub fn part(&self, limit: u64) {
+        self.parted.store(limit, Relaxed);
+        self.parted_until.store(after(PARTS), Relaxed);
+        self.stay();
+    }
+
+    /// False for the limit that a fork left, as long as the supervisor may still say another.
+    pub fn heeds(&self, limit: u64) -> bool {
+        if limit == self.parted.load(Relaxed) && now().0 < self.parted_until.load(Relaxed) {
+            return false;
+        }
+        self.parted.store(0, Relaxed);
+        true
+    }
+
+    /// It is one for a while, as the supervisor says.
+    pub fn stay(&self) {
+        self.until.store(after(PATIENCE), Relaxed);
+        self.is_one.store(true, Relaxed);
+    }
+
+    /// This process is a fork of `parent`.
+    pub fn inherit(&self, parent: u32) {
+        self.heir_of.store(parent, Relaxed);
+        self.stay();
+    }
+
+    /// Ends what [`Family::inherit`] began when the parent is another one now: the first has ended.
+    pub fn look_for_parent(&self) {
+        let parent = self.heir_of.load(Relaxed);
+        if parent != 0 && parent != swaptide_sys::process::parent() {
+            self.heir_of.store(0, Relaxed);
+            self.stay();
+        }
+    }
+
+    /// True in a fork whose parent lives.
+    pub fn is_heir(&self) -> bool {
+        self.heir_of.load(Relaxed) != 0
+    }
+
+    /// See the module's description.
+    pub fn is_one(&self) -> bool {
+        self.is_one.load(Relaxed)
+    }
+
+    /// Looks again, now and then; compressed memory is past its share or not. True when this process has just ceased to be of a family.
+    pub fn follow(&self, overfull: bool) -> bool {
+        let is_one = self.is_heir() || now().0 < self.until.load(Relaxed);
+        if !is_one || !overfull {
+            self.pressed.store(0, Relaxed);
+        } else if self.pressed.load(Relaxed) == 0 {
+            self.pressed.store(now().0, Relaxed);
+        }
+        self.is_one.swap(is_one, Relaxed) && !is_one
+    }
+
+    /// False while what is in compressed memory should stay there although it is past its share.
+    pub fn may_write_back(&self) -> bool {
+        if !self.is_one() {
+            return true;
+        }
+        let since = self.pressed.load(Relaxed);
+        since != 0 && now().0.saturating_sub(since) >= PATIENCE.as_nanos() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wait(time: Duration) {
+        std::thread::sleep(time + Duration::from_millis(1));
+    }
+
+    #[test]
+    fn what_a_fork_left_is_not_heeded_until_the_supervisor_says_more_or_says_nothing() {
+        let family = Family::default();
+        assert!(family.heeds(32 << 20));
+        family.part(32 << 20);
+        assert!(!family.heeds(32 << 20), "nobody has seen the child");
+        assert!(family.heeds(50 << 20), "somebody has");
+        assert!(family.heeds(32 << 20));
+        family.part(32 << 20);
+        wait(PARTS);
+        assert!(family.heeds(32 << 20), "nobody ever will");
+    }
+
+    #[test]
+    fn a_family_ends_a_while_after_nothing_is_shared_any_more() {
+        let family = Family::default();
+        assert!(!family.is_one() && !family.follow(false));
+        family.stay();
+        assert!(family.is_one() && !family.follow(false) && family.is_one());
+        wait(PATIENCE);
+        assert!(family.is_one(), "nobody has looked");
+        assert!(family.follow(false) && !family.is_one());
+        assert!(!family.follow(false), "it is told once");
+    }
+
+    #[test]
+    fn an_heir_is_of_the_family_as_long_as_its_parent_lives() {
+        let family = Family::default();
+        family.inherit(swaptide_sys::process::parent());
+        family.look_for_parent();
+        wait(PATIENCE);
+        assert!(!family.follow(false) && family.is_one() && family.is_heir());
+        family.inherit(1 << 30);
+        family.look_for_parent();
+        assert!(!family.is_heir() && family.is_one());
+        wait(PATIENCE);
+        assert!(family.follow(false));
+    }
+
+    #[test]
+    fn compressed_memory_that_is_past_its_share_for_long_goes_on() {
+        let family = Family::default();
+        assert!(family.may_write_back());
+        family.inherit(swaptide_sys::process::parent());
+        family.follow(true);
+        assert!(!family.may_write_back());
+        wait(PATIENCE);
+        family.follow(false);
+        family.follow(true);
+        assert!(!family.may_write_back(), "it was not all the time");
+        wait(PATIENCE);
+        assert!(family.may_write_back());
+    }
+}
