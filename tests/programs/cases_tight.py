@@ -5,13 +5,13 @@ from cgroups import memory_cgroup
 from harness import MIB, Case, Skip
 
 
-def tight(run):
-    """`run` with what it starts under swaptide in a cgroup of the budget and a tenth. Nothing is added for the kernel's own memory and for pages of files:
+def tight(run, tenths=11):
+    """`run` with what it starts under swaptide in a cgroup of so many tenths of the budget: the budget and a tenth. Nothing is added for the kernel's own memory and for pages of files:
     the former fits into the tenth in programs of this size (2 to 10 MiB), and the latter are given up for others."""
     def confined(context):
         if context.native:
             return
-        limit = context.budget * MIB * 11 // 10
+        limit = context.budget * MIB * tenths // 10
         with memory_cgroup(context, limit) as group:
             if group is None:
                 raise Skip("no memory cgroup can be made here")
@@ -30,12 +30,14 @@ def tight(run):
     return confined
 
 
-def case(name, run, budget, **how):
-    return Case(f"tight-{name}", tight(run), budget, limit=240, **how)
+def case(name, run, budget, tenths=11, **how):
+    return Case(f"tight-{name}", tight(run, tenths), budget, limit=240, **how)
 
 
 CASES = [
     case("walk", python("walk.py", 1024), 256, allowance=4),
+    # A budget of all that the cgroup has: what the kernel and others need of it goes off.
+    case("whole", python("walk.py", 512), 128, tenths=10, allowance=4),
     case("sort", sort(192, 192), 128, needs=("sort",), allowance=4),
     # A dict that grows doubles in a mapping of 20 MiB that nobody has seen yet: with other programs on all CPUs its first pages may come before it is managed.
     case("python", python("structures.py", 80), 256, full=True, allowance=4),

@@ -11,6 +11,7 @@
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
+mod ceiling;
 mod detach;
 mod idle;
 mod places;
@@ -39,6 +40,7 @@ use crate::report::{ProcessView, Totals, View};
 use crate::shared::Shared;
 use crate::tree::Tree;
 
+use ceiling::Ceiling;
 pub use detach::Detaching;
 use idle::Idlers;
 use places::Places;
@@ -161,6 +163,7 @@ pub struct Keeper {
     shared: Option<&'static Shared>,
     looked_at_runs: Instant,
     frozen: BTreeSet<GroupIndex>,
+    ceiling: Ceiling,
 }
 
 impl Keeper {
@@ -184,12 +187,18 @@ impl Keeper {
             shared: None,
             looked_at_runs: Instant::now(),
             frozen: BTreeSet::new(),
+            ceiling: Ceiling::default(),
         }
     }
 
     /// Counts shared memory, too.
     pub fn with_shared(self, shared: &'static Shared) -> Keeper {
         Keeper { shared: Some(shared), ..self }
+    }
+
+    /// Keeps within what the memory cgroups of this process leave, too: all that it keeps is in them.
+    pub fn within_cgroups(self) -> Keeper {
+        Keeper { ceiling: Ceiling::of_own_cgroups(), ..self }
     }
 
     /// Keeps a run, too.
@@ -243,7 +252,7 @@ impl Keeper {
         }
         let pids: Vec<u32> = self.tree.pids().collect();
         let members: Vec<Member> = pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
-        let (bounds, nodes) = self.bounds();
+        let (bounds, nodes) = self.bounds(&members);
         let processes: Vec<Process> = members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
         for (pid, slot) in &slots {
             if !self.tree.contains(*pid) {
@@ -331,12 +340,19 @@ impl Keeper {
     }
 
     /// What each group may have, and below its group each run that has a maximum of its own; and where these stand.
-    fn bounds(&self) -> (Vec<Bounds>, HashMap<Node, usize>) {
+    fn bounds(&mut self, members: &[Member]) -> (Vec<Bounds>, HashMap<Node, usize>) {
+        let resident = members.iter().map(|member| self.tree.used(member.pid)).sum();
+        let left = self.ceiling.look(resident).unwrap_or(u64::MAX);
+        if left < self.budget {
+            for kept in self.runs.values_mut() {
+                kept.totals.cgroup_left = Some(kept.totals.cgroup_left.map_or(left, |least| least.min(left)));
+            }
+        }
         let mut bounds = Vec::new();
         let mut nodes = HashMap::new();
         for index in self.groups.downwards() {
             let Some(group) = self.groups.get(index) else { continue };
-            let own = if index == GroupIndex::ROOT { self.budget } else { u64::MAX };
+            let own = if index == GroupIndex::ROOT { self.budget.min(left) } else { u64::MAX };
             let frozen = self.frozen.contains(&index);
             let squeezed = self.squeezes.bound(index);
             let bound = [squeezed, self.idlers.bound(index)].into_iter().flatten().min();

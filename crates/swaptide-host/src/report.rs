@@ -35,6 +35,8 @@ pub struct Totals {
     pub peak_footprint: u64,
     /// Most compressed memory at one time, in bytes.
     pub peak_pool: u64,
+    /// The least that the memory cgroups around the run left of its budget, in bytes; none if they left all of it.
+    pub cgroup_left: Option<u64>,
     /// The swap areas.
     pub areas: Vec<AreaView>,
     /// The groups.
@@ -54,6 +56,7 @@ impl Default for Totals {
             peak_resident: 0,
             peak_footprint: 0,
             peak_pool: 0,
+            cgroup_left: None,
             areas: Vec::new(),
             groups: Vec::new(),
             refused: 0,
@@ -127,6 +130,8 @@ pub struct Report {
     pub peak_footprint_bytes: u64,
     /// Most compressed memory.
     pub peak_pool_bytes: u64,
+    /// The least that the memory cgroups around the run left of the budget; `null` if they left all of it.
+    pub cgroup_left_bytes: Option<u64>,
     /// Counters under the kernel's names.
     pub stats: BTreeMap<&'static str, u64>,
     /// Times of faults.
@@ -261,6 +266,7 @@ impl Report {
             peak_resident_bytes: totals.peak_resident,
             peak_footprint_bytes: totals.peak_footprint,
             peak_pool_bytes: totals.peak_pool,
+            cgroup_left_bytes: totals.cgroup_left,
             stats: Counter::ALL.iter().map(|counter| (counter.name(), totals.get(*counter))).collect(),
             fault_us: totals.fault_times(),
             devices,
@@ -295,6 +301,9 @@ pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
             human_count(totals.pages_in()),
         )
     };
+    if let Some(left) = totals.cgroup_left {
+        line += &format!("; its cgroup left {} of the budget", human(left));
+    }
     if totals.get(Counter::PagesPoisoned) > 0 {
         line += &format!("; {} PAGES LOST, their reader got SIGBUS", totals.get(Counter::PagesPoisoned));
     }

@@ -4,7 +4,7 @@
 //! always powers of 1024) or, where it is allowed, `%`.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Why a text is no size.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,9 +144,13 @@ pub fn cgroup_room() -> Option<u64> {
 
 /// The smallest that `f` makes of the limits of this process's cgroup and the ones above it, and their directories.
 fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
-    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let mut smallest: Option<u64> = None;
-    for line in own.lines() {
+    limiting_cgroups().iter().filter_map(|(directory, limit)| Some(f((*limit)?, directory))).min()
+}
+
+/// The memory cgroups that this process is in, of version 2 or 1: the directory of each, and its limit if it has one now.
+pub fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
+    let mut found = Vec::new();
+    for line in std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default().lines() {
         let mut fields = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
         let (root, file) = match controllers {
@@ -157,9 +161,8 @@ fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
         let mut path = Path::new(path);
         loop {
             let directory = Path::new(root).join(path.strip_prefix("/").unwrap_or(path));
-            let limit = std::fs::read_to_string(directory.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
-            if let Some(found) = limit.map(|limit| f(limit, &directory)) {
-                smallest = Some(smallest.map_or(found, |least| least.min(found)));
+            if let Ok(text) = std::fs::read_to_string(directory.join(file)) {
+                found.push((directory, text.trim().parse().ok()));
             }
             match path.parent() {
                 Some(parent) => path = parent,
@@ -167,7 +170,7 @@ fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
             }
         }
     }
-    smallest
+    found
 }
 
 #[cfg(test)]

@@ -562,7 +562,7 @@ impl Prepared {
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
-        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared);
+        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared).within_cgroups();
         let uid = rustix::process::geteuid().as_raw();
         let run = keeper::Run {
             root,

@@ -19,12 +19,14 @@
 //! Locks: none.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::{
-    StatmFd, anon_rss, minor_faults, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory,
+    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory,
 };
 use swaptide_sys::sock::poll_readable;
 
@@ -39,6 +41,8 @@ struct Member {
     /// Whose tree it is in; 0 where that is not known.
     root: u32,
     statm: StatmFd,
+    /// Opened when it first shares pages.
+    stat: Option<StatFd>,
     pidfd: OwnedFd,
     /// Start of the stack: the same in processes that were forked from each other and did not exec.
     family: u64,
@@ -71,6 +75,8 @@ pub struct Tree {
     roots: BTreeSet<u32>,
     members: BTreeMap<u32, Member>,
     newest_pid: Option<u32>,
+    /// Where it is told. Kept open, as all is that is read at each look: to open a file takes memory, which may just then be short in the cgroup.
+    loadavg: Option<File>,
     scanned: Option<Instant>,
     scan_cost: Duration,
 }
@@ -137,9 +143,20 @@ impl Tree {
         self.members.get(&pid).map_or(0, |member| member.root)
     }
 
+    /// The number of the newest process: while it stays, nobody was started.
+    fn newest(&mut self) -> Option<u32> {
+        let file = match &self.loadavg {
+            Some(file) => file,
+            None => self.loadavg.insert(File::open("/proc/loadavg").ok()?),
+        };
+        let mut text = [0; 128];
+        let n = file.read_at(&mut text, 0).ok()?;
+        std::str::from_utf8(&text[..n]).ok()?.split_ascii_whitespace().last()?.parse().ok()
+    }
+
     /// Looks for new members, if any process was started since the last look and the last look was cheap or long ago.
     pub fn look(&mut self) {
-        let newest = newest_pid();
+        let newest = self.newest();
         let due = self.scanned.is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
         if !due || (newest.is_some() && newest == self.newest_pid) {
             return;
@@ -293,6 +310,7 @@ impl Member {
         let member = Member {
             root,
             statm,
+            stat: None,
             pidfd,
             family: family(pid),
             resident: 0,
@@ -330,7 +348,7 @@ impl Member {
             self.family = family(pid);
             let started = Instant::now();
             // Before: what is copied meanwhile may be counted twice until the next time, and not left out.
-            let faults = minor_faults(pid).unwrap_or_default();
+            let faults = self.minor_faults(pid).unwrap_or_default();
             if let Some(bytes) = pss_anon(pid) {
                 self.pss = Some(Pss {
                     bytes,
@@ -342,11 +360,19 @@ impl Member {
                 });
             }
         }
-        self.faults = minor_faults(pid).unwrap_or(self.faults);
+        self.faults = self.minor_faults(pid).unwrap_or(self.faults);
         if let Some(pss) = &self.pss {
             let carried = (pss.bytes + self.resident).saturating_sub(pss.resident);
             self.used = carried.min(self.resident);
         }
+    }
+
+    fn minor_faults(&mut self, pid: u32) -> Option<u64> {
+        let stat = match &self.stat {
+            Some(stat) => stat,
+            None => self.stat.insert(StatFd::open(pid).ok()?),
+        };
+        stat.minor_faults()
     }
 
     /// Bytes of shared pages that it has written to since its proportional size was read, at most: what it grew by came by such faults, too.
@@ -375,11 +401,6 @@ fn family(pid: u32) -> u64 {
     // The command in the second field may contain anything, also brackets; the field is number 28.
     let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
     after_command.split_ascii_whitespace().nth(28 - 3).and_then(|field| field.parse().ok()).unwrap_or(0)
-}
-
-/// The number of the newest process: while it stays, nobody was started.
-fn newest_pid() -> Option<u32> {
-    std::fs::read_to_string("/proc/loadavg").ok()?.split_ascii_whitespace().last()?.parse().ok()
 }
 
 fn parent_of(pid: u32) -> Option<u32> {

@@ -112,11 +112,26 @@ pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
 }
 
-/// Faults of a process that took no reading: pages of zeros, copies of pages that a fork left shared. Those that a userfaultfd answered are not among
-/// them. `None` when it is gone.
-pub fn minor_faults(pid: u32) -> Option<u64> {
-    let mut buf = [0; 1024];
-    parse_minor_faults(procfs::read_file(PathBuf::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
+/// An open `stat`, for who asks often; of the process it was opened for.
+#[derive(Debug)]
+pub struct StatFd(OwnedFd);
+
+impl StatFd {
+    /// Opens that of a process.
+    ///
+    /// # Errors
+    /// When it is gone or may not be read.
+    pub fn open(pid: u32) -> Result<StatFd, Errno> {
+        Ok(StatFd(procfs::open_read(PathBuf::proc(pid, "stat").as_c_str())?))
+    }
+
+    /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared. Those that a userfaultfd answered are not among them. `None`
+    /// when the process is gone.
+    pub fn minor_faults(&self) -> Option<u64> {
+        let mut buf = [0; 1024];
+        let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut buf, 0)).ok()?;
+        parse_minor_faults(&buf[..n])
+    }
 }
 
 /// The same out of a `stat` file.
