@@ -132,6 +132,8 @@ pub struct Batch {
     unchanged: Places,
     /// The kernel refused a move because an event is unread.
     refused: bool,
+    /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a slab missing.
+    tried: bool,
     /// Where an old slot is loaded to be compared.
     old: Box<Page>,
 }
@@ -198,6 +200,7 @@ impl Batch {
             kept: Vec::with_capacity(512),
             unchanged: Places::NONE,
             refused: false,
+            tried: false,
             old: Box::new([0; PAGE_SIZE]),
         }
     }
@@ -210,6 +213,11 @@ impl Batch {
     /// True when the kernel refused a move because an event is unread.
     pub fn refused(&self) -> bool {
         self.refused
+    }
+
+    /// True when chunks were looked for at all.
+    pub fn tried(&self) -> bool {
+        self.tried
     }
 
     /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as empty as before.
@@ -225,12 +233,13 @@ impl Batch {
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
-        self.refused = false;
+        (self.refused, self.tried) = (false, false);
         self.pages = 0;
         if mm.behind {
             return 0;
         }
         let Some(slab) = mm.staging.take_empty() else { return 0 };
+        self.tried = true;
         self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;
         for index in 0..self.runs.len() {

@@ -35,7 +35,7 @@ const GRACE_PART: u64 = 20;
 const WORTH_KEEPING: u64 = 16 << 20;
 
 /// The share of compressed memory in a family, in 1/1024.
-const FAMILY_SHARE: u32 = 1008;
+const FAMILY_SHARE: u32 = 960;
 /// What compressed memory may grow by when a family has ended, in 1/1024.
 const FAMILY_SLACK: u32 = 16;
 /// What a fork leaves to each of the two, if there was that much.
@@ -117,15 +117,14 @@ impl Charge {
             self.limit.store(limit, Relaxed);
         }
         self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
-        if slot.of_family.load(Relaxed) != 0 {
-            self.family.stay();
-        }
+        self.family.hear(slot.of_family.load(Relaxed));
     }
 
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there is something to keep, it is not heeded at once
     /// ([`Family::part`]). In both processes, before another limit is taken over.
     pub fn part_with(&self) -> u64 {
-        let limit = self.limit();
+        // Of several forks before the supervisor has looked each leaves half of what the last one left.
+        let limit = self.family.parted().unwrap_or_else(|| self.limit());
         let half = (limit / 2).max(LEAST_PARTED.min(limit));
         if self.is_worth_keeping() {
             self.family.part(half);
@@ -321,8 +320,8 @@ impl Charge {
     /// the same memory, which giving them up would not free but have copied.
     pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
-        let few = bytes < u128::from(self.limit() / KEPT_PART) && self.pool() < self.pool_limit();
-        few || self.family.is_one()
+        let few = bytes < u128::from(self.limit() / KEPT_PART) || self.family.is_one();
+        few && self.pool() < self.pool_limit()
     }
 
     /// True in a fork while compressed memory is well below its share. What comes from the file then goes there when it goes out again, however old it
@@ -416,9 +415,9 @@ mod tests {
         assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old() && charge.pool_limit() == 32 << 20);
         charge.inherit(swaptide_sys::process::parent());
         charge.follow_family();
-        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old() && charge.pool_limit() == 63 << 20);
-        charge.publish(0, 0, 60 << 20);
-        assert!(charge.keeps_copies(500, 1000) && !charge.takes_what_is_old());
+        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old() && charge.pool_limit() == 60 << 20);
+        charge.publish(0, 0, 61 << 20);
+        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old(), "past its share");
         charge.publish(0, 0, 40 << 20);
         charge.inherit(1 << 30);
         charge.follow_family();

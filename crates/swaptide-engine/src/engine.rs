@@ -102,6 +102,10 @@ pub struct Mm {
     pub evicted: u64,
     /// Pages that became the program's so far.
     pub came: u64,
+    /// For so many of them others were copied that a fork had left shared.
+    pub copied_for: u64,
+    /// Raised at each fork: what was made own before it is no longer.
+    pub forks: u32,
 }
 
 /// See the module's description.
@@ -208,6 +212,8 @@ impl Engine {
                 split: Split::new(),
                 evicted: 0,
                 came: 0,
+                copied_for: 0,
+                forks: 0,
             }),
             devices,
             charge,
@@ -224,7 +230,6 @@ impl Engine {
             fails: AtomicBool::new(false),
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
-            // A fork before the memory was managed leaves pages shared too.
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
@@ -305,6 +310,7 @@ impl Engine {
     /// A fork has left all pages shared with another process. The memory lock must be free.
     pub(crate) fn is_shared_anew(&self) {
         let mm = &mut *self.mm.lock();
+        mm.forks = mm.forks.wrapping_add(1);
         mm.queues.forget_own(&mut mm.table);
     }
 
@@ -502,6 +508,9 @@ impl Mm {
     /// were faulted for writing, which then copies nothing; the kernel does not move them before.
     pub fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
+        if were == 0 {
+            return 0;
+        }
         let own = were & self.staging.owned(chunk);
         for page in (0..PAGES_PER_CHUNK).filter(|at| (were & !own) >> at & 1 == 1).map(|at| chunk.first().plus(at)) {
             self.table.share(page);

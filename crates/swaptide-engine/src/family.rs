@@ -1,9 +1,9 @@
 //! Whether this process is of a *family*: whether others have much of its memory too, since a fork, compressed memory among it.
 //!
 //! What one of a family gives up, the others still have: to write compressed memory to the swap areas frees nothing, to copy what is shared in order to take it out
-//! takes room, and the next child would have to read all of it. So in a family compressed memory may fill the limit, copies of pages that came back from it stay, it is
-//! not made smaller by zstd, and what shows how a limit is best divided is not listened to. A process whose parent, or children, have written to all of it is of a family
-//! as long as the supervisor still measures that they share ([`ProcSlot::of_family`](swaptide_ipc::ProcSlot)).
+//! takes room, and the next child would have to read all of it. So in a family compressed memory may have almost all of the limit, copies of pages that came back from it stay, it is
+//! not made smaller by zstd, and what shows how a limit is best divided is not listened to. A process is of one for a while after a fork, and then
+//! as long as the supervisor goes on saying that they share ([`ProcSlot::of_family`](swaptide_ipc::ProcSlot)).
 //!
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
 //!
@@ -22,6 +22,8 @@ use swaptide_sys::thread::now;
 const PARTS: Duration = Duration::from_millis(100);
 /// What the supervisor says may change and change back within so long: it carries on what it measures in between.
 const PATIENCE: Duration = Duration::from_millis(200);
+/// A fork is of its parent's family for so long, whatever the supervisor says: until then it has measured.
+const HEIR: Duration = Duration::from_secs(1);
 
 /// See the module's description.
 #[derive(Default)]
@@ -31,6 +33,8 @@ pub struct Family {
     heir_of: AtomicU32,
     /// It is one until then, whatever else.
     until: AtomicU64,
+    /// What the supervisor said last.
+    said: AtomicU32,
     /// Since when compressed memory has been past its share; 0: it is not.
     pressed: AtomicU64,
     /// A limit that is not heeded, and until when.
@@ -52,6 +56,12 @@ impl Family {
         self.stay();
     }
 
+    /// What the last fork left, while the supervisor may still say another limit.
+    pub fn parted(&self) -> Option<u64> {
+        let is_on = now().0 < self.parted_until.load(Relaxed);
+        Some(self.parted.load(Relaxed)).filter(|limit| is_on && *limit != 0)
+    }
+
     /// False for the limit that a fork left, as long as the supervisor may still say another.
     pub fn heeds(&self, limit: u64) -> bool {
         if limit == self.parted.load(Relaxed) && now().0 < self.parted_until.load(Relaxed) {
@@ -61,9 +71,16 @@ impl Family {
         true
     }
 
-    /// It is one for a while, as the supervisor says.
+    /// What the supervisor says: 0, or a number that is another one each time it has seen that this process is of a family. (If it is gone, it says nothing.)
+    pub fn hear(&self, said: u32) {
+        if self.said.swap(said, Relaxed) != said && said != 0 {
+            self.stay();
+        }
+    }
+
+    /// It is one for a while.
     pub fn stay(&self) {
-        self.until.store(after(PATIENCE), Relaxed);
+        self.until.fetch_max(after(PATIENCE), Relaxed);
         self.is_one.store(true, Relaxed);
     }
 
@@ -71,6 +88,7 @@ impl Family {
     pub fn inherit(&self, parent: u32) {
         self.heir_of.store(parent, Relaxed);
         self.stay();
+        self.until.fetch_max(after(HEIR), Relaxed);
     }
 
     /// Ends what [`Family::inherit`] began when the parent is another one now: the first has ended.
@@ -78,7 +96,7 @@ impl Family {
         let parent = self.heir_of.load(Relaxed);
         if parent != 0 && parent != swaptide_sys::process::parent() {
             self.heir_of.store(0, Relaxed);
-            self.stay();
+            self.until.store(after(PATIENCE), Relaxed);
         }
     }
 
@@ -94,7 +112,7 @@ impl Family {
 
     /// Looks again, now and then; compressed memory is past its share or not. True when this process has just ceased to be of a family.
     pub fn follow(&self, overfull: bool) -> bool {
-        let is_one = self.is_heir() || now().0 < self.until.load(Relaxed);
+        let is_one = now().0 < self.until.load(Relaxed);
         if !is_one || !overfull {
             self.pressed.store(0, Relaxed);
         } else if self.pressed.load(Relaxed) == 0 {
@@ -147,12 +165,19 @@ mod tests {
     }
 
     #[test]
-    fn an_heir_is_of_the_family_as_long_as_its_parent_lives() {
+    fn an_heir_is_of_the_family_for_a_while_and_then_by_the_supervisors_word() {
         let family = Family::default();
         family.inherit(swaptide_sys::process::parent());
         family.look_for_parent();
         wait(PATIENCE);
         assert!(!family.follow(false) && family.is_one() && family.is_heir());
+        wait(HEIR);
+        assert!(family.follow(false) && !family.is_one() && family.is_heir());
+        family.hear(7);
+        assert!(family.is_one());
+        wait(PATIENCE);
+        family.hear(7);
+        assert!(family.follow(false), "the supervisor says nothing new");
         family.inherit(1 << 30);
         family.look_for_parent();
         assert!(!family.is_heir() && family.is_one());

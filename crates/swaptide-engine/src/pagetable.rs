@@ -5,8 +5,11 @@
 //! Invariants
 //! 1. A page's word is `Present` or `Kept` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
 //!    moment it is taken out or given up. A page whose word is neither is never taken out, whatever the kernel maps there.
-//! 2. A chunk's masks are derived from its words by [`PageTable::set`] alone.
-//! 3. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value read before a piece of unlocked work and
+//! 2. A chunk's masks of present and swapped pages are derived from its words by [`PageTable::set`] alone; `shared` and `own` are told, and hold present
+//!    pages only.
+//! 3. A chunk with present pages stands in the queue of resident chunks, or all its present pages are shared and it stands in that of shared ones
+//!    ([`crate::queue`]).
+//! 4. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value read before a piece of unlocked work and
 //!    found again after it proves that the swap entries of the chunk are the same *and* stand for the same data.
 //!
 //! Locks: none; the table lies inside the engine's memory lock.
@@ -92,7 +95,7 @@ pub struct Chunk {
     /// Pages that are present and were faulted for writing since the last fork: what keeps one of them from being moved is no sharing. Told by
     /// [`PageTable::make_own`].
     pub own: u16,
-    /// See the module's third invariant; drawn from one count for the whole table, so that no two changes share a value.
+    /// See the module's fourth invariant; drawn from one count for the whole table, so that no two changes share a value.
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
@@ -257,9 +260,13 @@ impl PageTable {
         chunk.used = chunk.used + u8::from(old == EMPTY) - u8::from(word == EMPTY);
         chunk.present = chunk.present & !bit | if is_present(word) { bit } else { 0 };
         chunk.swapped = chunk.swapped & !bit | if is_swapped(word) { bit } else { 0 };
-        let was_shared = usize::from(chunk.shared & bit != 0);
-        chunk.shared &= !bit;
-        chunk.own &= !bit;
+        // A page that stays present stays with those who have it.
+        let left = is_present(old) && !is_present(word);
+        let was_shared = usize::from(left && chunk.shared & bit != 0);
+        if left {
+            chunk.shared &= !bit;
+            chunk.own &= !bit;
+        }
         if is_swapped(old) || is_swapped(word) {
             chunk.epoch = epoch;
         }
@@ -380,7 +387,7 @@ mod tests {
                     _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
                 };
                 let old = table.set(PageNo(page), state);
-                if model.get(&page) != Some(&state) {
+                if is_present && !matches!(state, PageState::Present | PageState::Kept(_)) {
                     shared.remove(&page);
                     own.remove(&page);
                 }

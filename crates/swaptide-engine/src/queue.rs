@@ -83,6 +83,16 @@ impl Queues {
         table.make_own(chunk, pages);
         if table.chunk(chunk).flags & OWN_LOGGED == 0 {
             table.update(chunk, |c| c.flags |= OWN_LOGGED);
+            if self.own.len() == self.own.capacity() {
+                // Before it grows, those go that have none of these pages any more.
+                self.own.retain(|chunk| {
+                    let keeps = table.chunk(*chunk).own != 0;
+                    if !keeps {
+                        table.update(*chunk, |c| c.flags &= !OWN_LOGGED);
+                    }
+                    keeps
+                });
+            }
             self.own.push(chunk);
         }
         self.first_to_go(table, chunk);

@@ -57,14 +57,16 @@ const WORTH: u64 = 16;
 /// Batches that may wait for a worker.
 const MOST_JOBS: usize = 2;
 
-/// A process takes out first what it has for itself alone, down to this part of its limit.
+/// A process takes out first what it has for itself alone, down to this part of what it shares.
 const OWN_PART: usize = 1;
 /// Chunks the sharing of whose pages is broken at a time.
 const UNSHARED_CHUNKS: usize = 16;
 /// Chunks with shared pages that are looked at again at a time.
 const MOST_LOOKS: usize = 512;
-/// The same where there is nothing else to take.
-const LOOKS_IN_NEED: usize = 64;
+/// The same where there is nothing else to take, and under one hold of the lock.
+const LOOKS: usize = 64;
+/// How often is looked again where there is nothing else to take.
+const LOOKS_EVERY: Duration = Duration::from_millis(1);
 /// Of what came so many pages at most count when pages are to be copied.
 const CAME: u64 = 1024;
 /// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them (pinned for input or output, say).
@@ -93,8 +95,10 @@ pub struct Worker {
     vain: u32,
     /// When it was done the last time.
     unshared_at: Nanos,
-    /// For so many pages that came others were copied.
-    came: u64,
+    /// When pages were looked at again last, for want of others.
+    looked_at: Nanos,
+    /// The last batch that was to be taken was looked for.
+    tried: bool,
 }
 
 impl Worker {
@@ -107,7 +111,8 @@ impl Worker {
             writeback: Writeback::new(),
             vain: 0,
             unshared_at: Nanos(0),
-            came: 0,
+            looked_at: Nanos(0),
+            tried: false,
         }
     }
 
@@ -163,11 +168,13 @@ impl Worker {
     }
 
     fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
+        self.tried = false;
         if engine.is_full() {
             return Err(Step::Nothing);
         }
         let mut batch = mm.jobs.blank();
         let taken = batch.take(engine, mm, want);
+        self.tried = batch.tried();
         let refused = batch.refused();
         if taken > 0 {
             return Ok(batch);
@@ -197,7 +204,9 @@ impl Worker {
 
     /// Moves one batch of compressed pages to the file. False when there was nothing to move or nowhere to put it.
     pub fn write_back(&mut self, engine: &Engine) -> bool {
-        engine.charge.family.may_write_back() && self.writeback.step(engine, &mut self.unpacker)
+        let charge = &engine.charge;
+        let may = charge.family.may_write_back() || charge.pool() > charge.pool_bound() || charge.pool_refuses();
+        may && self.writeback.step(engine, &mut self.unpacker)
     }
 
     /// Makes compressed memory smaller when it is near its share or past it: first by better compression, then by what goes to the file; where it is
@@ -236,11 +245,14 @@ impl Worker {
         self.unshared_at = now();
         let mut chunks = [(ChunkNo(0), 0u16); UNSHARED_CHUNKS];
         let (mut n, mut copied, mut made_own) = (0, 0, 0);
-        {
+        let forks = {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            self.came = self.came.max(mm.came.saturating_sub(CAME));
-            while n < UNSHARED_CHUNKS && (needs || self.came < mm.came) {
+            mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(CAME));
+            for _ in 0..LOOKS {
+                if n == UNSHARED_CHUNKS || !needs && mm.copied_for >= mm.came {
+                    break;
+                }
                 let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
                 let own = mm.review(chunk);
                 let others = mm.table.unshare(chunk);
@@ -249,13 +261,14 @@ impl Worker {
                     n += 1;
                     copied += others.count_ones() as usize;
                     made_own += own.count_ones() as usize;
-                    self.came += u64::from(others.count_ones());
+                    mm.copied_for += u64::from(others.count_ones());
                 }
             }
-        }
+            mm.forks
+        };
         engine.count(Counter::PagesUnshared, copied);
         engine.count(Counter::EngineFaults, made_own);
-        fault_for_writing(engine, &chunks[..n]);
+        fault_for_writing(engine, &chunks[..n], forks);
         n > 0
     }
 
@@ -270,20 +283,31 @@ impl Worker {
     ///
     /// What a process has for itself goes first. To take out what another has, too, frees nothing until that one does so as well, and costs a copy: it takes from the
     /// others what they were lent. So it is done for the sake of what comes alone, a page for a page, and until the process has a little of its own
-    /// to exchange. Who has nothing else, and uses nothing, stays past its limit: what it has counts once for all.
+    /// to exchange; and where it is past its limit with nothing else to take.
     fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
-        let took = matches!(step, Step::Took(_));
-        if !took && look_again(engine, LOOKS_IN_NEED) {
-            return Step::Again;
-        }
-        let any = (!took || Worker::is_short_of_own(engine)) && self.unshare(engine, !took && engine.charge.headroom() < 0);
-        if took {
-            self.vain = 0;
-        } else if any {
-            self.vain += 1;
-            if self.vain < MOST_VAIN {
-                return Step::Again;
+        match step {
+            Step::Took(_) => {
+                if Worker::is_short_of_own(engine) {
+                    self.unshare(engine, false);
+                }
+                self.vain = 0;
             }
+            // Where nothing can be stored, or an event is to be read first, it is not for what is shared that nothing was taken.
+            Step::Nothing if self.tried => {
+                if now().since(self.looked_at) >= LOOKS_EVERY {
+                    self.looked_at = now();
+                    if look_again(engine, LOOKS) {
+                        return Step::Again;
+                    }
+                }
+                if self.unshare(engine, engine.charge.headroom() < 0) {
+                    self.vain += 1;
+                    if self.vain < MOST_VAIN {
+                        return Step::Again;
+                    }
+                }
+            }
+            Step::Nothing | Step::Again => {}
         }
         step
     }
@@ -398,38 +422,46 @@ impl Review {
 
 /// Looks whether pages of so many chunks are still shared. True if some are not: they can go.
 fn look_again(engine: &Engine, looks: usize) -> bool {
-    let mut found = [(ChunkNo(0), 0u16); MOST_LOOKS];
-    let mut n = 0;
-    {
-        let mut guard = engine.mm.lock();
-        let mm = &mut *guard;
-        for _ in 0..looks.min(MOST_LOOKS).min(mm.queues.shared_len()) {
-            let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
-            let own = mm.review(chunk);
-            if own != 0 {
-                found[n] = (chunk, own);
-                n += 1;
+    let (mut any, mut left) = (false, looks);
+    while left > 0 {
+        let mut found = [(ChunkNo(0), 0u16); LOOKS];
+        let mut n = 0;
+        let (forks, more) = {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            let looks = left.min(LOOKS).min(mm.queues.shared_len());
+            for _ in 0..looks {
+                let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
+                let own = mm.review(chunk);
+                if own != 0 {
+                    found[n] = (chunk, own);
+                    n += 1;
+                }
             }
-        }
+            (mm.forks, looks == LOOKS)
+        };
+        engine.count(Counter::EngineFaults, found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum());
+        fault_for_writing(engine, &found[..n], forks);
+        any |= n > 0;
+        left = if more { left - LOOKS.min(left) } else { 0 };
     }
-    engine.count(Counter::EngineFaults, found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum());
-    fault_for_writing(engine, &found[..n]);
-    n > 0
+    any
 }
 
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the next to go. No lock is held: a page that is gone meanwhile is a fault,
-/// which the handler answers.
-fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)]) {
+/// which the handler answers. What the kernel does not do, and what a fork since the look (there had been so many `forks`) has shared anew, is not known to be its own.
+fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
+        let mut own = 0;
         for (first, len) in crate::ids::runs(*pages) {
             // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
-            let _ = unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) };
+            if unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) }.is_ok() {
+                own |= (((1u32 << len) - 1) << first) as u16;
+            }
         }
-    }
-    let mut guard = engine.mm.lock();
-    let mm = &mut *guard;
-    for (chunk, pages) in chunks.iter().rev() {
-        mm.queues.made_own(&mut mm.table, *chunk, *pages);
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        mm.queues.made_own(&mut mm.table, *chunk, if mm.forks == forks { own } else { 0 });
     }
 }
 
@@ -516,7 +548,9 @@ impl Keeper {
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
             engine.charge.follow_family();
-            self.review.step(engine);
+            if engine.charge.room() < 2 * engine.charge.high() {
+                self.review.step(engine);
+            }
             engine.balance_pool();
             engine.charge.narrow();
             // Pages that left it leave holes; a quarter of it for nothing is too much.

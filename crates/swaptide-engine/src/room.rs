@@ -58,8 +58,11 @@ impl Handler {
                 Step::Again => self.drain_events(),
                 // What another process has, too, workers make its own first. Until they have, it is a little past its limit; what lies in compressed memory they
                 // may share as well, so that writing it away would free nothing.
-                Step::Nothing if engine.mm.lock().table.shared() > 0 => {
+                Step::Nothing if self.has_little_but_shared() => {
                     engine.call_workers();
+                    let mut mm = engine.mm.lock();
+                    mm.staging.trim(n);
+                    engine.settle(&mm);
                     return;
                 }
                 Step::Nothing => {
@@ -73,6 +76,16 @@ impl Handler {
                 }
             }
         }
+    }
+
+    /// True in a family when most of what the program has is another's, too.
+    fn has_little_but_shared(&self) -> bool {
+        let engine = self.engine;
+        if !engine.charge.family.is_one() {
+            return false;
+        }
+        let mm = engine.mm.lock();
+        mm.table.shared() > mm.table.present() / 2
     }
 
     /// True when the workers have something to store, or to move out of compressed memory.

@@ -361,14 +361,16 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + beside
     };
     let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min();
-    // What a family gives up one by one frees nothing.
+    let least: Vec<u64> = group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect();
+    // What a family gives up one by one frees nothing. But not so much is kept that others would not have their least.
     let kept_sums = sums(shares, group.iter().map(|p| (p.group, p.kept)));
+    let others = sums(shares, group.iter().zip(&least).filter(|(p, _)| p.kept == 0).map(|(p, least)| (p.group, *least)));
     let kept_in = |p: &Process, at: usize| {
-        let most = shares[at].most() / 8 * KEPT_EIGHTHS;
+        let most = (shares[at].most() / 8 * KEPT_EIGHTHS).min(shares[at].most().saturating_sub(others[at]));
         if kept_sums[at] > most { part(most, p.kept, kept_sums[at]) } else { p.kept }
     };
     let kept = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| kept_in(p, at)).min();
-    group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR).max(kept(p).unwrap_or(0))).collect()
+    group.iter().zip(&least).map(|(p, least)| (*least).max(kept(p).unwrap_or(0))).collect()
 }
 
 fn floor(p: &Process, least: u64) -> u64 {

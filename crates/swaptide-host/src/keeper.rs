@@ -50,7 +50,7 @@ use squeeze::Squeezes;
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Who shares so much with another, and has as much in compressed memory, is of a family.
+/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays one as long as it shares half of that.
 const FAMILY: u64 = 8 << 20;
 
 /// How often is looked for runs that are over.
@@ -97,8 +97,10 @@ struct Watch {
     lent: u64,
     lasting: Lasting,
     /// What came to it by faults while it shares pages, and what of that was copied lately.
-    grown: u64,
+    grown: Option<i64>,
     lately: Lately,
+    /// Raised whenever it is seen to be of a family.
+    word: u32,
     /// What it would have if all were divided by demand at once.
     fair: u64,
 }
@@ -422,7 +424,9 @@ impl Keeper {
             kept.totals.refused += 1;
         }
         let (shared, pool) = (self.tree.shared(pid), slot.pool_bytes.load(Relaxed));
-        let of_family = shared >= FAMILY && pool >= FAMILY;
+        let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
+        let enough = if was { FAMILY / 2 } else { FAMILY };
+        let of_family = shared >= enough && pool >= enough;
         // What goes out of a process that has the same as another says only that it is to have less.
         let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
         let moved: u64 = counts.iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
@@ -445,8 +449,9 @@ impl Keeper {
             stalled_lately: Part::default(),
             lent: 0,
             lasting: Lasting::default(),
-            grown: 0,
+            grown: None,
             lately: Lately::default(),
+            word: 0,
             fair: 0,
         };
         let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
@@ -485,7 +490,7 @@ impl Keeper {
 
     /// Minor faults of a process so far that copied nothing: those that its engine made, and those that it answered.
     fn copied_nothing(&self, index: SlotIndex) -> u64 {
-        let counted = [Counter::EngineFaults, Counter::Pgmajfault, Counter::Pgminfault];
+        let counted = [Counter::EngineFaults, Counter::Pgmajfault];
         counted.iter().map(|counter| self.segment.slot(index).counters[*counter as usize].load(Relaxed)).sum()
     }
 
@@ -496,13 +501,14 @@ impl Keeper {
         let unshared =
             self.segment.slot(index).counters[Counter::PagesUnshared as usize].load(Relaxed) + self.copied_nothing(index);
         let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
-        let grown = self.tree.grown(member.pid).saturating_sub(unshared * PAGE_SIZE as u64);
+        let grown = self.tree.grown(member.pid).map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
         let before = std::mem::replace(&mut watch.grown, grown);
         // Who begins to share had all that before.
-        let copied = if before == 0 { 0 } else { grown.saturating_sub(before) };
+        let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
         let shared = self.tree.shared(member.pid);
         let lasting = watch.lasting.follow(shared, elapsed);
-        self.segment.slot(index).of_family.store(watch.of_family.into(), Relaxed);
+        watch.word = watch.word.wrapping_add(1).max(1);
+        self.segment.slot(index).of_family.store(if watch.of_family { watch.word } else { 0 }, Relaxed);
         Sharing {
             bytes: if watch.of_family { shared } else { lasting },
             lent: watch.lent,

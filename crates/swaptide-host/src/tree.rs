@@ -273,9 +273,9 @@ impl Tree {
         self.members.get(&pid).map_or(0, beyond)
     }
 
-    /// Bytes of pages that came to a member without reading so far, copies of shared ones among them; 0 for one that shares none.
-    pub fn grown(&self, pid: u32) -> u64 {
-        self.members.get(&pid).filter(|member| member.pss.is_some()).map_or(0, |member| member.faults * PAGE_SIZE as u64)
+    /// Bytes of pages that came to a member without reading so far, copies of shared ones among them; none for one that shares nothing.
+    pub fn grown(&self, pid: u32) -> Option<u64> {
+        self.members.get(&pid).filter(|member| member.pss.is_some()).map(|member| member.faults * PAGE_SIZE as u64)
     }
 
     /// Members whose first thread has ended and that live on, or seem to.

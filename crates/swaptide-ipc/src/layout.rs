@@ -146,7 +146,7 @@ pub struct ProcSlot {
     /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written by the supervisor, which makes it 0 when it has
     /// changed its mind; the process has done it when its state is [`ProcState::Detached`].
     pub detach: AtomicU32,
-    /// Not 0: much of its memory is another's, too, since a fork, as the supervisor saw it last.
+    /// Not 0: much of its memory is another's, too, since a fork. Another number each time the supervisor has seen that.
     pub of_family: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,

@@ -125,7 +125,7 @@ impl StatFd {
         Ok(StatFd(procfs::open_read(PathBuf::proc(pid, "stat").as_c_str())?))
     }
 
-    /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared. Those that a userfaultfd answered are not among them. `None`
+    /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared, and some of those that a userfaultfd answered (a thread's own, where the kernel locks mappings one by one; not those of its system calls). `None`
     /// when the process is gone.
     pub fn minor_faults(&self) -> Option<u64> {
         let mut buf = [0; 1024];
