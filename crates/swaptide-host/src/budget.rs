@@ -422,7 +422,7 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     populated.map(wait).min().unwrap_or(Duration::from_millis(50))
 }
 
-/// Follows a rate by its average over [`AVERAGED`].
+/// Follows a rate by its average over a quarter of a second.
 pub fn average(previous: u64, rate: u64, elapsed: Duration) -> u64 {
     let kept = (-elapsed.as_secs_f64() / AVERAGED.as_secs_f64()).exp();
     (previous as f64 * kept + rate as f64 * (1.0 - kept)) as u64
