@@ -141,7 +141,7 @@ impl Handler {
     }
 
     /// Parent and child have together what the parent had, until the supervisor has seen the child: what they share now is two pages as soon as
-    /// one of them writes to it, and no fault tells of that.
+    /// one of them writes to it, and no fault tells of that. Where there is much to keep they take it over a little later ([`crate::charge::Charge::part_with`]).
     fn share_limit(&self, child: SlotIndex) {
         let engine = self.engine;
         let half = engine.charge.part_with();
