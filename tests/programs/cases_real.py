@@ -245,5 +245,5 @@ CASES = [
     Case("full-gcc", gcc(4, 300), 128, full=True, limit=900, needs=("gcc",), allowance=8, forks=True),
     Case("full-java", java("G1", 900000), 128, full=True, limit=900, needs=("java",), allowance=64),
     Case("full-node", node(500000), 128, full=True, limit=1200, needs=("node",), allowance=16),
-    Case("full-stress-ng", stress(60, 512), 128, full=True, limit=300, needs=("stress-ng",), allowance=8, forks=True),
+    Case("full-stress-ng", stress(600, 512), 128, full=True, limit=900, needs=("stress-ng",), allowance=8, forks=True),
 ]
