@@ -14,6 +14,7 @@
 mod ceiling;
 mod detach;
 mod idle;
+mod judging;
 mod places;
 mod squeeze;
 
@@ -27,12 +28,11 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex};
 use swaptide_sys::PAGE_SIZE;
-use swaptide_sys::process::{pidfd_open, proc_info};
+use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::now;
 
 use crate::areas::Areas;
-use crate::budget::{self, Bounds, Lasting, Lately, Process, Sharing, Standing};
+use crate::budget::{self, Bounds, Process, Sharing};
 use crate::config::IdleReclaim;
 use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::pressure::Part;
@@ -43,6 +43,7 @@ use crate::tree::Tree;
 use ceiling::Ceiling;
 pub use detach::Detaching;
 use idle::Idlers;
+use judging::Watch;
 use places::Places;
 pub use squeeze::Squeezed;
 use squeeze::Squeezes;
@@ -50,14 +51,8 @@ use squeeze::Squeezes;
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays one as long as it shares half of that.
-const FAMILY: u64 = 8 << 20;
-
 /// How often is looked for runs that are over.
 const RUNS_AGE: Duration = Duration::from_millis(500);
-
-/// A wait that goes on for so long may be that of a process which is stopped: then it is none.
-const LONG_STALL: Duration = Duration::from_millis(100);
 
 /// What the keeper is asked.
 pub enum Request {
@@ -78,31 +73,6 @@ pub fn ask<T: Send + 'static>(keeper: &Sender<Request>, f: impl FnOnce(&mut Keep
     };
     keeper.send(Request::Do(Box::new(task))).ok()?;
     result.recv_timeout(PATIENCE).ok()
-}
-
-/// What the keeper knows of a slot between two ticks.
-struct Watch {
-    pid: u32,
-    run: u32,
-    moved_pages: u64,
-    /// It shares much since a fork, compressed memory among it (see [`budget`]).
-    of_family: bool,
-    pressure: u64,
-    used: u64,
-    /// Microseconds in which its threads waited for memory, so far; and what part of the time that was since the last look, and lately.
-    stalled_us: u64,
-    stalled: Part,
-    stalled_lately: Part,
-    /// What of its limit is lent, and what it shared lately.
-    lent: u64,
-    lasting: Lasting,
-    /// What came to it by faults while it shares pages, and what of that was copied lately.
-    grown: Option<i64>,
-    lately: Lately,
-    /// Raised whenever it is seen to be of a family.
-    word: u32,
-    /// What it would have if all were divided by demand at once.
-    fair: u64,
 }
 
 /// A run: the processes under one supervisor.
@@ -375,146 +345,6 @@ impl Keeper {
             }
         }
         (bounds, nodes)
-    }
-
-    /// What is divided: processes that were let go take nothing of the budget, or those that are still managed would have to pay for them.
-    fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
-        let is_let_go =
-            |member: &Member| member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached);
-        let used = |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
-        members.iter().zip(processes).map(|(member, process)| Process { used: used(member, process), ..*process }).collect()
-    }
-
-    fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
-        let pid = member.pid;
-        let of_shared = |slot: SlotIndex| match self.shared {
-            Some(shared) => shared.resident_bytes(slot),
-            // Another process's pager says how it stands.
-            None => self.segment.slot(slot).shared_bytes.load(Relaxed),
-        };
-        let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
-        let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
-        let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
-        let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
-        let Some(index) = member.slot else {
-            return Process {
-                group,
-                standing: Standing::Beyond,
-                used,
-                pressure: 0,
-                fixed: 0,
-                swapped: 0,
-                limit: 0,
-                growth: 0,
-                kept: 0,
-            };
-        };
-        let slot = self.segment.slot(index);
-        let standing = match (slot.state(), slot.wanted.load(Relaxed)) {
-            (ProcState::Engaged, _) => Standing::Engaged,
-            (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
-            (ProcState::Watching, 0) => Standing::Watching,
-            (ProcState::Watching, _) => Standing::Engaged,
-            (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Beyond,
-        };
-        if slot.state() == ProcState::Refused
-            && self.refused.insert(pid)
-            && let Some(kept) = self.runs.get_mut(&member.run)
-        {
-            kept.totals.refused += 1;
-        }
-        let (shared, pool) = (self.tree.shared(pid), slot.pool_bytes.load(Relaxed));
-        let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
-        let enough = if was { FAMILY / 2 } else { FAMILY };
-        let of_family = shared >= enough && pool >= enough;
-        // What goes out of a process that has the same as another says only that it is to have less.
-        let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
-        let moved: u64 = counts.iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
-        let at = now();
-        if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
-            slot.stall_anew(at);
-        }
-        let stalled_us = slot.stalled_us(at);
-        let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
-        let new = || Watch {
-            pid,
-            run: member.run,
-            moved_pages: moved,
-            of_family,
-            pressure: 0,
-            // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
-            used: if began_small { 0 } else { used },
-            stalled_us,
-            stalled: Part::default(),
-            stalled_lately: Part::default(),
-            lent: 0,
-            lasting: Lasting::default(),
-            grown: None,
-            lately: Lately::default(),
-            word: 0,
-            fair: 0,
-        };
-        let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
-        let watch = self.watches.entry(index).or_insert_with(new);
-        if watch.pid != pid {
-            *watch = new();
-        }
-        if std::mem::replace(&mut watch.of_family, of_family) != of_family {
-            // A fork: what either wanted before says nothing.
-            watch.moved_pages = moved;
-            watch.pressure = if of_family { 0 } else { watch.pressure };
-        }
-        let bytes = moved.saturating_sub(watch.moved_pages) * PAGE_SIZE as u64;
-        watch.moved_pages = moved;
-        let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
-        // More than is out, or than there is, counts for no more, and would only last longer.
-        let most = swapped.min(self.budget);
-        let (before, rate) = (watch.pressure.min(most), (rate as u64).min(most));
-        watch.pressure = if of_family { budget::average(before, rate, elapsed) } else { budget::smooth(before, rate, elapsed) };
-        let waited = stalled_us.saturating_sub(watch.stalled_us);
-        watch.stalled_us = stalled_us.max(watch.stalled_us);
-        watch.stalled = Part::of(waited, elapsed);
-        watch.stalled_lately = watch.stalled_lately.averaged(watch.stalled, elapsed);
-        let grown = used.saturating_sub(std::mem::replace(&mut watch.used, used));
-        let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
-        let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
-        let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(|bytes| bytes.load(Relaxed));
-        let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
-        // Who waits for a slow device moves few bytes, and wants what is out no less.
-        let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
-        // Of compressed memory its own part, at least half; and a little to work with.
-        let own = pool - shared.min(pool / 2);
-        let kept = if of_family { (own + fixed.min(budget::FLOOR) + budget::FLOOR).min(used) } else { 0 };
-        Process { group, standing, used, pressure, fixed, swapped, limit, growth: growth as u64, kept }
-    }
-
-    /// Minor faults of a process so far that copied nothing: those that its engine made, and those that it answered.
-    fn copied_nothing(&self, index: SlotIndex) -> u64 {
-        let counted = [Counter::EngineFaults, Counter::Pgmajfault];
-        counted.iter().map(|counter| self.segment.slot(index).counters[*counter as usize].load(Relaxed)).sum()
-    }
-
-    /// What a process has of pages that others have too.
-    fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
-        let Some(index) = member.slot else { return Sharing::default() };
-        // What engines make their own to take it out is not to come twice.
-        let unshared =
-            self.segment.slot(index).counters[Counter::PagesUnshared as usize].load(Relaxed) + self.copied_nothing(index);
-        let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
-        let grown = self.tree.grown(member.pid).map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
-        let before = std::mem::replace(&mut watch.grown, grown);
-        // Who begins to share had all that before.
-        let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
-        let shared = self.tree.shared(member.pid);
-        let lasting = watch.lasting.follow(shared, elapsed);
-        watch.word = watch.word.wrapping_add(1).max(1);
-        self.segment.slot(index).of_family.store(if watch.of_family { watch.word } else { 0 }, Relaxed);
-        Sharing {
-            bytes: if watch.of_family { shared } else { lasting },
-            lent: watch.lent,
-            of_family: watch.of_family,
-            copied: watch.lately.add(copied, elapsed),
-        }
     }
 
     /// Notes the most that each run has at a time.

@@ -12,9 +12,9 @@ use std::time::Duration;
 use super::{Bounds, Process, Standing, is_in, sums};
 
 /// Pages that were shared for so long will be so a while longer: a program that copies what a fork left it shared does it sooner.
-pub const SETTLES: Duration = Duration::from_millis(100);
+const SETTLES: Duration = Duration::from_millis(100);
 /// The time in which engines take out what a program copies of what a fork left it shared.
-pub const COPIED_AHEAD: Duration = Duration::from_millis(50);
+const COPIED_AHEAD: Duration = Duration::from_millis(50);
 
 /// A process's pages that others have too, since a fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct Lasting {
 }
 
 impl Lasting {
-    /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the time for one to two [`SETTLES`].
+    /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the time for one to two `SETTLES`.
     pub fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.least = self.least.min(bytes);
         self.age += elapsed;
@@ -49,7 +49,7 @@ impl Lasting {
     }
 }
 
-/// Follows what was copied for a process: that of the last one to two [`COPIED_AHEAD`].
+/// Follows what was copied for a process: that of the last one to two `COPIED_AHEAD`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Lately {
     before: u64,

@@ -1,10 +1,13 @@
 use super::*;
 use crate::areas::Open;
+use crate::budget::Standing;
 use crate::testing::segment;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::{Child, Command, Stdio};
 use swaptide_ipc::{AreaId, AreaMask};
+use swaptide_sys::process::proc_info;
+use swaptide_sys::thread::now;
 
 fn no_areas(segment: &'static Segment) -> Arc<Areas> {
     Arc::new(Areas::new(segment))
