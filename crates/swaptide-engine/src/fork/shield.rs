@@ -11,6 +11,7 @@
 //! 1. Nothing is listed as managed that would come along at a fork, but while one is followed. What moves takes its shield along; what moved while it was
 //!    open is closed when its event is read.
 //! 2. What is open is marked; what cannot be marked stays closed.
+//! 3. A mapping that grows takes its shield along, and nobody tells: what is armed behind a region is listed before a fork, and so opened with it.
 //!
 //! Locks: none of its own. Advice that sends no event may be given with the memory lock held.
 
@@ -61,6 +62,7 @@ impl Handler {
         let is_quiet = |handler: &Handler| handler.uffd.coverage(engine.bells.range()) != Coverage::Changing;
         loop {
             if is_quiet(self) {
+                self.list_grown();
                 self.open_regions();
                 if is_quiet(self) {
                     return;
@@ -72,6 +74,16 @@ impl Handler {
             }
             self.drain_events();
         }
+    }
+
+    /// Lists what mappings have grown by. Growing sends no event, and what came so has the shield of the rest: it would be missing in the child.
+    fn list_grown(&mut self) {
+        self.each_region(|handler, region| {
+            let Ok(Some(info)) = handler.maps.vma_at(region.end) else { return };
+            if info.vma().is_private_anon() && handler.engine.mm.lock().regions.find(region.end).is_none() {
+                let _ = handler.adopt_at(region.end);
+            }
+        });
     }
 
     fn open_regions(&mut self) {
