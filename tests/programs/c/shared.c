@@ -166,6 +166,8 @@ static void killed(void) {
 static void changes_until_end(unsigned worker, uint64_t *random) {
     char *start = (char *)region;
     size_t bytes = given.pages * PAGE;
+    char *const places[] = {start, start + 2 * bytes};
+    int at_home = 1, may_move = 1;
     while (now() < end) {
         size_t first = below(random, given.pages - 64), len = (1 + below(random, 63)) * PAGE;
         char *at = start + first * PAGE;
@@ -191,9 +193,12 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
             break;
         }
         case 3: {
-            /* The whole mapping moves. */
-            void *moved = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, start == (char *)region ? start + 2 * bytes : start);
-            MUST(moved != MAP_FAILED);
+            /* The whole mapping moves to and fro. Nobody else may take the place that it leaves; if somebody was faster it moves no more. */
+            if (!may_move) break;
+            void *moved = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, places[at_home]);
+            MUST(moved == places[at_home]);
+            may_move = mmap(start, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0) == start;
+            at_home = !at_home;
             region = moved;
             start = moved;
             break;
