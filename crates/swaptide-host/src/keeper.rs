@@ -51,9 +51,6 @@ use squeeze::Squeezes;
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A memory cgroup that leaves less than this part of the budget beside it is tight.
-const TIGHT_PART: u64 = 8;
-
 /// How often is looked for runs that are over.
 const RUNS_AGE: Duration = Duration::from_millis(500);
 
@@ -139,8 +136,6 @@ pub struct Keeper {
     looked_at_runs: Instant,
     frozen: BTreeSet<GroupIndex>,
     ceiling: Ceiling,
-    /// The memory cgroups around this leave so little beside the budget that nothing may be there twice for a moment.
-    is_tight: bool,
 }
 
 impl Keeper {
@@ -165,7 +160,6 @@ impl Keeper {
             looked_at_runs: Instant::now(),
             frozen: BTreeSet::new(),
             ceiling: Ceiling::default(),
-            is_tight: false,
         }
     }
 
@@ -321,7 +315,6 @@ impl Keeper {
     fn bounds(&mut self, members: &[Member]) -> (Vec<Bounds>, HashMap<Node, usize>) {
         let resident = members.iter().map(|member| self.tree.used(member.pid)).sum();
         let left = self.ceiling.look(resident).unwrap_or(u64::MAX);
-        self.is_tight = left < self.budget.saturating_add(self.budget / TIGHT_PART);
         if left < self.budget {
             for kept in self.runs.values_mut() {
                 kept.totals.cgroup_left = Some(kept.totals.cgroup_left.map_or(left, |least| least.min(left)));

@@ -142,8 +142,7 @@ impl Keeper {
         let (shared, pool) = (self.tree.shared(pid), slot.pool_bytes.load(Relaxed));
         let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
         let enough = if was { FAMILY / 2 } else { FAMILY };
-        // What is lent at once may be copied before anything is taken out for it. Past a cgroup's limit that ends somebody.
-        let of_family = !self.is_tight && shared >= enough && pool >= enough;
+        let of_family = shared >= enough && pool >= enough;
         // What goes out of a process that has the same as another says only that it is to have less.
         let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
         let moved: u64 = counts.iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
