@@ -266,6 +266,40 @@ static void closefds(void) {
     }
 }
 
+/* A mapping grows, where it is or by moving, and nobody touches what has come before a child does. */
+static void grown(void) {
+    const size_t block = 256;
+    size_t pages = block;
+    unsigned char *at = mmap(NULL, block * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    MUST(at != MAP_FAILED);
+    for (size_t page = 0; page < block; page++) fill_page(at + page * PAGE, key(page, 77));
+    for (size_t round = 0; round < 4 || now() < end; round++) {
+        /* What is managed when it grows is what counts: until then others are in the way. */
+        rewrite(round % 4, given.pages, 4, 20 + (uint32_t)round);
+        size_t more = pages + 1 + round % block;
+        at = mremap(at, pages * PAGE, more * PAGE, MREMAP_MAYMOVE);
+        MUST(at != MAP_FAILED);
+        pid_t child = fork_or_die();
+        if (child == 0) {
+            for (size_t page = 0; page < block; page++) check_page(at + page * PAGE, key(page, 77), "in a child of one that grew");
+            for (size_t page = pages; page < more; page++) {
+                for (size_t word = 0; word < WORDS; word++) MUST(((uint64_t *)(at + page * PAGE))[word] == 0);
+                fill_page(at + page * PAGE, key(page, 78));
+            }
+            for (size_t page = pages; page < more; page++) check_page(at + page * PAGE, key(page, 78), "what a child wrote where it grew");
+            _exit(0);
+        }
+        await(child, "grown");
+        for (size_t page = pages; page < more; page++) MUST(*(uint64_t *)(at + page * PAGE) == 0);
+        pages = more;
+        if (pages > 16 * block) {
+            MUST(mremap(at, pages * PAGE, block * PAGE, 0) == at);
+            pages = block;
+        }
+    }
+    check_all("in the parent at the end");
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "tree");
     result_path = count > 5 ? words[5] : NULL;
@@ -285,6 +319,7 @@ int main(int count, char **words) {
     else if (strcmp(mode, "daemon") == 0 && result_path) daemonise();
     else if (strcmp(mode, "exec") == 0 || strcmp(mode, "vfork") == 0 || strcmp(mode, "spawn") == 0) become(mode);
     else if (strcmp(mode, "closefds") == 0) closefds();
+    else if (strcmp(mode, "grown") == 0) grown();
     else if (strcmp(mode, "plain") == 0) {
         check_all("in a program that was started by exec");
         return 0;
