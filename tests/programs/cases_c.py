@@ -77,7 +77,7 @@ def crowd(context):
     context.c("processes", "crowd", megabytes=24, env={**os.environ, "SWAPTIDE_TEST_SLOTS": "4"})
 
 
-FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds", "grown")
+FORK_MODES = ("tree", "nested", "threaded", "orphan", "killed", "many", "exec", "vfork", "spawn", "closefds", "grown", "guarded")
 
 CASES = [
     Case("heap-single", program("heap", "single"), 32, allowance=8),
@@ -109,7 +109,7 @@ CASES = [
     # Without a capability, forks are followed (ptrace): children begin in the agent, and past libc they get nothing, or their parents are let go before.
     *[Case(f"unprivileged-{'-'.join(words)}", program(*words, megabytes=megabytes), 32, allowance=allowance, forks=True, unprivileged=True)
       for words, megabytes, allowance in (
-          (("forks", "tree"), 48, 8), (("forks", "threaded"), 96, 8), (("forks", "many"), 96, 24), (("forks", "closefds"), 96, 8), (("forks", "grown"), 96, 8),
+          (("forks", "tree"), 48, 8), (("forks", "threaded"), 96, 8), (("forks", "many"), 96, 24), (("forks", "closefds"), 96, 8), (("forks", "grown"), 96, 8), (("forks", "guarded"), 96, 8),
           (("forkmove", "libc"), 96, 64), (("torture", "threads"), 96, 128), (("processes", "clones"), 40, 96), (("processes", "plain"), 96, 24), (("advice",), 96, 24))],
     # The same with the rights of who runs this: all that fork.
     *[Case(f"followed-{mode}", followed("forks", mode), 32, allowance=24, forks=True, full=True) for mode in FORK_MODES],

@@ -3,7 +3,10 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
+#include <linux/userfaultfd.h>
 #include <spawn.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 extern char **environ;
@@ -300,10 +303,65 @@ static void grown(void) {
     check_all("in the parent at the end");
 }
 
+enum { WARD = 512 };
+
+/* Fills what is missing in the ward, as a program that pages by itself does. */
+static void *warden(void *argument) {
+    int fd = *(int *)argument;
+    unsigned char *page = map(PAGE);
+    struct uffd_msg message;
+    while (read(fd, &message, sizeof message) == sizeof message) {
+        if (message.event != UFFD_EVENT_PAGEFAULT) continue;
+        uint64_t at = message.arg.pagefault.address & ~(uint64_t)(PAGE - 1);
+        fill_page(page, key_of(given.seed, at / PAGE, 55));
+        struct uffdio_copy copy = {.dst = at, .src = (uint64_t)page, .len = PAGE};
+        MUST(ioctl(fd, UFFDIO_COPY, &copy) == 0 || errno == EEXIST);
+    }
+    return NULL;
+}
+
+static unsigned char *ward;
+
+/* What the program pages by itself, behind a mapping that swaptide will manage. Before anything is managed: who comes second may not register. */
+static void take_ward(void) {
+    static int fd;
+    ward = map(2 * WARD * PAGE) + WARD * PAGE;
+    fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | UFFD_USER_MODE_ONLY);
+    MUST(fd >= 0);
+    struct uffdio_api api = {.api = UFFD_API};
+    MUST(ioctl(fd, UFFDIO_API, &api) == 0);
+    struct uffdio_register registration = {.range = {(uint64_t)ward, WARD * PAGE}, .mode = UFFDIO_REGISTER_MODE_MISSING};
+    MUST(ioctl(fd, UFFDIO_REGISTER, &registration) == 0);
+    pthread_t thread;
+    MUST(pthread_create(&thread, NULL, warden, &fd) == 0);
+}
+
+/* It stays the program's, and comes along at forks. */
+static void guarded(void) {
+    unsigned char *before = ward - WARD * PAGE;
+    for (size_t page = 0; page < WARD; page++) {
+        fill_page(before + page * PAGE, key(page, 56));
+        check_page(ward + page * PAGE, key_of(given.seed, (size_t)(ward + page * PAGE) / PAGE, 55), "filled by the program itself");
+        fill_page(ward + page * PAGE, key(page, 57));
+    }
+    for (size_t round = 0; round < 4 || now() < end; round++) {
+        rewrite(round % 4, given.pages, 4, 20 + (uint32_t)round);
+        pid_t child = fork_or_die();
+        for (size_t page = 0; page < WARD; page++) {
+            check_page(before + page * PAGE, key(page, 56), "before what the program pages by itself");
+            check_page(ward + page * PAGE, key(page, 57), "what the program pages by itself");
+        }
+        if (child == 0) _exit(0);
+        await(child, "guarded");
+    }
+    check_all("in the parent at the end");
+}
+
 int main(int count, char **words) {
     given = parse(count, words, "tree");
     result_path = count > 5 ? words[5] : NULL;
     program = words[0];
+    if (strcmp(given.mode, "guarded") == 0) take_ward();
     arena = map(given.pages * PAGE);
     version = map(given.pages * sizeof *version);
     no_zero_pages = strcmp(given.mode, "threaded") == 0;
@@ -320,6 +378,7 @@ int main(int count, char **words) {
     else if (strcmp(mode, "exec") == 0 || strcmp(mode, "vfork") == 0 || strcmp(mode, "spawn") == 0) become(mode);
     else if (strcmp(mode, "closefds") == 0) closefds();
     else if (strcmp(mode, "grown") == 0) grown();
+    else if (strcmp(mode, "guarded") == 0) guarded();
     else if (strcmp(mode, "plain") == 0) {
         check_all("in a program that was started by exec");
         return 0;

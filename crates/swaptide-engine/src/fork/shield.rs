@@ -77,10 +77,18 @@ impl Handler {
     }
 
     /// Lists what mappings have grown by. Growing sends no event, and what came so has the shield of the rest: it would be missing in the child.
+    ///
+    /// What is armed behind a region may be the program's own as well, which has a userfaultfd of its own there: the kernel refuses to arm that for another.
     fn list_grown(&mut self) {
         self.each_region(|handler, region| {
             let Ok(Some(info)) = handler.maps.vma_at(region.end) else { return };
-            if info.vma().is_private_anon() && handler.engine.mm.lock().regions.find(region.end).is_none() {
+            let vma = info.vma();
+            if !vma.is_private_anon() || handler.engine.mm.lock().regions.find(region.end).is_some() {
+                return;
+            }
+            let tail = VirtRange { start: region.end, end: vma.range.end };
+            // In this order: arming what is ours already changes nothing, and what is nobody's is not to be armed.
+            if handler.uffd.coverage(tail) == Coverage::Whole && handler.uffd.register_missing(tail).is_ok() {
                 let _ = handler.adopt_at(region.end);
             }
         });
