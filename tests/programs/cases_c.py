@@ -60,6 +60,13 @@ def torture_mishaps(context):
         tortured_with_mishaps(context, number, 5, mode, context.seed)
 
 
+def own_memory(context):
+    """The engine maps and unmaps memory of its own without pause, while the torture program's mappings come and go in the same places and each is looked for: none of
+    its own is ever taken for the program's. (It ends with a message then; or its threads wait for themselves.)"""
+    for mode in ("threads", "single"):
+        context.c("torture", mode, megabytes=96, seconds=4, env={**os.environ, "SWAPTIDE_TEST_FAIL": "6"})
+
+
 def tortured(context):
     """Ten minutes of it: half a minute each with another seed, every fourth time two at once. And five with devices that fail."""
     for turn in range(20):
@@ -144,6 +151,7 @@ CASES = [
     Case("forks-daemon", daemon, 32, allowance=8, forks=True),
     # The same for a minute each, and more of it.
     Case("torture-mishaps", torture_mishaps, 32, allowance=128, forks=True),
+    Case("own-memory", own_memory, 32, allowance=128, forks=True),
     Case("full-torture", tortured, 48, full=True, limit=2400, allowance=192, forks=True),
     Case("long-heap", program("heap", "threads", megabytes=512), 96, full=True, limit=240, allowance=4),
     Case("long-ops", program("ops", "threads", megabytes=384), 64, full=True, limit=240, allowance=4),

@@ -1,6 +1,6 @@
 //! Memory for swaptide inside a program: an allocator over its own mapping, which is never the program's heap.
 //!
-//! Locks: the arena's, last in the lock order.
+//! Locks: the arena's, the last but one in the lock order: its mapping is made under it.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::ptr::NonNull;

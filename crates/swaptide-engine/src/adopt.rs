@@ -19,13 +19,16 @@
 //! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events. Its arming is remembered
 //!    for the children of forks that are read later ([`crate::fork::layout`]).
 //!
+//! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone, and the engine's in its place: the last look is taken
+//!    while no thread of the engine maps anything ([`Handler::arm`]).
+//!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
 use swaptide_sys::maps::{Vma, for_each_vma};
-use swaptide_sys::mem::own_ranges;
+use swaptide_sys::mem::{hold_still, own_ranges};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
@@ -160,7 +163,7 @@ impl Handler {
         let engine = self.engine;
         self.let_changes_pass(range);
         engine.mm.lock().armed.insert(range);
-        if self.uffd.register_missing(range).is_err() {
+        if !self.arm(range) {
             engine.mm.lock().armed.remove(range);
             return;
         }
@@ -184,6 +187,14 @@ impl Handler {
         }
         // An event that was read meanwhile may have been about what was there before.
         engine.mm.lock().armed.insert(range);
+    }
+
+    /// Arms a range. False when something of it is the engine's (rule 7), or the kernel refuses.
+    pub(crate) fn arm(&self, range: VirtRange) -> bool {
+        let Some(_still) = hold_still() else { return false };
+        let mut is_own = false;
+        own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
+        !is_own && self.uffd.register_missing(range).is_ok()
     }
 
     /// Where something else was a moment ago: waits until no fork can be older than that, if that comes soon. What a child still has there could not be
@@ -231,19 +242,16 @@ impl Handler {
         for _ in 0..4 {
             let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
             let vma = info.vma();
-            let mut own = false;
-            own_ranges(|r| own |= r.start < vma.range.end && vma.range.start < r.end);
             if self.engine.mm.lock().regions.find(range.end).is_some() {
                 return range;
             }
-            let tail =
-                vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec && !own;
+            let tail = vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec;
             if !tail || vma.name.starts_with(b"[stack") || (self.engine.start.excluded)(vma.range) {
                 return range;
             }
             let end = vma.range.end;
             self.engine.mm.lock().armed.insert(vma.range);
-            if self.uffd.register_missing(vma.range).is_err() {
+            if !self.arm(vma.range) {
                 self.engine.mm.lock().armed.remove(vma.range);
                 return range;
             }

@@ -29,7 +29,7 @@ use swaptide_sys::{AsFd, Errno};
 use crate::EngineError;
 use crate::bell::Ring;
 use crate::engine::{Engine, Mm};
-use crate::far::{Away, FAIL_OF_A_READER};
+use crate::far::Away;
 use crate::fault::Served;
 use crate::fork::Recipient;
 use crate::fork::layout::Change;
@@ -215,7 +215,7 @@ impl Handler {
             throttle: Throttle::new(),
             stall: Stall::default(),
             squeeze: Squeeze::default(),
-            fails_at: if matches!(header.fail.load(Relaxed), 0 | FAIL_OF_A_READER) { 0 } else { FAILS_AFTER },
+            fails_at: if matches!(header.fail.load(Relaxed), 1..=4) { FAILS_AFTER } else { 0 },
             detaching: None,
         })
     }

@@ -20,7 +20,7 @@
 //!
 //! # Lock order
 //! `Engine::mm` (page table, regions, staging, queues) → the swap layer's cluster lock → its list lock → a store device's own lock →
-//! the allocator's lock. The trash of staging frames comes after `Engine::mm` or alone. A worker compresses and writes with none of them held.
+//! the allocator's lock → the registry of own mappings. The trash of staging frames comes after `Engine::mm` or alone. A worker compresses and writes with none of them held.
 
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]

@@ -23,11 +23,13 @@ use swaptide_ipc::Counter;
 use swaptide_store::codec::{Compressor, Scheme, Unpacker};
 use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
-use swaptide_sys::mem::{Advice, advise};
+use swaptide_sys::mem::{Advice, Mapping, advise};
+use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
 use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{Nanos, gettid, now, yield_now};
 
+use crate::adopt::MIN_BYTES;
 use crate::batch::Batch;
 use crate::bell::Ring;
 use crate::calm::Calm;
@@ -73,6 +75,9 @@ const CAME: u64 = 1024;
 const MOST_VAIN: u32 = 4;
 /// Then sharing is broken only this often.
 const VAIN_RESTS: Duration = Duration::from_millis(100);
+
+/// What a test sets to have workers map and unmap memory of the engine's without pause, so that it comes to lie where the program's was.
+const OWN_MEMORY_COMES_AND_GOES: u32 = 6;
 
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -335,6 +340,9 @@ impl Worker {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
+            if engine.start.segment.header.fail.load(Relaxed) == OWN_MEMORY_COMES_AND_GOES {
+                map_and_unmap(engine);
+            }
             let idle = self.work(engine, keeper.as_mut());
             if idle {
                 let tick = tick(engine, keeper.is_some());
@@ -566,6 +574,35 @@ impl Keeper {
             engine.bells.ring(Ring::Adopt);
             engine.charge.measure(statm);
             self.rest_at_adoption = engine.charge.rest();
+        }
+    }
+}
+
+/// What a test wants: see [`OWN_MEMORY_COMES_AND_GOES`].
+///
+/// # Panics
+/// If any of it is taken for the program's.
+#[cold]
+fn map_and_unmap(engine: &Engine) {
+    let mut held = [const { None }; 8];
+    let is_managed = |held: &[Option<Mapping>]| {
+        let mm = engine.mm.lock();
+        held.iter().flatten().any(|own| mm.regions.overlaps(own.range()))
+    };
+    for round in 0..256 {
+        let Ok(mapping) = Mapping::reserve(MIN_BYTES + round % 7 * PAGE_SIZE) else { return };
+        // SAFETY: nobody else knows of the mapping.
+        let bytes = unsafe { mapping.slice_mut(0, mapping.len()) };
+        bytes.iter_mut().step_by(PAGE_SIZE).for_each(|byte| *byte = 1);
+        held[round % 8] = Some(mapping);
+        if round % 8 == 0 {
+            engine.bells.ring(Ring::Adopt);
+        }
+        // The end of what was there before comes after it: its event may not be under way yet.
+        let since = now();
+        while is_managed(&held) {
+            assert!(now().since(since) < Duration::from_secs(2), "the engine's own memory is managed");
+            engine.bells.ring(Ring::Adopt);
         }
     }
 }

@@ -6,26 +6,33 @@
 //!
 //! Invariants:
 //! 1. A mapping made by this crate is in the registry from before its address is returned until
-//!    after it is unmapped.
+//!    after it is unmapped. While somebody [holds the registry still](hold_still), every mapping of
+//!    this crate is in it.
 //! 2. Reading the registry takes no lock and allocates nothing, so it works in a fault handler and
 //!    in a freshly forked child.
 //! 3. A range that [`own_ranges`] reports was, at some moment during the call, exactly a range of
 //!    the engine's: never one half of an old entry and one half of a new one.
 //!
-//! A reader who compares the registry with a snapshot of `/proc/self/maps` takes the snapshot
-//! first, then waits until [`registrations_in_flight`] was zero once, then reads the registry:
-//! then every mapping of this crate that the snapshot shows is known or already gone.
+//! A list of the process's mappings that was read a moment ago proves nothing: what was the program's
+//! then may have been unmapped, and a mapping of this crate made in its place. Who is about to do
+//! something with a range that is not the engine's looks into the registry while he holds it still,
+//! and does it before he lets go.
+//!
+//! Locks: `CHANGES`, the innermost of all; nothing is allocated under it.
 
 use core::ffi::CStr;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering};
+use core::time::Duration;
 
 use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::Errno;
 
+use crate::lock::{Guard, Lock};
 use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
+use crate::thread::sleep;
 
 /// Mappings the registry can hold at one time.
 pub const MAX_OWN_RANGES: usize = 4096;
@@ -48,8 +55,11 @@ static SLOTS: [Slot; MAX_OWN_RANGES] =
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 /// Where the last free slot was found; a hint only.
 static HINT: AtomicUsize = AtomicUsize::new(0);
-/// Mappings made or about to be made that are not in the registry yet.
-static IN_FLIGHT: AtomicUsize = AtomicUsize::new(0);
+/// Held from before a mapping is made until it is in the registry.
+static CHANGES: Lock<()> = Lock::new(());
+/// How often, and with what pauses, [`hold_still`] tries: who makes a mapping may be stopped in the middle (by a debugger, say).
+const TRIES: u32 = 100;
+const PAUSE: Duration = Duration::from_micros(20);
 
 /// Calls `f` with every range of memory this crate has mapped: engine memory, stacks, shared maps.
 pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
@@ -71,15 +81,27 @@ pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
     }
 }
 
-/// How many mappings are between "about to be made" and "in the registry". See the module text.
-pub fn registrations_in_flight() -> usize {
-    IN_FLIGHT.load(Ordering::SeqCst)
+/// While it lives, this crate makes no mapping.
+pub struct Still(#[allow(dead_code)] Guard<'static, ()>);
+
+/// Holds the registry still. `None` when somebody has been making a mapping for longer than that takes.
+///
+/// Who has it must not make a mapping, allocate nothing therefore, and take no lock whose holder may.
+pub fn hold_still() -> Option<Still> {
+    for _ in 0..TRIES {
+        if let Some(guard) = CHANGES.try_lock() {
+            return Some(Still(guard));
+        }
+        sleep(PAUSE);
+    }
+    None
 }
 
 /// Must be called in a forked child before anything else of this module: a thread of the parent
 /// that was in the middle of a registration does not exist here and will never finish it.
 pub fn after_fork_in_child() {
-    IN_FLIGHT.store(0, Ordering::SeqCst);
+    // SAFETY: a forked child has one thread, which is here. What the lock's holder was making is merely not in the registry.
+    unsafe { CHANGES.force_unlock() };
 }
 
 /// A claimed registry slot; `publish` fills it, dropping it gives it back.
@@ -120,11 +142,10 @@ impl Drop for Registration {
 /// Runs `map` with a claimed slot and publishes what it mapped (invariant 1).
 fn map_registered(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<(VirtRange, Registration), Errno> {
     let registration = Registration::claim()?;
-    IN_FLIGHT.fetch_add(1, Ordering::SeqCst);
-    let mapped = map().inspect(|range| registration.publish(*range));
-    // A child forked in between has set the count to zero; do not go below it.
-    let _ = IN_FLIGHT.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
-    mapped.map(|range| (range, registration))
+    let _change = CHANGES.lock();
+    let range = map()?;
+    registration.publish(range);
+    Ok((range, registration))
 }
 
 const MADV_DONTNEED_LOCKED: u32 = 24;
@@ -596,10 +617,36 @@ mod tests {
                 own_ranges(|r| assert!(!r.is_empty() && r.len() < 1 << 40, "{r:?}"));
             }
         });
-        // Other tests may be mapping at this moment, but a count that never reaches zero is a leak.
-        while registrations_in_flight() != 0 {
-            std::thread::yield_now();
-        }
+    }
+
+    #[test]
+    fn nothing_is_mapped_while_the_registry_is_held_still() {
+        let _turn = TURN.lock().unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let made = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                while !stop.load(Ordering::SeqCst) {
+                    drop(Mapping::reserve(8 * PAGE_SIZE).unwrap());
+                    made.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            for _ in 0..20 {
+                let before = made.load(Ordering::SeqCst);
+                let Some(still) = hold_still() else { continue };
+                let then = made.load(Ordering::SeqCst);
+                sleep(Duration::from_millis(2));
+                // One that was made before may be counted after.
+                assert!(made.load(Ordering::SeqCst) <= then + 1);
+                drop(still);
+                let later = std::time::Instant::now() + Duration::from_secs(10);
+                while made.load(Ordering::SeqCst) <= before + 1 && std::time::Instant::now() < later {
+                    std::thread::yield_now();
+                }
+                assert!(made.load(Ordering::SeqCst) > before + 1, "and goes on afterwards");
+            }
+            stop.store(true, Ordering::SeqCst);
+        });
     }
 
     #[test]

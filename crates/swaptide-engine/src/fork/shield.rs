@@ -88,7 +88,7 @@ impl Handler {
             }
             let tail = VirtRange { start: region.end, end: vma.range.end };
             // In this order: arming what is ours already changes nothing, and what is nobody's is not to be armed.
-            if handler.uffd.coverage(tail) == Coverage::Whole && handler.uffd.register_missing(tail).is_ok() {
+            if handler.uffd.coverage(tail) == Coverage::Whole && handler.arm(tail) {
                 let _ = handler.adopt_at(region.end);
             }
         });
