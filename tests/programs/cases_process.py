@@ -439,15 +439,18 @@ def cluster_readahead(context):
     for option, cluster in (("yes", None), ("yes", "5"), ("yes", "0"), ("no", None)):
         words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, "--swap", f"file:{context.directory},rotational={option}"]
         words += ["--page-cluster", cluster] if cluster else []
-        words += ["--", context.python, HERE / "py" / "together.py", "8000", "2"]
+        # Who goes the same way a second time finds pages there for that reason too, on every disk.
+        reads = option == "yes" and cluster != "0"
+        rounds = 2 if reads else 1
+        words += ["--", context.python, HERE / "py" / "together.py", "8000", str(rounds)]
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         result = json.loads(report.read_text())
         seen = result["stats"]
         said = f"rotational={option}, page-cluster {cluster}: status {done.returncode}, {done.stdout!r}, {done.stderr!r}: {seen}"
-        context.expect(done.returncode == 0 and done.stdout == "8000 pages, 2 rounds, 0 wrong\n", said)
-        context.expect(result["errors"]["pages_poisoned"] == 0 and seen["pswpout"] > 8000 and seen["pswpin"] > 8000, said)
+        context.expect(done.returncode == 0 and done.stdout == f"8000 pages, {rounds} rounds, 0 wrong\n", said)
+        context.expect(result["errors"]["pages_poisoned"] == 0 and seen["pswpout"] > 8000 and seen["pswpin"] > 4000 * rounds, said)
         ahead, hits = seen["swap_ra"], seen["swap_ra_hit"]
-        if option == "yes" and cluster != "0":
+        if reads:
             # Of blocks of eight all but the page asked for, nearly every one of them wanted.
             context.expect(ahead > 0.7 * seen["pswpin"] and hits > 0.9 * ahead, said)
         else:

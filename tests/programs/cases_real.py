@@ -233,7 +233,7 @@ CASES = [
     Case("gcc", gcc(2, 50), 64, limit=180, needs=("gcc",), allowance=8, forks=True),
     Case("java-g1", java("G1", 220000), 96, limit=180, needs=("java",), allowance=48),
     Case("java-serial", java("Serial", 220000), 96, limit=180, needs=("java",), allowance=48),
-    Case("node", node(250000), 64, limit=180, needs=("node",), allowance=48),
+    Case("node", node(250000), 96, limit=180, needs=("node",), allowance=48),
     Case("stress-ng", stress(10, 128), 32, limit=90, needs=("stress-ng",), allowance=8, forks=True),
     # The sizes of the promise: each at a quarter of its memory or less.
     Case("full-python", python("structures.py", 300), 256, full=True, limit=900, allowance=4),

@@ -237,6 +237,7 @@ impl Handler {
             false => engine.charge.window_pages(),
         };
         let most = self.gate().most(window, engine.devices.is_backed());
+        self.held_came = 0;
         let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
@@ -301,13 +302,19 @@ impl Handler {
         // What was sent for comes too, a little later.
         self.locality.came(came.pages() + self.away.asks(Some(page)));
         if self.away.has(page) {
-            engine.count(Counter::SwapRa, came.pages());
+            self.count_ahead(came.pages());
             return Ok(());
         }
-        engine.count(Counter::SwapRa, came.pages().saturating_sub(1));
+        self.count_ahead(came.pages().saturating_sub(1));
         engine.mm.lock().split.fault(came.pages());
         engine.charge.brought(came.pages());
         Ok(())
+    }
+
+    /// Counts pages that came unasked since the last call, but for those that a disk that turns had brought before: they were counted then.
+    pub(crate) fn count_ahead(&mut self, pages: usize) {
+        let held = std::mem::take(&mut self.held_came);
+        self.engine.count(Counter::SwapRa, pages.saturating_sub(held));
     }
 
     /// A range of that order was asked for and is not brought in whole.
@@ -342,7 +349,7 @@ impl Handler {
                     Err(_) => return self.bring(page, 1),
                     Ok(()) => {}
                 }
-                engine.count(Counter::SwapRa, n - 1);
+                self.count_ahead(n - 1);
                 let mut came = Came::new(start);
                 came.add(start, n);
                 came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
@@ -600,6 +607,7 @@ impl Handler {
             }
             self.landed(mm, page.plus(k), snapshot.entries()[k]);
         }
+        self.held_came += held.min(file);
         engine.count(Counter::Zswpin, pool);
         engine.count(Counter::Pswpin, file - held.min(file));
         engine.count(Counter::SwpinZero, filled - pool - file);

@@ -91,6 +91,8 @@ pub struct Handler {
     /// What was read from disks that turn, and not asked for yet; and how many pages of the last read had been.
     pub(crate) ahead: ReadAhead,
     pub(crate) held_hits: usize,
+    /// Of the pages that came for the fault that is being answered, how many had been.
+    pub(crate) held_came: usize,
     /// Smoothed time of reading a page from the file, in nanoseconds.
     pub(crate) read_ns: u64,
     /// Loads of several pages so far; every so manyth is taken to be out of date (0: none).
@@ -181,6 +183,7 @@ impl Handler {
             leaves_out: None,
             ahead: ReadAhead::default(),
             held_hits: 0,
+            held_came: 0,
             read_ns: 60_000,
             large_loads: 0,
             stale_every: header.stale_every.load(Relaxed),

@@ -208,6 +208,9 @@ pub(crate) struct Trail {
     /// Faults since it was last asked whether the book is of any use, and how many of them were on a trail.
     asked: u32,
     hits: u32,
+    /// Pages that were read for this and brought in since the fault that was on the trail last; and those before, which the program went over.
+    came: u32,
+    gone_over: usize,
     /// Faults that are still let pass, and how many books' lengths that were at first.
     rests: u32,
     rested: u32,
@@ -227,6 +230,8 @@ impl Trail {
             begins: [None; 2],
             asked: 0,
             hits: 0,
+            came: 0,
+            gone_over: 0,
             rests: 0,
             rested: 0,
         }
@@ -294,6 +299,7 @@ impl Trail {
                     book.write(passed);
                 }
             }
+            self.gone_over += self.came.min(at.wrapping_sub(next)) as usize;
             self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }.clamp(1, DEEPEST.min(most));
             self.follow(at.wrapping_add(1));
             return;
@@ -319,6 +325,7 @@ impl Trail {
     fn follow(&mut self, next: u32) {
         self.hits += 1;
         self.missed = 0;
+        self.came = 0;
         self.next = Some(next);
         self.shown = next;
         self.left = self.depth;
@@ -335,9 +342,15 @@ impl Trail {
         Some(page)
     }
 
-    /// The page that was told last was brought in. (Another fault may have been asked about meanwhile: then this one ends.)
-    pub(crate) fn brought(&mut self) {
+    /// The page that was told last was brought in; `is_read`: it was read for this. (Another fault may have been asked about meanwhile: then this one ends.)
+    pub(crate) fn brought(&mut self, is_read: bool) {
         self.left = self.left.saturating_sub(1);
+        self.came += u32::from(is_read);
+    }
+
+    /// Pages that were read for this and that the program went over, since the last call.
+    pub(crate) fn take_gone_over(&mut self) -> usize {
+        std::mem::take(&mut self.gone_over)
     }
 
     /// After as many faults as the book has entries: was it of any use?
@@ -369,19 +382,22 @@ impl Handler {
         }
         let is_out = |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
         self.trail.asks(page, engine.charge.limit(), most, is_out);
+        engine.count(Counter::SwapRaHit, self.trail.take_gone_over());
+        self.held_came = 0;
         let mut came = 0;
         while let Some(next) = self.trail.ahead() {
             if !is_out(next) {
                 continue;
             }
             self.make_room(1);
+            let held = self.held_came;
             if !self.has_room(1) || self.bring_page(next, 1).is_err() {
                 break;
             }
-            self.trail.brought();
+            self.trail.brought(self.held_came == held);
             came += 1;
         }
-        engine.count(Counter::SwapRa, came);
+        self.count_ahead(came);
     }
 }
 
@@ -429,7 +445,7 @@ mod tests {
             while let Some(PageNo(page)) = self.trail.ahead() {
                 if !self.there.contains(&page) {
                     self.bring(page);
-                    self.trail.brought();
+                    self.trail.brought(true);
                     self.brought += 1;
                 }
             }
@@ -465,6 +481,8 @@ mod tests {
         assert_eq!(paged.walk(way.iter().copied()), (4000, 0));
         let (faults, brought) = paged.walk(way.iter().copied());
         assert!(faults < 150 && faults + brought < 4100, "{faults} {brought}");
+        let gone_over = paged.trail.take_gone_over();
+        assert!(gone_over <= brought && gone_over > brought / 10 * 9, "{gone_over} {brought}");
         let (faults, _) = paged.walk(way.iter().copied());
         assert!(faults < 80, "{faults}");
     }
