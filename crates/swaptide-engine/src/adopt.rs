@@ -162,9 +162,7 @@ impl Handler {
     fn adopt_range(&mut self, range: VirtRange) {
         let engine = self.engine;
         self.let_changes_pass(range);
-        engine.mm.lock().armed.insert(range);
         if !self.arm(range) {
-            engine.mm.lock().armed.remove(range);
             return;
         }
         // A fork that was not read yet may be from before or after it.
@@ -189,12 +187,25 @@ impl Handler {
         engine.mm.lock().armed.insert(range);
     }
 
-    /// Arms a range. False when something of it is the engine's (rule 7), or the kernel refuses.
+    /// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7), or the kernel refuses.
     pub(crate) fn arm(&self, range: VirtRange) -> bool {
-        let Some(_still) = hold_still() else { return false };
-        let mut is_own = false;
-        own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
-        !is_own && self.uffd.register_missing(range).is_ok()
+        let engine = self.engine;
+        let was_armed = {
+            let mut mm = engine.mm.lock();
+            let was_armed = mm.armed.overlaps(range);
+            mm.armed.insert(range);
+            was_armed
+        };
+        let is_armed = hold_still().is_some_and(|_still| {
+            let mut is_own = false;
+            own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
+            !is_own && self.uffd.register_missing(range).is_ok()
+        });
+        // A part that was armed before still is.
+        if !is_armed && !was_armed {
+            engine.mm.lock().armed.remove(range);
+        }
+        is_armed
     }
 
     /// Where something else was a moment ago: waits until no fork can be older than that, if that comes soon. What a child still has there could not be
@@ -250,9 +261,7 @@ impl Handler {
                 return range;
             }
             let end = vma.range.end;
-            self.engine.mm.lock().armed.insert(vma.range);
             if !self.arm(vma.range) {
-                self.engine.mm.lock().armed.remove(vma.range);
                 return range;
             }
             match self.maps.vma_at(range.start) {

@@ -631,9 +631,11 @@ mod tests {
                     made.fetch_add(1, Ordering::SeqCst);
                 }
             });
+            let mut held = 0;
             for _ in 0..20 {
                 let before = made.load(Ordering::SeqCst);
                 let Some(still) = hold_still() else { continue };
+                held += 1;
                 let then = made.load(Ordering::SeqCst);
                 sleep(Duration::from_millis(2));
                 // One that was made before may be counted after.
@@ -645,6 +647,7 @@ mod tests {
                 }
                 assert!(made.load(Ordering::SeqCst) > before + 1, "and goes on afterwards");
             }
+            assert!(held > 0, "it can be held");
             stop.store(true, Ordering::SeqCst);
         });
     }
