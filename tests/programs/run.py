@@ -3,6 +3,7 @@
 what they do without it. See --help; the cases are in cases_*.py, the C programs in c/."""
 
 import argparse
+import importlib
 import os
 import shutil
 import signal
@@ -11,18 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import cases_c
-import cases_groups
-import cases_network
-import cases_process
-import cases_real
-import cases_suites
-import cases_tight
-import cases_trust
 from harness import NATIVE, Binaries, run_case
 from processes import adopt_orphans, kill_tree
 
-CASES = cases_process.CASES + cases_groups.CASES + cases_c.CASES + cases_network.CASES + cases_trust.CASES + cases_real.CASES + cases_tight.CASES + cases_suites.CASES
+# Every cases_*.py has a list of that name.
+CASES = [case for path in sorted(Path(__file__).resolve().parent.glob("cases_*.py"))
+         for case in importlib.import_module(path.stem).CASES]
 
 
 def arguments():

@@ -28,6 +28,34 @@ const SYS_EXIT: usize = 60;
 const SYS_PRCTL: usize = 157;
 const SYS_SECCOMP: usize = 317;
 
+const SYS_MADVISE: usize = 28;
+const SYS_MREMAP: usize = moves::SYS_MREMAP as usize;
+
+/// System calls that [`KINDS`] covers; higher numbers pass through.
+const CALLS: usize = 512;
+/// [`hooked`] makes the call in the place of libc's function.
+const INSTEAD: u8 = 1;
+/// [`syscall_next`] is told, and libc's function makes the call.
+const BEFORE: u8 = 2;
+
+/// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
+static KINDS: [u8; CALLS] = {
+    let mut kinds = [0; CALLS];
+    let instead = [SYS_MADVISE, SYS_MREMAP, SYS_EXECVE, SYS_EXECVEAT];
+    let before = [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP];
+    let mut i = 0;
+    while i < instead.len() {
+        kinds[instead[i]] = INSTEAD;
+        i += 1;
+    }
+    let mut i = 0;
+    while i < before.len() {
+        kinds[before[i]] = BEFORE;
+        i += 1;
+    }
+    kinds
+};
+
 const CLONE_VM: u64 = 0x100;
 const CLONE_VFORK: u64 = 0x4000;
 const CLONE_THREAD: u64 = 0x1_0000;
@@ -92,10 +120,9 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize) -> *mut c
     real::SYSCALL.address()
 }
 
-/// Called by [`syscall`] for the calls that have a hook of their own.
+/// Called by [`syscall`] for the calls that have a hook of their own ([`INSTEAD`]), which
+/// goes there by a jump: a seventh parameter here would be the call's sixth argument.
 unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize) -> c_long {
-    const SYS_MADVISE: usize = 28;
-    const SYS_MREMAP: usize = moves::SYS_MREMAP as usize;
     real::libc_result(match number {
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
@@ -121,26 +148,15 @@ unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usiz
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn syscall() {
     core::arch::naked_asm!(
-        "cmp rdi, 28",
+        "cmp rdi, {calls}",
+        "jae 1f",
+        "lea rax, [rip + {kinds}]",
+        "movzx eax, byte ptr [rax + rdi]",
+        "cmp eax, {instead}",
         "je 2f",
-        "cmp rdi, 25",
-        "je 2f",
-        "cmp rdi, {execve}",
-        "je 2f",
-        "cmp rdi, {execveat}",
-        "je 2f",
-        "cmp rdi, {clone}",
+        "cmp eax, {before}",
         "je 3f",
-        "cmp rdi, {fork}",
-        "je 3f",
-        "cmp rdi, {clone3}",
-        "je 3f",
-        "cmp rdi, {exit}",
-        "je 3f",
-        "cmp rdi, {prctl}",
-        "je 3f",
-        "cmp rdi, {seccomp}",
-        "je 3f",
+        "1:",
         "mov rax, qword ptr [rip + {real} + {found}]",
         "test rax, rax",
         "jz 3f",
@@ -164,14 +180,10 @@ pub unsafe extern "C" fn syscall() {
         "pop rsi",
         "pop rdi",
         "jmp rax",
-        execve = const SYS_EXECVE,
-        execveat = const SYS_EXECVEAT,
-        clone = const SYS_CLONE,
-        fork = const SYS_FORK,
-        clone3 = const SYS_CLONE3,
-        exit = const SYS_EXIT,
-        prctl = const SYS_PRCTL,
-        seccomp = const SYS_SECCOMP,
+        calls = const CALLS,
+        kinds = sym KINDS,
+        instead = const INSTEAD,
+        before = const BEFORE,
         real = sym real::SYSCALL,
         found = const real::FOUND,
         hooked = sym hooked,
