@@ -15,7 +15,11 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use linux_raw_sys::general as k;
+use rustix::fd::AsRawFd;
+
 use crate::procfs::retry;
+use crate::raw::syscall;
 
 /// Descriptors one packet can carry.
 pub const MAX_FDS: usize = 24;
@@ -199,6 +203,37 @@ pub fn poll_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Resul
     match rustix::event::poll(&mut polls[..fds.len()], time.as_ref()) {
         Ok(_) => Ok((0..fds.len()).filter(|&i| !polls[i].revents().is_empty()).fold(0, |mask, i| mask | 1 << i)),
         Err(Errno::INTR) => Ok(0),
+        Err(Errno::INVAL) => select_readable(fds, timeout),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Highest descriptor that [`select_readable`] can watch.
+const MAX_SELECT: usize = 4095;
+
+/// [`poll_readable`] by `pselect6`. `ppoll` fails with `EINVAL` if it is given more descriptors than
+/// RLIMIT_NOFILE, which a program may set to 0. `pselect6` does not look at that limit. Its set of
+/// readable descriptors includes those with a hangup or an error.
+#[cold]
+fn select_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<u64, Errno> {
+    const WORD: usize = usize::BITS as usize;
+    let mut set = [0usize; (MAX_SELECT + 1) / WORD];
+    let mut count = 0;
+    for fd in fds {
+        let fd = usize::try_from(fd.as_raw_fd()).ok().filter(|fd| *fd <= MAX_SELECT).ok_or(Errno::INVAL)?;
+        set[fd / WORD] |= 1 << (fd % WORD);
+        count = count.max(fd + 1);
+    }
+    let time = timeout
+        .map(|t| k::__kernel_timespec { tv_sec: t.as_secs().min(i64::MAX as u64) as i64, tv_nsec: t.subsec_nanos().into() });
+    let time_ptr = time.as_ref().map_or(0, |t| (&raw const *t) as usize);
+    // SAFETY: the set has a bit for each of the `count` descriptors and outlives the call, as does the time.
+    match unsafe { syscall!(k::__NR_pselect6, count, set.as_mut_ptr() as usize, 0usize, 0usize, time_ptr, 0usize) } {
+        Ok(0) | Err(Errno::INTR) => Ok(0),
+        Ok(_) => {
+            let is_set = |fd: usize| set[fd / WORD] >> (fd % WORD) & 1 == 1;
+            Ok((0..fds.len()).filter(|&i| is_set(fds[i].as_raw_fd() as usize)).fold(0, |mask, i| mask | 1 << i))
+        }
         Err(errno) => Err(errno),
     }
 }
@@ -255,6 +290,11 @@ mod tests {
         // The descriptor that had no place was closed: after `a`, the connection has no other holder.
         drop(a);
         assert_eq!(b.recv(&mut [0; 10], &mut []), Ok((0, 0)));
+        // The same without poll(2), which refuses with a limit of 0 on descriptors.
+        let (c, d) = Conn::pair().unwrap();
+        assert_eq!(select_readable(&[d.as_fd(), c.as_fd()], Some(Duration::from_millis(1))), Ok(0));
+        c.send(b"x", &[]).unwrap();
+        assert_eq!(select_readable(&[c.as_fd(), b.as_fd(), d.as_fd()], None), Ok(0b110), "hung up, and a message");
         let many: Vec<_> = (0..MAX_POLL + 1).map(|_| b.as_fd()).collect();
         assert_eq!(poll_readable(&many, None), Err(Errno::INVAL));
         assert_eq!(poll_readable(&many[..MAX_POLL], None), Ok(u64::MAX));

@@ -304,9 +304,33 @@ pub fn exit_group(code: i32) -> ! {
     }
 }
 
+/// Time that [`abort_with`] may take to write its message.
+const WRITE_LIMIT: Duration = Duration::from_secs(2);
+
+/// Has the kernel send this process `SIGKILL` after `time`.
+fn kill_after(time: Duration) {
+    // `struct sigevent`: value, signal number, `SIGEV_SIGNAL`, padding.
+    let mut event = [0u32; 16];
+    event[2] = k::SIGKILL;
+    let mut timer = 0i32;
+    let value = k::__kernel_timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+    let once = k::__kernel_itimerspec { it_interval: k::__kernel_timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
+    let (event, id, once) = (event.as_ptr() as usize, (&raw mut timer) as usize, (&raw const once) as usize);
+    // SAFETY: the kernel reads a sigevent of 64 bytes and an itimerspec, and writes the timer's id.
+    unsafe {
+        if syscall!(k::__NR_timer_create, k::CLOCK_MONOTONIC, event, id).is_ok() {
+            let _ = syscall!(k::__NR_timer_settime, timer, 0usize, once, 0usize);
+        }
+    }
+}
+
 /// Writes the parts as one line to the program's standard error, if that is open, and kills the
 /// process by `SIGABRT`, past any handler of the program's. An engine thread has a descriptor table
 /// of its own: the program's is found in /proc.
+///
+/// The write cannot keep the process from ending. On a full pipe it fails (`O_NONBLOCK`). On a file
+/// it may wait for the inode lock, whose holder may wait for a page that nobody brings in any more:
+/// after [`WRITE_LIMIT`] the kernel ends the process by `SIGKILL`, which also frees that lock.
 pub fn abort_with(msg: &[&[u8]]) -> ! {
     let mut line = [0u8; 1024];
     let mut len = 0;
@@ -317,8 +341,9 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
         len += n;
     }
     line[len] = b'\n';
-    let flags =
-        rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::APPEND | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+    use rustix::fs::OFlags;
+    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    kill_after(WRITE_LIMIT);
     // A failure has nobody left to be told.
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
         let _ = rustix::io::write(&stderr, &line[..len + 1]);
