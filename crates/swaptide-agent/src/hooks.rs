@@ -10,7 +10,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exec::with_environment;
-use crate::{moves, pins, real, shared, start};
+use crate::{moves, pins, real, shared, start, words};
 
 const SYS_MADVISE: u32 = 28;
 
@@ -147,7 +147,7 @@ fn begin(place: *mut c_void) -> (usize, *mut c_void) {
     let waiting = &WAITING[place as usize];
     let (routine, argument) = (waiting.routine.load(Acquire), waiting.argument.load(Acquire));
     waiting.taken.store(0, Release);
-    pin_own_block();
+    words::pin_own_block();
     (routine, argument as *mut c_void)
 }
 
@@ -155,23 +155,18 @@ extern "C" fn run_thread(place: *mut c_void) -> *mut c_void {
     let (routine, argument) = begin(place);
     // SAFETY: the word was made from such a function by `pthread_create` below.
     let routine: Routine = unsafe { std::mem::transmute(routine) };
-    routine(argument)
+    let result = routine(argument);
+    words::ending();
+    result
 }
 
 extern "C" fn run_c11_thread(place: *mut c_void) -> c_int {
     let (routine, argument) = begin(place);
     // SAFETY: the word was made from such a function by `thrd_create` below.
     let routine: C11Routine = unsafe { std::mem::transmute(routine) };
-    routine(argument)
-}
-
-/// Pins the control block of the calling thread: it starts at the thread pointer.
-pub(crate) fn pin_own_block() {
-    let block: usize;
-    // SAFETY: on x86-64 the first word of the control block is its own address.
-    unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly)) };
-    pins::pin(block);
-    pins::pin(block + 0x900);
+    let result = routine(argument);
+    words::ending();
+    result
 }
 
 /// Stands in front of libc's `pthread_create`: the new thread pins its control block before it does anything else.

@@ -53,6 +53,9 @@ pub static SPAWNP: Real = Real::new(c"posix_spawnp");
 pub static CLONE: Real = Real::new(c"clone");
 pub static PLAIN_FORK: Real = Real::new(c"_Fork");
 pub static SYSCALL: Real = Real::new(c"syscall");
+pub static MUTEX_INIT: Real = Real::new(c"pthread_mutex_init");
+pub static MUTEX_DESTROY: Real = Real::new(c"pthread_mutex_destroy");
+static RSEQ_OFFSET: Real = Real::new(c"__rseq_offset");
 pub static REALLOC: Real = Real::new(c"realloc");
 static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
 static THREADLESS: Real = Real::new(c"__libc_single_threaded");
@@ -88,6 +91,13 @@ pub fn has_threads() -> bool {
     word.is_null() || unsafe { word.read_volatile() } == 0
 }
 
+/// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has none.
+pub fn rseq_offset() -> Option<isize> {
+    let at = RSEQ_OFFSET.found.load(Acquire).cast::<isize>();
+    // SAFETY: not null, it is the address of libc's constant, a ptrdiff_t.
+    (!at.is_null()).then(|| unsafe { at.read_volatile() })
+}
+
 /// Finds them all: later, in a signal handler or a vforked child, there is no looking up.
 pub fn find() {
     for real in [
@@ -102,6 +112,9 @@ pub fn find() {
         &CLONE,
         &PLAIN_FORK,
         &SYSCALL,
+        &MUTEX_INIT,
+        &MUTEX_DESTROY,
+        &RSEQ_OFFSET,
         &REALLOC,
         &USABLE_SIZE,
         &THREADLESS,

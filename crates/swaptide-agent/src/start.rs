@@ -31,7 +31,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{cradle, ends, exec, log, pins, real, shared};
+use crate::{cradle, ends, exec, log, pinned, pins, real, shared, words};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -118,7 +118,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     OWN_PID.store(getpid().0, Relaxed);
     real::find();
     // The first thread's: libc's loader made it, anywhere among the mappings.
-    crate::hooks::pin_own_block();
+    words::pin_own_block();
     patron::name(&PATRON);
     if let Some(path) = own_path() {
         exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));
@@ -463,7 +463,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         log: log::line,
         main_object: is_main_object,
         excluded: pins::is_excluded,
-        pinned: pins::is_pinned,
+        pinned: pinned::pinned_pages,
         spawn_reader,
     };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
@@ -620,6 +620,8 @@ extern "C" fn child() {
     FORKING.store(0, Relaxed);
     OWN_PID.store(getpid().0, Relaxed);
     ends::forked();
+    // This thread has another id here.
+    words::pin_own_block();
     let mask = FORK_MASK.load(Relaxed);
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
     unsafe { FORK_LOCK.force_unlock() };

@@ -17,7 +17,7 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::{ends, exec, hooks, moves, pins, real, shared, start};
+use crate::{ends, exec, hooks, moves, pins, real, shared, start, words};
 
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
@@ -27,6 +27,10 @@ const SYS_CLONE3: usize = 435;
 const SYS_EXIT: usize = 60;
 const SYS_PRCTL: usize = 157;
 const SYS_SECCOMP: usize = 317;
+
+const SYS_SET_TID_ADDRESS: usize = 218;
+const SYS_SET_ROBUST_LIST: usize = 273;
+const SYS_RSEQ: usize = 334;
 
 const SYS_MADVISE: usize = 28;
 const SYS_MREMAP: usize = moves::SYS_MREMAP as usize;
@@ -41,8 +45,9 @@ const BEFORE: u8 = 2;
 /// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
 static KINDS: [u8; CALLS] = {
     let mut kinds = [0; CALLS];
-    let instead = [SYS_MADVISE, SYS_MREMAP, SYS_EXECVE, SYS_EXECVEAT];
-    let before = [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP];
+    let instead = [SYS_MADVISE, SYS_MREMAP, SYS_EXECVE, SYS_EXECVEAT, words::SYS_FUTEX];
+    let before =
+        [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
     let mut i = 0;
     while i < instead.len() {
         kinds[instead[i]] = INSTEAD;
@@ -92,20 +97,43 @@ fn before_clone(flags: u64) {
     }
 }
 
+/// The word that the kernel clears when a new thread ends, or writes when it begins.
+fn before_thread(flags: u64, child_tid: usize) {
+    const CLEARS: u64 = 0x20_0000;
+    const SETS: u64 = 0x100_0000;
+    if flags & CLONE_VM != 0 && flags & (CLEARS | SETS) != 0 {
+        words::named(child_tid, 4);
+    }
+}
+
 /// Called by [`clone`]; answers with what it goes on to.
-extern "C" fn clone_next(flags: u64) -> *mut c_void {
+extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
     before_clone(flags & 0xffff_ffff);
+    before_thread(flags, child_tid);
     real::CLONE.address()
 }
 
 /// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with what it goes on to.
-extern "C" fn syscall_next(number: usize, first: usize, second: usize) -> *mut c_void {
+extern "C" fn syscall_next(number: usize, first: usize, second: usize, _third: usize, fourth: usize) -> *mut c_void {
     match number {
-        SYS_CLONE => before_clone(first as u64 & 0xffff_ffff),
+        SYS_CLONE => {
+            before_clone(first as u64 & 0xffff_ffff);
+            before_thread(first as u64, fourth);
+        }
         SYS_FORK => before_clone(0),
-        // SAFETY: the first word of the program's argument, which the kernel is about to read as well.
-        SYS_CLONE3 if first != 0 => before_clone(unsafe { *(first as *const u64) }),
-        SYS_EXIT => ends::ending(first),
+        SYS_CLONE3 if first != 0 => {
+            // SAFETY: the first words of the program's argument, which the kernel is about to read as well.
+            let (flags, child_tid) = unsafe { (*(first as *const u64), *(first as *const u64).add(2)) };
+            before_clone(flags);
+            before_thread(flags, child_tid as usize);
+        }
+        SYS_EXIT => {
+            ends::ending(first);
+            words::ending();
+        }
+        SYS_SET_TID_ADDRESS => words::named(first, 4),
+        SYS_SET_ROBUST_LIST => words::named_list(first),
+        SYS_RSEQ => words::named(first, second.clamp(32, 4096)),
         SYS_SECCOMP => {
             const SET_MODE_FILTER: usize = 1;
             const ALL_THREADS: usize = 1;
@@ -121,9 +149,10 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize) -> *mut c
 }
 
 /// Called by [`syscall`] for the calls that have a hook of their own ([`INSTEAD`]), which
-/// goes there by a jump: a seventh parameter here would be the call's sixth argument.
-unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize) -> c_long {
+/// goes there by a jump: the seventh parameter is the call's sixth argument.
+unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     real::libc_result(match number {
+        words::SYS_FUTEX => words::futex([a, b, c, d, e, f]),
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
@@ -223,6 +252,8 @@ pub unsafe extern "C" fn clone() {
         "push r9",
         "sub rsp, 8",
         "mov rdi, rdx",
+        // The seventh argument, behind the return address and what was pushed.
+        "mov rsi, qword ptr [rsp + 64]",
         "call {next}",
         "add rsp, 8",
         "pop r9",

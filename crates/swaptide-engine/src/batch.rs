@@ -14,6 +14,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::Ordering::SeqCst;
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
@@ -240,6 +241,8 @@ impl Batch {
         }
         let Some(slab) = mm.staging.take_empty() else { return 0 };
         self.tried = true;
+        // Before the first look at what is pinned.
+        engine.taking.fetch_add(1, SeqCst);
         self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
         let mut moves = 0;
         for index in 0..self.runs.len() {
@@ -248,6 +251,7 @@ impl Batch {
             }
             self.pages += self.move_out(engine, mm, slab, self.runs[index], &mut moves);
         }
+        engine.taking.fetch_add(1, SeqCst);
         for index in 0..self.chunks.len() {
             self.give_slots(engine, mm, slab, index);
         }
@@ -271,13 +275,14 @@ impl Batch {
             let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
             scanned += 1;
             let info = mm.table.chunk(chunk);
-            let movable = info.movable();
+            let mut movable = info.movable();
             if movable == 0 {
                 continue;
             }
+            movable &= !(engine.start.pinned)(chunk);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
-            if info.hot > 0 || info.flags & STUCK != 0 || held || (engine.start.pinned)(chunk) {
+            if info.hot > 0 || info.flags & STUCK != 0 || held || movable == 0 {
                 mm.table.update(chunk, |c| {
                     c.hot = c.hot.saturating_sub(1);
                     // A reason that lasts may still end: the chunk is tried again when it comes round.

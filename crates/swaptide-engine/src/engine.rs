@@ -2,7 +2,9 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
+};
 use std::time::Duration;
 
 use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
@@ -57,8 +59,8 @@ pub struct Start {
     pub main_object: fn(&[u8]) -> bool,
     /// True for a range that the program wants treated apart at a fork: it is never managed.
     pub excluded: fn(VirtRange) -> bool,
-    /// True for a chunk that must stay (it holds a thread's control block).
-    pub pinned: fn(ChunkNo) -> bool,
+    /// Which pages of a chunk must stay, as bits: the kernel accesses them without waiting for us.
+    pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
 }
@@ -126,6 +128,8 @@ pub struct Engine {
     pub(crate) far: Far,
     /// Futex word on which idle workers wait: raised when there may be work.
     pub work: AtomicU32,
+    /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
+    pub(crate) taking: AtomicU32,
     /// Workers that do not wait there.
     pub awake: AtomicU32,
     /// Not 0: workers stand still at their next safe point.
@@ -222,6 +226,7 @@ impl Engine {
             followed,
             far: Far::new().map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
+            taking: AtomicU32::new(0),
             awake: AtomicU32::new(0),
             park: AtomicU32::new(0),
             parked: AtomicU32::new(0),
@@ -288,6 +293,17 @@ impl Engine {
     /// The address of a staging frame, without the memory lock.
     pub fn frame_addr(&self, frame: FrameNo) -> VirtAddr {
         self.staging_base.offset(frame.0 as usize * PAGE_SIZE)
+    }
+
+    /// Waits while pages are chosen and taken out that were looked at before this call. What is
+    /// pinned by then is not chosen any more.
+    pub fn await_taking(&self) {
+        fence(SeqCst);
+        let seen = self.taking.load(SeqCst);
+        // It is as long as a batch of moves takes, and never waits for a thread of the program.
+        while seen % 2 == 1 && self.taking.load(SeqCst) == seen {
+            swaptide_sys::thread::yield_now();
+        }
     }
 
     /// Publishes the account after a change under the lock, and calls the workers when little is left.

@@ -349,11 +349,14 @@ static void fork_once(struct thread *self) {
     atomic_fetch_sub(&children, 1);
 }
 
+#include "torture_actions_futex.h"
+
 static void step(struct thread *self) {
     struct area *area = &self->area[below(&self->random, AREAS)];
     unsigned choice = (unsigned)below(&self->random, 1000);
     size_t from, count;
     open_area(self, area);
+    if (below(&self->random, 50) == 0) by_futex(self, area);
     if (choice < 200) {
         count = some_run(self, area, &from, 0);
         note(self, area, "written", from, count);

@@ -83,6 +83,7 @@ impl Engine {
         // that the lock guards then (invariant 1).
         // SAFETY: no other thread exists in this process.
         unsafe { self.mm.force_unlock() };
+        self.taking.store(0, Relaxed);
         // SAFETY: as above; workers stood still, outside of the devices.
         unsafe { self.devices.pool.force_unlock() };
         // SAFETY: as above.

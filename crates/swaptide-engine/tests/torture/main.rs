@@ -276,7 +276,7 @@ fn set_up() -> (Start, Vec<Thread>) {
         log: |line| eprintln!("{line}"),
         main_object: |_| false,
         excluded: is_outside,
-        pinned: |_| false,
+        pinned: |_| 0,
         spawn_reader: || false,
     };
     (start, threads)
