@@ -17,6 +17,7 @@ use std::time::Duration;
 use swaptide_engine::bell::Ring;
 use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::handler::Handler;
+use swaptide_engine::patience::{TURN, Waited};
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
@@ -26,7 +27,7 @@ use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::patron::{self, Patron};
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{
-    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, sleep, spawn_engine_thread,
+    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, sleep, spawn_engine_thread, tell,
     unshare_files_and_close_all, unshare_fs,
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
@@ -580,13 +581,9 @@ extern "C" fn prepare() {
     PARENT.store(this, Relaxed);
     if engine().is_some_and(|engine| engine.followed && !cradle::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
-        // SAFETY: this thread took the lock above and forgot its guard.
-        unsafe { FORK_LOCK.unlock() };
-        log::line(
+        let_go_before_fork(
             "a fork could not be followed (ptrace is not permitted, or the table of descriptors is full): the process is let go",
         );
-        let_go();
-        std::mem::forget(FORK_LOCK.lock());
     }
     if let Some(engine) = engine() {
         engine.fork.forker.store(gettid().0, Release);
@@ -594,8 +591,25 @@ extern "C" fn prepare() {
             engine.fork.open_ends();
         }
         engine.bells.ring(Ring::ForkPrepare);
-        engine.fork.wait_until_prepared();
+        if !engine.fork.wait_until_prepared(mask) {
+            cradle::leave();
+            engine.fork.close_end(false);
+            engine.fork.close_end(true);
+            let_go_before_fork(
+                "a child could not be told of, for the limit on open files is too low (ulimit -n): the process is let go",
+            );
+        }
     }
+}
+
+/// All comes back, and there is no engine at the fork. The calling thread has the lock, and has it
+/// again when this returns.
+fn let_go_before_fork(why: &str) {
+    // SAFETY: this thread took the lock in `prepare` and forgot its guard.
+    unsafe { FORK_LOCK.unlock() };
+    log::line(why);
+    let_go();
+    std::mem::forget(FORK_LOCK.lock());
 }
 
 /// After a fork, in the parent.
@@ -605,7 +619,10 @@ extern "C" fn parent() {
         engine.fork.close_end(false);
         engine.fork.close_end(true);
         engine.bells.ring(Ring::ForkDone);
-        engine.fork.wait(NONE);
+        engine.fork.wait(NONE, FORK_MASK.load(Relaxed));
+        if engine.fork.was_child_killed() {
+            tell(b"swaptide: a forked child did not take its memory over within half a minute and was killed\n");
+        }
     }
     let mask = FORK_MASK.load(Relaxed);
     FORKING.store(0, Relaxed);
@@ -636,9 +653,14 @@ extern "C" fn child() {
             ENGINE_PID.store(getpid().0, Release);
             TAKEN_OVER.store(0, Relaxed);
             engine.fork.close_end(false);
-            if spawn(heir) {
+            if engine.fork.is_shut() {
+                // The parent's handler serves this process until it has all its memory, and waits for no word.
+                engine.fork.close_end(true);
+                ENGINE.store(std::ptr::null_mut(), Release);
+            } else if spawn(heir) {
+                let mut waited = Waited::default();
                 while TAKEN_OVER.load(Acquire) == 0 {
-                    futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
+                    waited.turn(futex::wait(&TAKEN_OVER, 0, Some(TURN), futex::Scope::Private), mask);
                 }
                 engine.fork.close_end(true);
             } else {
@@ -694,6 +716,18 @@ fn claim_soon(segment: &Segment) -> Option<SlotIndex> {
     None
 }
 
+/// Tests want a forked child to be silent for some seconds, or never to take over.
+const SILENT_CHILD: u32 = 7;
+const STUCK_CHILD: u32 = 8;
+
+/// What a test wants to fail at this stage of a child's birth.
+fn stand_still_as_told(stage: u32) {
+    let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
+    if known_segment().is_some_and(|segment| segment.header.fail.load(Relaxed) == stage) {
+        sleep(Duration::from_secs(seconds));
+    }
+}
+
 /// The handler of a forked child. Nothing is allocated before the parent has answered.
 extern "C" fn heir(_: usize) {
     // SAFETY: null, or the engine this process has a copy of.
@@ -712,6 +746,7 @@ extern "C" fn heir(_: usize) {
     set_name(c"swaptide");
     // A fault is a thread that waits.
     go_first();
+    stand_still_as_told(SILENT_CHILD);
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {
             disown();
@@ -748,6 +783,7 @@ extern "C" fn heir(_: usize) {
         Ok(None) => return refused(),
         Err(errno) => stop(errno),
     };
+    stand_still_as_told(STUCK_CHILD);
     let handler = match Handler::inherited(engine, index, salt(), &mut left) {
         Ok(handler) => Box::leak(Box::new(handler)),
         Err(error) => {

@@ -17,14 +17,13 @@
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
-use std::time::Duration;
-
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::{Tid, block_all_signals, gettid, lives, restore_signals, yield_now};
 
 use crate::EngineError;
+use crate::patience::{TURN, Waited};
 
 /// What a thread wants of the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -170,7 +169,7 @@ impl Bells {
     pub fn hint(&self, hint: Hint, range: VirtRange) {
         let Ok(mask) = block_all_signals() else { return };
         if self.own(hint == Hint::Release) {
-            self.ask(hint, range);
+            self.ask(hint, range, mask);
             self.busy.store(0, Release);
         }
         restore_signals(mask);
@@ -191,18 +190,20 @@ impl Bells {
         }
     }
 
-    fn ask(&self, hint: Hint, range: VirtRange) {
+    fn ask(&self, hint: Hint, range: VirtRange, mask: u64) {
         let number = self.asked.fetch_add(1, Relaxed).wrapping_add(1);
         self.hint_start.store(range.start.0, Relaxed);
         self.hint_end.store(range.end.0, Relaxed);
         self.hint.store(u64::from(number) << 8 | hint as u64, Release);
         self.ring(Ring::Hint);
+        let mut waited = Waited::default();
         loop {
             let answered = self.answered.load(Acquire);
             if answered == number || self.closed.load(Acquire) {
                 return;
             }
-            futex::wait(&self.answered, answered, Some(Duration::from_millis(100)), futex::Scope::Private);
+            let woken = futex::wait(&self.answered, answered, Some(TURN), futex::Scope::Private);
+            waited.turn(woken, mask);
         }
     }
 
@@ -212,6 +213,16 @@ impl Bells {
         let hint = Hint::of((word & 0xff) as u32)?;
         self.taken.store((word >> 8) as u32, Relaxed);
         Some((hint, VirtRange { start: VirtAddr(self.hint_start.load(Relaxed)), end: VirtAddr(self.hint_end.load(Relaxed)) }))
+    }
+
+    /// True when the mailbox holds no hint that must be done.
+    pub fn may_be_dropped(&self) -> bool {
+        Hint::of((self.hint.load(Acquire) & 0xff) as u32) != Some(Hint::Release)
+    }
+
+    /// Puts back what was taken and could not be done.
+    pub fn put_back(&self, hint: Hint) {
+        self.hint.store(u64::from(self.taken.load(Relaxed)) << 8 | hint as u64, Release);
     }
 
     /// Says that what was taken is done.
@@ -235,8 +246,10 @@ impl Bells {
         fence.at.store(at.0, Relaxed);
         fence.state.store(WAITING, Release);
         self.ring(Ring::Fence);
+        let mut waited = Waited::default();
         while fence.state.load(Acquire) != ANSWERED && !self.closed.load(Acquire) {
-            futex::wait(&fence.state, WAITING, Some(Duration::from_millis(100)), futex::Scope::Private);
+            let woken = futex::wait(&fence.state, WAITING, Some(TURN), futex::Scope::Private);
+            waited.turn(woken, mask);
         }
         fence.state.store(FREE, Release);
         restore_signals(mask);

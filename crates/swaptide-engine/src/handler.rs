@@ -140,6 +140,8 @@ pub struct Handler {
     pub(crate) met: usize,
     /// The engine's memory changed while it may have been copied.
     pub(crate) torn: bool,
+    /// The forking thread was seen waiting after the engine's memory was changed for another thread.
+    pub(crate) seen_waiting: bool,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<Change>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
@@ -213,6 +215,7 @@ impl Handler {
             recipients: Vec::new(),
             met: 0,
             torn: false,
+            seen_waiting: false,
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
             throttle: Throttle::new(),
@@ -243,6 +246,7 @@ impl Handler {
                     }
                 }
             }
+            self.attend_fork();
             self.wake_held();
             if self.pending.is_empty() && !self.forking {
                 self.preload_some();
@@ -416,7 +420,7 @@ impl Handler {
         match (event, ring) {
             (Event::Fault { addr, tid, .. }, _) => self.pending.push_back(Fault { addr, tid, tries: 0 }),
             (_, Some(Ring::ForkDone)) => self.fork_done = true,
-            (_, Some(ring)) => self.rung.push(ring),
+            (_, Some(ring)) => self.note_ring(ring),
             (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => {
                 self.has_forked = true;
                 self.child = Some(uffd);
@@ -431,13 +435,23 @@ impl Handler {
         }
     }
 
-    /// Does what the bells asked for, unless a fork is under way: then it waits for its end.
+    /// A bell has rung, or the handler itself owes what it asks for. Each is noted once, for whoever
+    /// serves it serves all who have rung: so there is room without allocating.
+    pub(crate) fn note_ring(&mut self, ring: Ring) {
+        if !self.rung.contains(&ring) {
+            self.rung.push(ring);
+        }
+    }
+
+    /// Does what the bells asked for, unless a fork is under way: then it waits for its end. To stand still for a fork is for
+    /// [`Handler::run`] alone: here a fault or a hint may be half answered, and who waits for that may have a lock that the
+    /// forking thread waits for.
     pub(crate) fn serve_bells(&mut self) {
         self.serve_strangers();
-        while !self.forking && !self.rung.is_empty() {
-            match self.rung.remove(0) {
+        while !self.forking {
+            let Some(at) = self.rung.iter().position(|ring| *ring != Ring::ForkPrepare) else { return };
+            match self.rung.remove(at) {
                 Ring::Adopt => self.adopt(),
-                Ring::ForkPrepare => self.fork(),
                 Ring::Hint => {
                     if let Some((hint, range)) = self.engine.bells.take_hint() {
                         self.hint(hint, range);
@@ -447,13 +461,22 @@ impl Handler {
                 Ring::Fence => self.fence(),
                 Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
                 Ring::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
-                Ring::ForkDone => {}
+                Ring::ForkPrepare | Ring::ForkDone => {}
             }
         }
     }
 
+    /// Stands still for a fork, if one was asked for.
+    fn attend_fork(&mut self) {
+        if let Some(at) = self.rung.iter().position(|ring| *ring == Ring::ForkPrepare) {
+            self.rung.remove(at);
+            self.fork();
+            self.serve_bells();
+        }
+    }
+
     /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go on.
-    fn fence(&mut self) {
+    pub(crate) fn fence(&mut self) {
         // Adoption reads on, and so may come here again: a place that was answered there may be another thread's when this goes on.
         if self.fencing {
             self.fence_again = true;
@@ -502,10 +525,12 @@ impl Handler {
                     return;
                 }
                 self.stalls_until(answered);
+                self.is_about_to_wake();
                 // Last: the thread may have this CPU at once.
                 let _ = self.uffd.wake(range_of(page, 1));
             }
             Served::Spurious => {
+                self.is_about_to_wake();
                 let _ = self.uffd.wake(range_of(page, 1));
             }
             Served::Away => {}

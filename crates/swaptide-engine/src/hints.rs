@@ -126,7 +126,8 @@ impl Handler {
         let end = PageNo(pages.end);
         let mut at = PageNo(pages.start);
         let mut tries = 0;
-        loop {
+        // What a fork has copied is not to leave the table before the child has it.
+        while self.child.is_none() {
             let next = engine.mm.lock().table.next_used(at, end);
             let Some(page) = next.filter(|p| *p < end) else { break };
             match self.bring(page, 1) {
@@ -139,6 +140,9 @@ impl Handler {
         }
         let mut mm = engine.mm.lock();
         mm.held = NO_RANGE;
+        if self.child.is_some() {
+            return;
+        }
         if (pages.start..pages.end).any(|page| matches!(mm.table.get(PageNo(page)), PageState::Swapped(_))) {
             (engine.start.log)("a range could not be brought in whole and stays managed");
             return;

@@ -46,6 +46,7 @@ mod library;
 mod load;
 pub mod locality;
 pub mod pagetable;
+pub mod patience;
 pub mod place;
 pub mod probe;
 pub mod queue;

@@ -36,6 +36,7 @@ pub mod daemon;
 pub mod device;
 pub mod division;
 pub mod doctor;
+pub mod ending;
 pub mod followed;
 pub mod groups;
 pub mod keeper;

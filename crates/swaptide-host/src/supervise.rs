@@ -50,6 +50,7 @@ use crate::control::{self, Door, Join, Joined, Run};
 use crate::daemon::client::{self, RemoteAreas};
 use crate::device::{self, Acceptance, SwapSpace};
 use crate::doctor::{self, Forks};
+use crate::ending::Ending;
 use crate::followed::Followed;
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
@@ -129,7 +130,13 @@ enum ToFront {
     Failed(String),
     Started(u32),
     Stopped,
-    Ended { status: u8, lines: Vec<String>, stays: bool },
+    /// To be said on standard error.
+    Said(String),
+    Ended {
+        status: u8,
+        lines: Vec<String>,
+        stays: bool,
+    },
 }
 
 /// A signal that the front got.
@@ -470,6 +477,7 @@ impl Front {
                 match message {
                     ToFront::Started(pid) => self.program = Some(pid),
                     ToFront::Failed(message) => return Err(RunError::Start(message)),
+                    ToFront::Said(line) => say(&line),
                     // As the program stands still, so does this process: the shell takes the terminal back.
                     ToFront::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
                     ToFront::Ended { status, lines, stays } => {
@@ -603,6 +611,8 @@ struct Back {
     program: Option<u32>,
     /// Who sent which signal to this process, and when: what somebody sends to the group arrives here as well.
     seen: HashMap<i32, (u32, Instant)>,
+    /// What became of the signals that were to end the run.
+    ending: Ending,
 }
 
 impl Back {
@@ -630,6 +640,7 @@ impl Back {
             keeper: kept.keeper,
             program: Some(program),
             seen: HashMap::new(),
+            ending: Ending::default(),
         };
         back.serve();
         if let Some(thread) = kept.thread {
@@ -646,7 +657,8 @@ impl Back {
             let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
             fds.push(self.channel.as_ref().map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()));
             fds.extend(self.followed.awaited());
-            let ready = poll_readable(&fds, self.followed.patience()).unwrap_or(0);
+            let patience = [self.followed.patience(), self.ending.patience()].into_iter().flatten().min();
+            let ready = poll_readable(&fds, patience).unwrap_or(0);
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 {
@@ -661,6 +673,7 @@ impl Back {
                 self.listen_to_front();
             }
             self.followed.attend();
+            self.follow_signals();
             if !self.look_at_children() {
                 // The keeper ends with its channel.
                 let _ = self.keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Stop));
@@ -669,8 +682,22 @@ impl Back {
         }
     }
 
+    /// Ends who cannot take the signal that was to end the run.
+    fn follow_signals(&mut self) {
+        for pid in self.ending.look() {
+            let line = format!(
+                "{}: process {pid} was told to end and cannot: its threads wait inside swaptide; killed",
+                self.prepared.frame.program
+            );
+            if let Some(channel) = &mut self.channel {
+                channel.send(&ToFront::Said(line));
+            }
+        }
+    }
+
     fn note_signals(&mut self) {
         while let Some(arrived) = self.signals.next() {
+            self.ending.told(arrived.signal);
             if let Some(sender) = arrived.sender {
                 self.seen.insert(arrived.signal, (sender, Instant::now()));
             }
@@ -684,6 +711,7 @@ impl Back {
             return;
         };
         for message in messages {
+            self.ending.told(message.signal);
             let whole_group = self
                 .seen
                 .remove(&message.signal)

@@ -226,6 +226,16 @@ pub fn blocked_in(tid: u32) -> Option<u64> {
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 
+/// True while a thread of this process is blocked in a system call that makes no process: it is not
+/// inside fork(2). False while it runs, or waits for a page outside of a system call.
+pub fn waits_outside_fork(tid: u32) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    const MAKERS: [u32; 4] = [k::__NR_fork, k::__NR_vfork, k::__NR_clone, k::__NR_clone3];
+    #[cfg(not(target_arch = "x86_64"))]
+    const MAKERS: [u32; 2] = [k::__NR_clone, k::__NR_clone3];
+    blocked_in(tid).is_some_and(|call| MAKERS.iter().all(|maker| u64::from(*maker) != call))
+}
+
 /// Whether two processes run on the same memory, as between vfork and exec. False where that cannot be known.
 pub fn same_memory(a: u32, b: u32) -> bool {
     const KCMP_VM: usize = 1;
@@ -261,6 +271,26 @@ mod tests {
         let info = parse_stat(7, b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10").unwrap();
         assert_eq!(info, ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false, stopped: false });
         assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
+    }
+
+    #[test]
+    fn a_thread_that_sleeps_waits_outside_of_a_fork() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        let tid = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                tid.store(crate::thread::gettid().0, Ordering::Release);
+                crate::thread::sleep(core::time::Duration::from_secs(1));
+            });
+            let seen = || waits_outside_fork(tid.load(Ordering::Acquire));
+            let deadline = std::time::Instant::now() + core::time::Duration::from_secs(30);
+            while !seen() && std::time::Instant::now() < deadline {
+                std::thread::yield_now();
+            }
+            assert!(seen(), "it sleeps");
+            assert!(!waits_outside_fork(crate::thread::gettid().0), "this thread runs");
+        });
+        assert!(!waits_outside_fork(tid.load(Ordering::Acquire)), "it has ended");
     }
 
     #[test]

@@ -119,6 +119,15 @@ impl Conn {
         Ok(Conn(fd))
     }
 
+    /// As [`Conn::connect_abstract`], and never waits: `EAGAIN` when the listener's queue is full.
+    pub fn try_connect_abstract(name: &[u8]) -> Result<Conn, Errno> {
+        let fd = socket()?;
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        net::connect(&fd, &SocketAddrUnix::new_abstract_name(name)?)?;
+        rustix::io::ioctl_fionbio(&fd, false)?;
+        Ok(Conn(fd))
+    }
+
     /// Two ends of one connection.
     pub fn pair() -> Result<(Conn, Conn), Errno> {
         let (a, b) = net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;

@@ -96,6 +96,15 @@ pub unsafe fn spawn_engine_thread(stack: usize, entry: extern "C" fn(usize), arg
     Ok(Tid(tid as u32))
 }
 
+/// 16 random bytes.
+pub fn random_name() -> Result<u128, Errno> {
+    let mut random = [0u8; 16];
+    match rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())? {
+        16 => Ok(u128::from_le_bytes(random)),
+        _ => Err(Errno::INTR),
+    }
+}
+
 const SIG_SETMASK: usize = 2;
 
 /// Blocks every signal there is for the calling thread (also those libc keeps for itself) and gives
@@ -364,6 +373,16 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
     exit_group(128 + k::SIGABRT as i32)
 }
 
+/// Writes a line to the program's standard error, if that is open. For threads of the program: the
+/// file may be locked by one that waits for the engine.
+pub fn tell(line: &[u8]) {
+    use rustix::fs::OFlags;
+    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
+        let _ = rustix::io::write(&stderr, line);
+    }
+}
+
 /// Sends a signal to a process.
 pub fn kill(pid: Pid, signal: i32) -> Result<(), Errno> {
     // SAFETY: no memory is passed.
@@ -390,6 +409,45 @@ pub fn now() -> Nanos {
 pub fn thread_cpu_time() -> Nanos {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Nanos(t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64)
+}
+
+/// CPU time that a thread of this process has used; `None` when there is no such thread.
+pub fn cpu_time_of(tid: Tid) -> Option<Nanos> {
+    // The kernel's number for the scheduler's clock of one thread.
+    let clock = !tid.0 << 3 | 6;
+    let mut time = k::__kernel_timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one struct.
+    unsafe { syscall!(k::__NR_clock_gettime, clock as i32 as isize, (&raw mut time) as usize) }.ok()?;
+    Some(Nanos(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64))
+}
+
+/// Ends the process if it was told to and would end by that, were its signals not blocked: for a
+/// thread that has waited long with all signals blocked. `mask` is the thread's own signal mask, as
+/// [`block_all_signals`] gave it.
+///
+/// Only a signal whose action is the default one is let through. The process then ends as if by
+/// `SIGKILL`: none of its code runs.
+pub fn end_if_told(mask: u64) {
+    const ENDING: [u32; 4] = [k::SIGHUP, k::SIGINT, k::SIGQUIT, k::SIGTERM];
+    const SIG_UNBLOCK: usize = 1;
+    let mut pending = 0u64;
+    // SAFETY: the kernel writes 8 bytes.
+    if unsafe { syscall!(k::__NR_rt_sigpending, (&raw mut pending) as usize, 8usize) }.is_err() {
+        return;
+    }
+    for signal in ENDING {
+        let bit = 1u64 << (signal - 1);
+        let mut action = [0usize; 4];
+        // SAFETY: the kernel writes one sigaction, which is four words.
+        let known = unsafe { syscall!(k::__NR_rt_sigaction, signal, 0usize, action.as_mut_ptr() as usize, 8usize) };
+        // The first word is the handler; 0 is the default action.
+        if pending & bit & !mask != 0 && known.is_ok() && action[0] == 0 {
+            // SAFETY: the kernel reads an 8-byte mask.
+            let _ = unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, (&raw const bit) as usize, 0usize, 8usize) };
+            // Another thread has taken it.
+            let _ = block_all_signals();
+        }
+    }
 }
 
 /// Lets another thread run, if one wants to.

@@ -10,12 +10,14 @@
 //! Locks: none is held by anybody in the copy, whatever its word says.
 
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use swaptide_ipc::{MAX_AREAS, SlotIndex};
 use swaptide_store::file::{HandedOver, Opened};
 use swaptide_sys::mem::{Mapping, is_mapped_in};
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
-use swaptide_sys::sock::Conn;
+use swaptide_sys::process::{parent, proc_info};
+use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::getpid;
 use swaptide_sys::uffd::{Event, Uffd};
 use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
@@ -28,6 +30,7 @@ use crate::engine::Engine;
 use crate::handler::Handler;
 use crate::ids::PageNo;
 use crate::pagetable::PageState;
+use crate::patience::Patience;
 
 /// What a child's handler got from its parent's.
 pub struct Inheritance {
@@ -65,10 +68,24 @@ fn counted(words: &[usize]) -> (&[usize], &[usize]) {
     }
 }
 
+/// How long the parent's handler is waited for. It may have much to copy.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
+
+/// The next message of the parent's handler.
+fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usize, Errno> {
+    let mut patience = Patience::new(ANSWERS_WITHIN);
+    while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(40)))? == 0 {
+        if patience.is_over(|| proc_info(parent()).is_some_and(|parent| parent.stopped)) {
+            return Err(Errno::TIMEDOUT);
+        }
+    }
+    conn.recv(buf, fds).map(|(n, _)| n)
+}
+
 /// Waits until the parent's handler says that all memory is there. True when this process may allocate from its copy of the engine's memory.
 fn hear_off(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
-    let (n, _) = conn.recv(&mut word, &mut [])?;
+    let n = hear(conn, &mut word, &mut [])?;
     match u64::from_le_bytes(word) {
         OFF if n == 8 => Ok(true),
         OFF_TORN if n == 8 => Ok(false),
@@ -111,21 +128,17 @@ impl Engine {
         drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });
     }
 
-    /// Says hello to the parent's handler, through the child's end if there is one.
+    /// Says hello to the parent's handler. If that has not waited, its last word lies at the child's end.
     fn greet(&self, end: Option<Conn>, first: u32) -> Result<Conn, Errno> {
-        let conn = match end {
-            Some(conn) => conn,
-            None => {
-                let (name, len) = self.fork.socket_name();
-                Conn::connect_abstract(&name[..len])?
-            }
-        };
+        let conn = end.ok_or(Errno::PROTO)?;
         let mut hello = [0u8; 16];
         hello[..4].copy_from_slice(&first.to_le_bytes());
         hello[4..8].copy_from_slice(&getpid().0.to_le_bytes());
         hello[8..].copy_from_slice(&self.fork.token.load(Relaxed).to_le_bytes());
-        conn.send(&hello, &[])?;
-        Ok(conn)
+        match conn.send(&hello, &[]) {
+            Ok(()) | Err(Errno::PIPE) => Ok(conn),
+            Err(errno) => Err(errno),
+        }
     }
 
     /// In a child that cannot take over: returns when all its memory is there and its copy of the engine is of no use any more. Allocates
@@ -147,7 +160,7 @@ impl Engine {
         let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
         let mut fds: [Option<OwnedFd>; 1 + MAX_AREAS] = Default::default();
-        let (n, _) = conn.recv(&mut total, &mut fds)?;
+        let n = hear(&conn, &mut total, &mut fds)?;
         if n == 8 && [OFF, OFF_TORN].contains(&u64::from_le_bytes(total)) {
             return Ok(None);
         }
@@ -158,7 +171,7 @@ impl Engine {
         let mut at = 0;
         while at < bytes.len() {
             let end = bytes.len().min(at + MESSAGE_BYTES);
-            let (n, _) = conn.recv(&mut bytes[at..end], &mut [])?;
+            let n = hear(&conn, &mut bytes[at..end], &mut [])?;
             if n == 0 {
                 return Err(Errno::PROTO);
             }

@@ -1,6 +1,10 @@
 //! What the forking thread, the handler and the child share of a fork.
 //!
-//! Owns: the phase, the name of the fork, and the numbers of its pair of sockets.
+//! Owns: the phase, the token of the fork, and the numbers of its pair of sockets.
+//!
+//! The handler takes its end out of the forking thread's table. Where the kernel does not permit
+//! that (a filter of system calls), the forking thread brings it ([`ForkControl::fetch_end`]). Where
+//! neither works there is no way to the child, and the handler gives it all its memory unasked.
 //!
 //! Locks: none; the forking thread waits on a futex word.
 
@@ -11,29 +15,42 @@ use std::time::Duration;
 
 use swaptide_sys::lock::futex;
 use swaptide_sys::process::{pidfd_getfd, pidfd_open, pidfd_open_thread};
-use swaptide_sys::sock::Conn;
-use swaptide_sys::thread::getpid;
-use swaptide_sys::{AsFd, FromRawFd, IntoRawFd, OwnedFd};
+use swaptide_sys::sock::{Conn, Listener, poll_readable};
+use swaptide_sys::thread::{getpid, random_name};
+use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+
+use crate::patience::{Patience, TURN, Waited};
 
 /// No fork is under way.
 pub const NONE: u32 = 0;
 /// The handler stands still for the forking thread.
 pub const PREPARED: u32 = 1;
+/// The forking thread shall bring the handler its end.
+const DOOR: u32 = 2;
+/// It has brought it.
+const BROUGHT: u32 = 3;
+/// The handler cannot hear of a fork.
+pub(super) const REFUSED: u32 = 4;
 /// No descriptor.
 const NONE_FD: i32 = -1;
 
 /// See the module's description.
 pub struct ForkControl {
-    /// [`NONE`] or [`PREPARED`]; a futex word.
+    /// [`NONE`], [`PREPARED`], or a step between them; a futex word.
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
     /// It has seen that the handler stands still, and goes on: where it waits for a lock from now on, that is not this one's.
     goes_on: AtomicBool,
     pub(super) token: AtomicU64,
-    pub(super) parent: AtomicU32,
-    /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and the child's. A socket with a name
-    /// could not be reached from another network namespace. Without them (the table is full) there is one with a name.
+    /// The name of the listener to which the handler's end is brought.
+    name: [AtomicU64; 2],
+    /// There is no way to the child.
+    shut: AtomicBool,
+    /// The child did not take over and was killed.
+    killed: AtomicBool,
+    /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and the child's. Without them (the table
+    /// is full) there is no way to the child.
     ends: [AtomicI32; 2],
 }
 
@@ -51,7 +68,9 @@ impl ForkControl {
             forker: AtomicU32::new(0),
             goes_on: AtomicBool::new(false),
             token: AtomicU64::new(0),
-            parent: AtomicU32::new(0),
+            name: [const { AtomicU64::new(0) }; 2],
+            shut: AtomicBool::new(false),
+            killed: AtomicBool::new(false),
             ends: [const { AtomicI32::new(NONE_FD) }; 2],
         }
     }
@@ -92,7 +111,8 @@ impl ForkControl {
         Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
     }
 
-    /// In the handler, which has a table of its own: the handler's end.
+    /// In the handler, which has a table of its own: the handler's end, if the kernel lets it take
+    /// that out of the forking thread's table.
     pub(super) fn take_end(&self) -> Option<Conn> {
         let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
         // The thread's own table where the kernel can name a thread; else the first thread's, which is the same one but in odd programs.
@@ -100,21 +120,101 @@ impl ForkControl {
         pidfd_getfd(task.as_fd(), number).ok().map(Conn::from_fd)
     }
 
-    /// Waits until the phase is `phase`.
-    pub fn wait(&self, phase: u32) {
+    /// In the handler: the handler's end, which the forking thread brings. `None` if it cannot.
+    ///
+    /// The way is a listener whose name is made of 128 random bits and lives until the end is here.
+    /// The kernel tells the process that connects. Only this one is listened to, nothing is ever
+    /// sent, and who else connects is hung up on.
+    pub(super) fn fetch_end(&self) -> Option<Conn> {
+        if self.ends[0].load(Acquire) == NONE_FD {
+            return None;
+        }
+        let random = random_name().ok()?;
+        let (name, len) = door_name(random);
+        let listener = Listener::bind_abstract(&name[..len]).ok()?;
+        listener.set_nonblocking(true).ok()?;
+        self.name[0].store(random as u64, Relaxed);
+        self.name[1].store((random >> 64) as u64, Relaxed);
+        self.set(DOOR);
+        let mut patience = Patience::new(BROUGHT_WITHIN);
+        let mut end = None;
+        while end.is_none() && self.phase.load(Acquire) != NONE && !patience.is_over(|| false) {
+            let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
+            end = listener.accept().ok().filter(|(_, peer)| peer.pid == getpid().0).and_then(|(conn, _)| receive_end(&conn));
+        }
+        end
+    }
+
+    /// In the forking thread, which was asked to: brings the handler's end.
+    fn bring_end(&self) {
+        let random = u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
+        let (name, len) = door_name(random);
+        let brought = || {
+            let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
+            // SAFETY: opened by `open_ends` in this thread's table, and not closed before the fork is over.
+            let end = unsafe { BorrowedFd::borrow_raw(number) };
+            let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
+            // The name is the handler's as long as it listens, and a stranger's perhaps after that.
+            let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
+            (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
+        };
+        let failed = if brought().is_some() { BROUGHT } else { NONE };
+        // Not if the handler has gone on meanwhile.
+        let _ = self.phase.compare_exchange(DOOR, failed, AcqRel, Acquire);
+    }
+
+    /// Waits until the phase is `phase`. `mask`: the calling thread's own signal mask, while it has
+    /// all signals blocked.
+    pub fn wait(&self, phase: u32, mask: u64) {
+        let mut waited = Waited::default();
         loop {
             let now = self.phase.load(Acquire);
             if now == phase {
                 return;
             }
-            futex::wait(&self.phase, now, Some(Duration::from_millis(100)), futex::Scope::Private);
+            waited.turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask);
         }
     }
 
-    /// In the forking thread, before its fork: returns when the handler stands still for it.
-    pub fn wait_until_prepared(&self) {
-        self.wait(PREPARED);
-        self.goes_on.store(true, Release);
+    /// In the forking thread, before its fork, after it has rung: returns when the handler stands
+    /// still for it. False if the handler cannot: then there must be no engine at the fork.
+    /// `mask`: as for [`ForkControl::wait`].
+    pub fn wait_until_prepared(&self, mask: u64) -> bool {
+        let mut waited = Waited::default();
+        loop {
+            match self.phase.load(Acquire) {
+                PREPARED => {
+                    self.goes_on.store(true, Release);
+                    return true;
+                }
+                REFUSED => {
+                    self.set(NONE);
+                    return false;
+                }
+                DOOR => self.bring_end(),
+                now => waited.turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask),
+            }
+        }
+    }
+
+    /// In the handler: the child was killed, and somebody is to say so.
+    pub(super) fn tell_of_kill(&self) {
+        self.killed.store(true, Release);
+    }
+
+    /// In the forking thread, after its fork: true if the child was killed because it did not take over.
+    pub fn was_child_killed(&self) -> bool {
+        self.killed.swap(false, AcqRel)
+    }
+
+    /// In the child: true when the parent's handler has no way to it. It gives the child all its
+    /// memory unasked, and the child's copy of the engine is of no use.
+    pub fn is_shut(&self) -> bool {
+        self.shut.load(Acquire)
+    }
+
+    pub(super) fn shut(&self, shut: bool) {
+        self.shut.store(shut, Release);
     }
 
     /// In the handler: whether the forking thread goes on.
@@ -127,14 +227,113 @@ impl ForkControl {
         self.phase.store(phase, Release);
         futex::wake(&self.phase, u32::MAX >> 1, futex::Scope::Private);
     }
+}
 
-    /// The name of the parent's socket, made without allocating.
-    pub(super) fn socket_name(&self) -> ([u8; 64], usize) {
-        use std::io::Write;
-        let mut name = [0u8; 64];
-        let mut rest = &mut name[..];
-        let _ = write!(rest, "swaptide-fork-{}-{:016x}", self.parent.load(Relaxed), self.token.load(Relaxed));
-        let len = 64 - rest.len();
-        (name, len)
+/// What the forking thread says with the handler's end.
+const END: u8 = b'E';
+/// How long the forking thread is waited for that was asked to bring the handler's end.
+const BROUGHT_WITHIN: Duration = Duration::from_secs(2);
+
+/// The handler's end, out of the connection that brings it.
+fn receive_end(conn: &Conn) -> Option<Conn> {
+    let mut patience = Patience::new(BROUGHT_WITHIN);
+    while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10))).ok()? == 0 {
+        if patience.is_over(|| false) {
+            return None;
+        }
+    }
+    let (mut word, mut fds) = ([0u8; 2], [None]);
+    match conn.recv(&mut word, &mut fds) {
+        Ok((1, 1)) if word[0] == END => fds[0].take().map(Conn::from_fd),
+        _ => None,
+    }
+}
+
+/// The name of the listener to which the handler's end is brought, made without allocating.
+fn door_name(random: u128) -> ([u8; 64], usize) {
+    use std::io::Write;
+    let mut name = [0u8; 64];
+    let mut rest = &mut name[..];
+    let _ = write!(rest, "swaptide-end-{random:032x}");
+    let len = 64 - rest.len();
+    (name, len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use swaptide_sys::Errno;
+    use swaptide_sys::thread::gettid;
+
+    /// Runs `bring` as the forking thread while the handler fetches its end.
+    fn fetched(control: &ForkControl, bring: impl FnOnce() + Send) -> Option<Conn> {
+        std::thread::scope(|scope| {
+            let handler = scope.spawn(|| {
+                let end = control.fetch_end();
+                control.set(if end.is_some() { PREPARED } else { REFUSED });
+                end
+            });
+            bring();
+            handler.join().expect("the handler")
+        })
+    }
+
+    fn wait_for_door(control: &ForkControl) -> ([u8; 64], usize) {
+        while control.phase.load(Acquire) != DOOR {
+            std::thread::yield_now();
+        }
+        door_name(u128::from(control.name[1].load(Relaxed)) << 64 | u128::from(control.name[0].load(Relaxed)))
+    }
+
+    #[test]
+    fn the_handlers_end_is_brought() {
+        let control = ForkControl::new();
+        control.forker.store(gettid().0, Relaxed);
+        control.open_ends();
+        let end = fetched(&control, || assert!(control.wait_until_prepared(0))).expect("the end");
+        let child = control.take_child_end().expect("the child's end");
+        end.send(b"!", &[]).expect("send");
+        assert_eq!(child.recv(&mut [0u8; 2], &mut []), Ok((1, 0)));
+        control.close_end(false);
+    }
+
+    #[test]
+    fn another_process_at_the_door_gets_nothing() {
+        let control = ForkControl::new();
+        control.open_ends();
+        let end = fetched(&control, || {
+            let (name, len) = wait_for_door(&control);
+            // SAFETY: the child makes system calls only, and ends.
+            let child = unsafe { fork() };
+            if child == 0 {
+                let mut byte = [0u8; 1];
+                let got = Conn::try_connect_abstract(&name[..len]).and_then(|conn| {
+                    let _ = conn.send(&[END], &[conn.as_fd()]);
+                    conn.recv(&mut byte, &mut [None, None])
+                });
+                // SAFETY: ends the child at once.
+                unsafe { _exit(i32::from(!matches!(got, Ok((0, 0)) | Err(Errno::CONNRESET)))) };
+            }
+            let mut status = 0;
+            // SAFETY: the child of this test.
+            unsafe { waitpid(child, &mut status, 0) };
+            assert_eq!(status, 0, "it was hung up on");
+            assert!(control.wait_until_prepared(0), "the way is free for the forking thread all the same");
+        });
+        assert!(end.is_some());
+        control.close_end(false);
+        control.close_end(true);
+    }
+
+    #[test]
+    fn without_sockets_there_is_no_door() {
+        let control = ForkControl::new();
+        assert!(fetched(&control, || assert!(!control.wait_until_prepared(0))).is_none());
+    }
+
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+        fn _exit(status: i32) -> !;
     }
 }

@@ -9,6 +9,7 @@
 //!
 //! Locks: the memory lock, for one page at a time; not while the process is waited for.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
@@ -76,16 +77,40 @@ pub(crate) struct Recipient {
     since: Layout,
     /// What it has forked.
     forked: Vec<Uffd>,
+    /// Its faults that were read and not answered. Where its userfaultfd is closed before they are, the kernel answers them.
+    faults: VecDeque<PageNo>,
 }
 
 impl Recipient {
     fn new(uffd: Uffd) -> Recipient {
-        Recipient { uffd, layout: Layout::default(), own: Vec::new(), since: Layout::default(), forked: Vec::new() }
+        Recipient {
+            uffd,
+            layout: Layout::default(),
+            own: Vec::new(),
+            since: Layout::default(),
+            forked: Vec::new(),
+            faults: VecDeque::new(),
+        }
     }
 
     /// How it differed from the table at its fork.
     pub(super) fn layout(&self) -> &Layout {
         &self.layout
+    }
+
+    /// What it has changed of its mappings since.
+    pub(super) fn own(&self) -> &[Change] {
+        &self.own
+    }
+
+    /// It has moved a mapping since. What was given to it before is not where it was given to.
+    pub(super) fn has_moved(&self) -> bool {
+        self.own.iter().any(|change| matches!(change, Change::Moved { .. }))
+    }
+
+    /// A fault that was not answered yet.
+    pub(super) fn take_fault(&mut self) -> Option<PageNo> {
+        self.faults.pop_front()
     }
 
     /// It has ended or executed another program.
@@ -98,11 +123,12 @@ impl Recipient {
         self.since.place(self.layout.place(page)?)
     }
 
-    /// Takes in what it tells. A fault comes again after its userfaultfd is closed.
+    /// Takes in what it tells.
     pub(super) fn note(&mut self, event: Event) {
-        if let Event::Fork { uffd } = event {
-            self.forked.push(uffd);
-            return;
+        match event {
+            Event::Fork { uffd } => return self.forked.push(uffd),
+            Event::Fault { addr, .. } => return self.faults.push_back(PageNo::of(addr)),
+            _ => {}
         }
         let Some(change) = Change::of(&event) else { return };
         let ends_a_move =
@@ -349,7 +375,8 @@ impl Handler {
 
     /// Answers a child's own fault. The page's place, if it is there now and was not before.
     pub(super) fn copy_at(&mut self, child: &mut Recipient, place: PageNo) -> Option<PageNo> {
-        match child.layout.origin(place) {
+        // Where it was at the fork, and where the table has that.
+        match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
             Some(page) => self.copy_to(child, page),
             // What it has given up, or has from elsewhere, is empty.
             None => child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place),

@@ -5,41 +5,85 @@
 //! Invariants
 //! 1. The engine's memory is not changed but for faults of the forking thread, whose pages the child gets first.
 //! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the parent goes on.
+//! 3. Until then every fault of the child is answered, whatever the child has changed of its mappings.
+//! 4. A child that says nothing for [`SILENT`] is given all its memory and goes on without an engine. One that was sent its
+//!    userfaultfd and says nothing for [`ANSWERS_WITHIN`] is killed before what it shares is given up.
+//! 5. What a child says is looked at before it is used: a process slot is one that the child has claimed.
 //!
 //! Locks: the memory lock, for one page at a time.
 
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::Duration;
 
-use swaptide_ipc::{Counter, ExtentId, SlotIndex};
-use swaptide_sys::AsFd;
-use swaptide_sys::Errno;
-use swaptide_sys::sock::{Conn, Listener, poll_readable};
-use swaptide_sys::uffd::{Event, Message, Uffd};
+use swaptide_ipc::{Counter, ExtentId, MAX_PROCS, SlotIndex};
+use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info, processes};
+use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::thread::{getpid, sleep};
+use swaptide_sys::uffd::{Message, Uffd};
+use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
 use super::gift::Recipient;
+use super::prepare::FAIL_HANDING_OVER;
 use super::wire::{Decline, MESSAGE_BYTES, OFF, OFF_TORN, TAKEN, encode};
 use crate::handler::Handler;
 use crate::ids::{PageNo, range_of};
+use crate::patience::Patience;
 
-/// Where the child will answer.
-pub(super) enum Door {
-    Pair(Conn),
-    Named(Listener),
-    Shut,
+/// How long a child may run before it says hello: libc and other libraries do their part first.
+const SILENT: Duration = Duration::from_secs(15);
+/// How long it may take to take over when it has everything.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+/// The same where a test wants to see what happens then.
+const IN_TESTS: Duration = Duration::from_secs(2);
+const SIGKILL: i32 = 9;
+
+/// Of the children of this process the one that was born last is stopped.
+fn newborn_is_stopped() -> bool {
+    let this = getpid().0;
+    let all = processes().unwrap_or_default();
+    all.iter()
+        .filter(|process| process.ppid == this)
+        .max_by_key(|process| process.start_time)
+        .is_some_and(|process| process.stopped)
+}
+
+/// Whether a process is a child of this one, and stopped.
+fn is_stopped(pid: u32) -> bool {
+    proc_info(pid).is_some_and(|process| process.stopped)
+}
+
+/// Kills a child of this process. Nothing else is: the number came over a socket.
+fn kill_child(pid: u32) -> Result<(), Errno> {
+    let child = pidfd_open(pid)?;
+    // After the descriptor is there: the number cannot come to mean another process any more.
+    if proc_info(pid).is_none_or(|process| process.ppid != getpid().0) {
+        return Err(Errno::SRCH);
+    }
+    pidfd_send_signal(child.as_fd(), SIGKILL)
 }
 
 impl Handler {
-    /// Serves the child until it serves itself, and gives it what it needs for that.
+    fn bound(&self, usual: Duration) -> Duration {
+        if self.engine.start.segment.header.fail.load(Relaxed) == 0 { usual } else { IN_TESTS }
+    }
+
+    /// Serves the child until it serves itself, and gives it what it needs for that. Without a way to it (`door`) it gets all its memory.
     ///
     /// Another thread may fork past the hook at the same time. Then nobody can tell whose child is whose: all are served, and when the one
     /// that came through the hook says hello, all get everything.
-    pub(super) fn hand_over(&mut self, child: Uffd, mut door: Door) {
-        let mut children = vec![self.recipient(child, true)];
+    pub(super) fn hand_over(&mut self, child: Uffd, mut door: Option<Conn>) {
+        let mut children = vec![self.recipient(child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
+        let mut patience = Patience::new(self.bound(SILENT));
+        self.stand_still_as_told(FAIL_HANDING_OVER);
+        if door.is_none() {
+            (self.engine.start.log)("there is no way to a forked child: it gets all its memory at once and is not managed");
+            return self.abandon(&mut children, None);
+        }
         loop {
-            self.wait_for_child(&children, &door);
+            self.wait_for_child(&children, door.as_ref());
             self.drain_events();
+            self.attend_hints();
             self.serve_forker(&mut children, &mut served);
             if let Some(another) = self.child.take() {
                 children.push(self.recipient(another, false));
@@ -48,20 +92,8 @@ impl Handler {
             for child in &mut children {
                 self.read_child(child, &mut served);
             }
-            let knocks = |fd| matches!(poll_readable(&[fd], Some(Duration::ZERO)), Ok(ready) if ready != 0);
-            let conn = match std::mem::replace(&mut door, Door::Shut) {
-                Door::Pair(conn) if knocks(conn.as_fd()) => Some(conn),
-                Door::Named(listener) if knocks(listener.as_fd()) => {
-                    let conn = listener.accept().map(|(conn, _)| conn).ok();
-                    door = Door::Named(listener);
-                    conn
-                }
-                closed => {
-                    door = closed;
-                    None
-                }
-            };
-            if let Some(conn) = conn {
+            let knocks = |conn: &Conn| matches!(poll_readable(&[conn.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+            if let Some(conn) = door.take_if(|conn| knocks(conn)) {
                 match self.send(&conn, &mut children, &served) {
                     Ok(()) => return,
                     Err(errno) => {
@@ -76,18 +108,34 @@ impl Handler {
                 }
                 // It was another thread's; this one's fork is yet to come, and the engine's memory has changed meanwhile.
                 self.torn = true;
+                patience = Patience::new(self.bound(SILENT));
+            }
+            if patience.is_over(newborn_is_stopped) {
+                (self.engine.start.log)(
+                    "a forked child does not say that it is there: it gets all its memory and is not managed",
+                );
+                return self.abandon(&mut children, door);
             }
         }
     }
 
-    /// Waits a moment for whoever may have something to say.
-    fn wait_for_child(&self, children: &[Recipient], door: &Door) {
-        let mut fds = vec![self.uffd.as_fd()];
-        match door {
-            Door::Pair(conn) => fds.push(conn.as_fd()),
-            Door::Named(listener) => fds.push(listener.as_fd()),
-            Door::Shut => {}
+    /// Gives all children everything, and leaves word of that for the one that comes to the door later.
+    fn abandon(&mut self, children: &mut [Recipient], door: Option<Conn>) {
+        let hooked = !self.torn && children.len() == 1;
+        for child in children {
+            self.lay_out(child, hooked);
+            self.give_all(child);
         }
+        if let Some(conn) = door {
+            // It lies there when this end is closed.
+            let _ = conn.set_nonblocking(true).and_then(|()| conn.send(&OFF_TORN.to_le_bytes(), &[]));
+        }
+    }
+
+    /// Waits a moment for whoever may have something to say.
+    fn wait_for_child(&self, children: &[Recipient], door: Option<&Conn>) {
+        let mut fds = vec![self.uffd.as_fd()];
+        fds.extend(door.map(|conn| conn.as_fd()));
         fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
         // What cannot be waited for is looked at again.
         let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
@@ -109,33 +157,49 @@ impl Handler {
         self.answer(fault);
     }
 
-    /// The child's next message, if it lives to send one.
-    fn hear(&self, conn: &Conn, children: &[Recipient], message: &mut [u8]) -> Result<(), Errno> {
+    /// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too long.
+    fn hear(&self, conn: &Conn, children: &[Recipient], pid: u32, message: &mut [u8]) -> Result<(), Errno> {
+        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
         while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
             if children.iter().all(Recipient::is_gone) {
                 return Err(Errno::SRCH);
+            }
+            if patience.is_over(|| is_stopped(pid)) {
+                return Err(Errno::TIMEDOUT);
             }
         }
         let (n, _) = conn.recv(message, &mut [])?;
         if n == message.len() { Ok(()) } else { Err(Errno::PROTO) }
     }
 
+    /// Says something to the child. `ETIMEDOUT` when it does not read for too long.
+    fn say(&self, conn: &Conn, pid: u32, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        conn.set_nonblocking(true)?;
+        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
+        loop {
+            match conn.send(bytes, fds) {
+                Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => return Err(Errno::TIMEDOUT),
+                Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
+                said => return said,
+            }
+        }
+    }
+
+    /// Answers the child's faults, and notes what else it tells.
     fn read_child(&mut self, child: &mut Recipient, served: &mut Vec<u64>) {
         let mut messages = Message::buffer::<8>();
-        let Ok(n) = child.uffd.read(&mut messages) else { return };
-        for message in &mut messages[..n] {
-            match message.decode() {
-                Event::Fault { addr, .. } => {
-                    let page = PageNo::of(addr);
-                    if let Some(place) = self.copy_at(child, page) {
-                        served.push(place.0 as u64);
-                        self.engine.count(Counter::ForkServed, 1);
-                    }
-                    let _ = child.uffd.wake(range_of(page, 1));
-                }
-                // The child waits in its hook; libc's own code changes no mapping there.
-                event => child.note(event),
+        if let Ok(n) = child.uffd.read(&mut messages) {
+            for message in &mut messages[..n] {
+                child.note(message.decode());
             }
+        }
+        // One at a time: more may be read while one is answered.
+        while let Some(place) = child.take_fault() {
+            if let Some(place) = self.copy_at(child, place) {
+                served.push(place.0 as u64);
+                self.engine.count(Counter::ForkServed, 1);
+            }
+            let _ = child.uffd.wake(range_of(place, 1));
         }
         self.give_to_its_children(child);
     }
@@ -155,58 +219,88 @@ impl Handler {
     fn send(&mut self, conn: &Conn, children: &mut [Recipient], served: &[u64]) -> Result<(), Errno> {
         let engine = self.engine;
         let mut hello = [0u8; 16];
-        self.hear(conn, children, &mut hello)?;
+        self.hear(conn, children, 0, &mut hello)?;
         let word = |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
         let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
         if token != engine.fork.token.load(Relaxed) {
             return Err(Errno::PROTO);
         }
+        let pid = word(4);
         let declined = Decline::of(word(0));
-        if let Some(decline) = declined {
-            (engine.start.log)(&format!("forked child {} gets all its memory and is not managed: {}", word(4), decline.why()));
+        let has_claimed = || {
+            let index = SlotIndex(word(0));
+            ((index.0 as usize) < MAX_PROCS && engine.start.segment.slot(index).pid.load(Relaxed) == pid).then_some(index)
+        };
+        let why = match declined {
+            Some(decline) => Some(decline.why()),
+            None if has_claimed().is_none() => Some("it says a process slot that is not its own"),
+            None if children.iter().any(Recipient::has_moved) => Some("other libraries have moved memory in it"),
+            None => None,
+        };
+        if let Some(why) = why {
+            (engine.start.log)(&format!("forked child {pid} gets all its memory and is not managed: {why}"));
         }
         let [child] = children else {
             for child in children.iter_mut() {
                 self.lay_out(child, false);
                 self.give_all(child);
             }
-            return conn.send(&OFF_TORN.to_le_bytes(), &[]);
+            return self.say(conn, pid, &OFF_TORN.to_le_bytes(), &[]);
         };
-        if declined.is_some() || self.torn {
+        let Some(index) = has_claimed().filter(|_| why.is_none() && !self.torn) else {
             // It may be another thread's after all.
             self.lay_out(child, !self.torn);
             self.give_all(child);
-            return conn.send(&if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
-        }
-        let index = SlotIndex(word(0));
+            return self.say(conn, pid, &if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
+        };
         self.share_limit(index);
         let own = engine.slot_index();
         let file = &engine.devices.file;
         file.device.leased(|extent| engine.start.segment.share_charged(own, index, ExtentId(extent.0)));
-        let areas = file.device.shared();
+        let taken = self.pass_on(conn, child, pid, served);
+        match taken {
+            Ok(true) => return Ok(()),
+            Err(Errno::TIMEDOUT) => {
+                (engine.start.log)(&format!("forked child {pid} does not take its memory over: it is killed"));
+                if kill_child(pid).is_err() {
+                    crate::fatal("a forked child does not take its memory over, and cannot be ended");
+                }
+                engine.fork.tell_of_kill();
+                while !child.is_gone() {
+                    sleep(Duration::from_millis(1));
+                }
+            }
+            Err(errno) => return Err(errno),
+            Ok(false) => self.give_all(child),
+        }
+        file.device.leased(|extent| {
+            engine.start.segment.release_charged(own, index, ExtentId(extent.0));
+        });
+        match taken {
+            Ok(_) => self.say(conn, pid, &OFF.to_le_bytes(), &[]),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Sends a child all it needs; false if it cannot take over.
+    fn pass_on(&self, conn: &Conn, child: &Recipient, pid: u32, served: &[u64]) -> Result<bool, Errno> {
+        let areas = self.engine.devices.file.device.shared();
         let mut words: Vec<u64> = vec![areas.len() as u64];
         words.extend(areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)));
         words.push(served.len() as u64);
         words.extend_from_slice(served);
-        words.extend(child.layout().done().iter().filter_map(encode).flatten());
+        words.extend(child.layout().done().iter().chain(child.own()).filter_map(encode).flatten());
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let total = (bytes.len() as u64).to_le_bytes();
         let descriptors: Vec<_> =
             [child.uffd.as_fd()].into_iter().chain(areas.iter().filter_map(|handed| handed.opened.shareable())).collect();
-        conn.send(&total, &descriptors)?;
+        self.say(conn, pid, &total, &descriptors)?;
         drop(descriptors);
         for part in bytes.chunks(MESSAGE_BYTES) {
-            conn.send(part, &[])?;
+            self.say(conn, pid, part, &[])?;
         }
         let mut answer = [0u8];
-        self.hear(conn, std::slice::from_ref(child), &mut answer)?;
-        if answer == [TAKEN] {
-            return Ok(());
-        }
-        self.give_all(child);
-        file.device.leased(|extent| {
-            engine.start.segment.release_charged(own, index, ExtentId(extent.0));
-        });
-        conn.send(&OFF.to_le_bytes(), &[])
+        self.hear(conn, std::slice::from_ref(child), pid, &mut answer)?;
+        Ok(answer == [TAKEN])
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! | forking thread (parent) | parent's handler | child |
 //! |---|---|---|
-//! | makes a pair of sockets, rings `ForkPrepare`, waits | takes one of them, parks the workers, gives free frames back: **prepared** | |
+//! | makes a pair of sockets, rings `ForkPrepare`, waits | takes one of them (or has it brought), parks the workers, gives free frames back: **prepared** | |
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
 //! | rings `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
@@ -14,6 +14,9 @@
 //!
 //! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is another, ...) says that instead, before or after
 //! it was sent what it needs. Then the parent's handler copies every swapped page to it, and it goes on without an engine.
+//!
+//! No process waits for another one without a bound: a child that says nothing for a while gets its pages in the same way ([`handover`]), and where neither
+//! can be had the child is ended.
 //!
 //! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the forking thread instead (ptrace), and the child's first
 //! steps are the engine's: it makes its own userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that is done
@@ -27,6 +30,7 @@
 //! | [`birth`] | without fork events: how the parent's handler comes by the child's userfaultfd |
 //! | [`control`] | what the forking thread, the handler and the child share: phase and sockets |
 //! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
+//! | [`help`] | what other threads get from it meanwhile |
 //! | [`handover`] | the parent's handler while the child does not serve itself |
 //! | [`child`] | the child |
 //! | [`gift`] | copying pages to a process that has none of its own: all of them, or those it asks for |
@@ -52,6 +56,7 @@ pub mod child;
 pub mod control;
 mod gift;
 mod handover;
+mod help;
 pub mod layout;
 mod prepare;
 pub mod shield;

@@ -12,27 +12,37 @@ use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release}
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
+use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
-use swaptide_sys::process::blocked_in;
-use swaptide_sys::sock::Listener;
-use swaptide_sys::thread::getpid;
 use swaptide_sys::uffd::Event;
 
-use super::control::{NONE, PREPARED};
-use super::handover::Door;
+use super::control::{NONE, PREPARED, REFUSED};
+use super::help::Forker;
 use super::layout::Change;
 use crate::handler::Handler;
 use crate::trail::ChildrensBook;
+
+/// Tests want the handler to stand still for good: before it is prepared, when it is, and while a
+/// child is served.
+const FAIL_BEFORE: u32 = 10;
+const FAIL_PREPARED: u32 = 11;
+pub(super) const FAIL_HANDING_OVER: u32 = 12;
 
 impl Handler {
     /// The forking thread has rung. Returns when the fork is over.
     pub(crate) fn fork(&mut self) {
         let engine = self.engine;
         let forker = engine.fork.forker.load(Acquire);
+        if !self.has_free_descriptor() {
+            // The event of a fork could not be read.
+            engine.fork.set(REFUSED);
+            return;
+        }
         self.forking = true;
         self.place.leave(swaptide_sys::thread::now());
         // The last fork's end may have been told after its hand-over.
         self.fork_done = false;
+        self.stand_still_as_told(FAIL_BEFORE);
         self.park_workers();
         while self.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
@@ -43,22 +53,22 @@ impl Handler {
         self.open_book();
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
-        engine.fork.parent.store(getpid().0, Relaxed);
-        let door = match engine.fork.take_end() {
-            Some(conn) => Door::Pair(conn),
-            None => {
-                let (name, len) = engine.fork.socket_name();
-                match Listener::bind_abstract(&name[..len]) {
-                    Ok(listener) => Door::Named(listener),
-                    Err(errno) => crate::fatal(&format!("no socket for a child's hand-over: {}", swaptide_sys::Why(errno))),
-                }
-            }
-        };
+        let door = engine.fork.take_end().or_else(|| engine.fork.fetch_end());
         if engine.followed {
+            if door.is_none() {
+                // A child that is followed sends its userfaultfd.
+                self.fork_is_over();
+                engine.fork.set(REFUSED);
+                return;
+            }
             self.open_shield();
         }
+        engine.fork.shut(door.is_none());
         self.deferring = true;
         engine.fork.set(PREPARED);
+        self.stand_still_as_told(FAIL_PREPARED);
+        let mut watched = Forker::new(forker);
+        let mut helped = false;
         loop {
             if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
                 let Some(fault) = self.pending.remove(at) else { continue };
@@ -69,11 +79,12 @@ impl Handler {
             if self.child.is_some() || self.fork_done {
                 break;
             }
+            let patience = if helped { Duration::ZERO } else { Duration::from_millis(1) };
             match &door {
-                Door::Pair(conn) if engine.followed => self.attend_birth(conn, Duration::from_millis(1)),
-                _ => self.read_within(Some(Duration::from_millis(1))),
+                Some(conn) if engine.followed => self.attend_birth(conn, patience),
+                _ => self.read_within(Some(patience)),
             }
-            self.help_the_lock_holder(forker);
+            helped = self.help(&mut watched);
         }
         if let Some(child) = self.child.take() {
             if self.torn {
@@ -97,22 +108,10 @@ impl Handler {
         }
     }
 
-    /// Another thread's fault is held. If the forking thread waits for a lock (libc's fork takes those of malloc), the other may be its holder and must
-    /// go on. That changes the engine's memory while the forking thread could get its lock and copy it: if it is not seen waiting for a
-    /// lock before and after, the copy is taken as torn and not used.
-    fn help_the_lock_holder(&mut self, forker: u32) {
-        const FUTEX: u64 = 202;
-        let may_wait = self.child.is_none() && !self.pending.is_empty() && self.engine.fork.goes_on();
-        if !may_wait || blocked_in(forker) != Some(FUTEX) {
-            return;
-        }
-        self.apply_noted();
-        if let Some(fault) = self.pending.pop_front() {
-            self.answer(fault);
-        }
-        if self.child.is_some() || blocked_in(forker) != Some(FUTEX) {
-            self.torn = true;
-        }
+    /// Whether one more descriptor fits into the handler's table: the limit is the process's, and
+    /// the program may have lowered it.
+    fn has_free_descriptor(&self) -> bool {
+        self.uffd.as_fd().try_clone_to_owned().is_ok()
     }
 
     pub(crate) fn park_workers(&mut self) {

@@ -94,7 +94,7 @@ impl Handler {
         });
     }
 
-    fn open_regions(&mut self) {
+    pub(super) fn open_regions(&mut self) {
         self.each_region(|handler, region| {
             if open(region).is_ok() {
                 return;

@@ -403,7 +403,7 @@ impl Thread {
         engine.fork.forker.store(gettid().0, Release);
         engine.fork.open_ends();
         engine.bells.ring(Ring::ForkPrepare);
-        engine.fork.wait_until_prepared();
+        assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
         // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's and the sanitizers' are seen to by fork itself.
         let pid = unsafe { fork() };
         if pid == 0 {
@@ -413,7 +413,7 @@ impl Thread {
         engine.fork.close_end(false);
         engine.fork.close_end(true);
         engine.bells.ring(Ring::ForkDone);
-        engine.fork.wait(NONE);
+        engine.fork.wait(NONE, u64::MAX);
         drop((guard, alone));
         let Some(child) = rustix::process::Pid::from_raw(pid) else { die("fork is refused") };
         // The child writes to its copies, this thread to its own.

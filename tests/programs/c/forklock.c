@@ -1,0 +1,291 @@
+/* Forks while other threads hold what the fork waits for, and children that do much before swaptide's own child handler runs.
+ *
+ * The handlers here are registered before those of swaptide, as those of a library are whose constructor runs first. So `prepare` runs
+ * when the engine stands still for the fork, and `child` before the child has an engine. */
+#include "common.h"
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#ifndef MADV_WIPEONFORK
+#define MADV_WIPEONFORK 18
+#endif
+
+static struct arguments given;
+static unsigned char *arena, *given_up, *unmapped, *excluded;
+#define SMALL (64 * PAGE)
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static atomic_int word, over;
+static atomic_long forks, turns;
+static int in_handlers, spins, naps, changes;
+
+static void take(void) {
+    if (!spins && !naps) {
+        pthread_mutex_lock(&mutex);
+        return;
+    }
+    while (atomic_exchange(&word, 1)) {
+        struct timespec nap = {0, 200000};
+        if (naps) nanosleep(&nap, NULL);
+        else sched_yield();
+    }
+}
+
+static void give(void) {
+    if (spins || naps) atomic_store(&word, 0);
+    else pthread_mutex_unlock(&mutex);
+}
+
+static void zeros(const unsigned char *at, const char *what) {
+    for (size_t page = 0; page < SMALL / PAGE; page++) check_page(at + page * PAGE, 0, what);
+}
+
+static void check_all(const char *what) {
+    for (size_t page = 0; page < given.pages; page++) check_page(arena + page * PAGE, key_of(given.seed, page, 1), what);
+}
+
+static void prepare(void) {
+    if (in_handlers) take();
+}
+
+static void parent(void) {
+    if (in_handlers) give();
+}
+
+/* Before the child has said that it is there: gives pages up, maps others in the place of some, and reads all of it. */
+static void child(void) {
+    if (in_handlers) give();
+    if (!changes) return;
+    madvise(given_up, SMALL, MADV_DONTNEED);
+    munmap(unmapped, SMALL);
+    void *again = mmap(unmapped, SMALL, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (again != unmapped) _exit(4);
+    for (size_t page = 0; page < SMALL / PAGE; page += 2)
+        if (*(volatile uint64_t *)(given_up + page * PAGE) != 0 || *(volatile uint64_t *)(unmapped + page * PAGE) != 0) _exit(5);
+    for (size_t page = 0; page < given.pages; page += 37)
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "in a child handler");
+}
+
+static void early(void) {
+    pthread_atfork(prepare, parent, child);
+}
+__attribute__((section(".preinit_array"), used)) static void (*const first)(void) = early;
+
+static void fill_all(void) {
+    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
+}
+
+static void fill_small(void) {
+    for (size_t page = 0; page < SMALL / PAGE; page++) {
+        fill_page(given_up + page * PAGE, key_of(given.seed, page, 7));
+        fill_page(unmapped + page * PAGE, key_of(given.seed, page, 8));
+    }
+}
+
+/* What the other thread does with the lock held. */
+static void work(uint64_t *state) {
+    if (!strcmp(given.mode, "moves")) {
+        unsigned char *at = mmap(NULL, 4 * SMALL, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        MUST(at != MAP_FAILED);
+        fill_page(at, key_of(given.seed, 1, 2));
+        unsigned char *moved = mremap(at, 4 * SMALL, 64 * SMALL, MREMAP_MAYMOVE);
+        MUST(moved != MAP_FAILED);
+        check_page(moved, key_of(given.seed, 1, 2), "a moved page");
+        munmap(moved, 64 * SMALL);
+    } else if (!strcmp(given.mode, "excludes")) {
+        madvise(excluded, SMALL, MADV_WIPEONFORK);
+    } else if (!strcmp(given.mode, "maps")) {
+        void *at = mmap(NULL, 2 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at != MAP_FAILED) munmap(at, 2 << 20);
+    }
+    for (int i = 0; i < 8; i++) {
+        size_t page = below(state, given.pages);
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "with the lock held");
+    }
+}
+
+static void *other(void *x) {
+    uint64_t state = given.seed + 99;
+    while (!over) {
+        take();
+        work(&state);
+        give();
+        turns++;
+        usleep(50);
+    }
+    return x;
+}
+
+static void *watch(void *x) {
+    long before = -1;
+    for (int idle = 0; !over; usleep(250000)) {
+        idle = forks == before ? idle + 1 : 0;
+        before = forks;
+        if (idle == 80) {
+            static const char said[] = "FAILED: no fork has come to its end for 20 s\n";
+            if (write(1, said, sizeof said - 1) < 0) {}
+            syscall(SYS_exit_group, 3);
+        }
+    }
+    return x;
+}
+
+static void one_fork(const char *what, int full) {
+    pid_t pid = fork();
+    MUST(pid >= 0);
+    if (pid == 0) {
+        if (changes) {
+            zeros(given_up, "given up in the child");
+            zeros(unmapped, "mapped again in the child");
+        }
+        if (full) check_all("in the child");
+        for (size_t page = forks % 61; page < given.pages; page += 61)
+            check_page(arena + page * PAGE, key_of(given.seed, page, 1), "in the child");
+        _exit(0);
+    }
+    int status;
+    MUST(waitpid(pid, &status, 0) == pid);
+    if (status != 0) die("%s: a child ended with %#x", what, status);
+    forks++;
+}
+
+/* Allocations of all sizes, each with contents of its own, by several threads; the main thread forks. */
+#define BLOCKS 64
+static void allocate(uint64_t seed, int rounds) {
+    uint64_t state = seed;
+    uint64_t *block[BLOCKS] = {0};
+    size_t len[BLOCKS] = {0};
+    for (int i = 0; rounds ? i < rounds : !over; i++) {
+        int at = (int)below(&state, BLOCKS);
+        if (block[at]) {
+            for (size_t k = 0; k < len[at]; k += 64)
+                if (block[at][k] != mix(seed + (uint64_t)at + k)) die("a block of an allocator has a wrong word");
+        }
+        size_t to = 1 + below(&state, below(&state, 40) == 0 ? 200000 : 2000);
+        if (below(&state, 3) == 0) {
+            free(block[at]);
+            block[at] = NULL;
+            continue;
+        }
+        size_t kept = block[at] && len[at] < to ? len[at] : block[at] ? to : 0;
+        block[at] = realloc(block[at], to * 8);
+        MUST(block[at]);
+        for (size_t k = 0; k < kept; k += 64)
+            if (block[at][k] != mix(seed + (uint64_t)at + k)) die("realloc has lost a word");
+        for (size_t k = 0; k < to; k += 64) block[at][k] = mix(seed + (uint64_t)at + k);
+        len[at] = to;
+        turns++;
+    }
+    for (int at = 0; at < BLOCKS; at++) free(block[at]);
+}
+
+static void *allocator(void *x) {
+    allocate((uint64_t)(uintptr_t)x, 0);
+    return NULL;
+}
+
+static void allocators(void) {
+    pthread_t thread[4];
+    for (uintptr_t i = 0; i < 4; i++) MUST(!pthread_create(&thread[i], NULL, allocator, (void *)(given.seed + i)));
+    double end = now() + given.seconds;
+    while (now() < end || forks < 3) {
+        pid_t pid = fork();
+        MUST(pid >= 0);
+        if (pid == 0) {
+            allocate(given.seed + 77, 400);
+            for (size_t page = forks % 61; page < given.pages; page += 61)
+                check_page(arena + page * PAGE, key_of(given.seed, page, 1), "in the child");
+            _exit(0);
+        }
+        int status;
+        MUST(waitpid(pid, &status, 0) == pid);
+        if (status != 0) die("a child ended with %#x", status);
+        forks++;
+    }
+    over = 1;
+    for (int i = 0; i < 4; i++) pthread_join(thread[i], NULL);
+}
+
+static void lower(rlim_t files) {
+    struct rlimit limit;
+    MUST(!getrlimit(RLIMIT_NOFILE, &limit));
+    limit.rlim_cur = files;
+    MUST(!setrlimit(RLIMIT_NOFILE, &limit));
+}
+
+static void handled(int signal) {
+    (void)signal;
+}
+
+int main(int count, char **words) {
+    given = parse(count, words, "maps");
+    spins = !strcmp(given.mode, "spins");
+    naps = !strcmp(given.mode, "naps");
+    arena = map(given.pages * PAGE);
+    given_up = map(SMALL);
+    unmapped = map(SMALL);
+    excluded = map(SMALL);
+    fill_small();
+    fill_all();
+    check_all("before");
+    pthread_t threads[2];
+    /* With one thread nobody else takes a signal. */
+    int is_alone = !strcmp(given.mode, "once") || !strcmp(given.mode, "handles");
+    if (!is_alone) pthread_create(&threads[1], NULL, watch, NULL);
+    if (!strcmp(given.mode, "changes")) {
+        double end = now() + given.seconds;
+        while (now() < end || forks < 3) {
+            fill_small();
+            check_all("before a fork");
+            changes = 1;
+            one_fork("with changes", forks % 4 == 0);
+            changes = 0;
+        }
+    } else if (!strcmp(given.mode, "allocators")) {
+        allocators();
+    } else if (!strcmp(given.mode, "files")) {
+        /* The event of a fork needs a descriptor; here are fewer than the engine has open. */
+        lower(4);
+        for (int i = 0; i < 3; i++) one_fork("with few descriptors", 1);
+    } else if (!strcmp(given.mode, "full")) {
+        /* No descriptor is free in the program's own table. */
+        lower(64);
+        while (dup(0) >= 0) {}
+        for (int i = 0; i < 3; i++) one_fork("with a full table", 1);
+    } else if (is_alone) {
+        if (given.mode[0] == 'h') {
+            struct sigaction action = {.sa_handler = handled};
+            sigaction(SIGTERM, &action, NULL);
+        }
+        printf("forks\n");
+        fflush(stdout);
+        pid_t pid = fork();
+        MUST(pid >= 0);
+        if (pid == 0) {
+            check_all("in the child");
+            _exit(0);
+        }
+        int status;
+        check_all("in the parent, meanwhile");
+        MUST(waitpid(pid, &status, 0) == pid);
+        printf("child %d\n", status);
+    } else {
+        in_handlers = 1;
+        pthread_create(&threads[0], NULL, other, NULL);
+        double end = now() + given.seconds;
+        while (now() < end || forks < 3) {
+            one_fork("with a lock", 0);
+            usleep(1000);
+        }
+        over = 1;
+        pthread_join(threads[0], NULL);
+        MUST(turns > 0);
+    }
+    over = 1;
+    check_all("after");
+    fprintf(stderr, "%ld forks, %ld turns\n", (long)forks, (long)turns);
+    return ok("forklock", given.mode);
+}
