@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn only_turns_count() {
-        let mut patience = Patience::from(at(0), Duration::from_millis(200));
+        let mut patience = Patience::from(at(0), Duration::from_millis(180));
         assert!(!patience.is_over_at(at(50), || false));
         // Ten seconds without a turn are one step.
         assert!(!patience.is_over_at(at(10_000), || false));
