@@ -91,7 +91,7 @@ enum State {
 
 fn judge(threads: &[Thread], told: u64) -> State {
     let mut own = threads.iter().filter(|thread| !thread.is_engine).peekable();
-    if own.peek().is_none() || threads.iter().all(|thread| thread.pending & told == 0) {
+    if own.peek().is_none() || own.clone().all(|thread| thread.pending & told == 0) {
         State::Taken
     } else if own.all(Thread::is_inside) {
         State::Stuck

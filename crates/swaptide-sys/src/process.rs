@@ -288,7 +288,21 @@ mod tests {
                 std::thread::yield_now();
             }
             assert!(seen(), "it sleeps");
-            assert!(!waits_outside_fork(crate::thread::gettid().0), "this thread runs");
+        });
+        let (spins, over) = (AtomicU32::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                spins.store(crate::thread::gettid().0, Ordering::Release);
+                while over.load(Ordering::Acquire) == 0 {
+                    core::hint::spin_loop();
+                }
+            });
+            while spins.load(Ordering::Acquire) == 0 {
+                std::thread::yield_now();
+            }
+            let waits = waits_outside_fork(spins.load(Ordering::Acquire));
+            over.store(1, Ordering::Release);
+            assert!(!waits, "it runs");
         });
         assert!(!waits_outside_fork(tid.load(Ordering::Acquire)), "it has ended");
     }
