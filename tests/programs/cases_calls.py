@@ -1,0 +1,148 @@
+"""System calls with their memory out, or on its way, and the table of them, docs/semantics.md."""
+
+import re
+import subprocess
+
+from harness import HERE, Case
+
+PROGRAMS = ("calls_files", "calls_ipc", "calls_process")
+TABLE = HERE.parent.parent / "docs" / "semantics.md"
+
+#: What x86-64 has in Linux 6.18 and the headers of Debian 12 do not know yet.
+NEWER = {
+    335: "uretprobe",
+    336: "uprobe",
+    451: "cachestat",
+    452: "fchmodat2",
+    453: "map_shadow_stack",
+    454: "futex_wake",
+    455: "futex_wait",
+    456: "futex_requeue",
+    457: "statmount",
+    458: "listmount",
+    459: "lsm_get_self_attr",
+    460: "lsm_set_self_attr",
+    461: "lsm_list_modules",
+    462: "mseal",
+    463: "setxattrat",
+    464: "getxattrat",
+    465: "listxattrat",
+    466: "removexattrat",
+    467: "open_tree_attr",
+    468: "file_getattr",
+    469: "file_setattr",
+}
+
+
+def calls(name):
+    """All calls of a program answer as without swaptide, with their memory out and with memory
+    that moves during the call."""
+
+    def run(context):
+        for mode in ("out", "moving"):
+            argv = [context.binary(name), 64, 40 if context.case.full else 4, context.seed, mode]
+            _, done = context.compare(argv)
+            context.expect(
+                done.text().endswith(f"OK {name} {mode}\n"),
+                f"its last line is {done.text()[-200:]!r}",
+            )
+            if mode == "out" and not context.native:
+                found = re.search(r"^(\d+) of (\d+) pages were out$", done.errors(), re.MULTILINE)
+                context.expect(
+                    found is not None,
+                    f"it did not say how many pages were out: {done.errors()[-200:]!r}",
+                )
+                were_out, asked = int(found[1]), int(found[2])
+                context.expect(
+                    were_out * 10 >= asked * 9,
+                    f"only {were_out} of {asked} pages were out when they were used",
+                )
+
+    return run
+
+
+def header_numbers():
+    """The system calls and the advice that the C compiler's headers know."""
+    source = "#include <asm/unistd_64.h>\n#include <linux/mman.h>\n"
+    done = subprocess.run(
+        ["cc", "-E", "-dM", "-x", "c", "-"],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    numbers = {
+        int(number): name
+        for name, number in re.findall(r"#define __NR_(\w+) (\d+)$", done.stdout, re.MULTILINE)
+    }
+    advice = {
+        int(number): name
+        for name, number in re.findall(r"#define MADV_(\w+)\s+(\d+)$", done.stdout, re.MULTILINE)
+    }
+    return numbers, advice
+
+
+def table(context):
+    """docs/semantics.md names each system call and each advice once, by number and name, and each
+    test that it names exists."""
+    numbers, advice = header_numbers()
+    context.expect(
+        len(numbers) > 300 and len(advice) > 15,
+        f"the headers have {len(numbers)} calls and {len(advice)} kinds of advice",
+    )
+    text = TABLE.read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    first = [line.split("|")[1] for line in rows]
+    seen = [
+        (int(number), name)
+        for cell in first
+        for number, name in re.findall(r"\b(\d+) ([a-z_]\w*)", cell)
+    ]
+    expected = {**NEWER, **numbers}
+    counted = [number for number, _ in seen]
+    twice = sorted({number for number in counted if counted.count(number) > 1})
+    context.expect(not twice, f"more than once in the table: {twice}")
+    missing = sorted(set(expected) - set(counted))
+    context.expect(
+        not missing, f"not in the table: {[(number, expected[number]) for number in missing]}"
+    )
+    wrong = [(number, name) for number, name in seen if expected.get(number) != name]
+    context.expect(not wrong, f"other names in the headers: {wrong}")
+    known = {
+        int(number): name
+        for cell in first
+        for name, number in re.findall(r"`MADV_(\w+)` \((\d+)\)", cell)
+    }
+    context.expect(
+        all(known.get(number) == name for number, name in advice.items()),
+        f"advice: {sorted(set(advice.items()) - set(known.items()))}",
+    )
+    # Tests: a case of this suite, or a test of one of the programs.
+    from run import CASES as ALL
+
+    names = {case.name for case in ALL}
+    tests = {
+        f"{name}:{test}"
+        for name in PROGRAMS
+        for test in re.findall(
+            r"^TEST\((\w+)\)", (HERE / "c" / f"{name}.c").read_text(), re.MULTILINE
+        )
+    }
+    named = {name for line in rows for name in re.findall(r"`([a-z_\d:*-]+)`", line.split("|")[-2])}
+    unknown = [
+        name
+        for name in named
+        if name not in names | tests
+        and not (name.endswith("*") and any(n.startswith(name[:-1]) for n in names))
+    ]
+    context.expect(
+        len(named) > 30 and not unknown, f"{len(named)} tests are named; unknown: {sorted(unknown)}"
+    )
+    unnamed = sorted(test for test in tests if test not in named)
+    context.expect(not unnamed, f"tests of the programs that the table does not name: {unnamed}")
+
+
+CASES = [
+    Case("calls-table", table, 32, swaps=False),
+    *[Case(name.replace("_", "-"), calls(name), 32, allowance=24, forks=True) for name in PROGRAMS],
+]
