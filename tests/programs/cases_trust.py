@@ -16,6 +16,7 @@ from cases_groups import Ctl, until
 from cases_process import PRESSURE, ask, wait_for_line
 from cgroups import memory_cgroup
 from harness import HERE, MIB, Case, Failure, Skip
+from unprivileged import copy_of
 
 
 def states(ctl):
@@ -60,20 +61,29 @@ def detach(context):
 
 
 def detach_refused(context):
-    """Where what is out would not fit, one line says so and nothing has changed; a program that was let go keeps its data."""
+    """Where what is out would not fit, one line says so and nothing has changed."""
     if context.native:
         return
     ctl = lambda *words: ask(context, *words)
     with memory_cgroup(context, 130 * MIB) as group:
-        if group is not None:
-            program = context.start([context.python, PRESSURE, 150, "wait"], preexec=group.enter)
-            inside = wait_for_line(context, program, "ready").split()[1]
-            status, text, errors = ctl("detach", inside)
-            context.expect(status == 2 and len(errors.splitlines()) == 1 and "would come back" in errors, f"{status} {text}{errors}")
-            status, text, errors = ctl("stats", "--pid", inside)
-            context.expect(f"\n{inside:>8} engaged" in text, f"it is managed as before: {text}{errors}")
-            os.kill(program.pid, signal.SIGTERM)
-            program.finish(status=7)
+        if group is None:
+            raise Skip("no memory cgroup can be made here")
+        program = context.start([context.python, PRESSURE, 150, "wait"], preexec=group.enter)
+        inside = wait_for_line(context, program, "ready").split()[1]
+        status, text, errors = ctl("detach", inside)
+        is_refused = status == 2 and len(errors.splitlines()) == 1 and "would come back" in errors
+        context.expect(is_refused, f"{status} {text}{errors}")
+        status, text, errors = ctl("stats", "--pid", inside)
+        context.expect(f"\n{inside:>8} engaged" in text, f"it is managed as before: {text}{errors}")
+        os.kill(program.pid, signal.SIGTERM)
+        program.finish(status=7)
+
+
+def detach_twice(context):
+    """A program that was let go keeps its data. One that is in no run, or was let go already, is refused."""
+    if context.native:
+        return
+    ctl = lambda *words: ask(context, *words)
     program = context.start([context.python, PRESSURE, 100, "wait"])
     inside = wait_for_line(context, program, "ready").split()[1]
     status, _, errors = ctl("detach", "1")
@@ -219,32 +229,57 @@ def profile(context):
 
 def unprivileged(context):
     """As nobody: it is said at once, in one line, why nothing is started, and what helps."""
-    if context.native or os.geteuid() != 0:
+    if context.native:
         return
-    for path in (Path(context.swaptide), context.directory):
-        for above in [path, *path.parents]:
-            if os.stat(above).st_mode & 0o005 != 0o005:
-                return
-    words = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", context.swaptide, "run", "--ram", "64M", "--", "true"]
+    if os.geteuid() != 0:
+        raise Skip("only root can become nobody")
+    # A copy where nobody can get at it.
+    swaptide = copy_of(context.swaptide, context.directory)
+    words = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", str(swaptide)]
+    words += ["run", "--ram", "64M", "--", "true"]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     lines = done.stderr.splitlines()
     context.expect(done.returncode == 2 and len(lines) == 1 and "CAP_SYS_PTRACE" in lines[0], f"{done.returncode}: {done.stderr!r}")
 
 
+def wrong_pages(stream, size=4096):
+    """Reads pages of `streams` to the end of the pipe: how many came, and the first that is none."""
+    pages = 0
+    while block := stream.read(size):
+        is_whole = len(block) == size and block == block[:8] * (size // 8) and any(block[:8])
+        if not is_whole:
+            stream.read()
+            return pages, block
+        pages += 1
+    return pages, None
+
+
+def streamed(context, words, env=None):
+    """Runs a program under swaptide that writes pages to its stdout, and checks each of them."""
+    words = [str(word) for word in words]
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as running:
+        pages, wrong = wrong_pages(running.stdout)
+        said = running.stderr.read().decode(errors="replace")
+    what = None if wrong is None else f"{len(wrong)} bytes, {wrong[:8].hex()} ... {wrong[-8:].hex()}"
+    context.expect(wrong is None, f"page {pages} on stdout is wrong: {what}; {said!r}")
+    return running.returncode, pages, said
+
+
 def engine_ends(context):
-    """An engine whose check fails, whose handler is gone, or that gets no memory, with much of the program out: the process ends by SIGABRT, and its output has
-    no wrong word."""
+    """An engine whose check fails, whose handler is gone, or that gets no memory, with much of the program out: the process ends by
+    SIGABRT. Its threads write pages to a pipe until then, and none of them is wrong."""
     if context.native:
         return
-    for kind, said in ((1, "a check failed"), (2, "a check failed in a worker"), (3, "the thread that answers faults is gone"), (4, "")):
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--", context.binary("heap"), 128, 20, context.seed, "threads"]
+    for kind, expected in ((1, "a check failed"), (2, "a check failed in a worker"),
+                           (3, "the thread that answers faults is gone"), (4, "")):
+        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--"]
+        words += [context.binary("streams"), 128, 20, context.seed]
         started = time.monotonic()
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)})
-        wall = time.monotonic() - started
-        result = f"kind {kind}: status {done.returncode} after {wall:.1f} s, {done.stdout!r}, {done.stderr!r}"
-        context.expect(done.returncode == 134 and "FAILED" not in done.stdout and "OK" not in done.stdout, result)
-        context.expect(not said or said in done.stderr and "stopped rather than given wrong data" in done.stderr, result)
+        status, pages, said = streamed(context, words, env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)})
+        result = f"kind {kind}: status {status} after {time.monotonic() - started:.1f} s, {pages} pages, {said!r}"
+        context.expect(status == 134 and pages > 0, result)
+        is_said = expected in said and "stopped rather than given wrong data" in said
+        context.expect(not expected or is_said, result)
 
 
 CASES = [
@@ -260,4 +295,5 @@ CASES = [
     Case("confined", confined, 32, allowance=160),
     Case("detach", detach, 32, limit=150, forks=True, allowance=400),
     Case("detach-refused", detach_refused, 48, allowance=120),
+    Case("detach-twice", detach_twice, 48, allowance=120),
 ]

@@ -189,9 +189,12 @@ class Context:
         return self.start(argv, **how).finish(status)
 
     def compare(self, argv, *, files=(), **how):
-        """Runs `argv` without and with swaptide; its status, its output and the `files` it writes must be the same."""
-        plain = self.run(argv, native=True, status=None, **how)
-        swapped = self.run(argv, status=plain.status, **how)
+        """Runs `argv` without and with swaptide; it must succeed, and its output and the `files` it writes
+        must be the same. Something must be there to compare."""
+        plain = self.run(argv, native=True, **how)
+        swapped = self.run(argv, **how)
+        sizes = [(plain.directory / name).stat().st_size for name in ("stdout", *files)]
+        self.expect(any(sizes) and all(sizes[1:]), f"nothing to compare in stdout, {', '.join(files)}: {sizes}")
         for name in ("stdout", *files):
             left, right = digest(plain.directory / name), digest(swapped.directory / name)
             self.expect(left == right, f"{name} differs: sha256 {left} without swaptide, {right} with it"

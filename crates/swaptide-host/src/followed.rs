@@ -236,9 +236,29 @@ mod tests {
         assert!(followed.born.is_empty());
     }
 
+    /// In a process of its own: other tests have children, too.
     #[test]
     fn following_is_tried_and_leaves_no_child() {
-        // Permitted or not, as the machine has it.
-        let _ = is_permitted();
+        const ALONE: &str = "SWAPTIDE_TEST_ALONE";
+        if std::env::var_os(ALONE).is_none() {
+            let test = "followed::tests::following_is_tried_and_leaves_no_child";
+            let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+            let done = alone.args(["--exact", test, "--test-threads=1"]).env(ALONE, "1").output().unwrap();
+            let said = String::from_utf8_lossy(&done.stdout);
+            assert!(done.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let permitted = is_permitted();
+        let mut status = 0;
+        // SAFETY: the status is a local word. There is no child, so nobody's is taken.
+        let left = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG | libc::__WALL) };
+        let why = std::io::Error::last_os_error();
+        assert_eq!((left, why.raw_os_error()), (-1, Some(libc::ECHILD)), "a child is left");
+        // Without Yama's restriction and without a filter a process may follow its own child.
+        let yama = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+        let own = std::fs::read_to_string("/proc/self/status").unwrap();
+        if matches!(yama.trim(), "" | "0" | "1") && own.contains("Seccomp:\t0\n") {
+            assert!(permitted.is_ok(), "{permitted:?}");
+        }
     }
 }

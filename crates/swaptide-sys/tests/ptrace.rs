@@ -57,6 +57,12 @@ fn forking_child(parent: fn(i32) -> i32, child: fn() -> i32) -> (i32, i32) {
     }
 }
 
+/// Says that this machine permits no ptrace. Under `./check` that is a failure: the tests would show nothing.
+fn not_tried(why: impl std::fmt::Display) {
+    assert!(std::env::var_os("SWAPTIDE_TEST_ALL").is_none(), "this machine permits no ptrace: {why}");
+    eprintln!("this machine permits no ptrace ({why}): nothing was tried");
+}
+
 fn follow(pid: i32, go: i32) -> Option<Tracee> {
     match seize(pid as u32) {
         Ok(tracee) => {
@@ -65,7 +71,7 @@ fn follow(pid: i32, go: i32) -> Option<Tracee> {
             Some(tracee)
         }
         Err(errno) => {
-            eprintln!("this machine permits no ptrace ({errno}): nothing was tried");
+            not_tried(errno);
             // SAFETY: the child is this test's own.
             unsafe { kill(pid, SIGKILL) };
             status_of(pid);
@@ -164,7 +170,7 @@ fn both_are_killed_with_the_one_who_follows() {
     assert_eq!(unsafe { read(ends[0], numbers.as_mut_ptr().cast(), 8) }, 8);
     assert_eq!(status_of(follower), 0);
     if numbers[0] == 0 {
-        eprintln!("this machine permits no ptrace: nothing was tried");
+        not_tried("the child could not be seized");
         return;
     }
     assert_ne!(numbers[1], 0, "a child was born");

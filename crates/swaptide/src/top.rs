@@ -401,6 +401,12 @@ mod tests {
             let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a screen");
             let frame = || Frame { scene: &scene, rates: Rates::default(), from: 1 };
             terminal.draw(|screen| screen.render_widget(frame(), screen.area())).expect("drawn");
+            // What fits is what a large screen shows there.
+            let shown: String = (0..width).map(|x| terminal.backend().buffer()[(x, 0)].symbol()).collect();
+            let mut large = Terminal::new(TestBackend::new(width, 60)).expect("a screen");
+            large.draw(|screen| screen.render_widget(frame(), screen.area())).expect("drawn");
+            let whole: String = (0..width).map(|x| large.backend().buffer()[(x, 0)].symbol()).collect();
+            assert!(!shown.trim().is_empty() && shown == whole, "{width}x{height}: {shown:?}, and not {whole:?}");
         }
     }
 

@@ -42,7 +42,7 @@ static int advise(size_t from, size_t count, int advice) {
 }
 
 static void keeps(size_t from, size_t count, int advice, const char *what) {
-    advise(from, count, advice);
+    if (!advise(from, count, advice)) die("%s: the kernel does not know it", what);
     check(from, count, what);
 }
 
