@@ -26,6 +26,7 @@ mod moves;
 mod pinned;
 mod pins;
 mod real;
+mod sends;
 mod shared;
 mod start;
 mod trap;

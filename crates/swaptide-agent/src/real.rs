@@ -57,6 +57,20 @@ pub static MUTEX_INIT: Real = Real::new(c"pthread_mutex_init");
 pub static MUTEX_DESTROY: Real = Real::new(c"pthread_mutex_destroy");
 static RSEQ_OFFSET: Real = Real::new(c"__rseq_offset");
 pub static REALLOC: Real = Real::new(c"realloc");
+pub static VMSPLICE: Real = Real::new(c"vmsplice");
+pub static SEND: Real = Real::new(c"send");
+pub static SENDTO: Real = Real::new(c"sendto");
+pub static SENDMSG: Real = Real::new(c"sendmsg");
+pub static SENDMMSG: Real = Real::new(c"sendmmsg");
+pub static SETSOCKOPT: Real = Real::new(c"setsockopt");
+pub static OPEN: Real = Real::new(c"open");
+pub static OPEN64: Real = Real::new(c"open64");
+pub static OPENAT: Real = Real::new(c"openat");
+pub static OPENAT64: Real = Real::new(c"openat64");
+pub static OPEN_2: Real = Real::new(c"__open_2");
+pub static OPEN64_2: Real = Real::new(c"__open64_2");
+pub static OPENAT_2: Real = Real::new(c"__openat_2");
+pub static OPENAT64_2: Real = Real::new(c"__openat64_2");
 static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
 static THREADLESS: Real = Real::new(c"__libc_single_threaded");
 
@@ -116,6 +130,20 @@ pub fn find() {
         &MUTEX_DESTROY,
         &RSEQ_OFFSET,
         &REALLOC,
+        &VMSPLICE,
+        &SEND,
+        &SENDTO,
+        &SENDMSG,
+        &SENDMMSG,
+        &SETSOCKOPT,
+        &OPEN,
+        &OPEN64,
+        &OPENAT,
+        &OPENAT64,
+        &OPEN_2,
+        &OPEN64_2,
+        &OPENAT_2,
+        &OPENAT64_2,
         &USABLE_SIZE,
         &THREADLESS,
     ] {

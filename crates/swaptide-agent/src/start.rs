@@ -11,7 +11,8 @@
 //! child handler.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::os::fd::{FromRawFd, IntoRawFd};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
 
 use swaptide_engine::bell::Ring;
@@ -25,14 +26,14 @@ use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::patron::{self, Patron};
-use swaptide_sys::sock::Conn;
+use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
     abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, sleep, spawn_engine_thread, tell,
     unshare_files_and_close_all, unshare_fs,
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{cradle, ends, exec, log, pinned, pins, real, shared, words};
+use crate::{cradle, ends, exec, log, pinned, pins, real, sends, shared, words};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -276,6 +277,42 @@ pub fn segment() -> Option<&'static Segment> {
     }
 }
 
+/// The connection by which the supervisor holds this process's userfaultfd, in the engine's table; -1: there is none. A forked child's copy is its
+/// parent's number, and replaced before it is used.
+static HOLD: AtomicI32 = AtomicI32::new(-1);
+/// How long the supervisor may take to close it.
+const UNHOLDS: Duration = Duration::from_millis(200);
+
+/// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when the process ends. Refused, the end is as without.
+fn hold(engine: &Engine) {
+    let (name, len) = *SOCKET.lock();
+    let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
+        conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
+        Ok(conn)
+    });
+    HOLD.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
+}
+
+/// Has it closed there. What did not come about is asked for again.
+fn unhold() -> bool {
+    let number = HOLD.load(Relaxed);
+    if number < 0 {
+        return true;
+    }
+    // SAFETY: the number is that of a descriptor of this thread's table, which `hold` left open for this.
+    let conn = Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) });
+    let asked = conn.send(b"-", &[]);
+    // Where a limit on files forbids to poll, the answer is waited for.
+    let has_answer = || poll_readable(&[conn.as_fd()], Some(UNHOLDS)) != Ok(0);
+    let is_closed = asked.is_err() || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
+    if is_closed {
+        HOLD.store(-1, Relaxed);
+        return true;
+    }
+    std::mem::forget(conn);
+    false
+}
+
 /// The thread that waits.
 extern "C" fn sleeper(_: usize) {
     if empty_table(None).is_ok() {
@@ -446,6 +483,11 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     if files.is_some_and(|files| files < FEWEST_FILES) {
         return Err(format!("the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit -n)"));
     }
+    if !sends::look_at_inherited() {
+        return Err("a file is open for direct I/O on NFS or Ceph, which do not pin what they read into: this process is not \
+                    managed (close it, or open it without O_DIRECT)"
+            .into());
+    }
     {
         let mut path = MAIN_OBJECT.lock();
         let (bytes, len) = &mut *path;
@@ -466,6 +508,8 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         excluded: pins::is_excluded,
         pinned: pinned::pinned_pages,
         spawn_reader,
+        unhold,
+        references: &sends::REFERENCES,
     };
     let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = match Handler::new(engine) {
@@ -475,6 +519,7 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
             return Err(error.to_string());
         }
     };
+    hold(engine);
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     // Nobody who could be stopped with a lock in his hand is there before the program's growth is seen.
@@ -794,6 +839,7 @@ extern "C" fn heir(_: usize) {
             return refused();
         }
     };
+    hold(engine);
     // A parent that is gone by now has left everything that there was to leave.
     let _ = left.taken();
     drop(left);

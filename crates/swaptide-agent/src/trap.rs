@@ -17,7 +17,7 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::{ends, exec, hooks, moves, pins, real, shared, start, words};
+use crate::{ends, exec, hooks, moves, pins, real, sends, shared, start, words};
 
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
@@ -48,6 +48,26 @@ static KINDS: [u8; CALLS] = {
     let instead = [SYS_MADVISE, SYS_MREMAP, SYS_EXECVE, SYS_EXECVEAT, words::SYS_FUTEX];
     let before =
         [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
+    let sends = [
+        sends::SYS_VMSPLICE,
+        sends::SYS_SENDTO,
+        sends::SYS_SENDMSG,
+        sends::SYS_SENDMMSG,
+        sends::SYS_SETSOCKOPT,
+        sends::SYS_IO_URING_SETUP,
+        sends::SYS_IO_URING_ENTER,
+    ];
+    let mut i = 0;
+    while i < sends.len() {
+        kinds[sends[i]] = BEFORE;
+        i += 1;
+    }
+    let opens = [sends::SYS_OPEN, sends::SYS_OPENAT, sends::SYS_OPENAT2, sends::SYS_FCNTL];
+    let mut i = 0;
+    while i < opens.len() {
+        kinds[opens[i]] = INSTEAD;
+        i += 1;
+    }
     let mut i = 0;
     while i < instead.len() {
         kinds[instead[i]] = INSTEAD;
@@ -114,7 +134,7 @@ extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
 }
 
 /// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with what it goes on to.
-extern "C" fn syscall_next(number: usize, first: usize, second: usize, _third: usize, fourth: usize) -> *mut c_void {
+extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: usize, fourth: usize) -> *mut c_void {
     match number {
         SYS_CLONE => {
             before_clone(first as u64 & 0xffff_ffff);
@@ -143,7 +163,7 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, _third: u
             }
         }
         SYS_PRCTL if first == hooks::PR_SET_SECCOMP as usize => shared::will_be_confined(),
-        _ => {}
+        _ => sends::before(number, second, third, fourth),
     }
     real::SYSCALL.address()
 }
@@ -155,6 +175,7 @@ unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usiz
         words::SYS_FUTEX => words::futex([a, b, c, d, e, f]),
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
+        sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => sends::instead(number, [a, b, c, d, e, 0]),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
             exec::with_environment(c as *const *const c_char, |envp| syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int)

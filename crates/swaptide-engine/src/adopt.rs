@@ -63,6 +63,10 @@ impl Handler {
         let mut last_file_head = None;
         let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
             if vma.inode != 0 {
+                // A ring made past libc: it sends pages by reference (`SEND_ZC`).
+                if vma.name == b"anon_inode:[io_uring]" {
+                    engine.start.references.note();
+                }
                 if vma.private && vma.offset == 0 {
                     head = (vma.inode, vma.range.start);
                 }

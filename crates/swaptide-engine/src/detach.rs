@@ -99,7 +99,8 @@ impl Handler {
     pub fn let_go(&mut self) -> bool {
         let engine = self.engine;
         self.read_within(Some(Duration::ZERO));
-        if !self.is_let_go_possible() || engine.slot().detach.load(Relaxed) == 0 {
+        // What is registered stays so until the last descriptor is closed.
+        if !self.is_let_go_possible() || engine.slot().detach.load(Relaxed) == 0 || !(engine.start.unhold)() {
             self.unpark_workers();
             return false;
         }

@@ -27,6 +27,7 @@ use crate::fork::layout::Change;
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
+use crate::references::References;
 use crate::regions::Regions;
 use crate::split::{Split, Standing};
 use crate::staging::{FrameNo, Staging};
@@ -63,6 +64,10 @@ pub struct Start {
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
+    /// Has whoever else holds the userfaultfd close it; false if that is not so within a moment.
+    pub unhold: fn() -> bool,
+    /// Whether pages may have readers outside; the hooks say so.
+    pub references: &'static References,
 }
 
 /// What the memory lock guards.
@@ -176,7 +181,7 @@ impl Engine {
     /// # Errors
     /// When memory or a userfaultfd is refused.
     pub fn new(start: Start) -> Result<Engine, EngineError> {
-        let staging = Staging::new()?;
+        let staging = Staging::new(start.references)?;
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
         let bells = Bells::new()?;

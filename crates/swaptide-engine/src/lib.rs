@@ -52,6 +52,7 @@ pub mod probe;
 pub mod queue;
 pub mod reclaim;
 pub mod recompress;
+mod references;
 pub mod regions;
 mod room;
 pub mod sampling;
@@ -66,6 +67,7 @@ pub mod writeback;
 mod engine;
 
 pub use engine::{Engine, Mm, Start};
+pub use references::References;
 
 use swaptide_sys::Errno;
 use swaptide_sys::uffd::OpenError;

@@ -12,13 +12,16 @@
 //! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
 //! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free), with a batch, or lent as a whole: the frames
 //!    of a run are the taker's alone until [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
-//! 3. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on its way to the trash: what the area costs in memory.
+//! 3. Once the program may have given references to its pages away ([`References`]), no frame is lent: all are given up. Nobody
+//!    writes to a page that came from the program then.
+//! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on its way to the trash: what the area costs in memory.
 //!
 //! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab without it. The trash has a lock of its own, behind that one:
 //! giving 512 pages back takes some hundred microseconds, for which nobody who answers faults shall have to wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use swaptide_sys::Errno;
 use swaptide_sys::lock::Lock;
@@ -29,9 +32,12 @@ use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 
 use crate::EngineError;
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF};
+use crate::references::References;
 
 /// Times in a row that the trash is found full before something else must be wrong.
 const MOST_IN_VAIN: u32 = 16;
+/// Milliseconds for which a frame may be pinned before it cannot be given back.
+const MOST_PINNED: u32 = 1000;
 
 const SLABS: usize = 48;
 const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
@@ -97,6 +103,7 @@ pub struct Staging {
     cursor: usize,
     full_frames: usize,
     ready_frames: usize,
+    references: &'static References,
 }
 
 impl Staging {
@@ -104,7 +111,7 @@ impl Staging {
     ///
     /// # Errors
     /// When memory or a userfaultfd is refused.
-    pub fn new() -> Result<Staging, EngineError> {
+    pub fn new(references: &'static References) -> Result<Staging, EngineError> {
         let map =
             Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
         Ok(Staging {
@@ -117,6 +124,7 @@ impl Staging {
             cursor: 0,
             full_frames: 0,
             ready_frames: 0,
+            references,
         })
     }
 
@@ -156,9 +164,9 @@ impl Staging {
         self.full_frames
     }
 
-    /// Full frames that are free to be used.
+    /// Full frames that are free to be used (invariant 3).
     pub fn ready_frames(&self) -> usize {
-        self.ready_frames
+        if self.references.are_possible() { 0 } else { self.ready_frames }
     }
 
     /// An empty slab for a worker; at need one is made by giving free frames back to the kernel.
@@ -201,8 +209,11 @@ impl Staging {
         }
     }
 
-    /// Takes up to `want` neighbouring free frames.
+    /// Takes up to `want` neighbouring free frames; none once they may be read from outside (invariant 3).
     pub fn take_run(&mut self, want: usize) -> Option<FrameRun> {
+        if self.references.are_possible() {
+            return None;
+        }
         let slab_no = *self.ready.front()?;
         let slab = &mut self.slabs[slab_no.0 as usize];
         let is_full = |slab: &Slab, at: usize| slab.full[at / 64] >> (at % 64) & 1 == 1;
@@ -277,6 +288,7 @@ impl Staging {
     /// A slab of free frames that may go back to the kernel, where more than `keep` are free. The caller has them thrown away, for which the memory
     /// lock need not be held, and tells [`Staging::discarded`]; until then they are charged.
     pub fn spare(&mut self, keep: usize) -> Option<Discard> {
+        let keep = if self.references.are_possible() { 0 } else { keep };
         if self.ready_frames <= keep {
             return None;
         }
@@ -385,11 +397,15 @@ impl Trash {
                         crate::fatal(&format!("emptying the trash failed: {}", swaptide_sys::Why(errno)));
                     }
                 }
-                Some(Errno::BUSY) => {
-                    // A fork without a hook left it shared: a write makes it this process's own again.
-                    let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE);
+                Some(Errno::BUSY) if in_vain < MOST_PINNED => {
+                    // A fork without a hook left it shared: a write makes it this process's own again. Or it has so many references (of pipes, by
+                    // `tee`) that the kernel takes it for pinned: then it is waited for. It keeps its contents, which somebody may read.
+                    let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE).as_ptr::<u8>();
                     // SAFETY: a free frame that is full, or the call would have gone on.
-                    unsafe { frame.as_ptr::<u8>().write_volatile(0) };
+                    unsafe { frame.write_volatile(frame.read_volatile()) };
+                    if in_vain > MOST_IN_VAIN {
+                        swaptide_sys::thread::sleep(Duration::from_millis(1));
+                    }
                 }
                 Some(errno) => crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno))),
             }

@@ -39,6 +39,7 @@ pub mod doctor;
 pub mod ending;
 pub mod followed;
 pub mod groups;
+mod holds;
 pub mod keeper;
 pub mod mirror;
 pub mod nbd;

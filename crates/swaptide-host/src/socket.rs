@@ -21,6 +21,7 @@ use swaptide_sys::uffd::{Features, Uffd};
 use crate::areas::Open;
 use crate::doctor::REQUIRED;
 use crate::followed::Followed;
+use crate::holds::Holds;
 use crate::shared::Shared;
 use crate::tree::descends;
 
@@ -33,6 +34,7 @@ pub struct Counter {
     listener: Listener,
     name: String,
     supervisor: u32,
+    holds: Holds,
 }
 
 impl Counter {
@@ -46,7 +48,7 @@ impl Counter {
         let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
-        Ok(Counter { listener, name, supervisor: std::process::id() })
+        Ok(Counter { listener, name, supervisor: std::process::id(), holds: Holds::default() })
     }
 
     /// The name for the environment of the tree.
@@ -60,7 +62,7 @@ impl Counter {
         while let Ok((client, peer)) = self.listener.accept() {
             let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
             // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared, followed) {
+            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared, followed, &self.holds) {
                 joined.push(peer.pid);
             }
         }
@@ -81,6 +83,7 @@ fn answer(
     areas: &Arc<dyn Open>,
     shared: Option<&Shared>,
     followed: &mut Followed,
+    holds: &Holds,
 ) -> Option<Request> {
     if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
         return None;
@@ -90,12 +93,19 @@ fn answer(
     let (length, _) = client.recv(&mut message, &mut fds).ok()?;
     let request = Request::from_byte(message[0])?;
     let [fd] = fds;
-    let may_have_fd = matches!(request, Request::Handshake | Request::Attach);
-    if length != 1 + request.body() || fd.is_some() && !may_have_fd || fd.is_none() && request == Request::Handshake {
+    let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
+    if length != 1 + request.body()
+        || fd.is_some() && !may_have_fd
+        || fd.is_none() && matches!(request, Request::Handshake | Request::Hold)
+    {
         return None;
     }
     if request == Request::Fork {
         followed.begin(client, pid, &message[1..length])?;
+        return Some(request);
+    }
+    if request == Request::Hold {
+        holds.add(pid, client, fd.filter(is_userfaultfd)?);
         return Some(request);
     }
     if request.is_shared() {
@@ -141,7 +151,7 @@ fn answer(
             client.send(&message[..1], &[]).ok()?;
             return Some(request);
         }
-        Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise => return None,
+        Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise | Request::Hold => return None,
     };
     client.send(&message[..1], &[descriptor]).ok()?;
     Some(request)
@@ -171,12 +181,15 @@ fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
     opened
 }
 
+fn is_userfaultfd(fd: &OwnedFd) -> bool {
+    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    what.is_ok_and(|what| what.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
 /// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to it itself. Nothing else is asked for, and
 /// of nothing else.
 fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
-    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
-    let known = what.as_os_str() == "anon_inode:[userfaultfd]"
-        && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
+    let known = is_userfaultfd(&fd) && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
     known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
 }
 

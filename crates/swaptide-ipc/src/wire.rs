@@ -42,13 +42,18 @@ pub enum Request {
     Guard = b'G',
     /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1 if the range is of a shared region.
     Advise = b'V',
+    /// Hold the userfaultfd that comes with the request until the client's threads are gone. There is no answer; the connection stays open for as
+    /// long as the client has an engine. A byte on it asks for the end of that, which the end of the connection answers.
+    Hold = b'K',
 }
 
 impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
-        use Request::{Advise, Area, Attach, Device, Fork, Guard, Handshake, Identity, Maps, Pagemap, Region, Segment, Statm};
-        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach, Guard, Advise]
+        use Request::{
+            Advise, Area, Attach, Device, Fork, Guard, Handshake, Hold, Identity, Maps, Pagemap, Region, Segment, Statm,
+        };
+        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach, Guard, Advise, Hold]
             .into_iter()
             .find(|request| *request as u8 == byte)
     }

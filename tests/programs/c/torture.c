@@ -1,5 +1,5 @@
 /* Everything a program can do to its memory, at random, by several threads at once, beside a model of what each page must hold.
- * MODE threads; or single: one thread, and every fork is made while nothing else happens.
+ * MODE threads; or single: one thread, and every fork is made while nothing else happens; or sends: threads that also send pages by reference.
  *
  * An area is a mapping of some pages. A page holds what its key says, but for one word that may have been written since: a page
  * that came in and goes out changed by eight bytes. A key is never used twice, so a word that is wrong tells whose it is. */
@@ -350,6 +350,7 @@ static void fork_once(struct thread *self) {
 }
 
 #include "torture_actions_futex.h"
+#include "torture_actions_send.h"
 
 static void step(struct thread *self) {
     struct area *area = &self->area[below(&self->random, AREAS)];
@@ -380,7 +381,9 @@ static void step(struct thread *self) {
     } else if (choice < 890) {
         protect(self, area);
     } else if (choice < 960) {
-        by_calls(self, area);
+        if (sends && choice < 920) by_reference(self, area);
+        else if (sends && choice < 923) by_others(self, area);
+        else by_calls(self, area);
     } else if (choice < 980) {
         count = some_run(self, area, &from, 0);
         note(self, area, "memset", from, count);
@@ -413,6 +416,7 @@ static void *work(void *given) {
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "threads");
     if (strcmp(given.mode, "single") == 0) working = 1;
+    sends = strcmp(given.mode, "sends") == 0;
     const char *directory = getenv("TMPDIR");
     for (size_t number = 0; number < working; number++) {
         struct thread *self = &threads[number];

@@ -234,6 +234,9 @@ fn temporary_file() -> File {
 }
 
 /// The supervisor's part of a run: a segment with one swap file; and a program that has mapped its areas.
+/// Noted when half of the time is over: both ways are gone, and the change.
+static REFERENCES: swaptide_engine::References = swaptide_engine::References::new();
+
 fn set_up() -> (Start, Vec<Thread>) {
     let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
     let segment = Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
@@ -278,6 +281,8 @@ fn set_up() -> (Start, Vec<Thread>) {
         excluded: is_outside,
         pinned: |_| 0,
         spawn_reader: || false,
+        unhold: || true,
+        references: &REFERENCES,
     };
     (start, threads)
 }
@@ -298,6 +303,10 @@ fn torture_reads_what_it_wrote() {
 
         let end = Instant::now() + Duration::from_secs_f64(seconds());
         let steps: u64 = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_secs_f64(seconds() / 2.0));
+                REFERENCES.note();
+            });
             let running: Vec<_> = threads.iter_mut().map(|thread| scope.spawn(move || thread.run(end))).collect();
             running.into_iter().map(|thread| thread.join().unwrap_or_else(|_| die("a thread of the program panicked"))).sum()
         });
