@@ -144,5 +144,5 @@ def table(context):
 
 CASES = [
     Case("calls-table", table, 32, swaps=False),
-    *[Case(name.replace("_", "-"), calls(name), 32, allowance=24, forks=True) for name in PROGRAMS],
+    *[Case(name.replace("_", "-"), calls(name), 32, allowance=64, forks=True) for name in PROGRAMS],
 ]
