@@ -118,16 +118,29 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
 }
 
 /// True while a thread of the process has SIGKILL pending: it may be in a system call.
+///
+/// The kernel's list of threads ends early where one of them ends while it is read. No thread is made meanwhile, for
+/// all are killed: so a list is whole if it is as long as the number of threads that was read before.
 fn is_killed(pid: u32) -> bool {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
-    tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok()).any(|status| is_pending(&status))
+    let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    let tasks: Vec<_> = tasks.filter_map(Result::ok).collect();
+    let threads = value(&status, "Threads:").and_then(|threads| threads.parse::<usize>().ok());
+    threads != Some(tasks.len())
+        || tasks
+            .iter()
+            .filter_map(|task| std::fs::read_to_string(task.path().join("status")).ok())
+            .any(|status| is_pending(&status))
+}
+
+fn value<'s>(status: &'s str, name: &str) -> Option<&'s str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
 }
 
 /// The same of the thread's status. One that has ended may have it pending for good.
 fn is_pending(status: &str) -> bool {
-    let value = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    let has_ended = value("State:").is_some_and(|state| state.starts_with(['Z', 'X']));
-    let signals = value("SigPnd:").and_then(|signals| u64::from_str_radix(signals, 16).ok()).unwrap_or(0);
+    let has_ended = value(status, "State:").is_some_and(|state| state.starts_with(['Z', 'X']));
+    let signals = value(status, "SigPnd:").and_then(|signals| u64::from_str_radix(signals, 16).ok()).unwrap_or(0);
     !has_ended && signals >> (libc::SIGKILL - 1) & 1 == 1
 }
 
