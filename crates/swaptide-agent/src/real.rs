@@ -67,6 +67,8 @@ pub static OPEN: Real = Real::new(c"open");
 pub static OPEN64: Real = Real::new(c"open64");
 pub static OPENAT: Real = Real::new(c"openat");
 pub static OPENAT64: Real = Real::new(c"openat64");
+pub static FCNTL: Real = Real::new(c"fcntl");
+pub static FCNTL64: Real = Real::new(c"fcntl64");
 pub static OPEN_2: Real = Real::new(c"__open_2");
 pub static OPEN64_2: Real = Real::new(c"__open64_2");
 pub static OPENAT_2: Real = Real::new(c"__openat_2");
@@ -140,6 +142,8 @@ pub fn find() {
         &OPEN64,
         &OPENAT,
         &OPENAT64,
+        &FCNTL,
+        &FCNTL64,
         &OPEN_2,
         &OPEN64_2,
         &OPENAT_2,

@@ -251,6 +251,35 @@ opens!(__open64_2, OPEN64_2, (path: Name, flags: c_int), flags);
 opens!(__openat_2, OPENAT_2, (at: c_int, path: Name, flags: c_int), flags);
 opens!(__openat64_2, OPENAT64_2, (at: c_int, path: Name, flags: c_int), flags);
 
+/// Defines a function in front of libc's `fcntl` or its 64-bit name. Its variable part is one word.
+macro_rules! changes_flags {
+    ($name:ident, $real:ident) => {
+        #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        /// As for fcntl(2).
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
+            let real = real::$real.address();
+            if real.is_null() {
+                real::set_errno(ENOSYS);
+                return -1;
+            }
+            // SAFETY: the address is that of libc's function; its third argument is read as one word.
+            let real: unsafe extern "C" fn(c_int, c_int, ...) -> c_int = unsafe { std::mem::transmute(real) };
+            // SAFETY: the program's own arguments.
+            let result = unsafe { real(fd, command, argument) };
+            if command == F_SETFL && result == 0 {
+                opened(fd, argument as c_int);
+            }
+            result
+        }
+    };
+}
+
+changes_flags!(fcntl, FCNTL);
+changes_flags!(fcntl64, FCNTL64);
+
 type Bytes = *const c_void;
 
 in_front!(vmsplice, VMSPLICE, (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize, REFERENCES.note());
