@@ -10,9 +10,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exec::with_environment;
-use crate::{moves, pins, real, shared, start, words};
-
-const SYS_MADVISE: u32 = 28;
+use crate::{moves, pins, real, shapes, shared, start, words};
 
 fn hint_of(advice: c_int) -> Option<Hint> {
     Some(match advice {
@@ -26,35 +24,18 @@ fn hint_of(advice: c_int) -> Option<Hint> {
     })
 }
 
-/// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such memory is not managed.
-const APART: c_int = 18;
-/// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory is kept out of others (`shield`), so what the
-/// program keeps out itself is not managed.
-const KEPT: c_int = 10;
-
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
-    let is_kept = || advice == KEPT && start::may_follow_forks();
-    if (advice == APART || is_kept())
-        && let Some(end) = addr.checked_add(len)
-    {
-        let range = VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() };
-        pins::exclude(range);
-        if let Some(engine) = start::engine() {
-            engine.bells.hint(Hint::Release, range);
-        }
-    }
-    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
-    let result = unsafe { syscall6(SYS_MADVISE, [addr, len, advice as usize, 0, 0, 0]) } as isize;
+    let result = shapes::advise(addr, len, advice);
     if result == 0 {
         shared::hint(addr, len, advice);
     }
     if result == 0
         && let Some(hint) = hint_of(advice)
         && let Some(engine) = start::engine()
-        && let Some(end) = addr.checked_add(len)
+        && let Some(range) = shapes::pages(addr, len)
     {
-        engine.bells.hint(hint, VirtRange { start: VirtAddr(addr), end: VirtAddr(end).page_up() });
+        engine.bells.hint(hint, range);
     }
     -result as c_int
 }
@@ -82,25 +63,6 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
 pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
     const DONTNEED: c_int = 4;
     if advice == DONTNEED { 0 } else { advise(addr as usize, len, advice) }
-}
-
-/// Stands in front of libc's `mlockall`: what is there is locked as it is touched, and not filled at once. Filled at once, all the address space that
-/// swaptide has reserved and not used would become memory.
-///
-/// # Safety
-/// As for mlockall(2).
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
-    const SYS_MLOCKALL: u32 = 151;
-    const ONFAULT: usize = 4;
-    // SAFETY: locking memory changes no data.
-    match unsafe { syscall6(SYS_MLOCKALL, [flags as usize | ONFAULT, 0, 0, 0, 0, 0]) } {
-        0 => 0,
-        error => {
-            real::set_errno(-error as c_int);
-            -1
-        }
-    }
 }
 
 /// Stands in front of libc's `prctl`: after a filter of system calls, some of swaptide's own are not made any more.

@@ -2,7 +2,8 @@
 //!
 //! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that waits and becomes the fault handler
 //! ([`start`]), and the functions of libc it stands in front of: hints and new threads ([`hooks`]), everything that starts another program
-//! ([`exec`]), `mremap` ([`moves`]), where forked children begin that the kernel tells nobody of ([`cradle`]), shared memory ([`shared`]), `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
+//! ([`exec`]), `mremap` ([`moves`]), where forked children begin that the kernel tells nobody of ([`cradle`]), shared memory ([`shared`]),
+//! calls of which the kernel tells nobody enough ([`shapes`]), `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
 //!
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered, read or counted.
@@ -27,6 +28,7 @@ mod pinned;
 mod pins;
 mod real;
 mod sends;
+mod shapes;
 mod shared;
 mod start;
 mod trap;

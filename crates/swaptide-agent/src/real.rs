@@ -56,6 +56,7 @@ pub static SYSCALL: Real = Real::new(c"syscall");
 pub static MUTEX_INIT: Real = Real::new(c"pthread_mutex_init");
 pub static MUTEX_DESTROY: Real = Real::new(c"pthread_mutex_destroy");
 static RSEQ_OFFSET: Real = Real::new(c"__rseq_offset");
+pub static IOCTL: Real = Real::new(c"ioctl");
 pub static REALLOC: Real = Real::new(c"realloc");
 pub static VMSPLICE: Real = Real::new(c"vmsplice");
 pub static SEND: Real = Real::new(c"send");
@@ -131,6 +132,7 @@ pub fn find() {
         &MUTEX_INIT,
         &MUTEX_DESTROY,
         &RSEQ_OFFSET,
+        &IOCTL,
         &REALLOC,
         &VMSPLICE,
         &SEND,

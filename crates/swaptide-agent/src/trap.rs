@@ -17,7 +17,7 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::{ends, exec, hooks, moves, pins, real, sends, shared, start, words};
+use crate::{ends, exec, hooks, moves, pins, real, sends, shapes, shared, start, words};
 
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
@@ -34,6 +34,10 @@ const SYS_RSEQ: usize = 334;
 
 const SYS_MADVISE: usize = 28;
 const SYS_MREMAP: usize = moves::SYS_MREMAP as usize;
+const SYS_IOCTL: usize = 16;
+const SYS_SHMAT: usize = 30;
+const SYS_MLOCKALL: usize = 151;
+const SYS_PROCESS_MADVISE: usize = 440;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const CALLS: usize = 512;
@@ -45,7 +49,17 @@ const BEFORE: u8 = 2;
 /// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
 static KINDS: [u8; CALLS] = {
     let mut kinds = [0; CALLS];
-    let instead = [SYS_MADVISE, SYS_MREMAP, SYS_EXECVE, SYS_EXECVEAT, words::SYS_FUTEX];
+    let instead = [
+        SYS_MADVISE,
+        SYS_MREMAP,
+        SYS_EXECVE,
+        SYS_EXECVEAT,
+        SYS_IOCTL,
+        SYS_SHMAT,
+        SYS_MLOCKALL,
+        SYS_PROCESS_MADVISE,
+        words::SYS_FUTEX,
+    ];
     let before =
         [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
     let sends = [
@@ -176,6 +190,10 @@ unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usiz
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
         sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => sends::instead(number, [a, b, c, d, e, 0]),
+        SYS_IOCTL => shapes::control_raw(a, b, c),
+        SYS_SHMAT => shapes::attach(a, b, c),
+        SYS_MLOCKALL => shapes::lock_all(a),
+        SYS_PROCESS_MADVISE => shapes::advise_process(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
             exec::with_environment(c as *const *const c_char, |envp| syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int)

@@ -6,7 +6,8 @@
 //! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] that are readable and writable, or that are reserved without any access (an
 //!    allocator opens them piece by piece, and each piece would be a new mapping otherwise), except the engine's own memory, the main
 //!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's). What lies behind a library is the program's: the
-//!    kernel maps a library right below what was mapped before it.
+//!    kernel maps a library right below what was mapped before it. What a program maps above 2^47 by a hint, where the CPU has five levels of
+//!    page tables, is not in the engine's table and stays as it is.
 //! 2. A range enters the list of regions only after: its registration; a check that it is one mapping armed with this userfaultfd while no
 //!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
 //! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts the mapping then.
@@ -36,7 +37,7 @@ use crate::events::remember;
 use crate::fork::layout::Change;
 use crate::fork::shield;
 use crate::handler::Handler;
-use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::library;
 use crate::reclaim::Step;
 
@@ -260,7 +261,13 @@ impl Handler {
             if self.engine.mm.lock().regions.find(range.end).is_some() {
                 return range;
             }
-            let tail = vma.range.start == range.end && vma.private && vma.inode == 0 && vma.read && vma.write && !vma.exec;
+            let tail = vma.range.start == range.end
+                && vma.range.end <= MANAGED_END
+                && vma.private
+                && vma.inode == 0
+                && vma.read
+                && vma.write
+                && !vma.exec;
             if !tail || vma.name.starts_with(b"[stack") || (self.engine.start.excluded)(vma.range) {
                 return range;
             }
@@ -336,6 +343,7 @@ fn eligible(vma: &Vma<'_>) -> bool {
         && !vma.exec
         && vma.inode == 0
         && vma.range.len() >= MIN_BYTES
+        && vma.range.end <= MANAGED_END
         && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))
 }
 
@@ -368,5 +376,43 @@ pub fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
     }
     if at < range.end {
         f(VirtRange { start: at, end: range.end });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(start: usize, end: usize) -> Vma<'static> {
+        Vma {
+            range: VirtRange { start: VirtAddr(start), end: VirtAddr(end) },
+            read: true,
+            write: true,
+            exec: false,
+            private: true,
+            inode: 0,
+            offset: 0,
+            name: b"",
+        }
+    }
+
+    #[test]
+    fn what_lies_above_the_table_is_not_adopted() {
+        let end = MANAGED_END.0;
+        assert!(eligible(&mapping(end - MIN_BYTES, end)));
+        assert!(!eligible(&mapping(end - MIN_BYTES, end + PAGE_SIZE)), "a mapping across the end");
+        assert!(!eligible(&mapping(1 << 50, (1 << 50) + MIN_BYTES)), "an address of five levels");
+    }
+
+    #[test]
+    fn a_walk_and_a_look_above_the_table_find_nothing() {
+        use crate::pagetable::{PageState, PageTable};
+        let mut table = PageTable::new();
+        let above = PageNo::of(VirtAddr(1 << 52));
+        assert_eq!(table.set(above, PageState::Empty), PageState::Empty);
+        assert_eq!(table.get(above), PageState::Empty);
+        assert_eq!(table.next_used(above, above.plus(1 << 20)), None);
+        assert_eq!(table.next_used(PageNo(0), PageNo(usize::MAX >> 12)), None);
+        table.update(above.chunk(), |_| unreachable!("nothing is known there"));
     }
 }

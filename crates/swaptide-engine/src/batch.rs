@@ -9,12 +9,13 @@
 //!
 //! Invariants
 //! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and moved by nobody.
-//! 2. A page is moved out only while its word is `Present` and the memory lock is held.
+//! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of a mapping that was seen to be armed
+//!    in this batch ([`crate::unarmed`]).
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use swaptide_core::{Expect, FolioId, SwapEntry};
 use swaptide_ipc::{Counter, OfOrder};
@@ -30,6 +31,7 @@ use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, Page
 use crate::pagetable::{PageState, STUCK};
 use crate::place::GivesWay;
 use crate::staging::{FrameNo, SlabNo};
+use crate::unarmed::{self, Answer, Seen};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the program, and all happen under the lock.
 const MOST_MOVES: usize = 128;
@@ -80,6 +82,12 @@ impl Beyond {
             None => Packed::Raw(unsafe { &*engine.frame_addr(self.frame).as_ptr::<Page>() }),
         }
     }
+}
+
+/// A run that is refused because it crosses into another mapping goes chunk by chunk, and such a chunk page by page: how many pages next.
+fn within_mapping(page: PageNo, attempt: usize) -> usize {
+    let in_chunk = PAGES_PER_CHUNK - page.in_chunk();
+    if attempt > in_chunk { in_chunk } else { 1 }
 }
 
 /// One run of pages to move: program page, place in the slab, length, and which chunk of the batch it begins in.
@@ -137,6 +145,8 @@ pub struct Batch {
     tried: bool,
     /// Where an old slot is loaded to be compared.
     old: Box<Page>,
+    /// Which mappings are armed.
+    seen: Seen,
 }
 
 impl Default for Batch {
@@ -203,6 +213,7 @@ impl Batch {
             refused: false,
             tried: false,
             old: Box::new([0; PAGE_SIZE]),
+            seen: Seen::default(),
         }
     }
 
@@ -234,6 +245,7 @@ impl Batch {
         self.zeros = Places::NONE;
         self.unchanged = Places::NONE;
         self.kept.clear();
+        self.seen.clear();
         (self.refused, self.tried) = (false, false);
         self.pages = 0;
         if mm.behind {
@@ -317,6 +329,22 @@ impl Batch {
             let page = run.page.plus(at);
             let to = mm.staging.addr(slab.frame(run.place + at));
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
+            let source = range_of(page, attempt);
+            match self.seen.ask(engine, mm, source) {
+                Answer::Armed => {}
+                Answer::NotOne if attempt > 1 => {
+                    most = within_mapping(page, attempt);
+                    continue;
+                }
+                Answer::NotOne if mm.regions.find(page.addr()).is_none() || unarmed::forget(engine, mm, source) => {
+                    at += 1;
+                    continue;
+                }
+                Answer::NotOne | Answer::Unread => {
+                    self.refused = true;
+                    break;
+                }
+            }
             *moves += 1;
             // SAFETY: the destination is a frame of this batch's own empty slab; the source are pages of the program whose words say
             // that the program has them, and the move is atomic against its touches.
@@ -359,9 +387,14 @@ impl Batch {
                     }
                     at += 1;
                 }
-                Some(Errno::INVAL) if attempt > 1 => {
-                    let in_chunk = PAGES_PER_CHUNK - page.in_chunk();
-                    most = if attempt > in_chunk { in_chunk } else { 1 };
+                Some(Errno::INVAL) if attempt > 1 => most = within_mapping(page, attempt),
+                Some(Errno::FAULT) if mm.staging.is_guard(page) => {
+                    // A guard was installed past libc, and discarded the contents (see `guards`).
+                    engine.guarded.store(true, Relaxed);
+                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                        engine.devices.drop_swapped(entry);
+                    }
+                    at += 1;
                 }
                 Some(Errno::INVAL) => {
                     // Locked or protected memory: the chunk is not tried again at once.

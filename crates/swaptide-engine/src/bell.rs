@@ -105,6 +105,8 @@ pub struct Bells {
     hint_end: AtomicUsize,
     /// Number of the last request that the handler has done.
     pub answered: AtomicU32,
+    /// A range could not be released. Written by the handler before it answers.
+    pub(crate) refused: AtomicBool,
     fences: [Fence; FENCES],
     /// The program was let go.
     closed: AtomicBool,
@@ -126,6 +128,7 @@ impl Bells {
             hint_start: AtomicUsize::new(0),
             hint_end: AtomicUsize::new(0),
             answered: AtomicU32::new(0),
+            refused: AtomicBool::new(false),
             fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } }; FENCES],
             closed: AtomicBool::new(false),
         })
@@ -173,6 +176,18 @@ impl Bells {
             self.busy.store(0, Release);
         }
         restore_signals(mask);
+    }
+
+    /// Has a range brought in and let go. False when some of it could not be brought in: that stays managed.
+    pub fn release(&self, range: VirtRange) -> bool {
+        let Ok(mask) = block_all_signals() else { return false };
+        self.own(true);
+        self.refused.store(false, Relaxed);
+        self.ask(Hint::Release, range);
+        let is_whole = !self.refused.load(Acquire);
+        self.busy.store(0, Release);
+        restore_signals(mask);
+        is_whole
     }
 
     /// Makes the mailbox the calling thread's. False when it is another's, and not to be waited for.

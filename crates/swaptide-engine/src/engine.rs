@@ -151,6 +151,8 @@ pub struct Engine {
     pub handler_tid: AtomicU32,
     /// The program was let go: workers end where they stand still.
     pub retired: AtomicBool,
+    /// The program has had guard pages (see [`crate::guards`]).
+    pub guarded: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::place`]).
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
@@ -240,6 +242,7 @@ impl Engine {
             fails: AtomicBool::new(false),
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
+            guarded: AtomicBool::new(false),
             handler_cpu: AtomicU32::new(crate::place::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),

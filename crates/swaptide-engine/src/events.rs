@@ -30,7 +30,7 @@ use crate::engine::{Engine, Mm};
 use crate::fork::NONE;
 use crate::fork::layout::Change;
 use crate::fork::shield;
-use crate::ids::{PageNo, pages_of};
+use crate::ids::{MANAGED_END, PageNo, pages_of};
 use crate::pagetable::PageState;
 use swaptide_core::Slot as TableSlot;
 
@@ -196,6 +196,9 @@ impl Engine {
         let source = VirtRange { start: from, end: from.offset(len) };
         let target = VirtRange { start: to, end: to.offset(len) };
         let managed = mm.regions.find(from).is_some();
+        if target.end > MANAGED_END {
+            crate::fatal("managed memory was moved to addresses above 2^47, where nothing is managed");
+        }
         drop_pages(mm, self, target);
         mm.armed.remove(target);
         let pages = pages_of(source);

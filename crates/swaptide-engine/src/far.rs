@@ -631,7 +631,11 @@ impl Handler {
         }
         let from = engine.far.seat(sent.seat).offset(k * PAGE_SIZE);
         let filled = match self.put_in(mm, sent.page(k), from, same, None) {
-            Err(Stop::Exists) => self.overtaken(sent.page(k), sent.entries[k]),
+            Err(Stop::Exists) => {
+                let dropped = self.overtaken(mm, sent.page(k), sent.entries[k]);
+                engine.settle(mm);
+                return dropped;
+            }
             filled => filled?,
         };
         for k in k..k + filled {

@@ -7,12 +7,13 @@
 //! Rules
 //! 1. Room is made before a page is filled: when the workers have not kept up, the handler reclaims itself, and the waiting thread pays.
 //! 2. Runs of four pages and more are moved in from staging frames, recycled from swap-out; fewer are copied in, which needs no
-//!    flush of other CPUs.
+//!    flush of other CPUs. Growth copies the page asked for alone: two or three are not worth a move.
 //! 3. A slot is released only after its page is in the program. A page whose data is damaged is poisoned.
 //! 4. Fills never wake; [`Handler::answer`] wakes last. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
 //!    readahead is not waited for, and ends where there is no room.
 //! 5. Of a window a page may be left out, to see whether it is wanted ([`crate::sampling`]).
-//! 6. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
+//! 6. What is copied in is the page that a thread waits for, or is known to hold no guard page ([`crate::guards`]).
+//! 7. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
 //!    (`swpin_stale`, `swpin_fallback`), and the page asked for comes alone.
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -154,13 +155,12 @@ impl Handler {
         while n < window && page.plus(n) < end && mm.table.get(page.plus(n)) == PageState::Empty {
             n += 1;
         }
+        if n < MOVE_FROM {
+            n = 1;
+        }
         let mut done = 0;
         while done < n {
-            let filled = if n < MOVE_FROM {
-                self.copy_zeros(page.plus(done), n - done)
-            } else {
-                self.move_zeros(mm, page.plus(done), n - done)
-            };
+            let filled = if n == 1 { self.copy_zeros(page) } else { self.move_zeros(mm, page.plus(done), n - done) };
             match filled {
                 Ok(filled) => {
                     for k in done..done + filled {
@@ -171,7 +171,12 @@ impl Handler {
                 // Mapped although its word is empty: perhaps about to be dropped (see `events`), so it is left alone.
                 Err(Stop::Exists) if done == 0 => done = 1,
                 // A fill must not reach into another mapping, and a read-only one takes copies alone.
-                Err(Stop::Gone) if done == 0 && n > 1 => n = self.in_mapping(page, n).min(n / 2),
+                Err(Stop::Gone) if done == 0 && n > 1 => {
+                    n = self.in_mapping(page, n).min(n / 2);
+                    if n < MOVE_FROM {
+                        n = 1;
+                    }
+                }
                 // The page asked for is in; the rest is a gift.
                 Err(_) if done > 0 => break,
                 Err(stop) => {
@@ -189,10 +194,9 @@ impl Handler {
         Ok(())
     }
 
-    fn copy_zeros(&mut self, page: PageNo, n: usize) -> Result<usize, Stop> {
-        // SAFETY: the zero pages are the engine's own and never written.
-        let progress = unsafe { self.uffd.copy_pages(page.addr(), self.zeros.as_ptr(), n * PAGE_SIZE, true, false) };
-        settle_fill(progress)
+    /// Copies a page of zeros to where a thread waits for one.
+    fn copy_zeros(&mut self, page: PageNo) -> Result<usize, Stop> {
+        self.copy_in(page, self.zeros.as_ptr(), 1)
     }
 
     /// Moves zeroed frames in: recycled ones if there are, else fresh ones.
@@ -206,7 +210,7 @@ impl Handler {
         }
         let bytes = n * PAGE_SIZE;
         if self.mint.populate_write(0, bytes).is_err() {
-            return self.copy_zeros(page, 1);
+            return self.copy_zeros(page);
         }
         let progress = self.move_in(mm, page, VirtAddr(self.mint.as_ptr() as usize), n);
         let filled = settle_fill(progress);
@@ -373,9 +377,8 @@ impl Handler {
             return self.bring(page, 1);
         }
         let from = if zero { self.zeros.as_ptr() } else { self.copy.as_ptr() };
-        // SAFETY: as above; the zero pages are the engine's own too.
-        match settle_fill(unsafe { self.uffd.copy_pages(page.addr(), from, PAGE_SIZE, true, false) }) {
-            Err(Stop::Exists) => self.overtaken(page, entry),
+        match self.copy_in(page, from, 1) {
+            Err(Stop::Exists) => return self.overtaken(mm, page, entry).map(drop),
             Err(stop) => return Err(stop),
             Ok(_) => {}
         }
@@ -498,10 +501,13 @@ impl Handler {
         let TableSlot::Folio(folio) = engine.devices.slots(entry.ty()).lookup(entry.offset()) else { return Ok(0) };
         let frame = mm.frame_of(entry, folio);
         let from = mm.staging.addr(frame);
-        // SAFETY: the frame is full and stays so while the memory lock is held.
-        let progress = unsafe { self.uffd.copy_pages(page.addr(), from.as_ptr(), PAGE_SIZE, true, false) };
-        let filled = match settle_fill(progress) {
-            Err(Stop::Exists) => self.overtaken(page, entry),
+        // The frame is full and stays so while the memory lock is held.
+        let filled = match self.copy_in(page, from.as_ptr(), 1) {
+            Err(Stop::Exists) => {
+                let dropped = self.overtaken(mm, page, entry);
+                engine.settle(mm);
+                return dropped;
+            }
             Err(stop) => return Err(stop),
             Ok(filled) => filled,
         };
@@ -592,7 +598,7 @@ impl Handler {
         }
         let filled = self.put_in(mm, page, from, loaded, run);
         let filled = match filled {
-            Err(Stop::Exists) => self.overtaken(page, snapshot.entries()[0]),
+            Err(Stop::Exists) => return self.overtaken(mm, page, snapshot.entries()[0]),
             filled => filled?,
         };
         self.tell_loads(mm);
@@ -644,9 +650,8 @@ impl Handler {
         }
         // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
         let filled = loop {
-            // SAFETY: the pages are the handler's own, in frames or in its buffer.
-            let progress = unsafe { self.uffd.copy_pages(page.addr(), from.as_ptr(), len * PAGE_SIZE, true, false) };
-            match settle_fill(progress) {
+            // The pages are the handler's own, in frames or in its buffer.
+            match self.copy_in(page, from.as_ptr(), len) {
                 Err(Stop::Gone) if len > 1 => len = self.in_mapping(page, len),
                 filled => break filled,
             }
@@ -665,11 +670,6 @@ impl Handler {
         }
     }
 
-    /// The program has a page where its word says swapped. One of the two is wrong, and nobody can tell which.
-    pub(crate) fn overtaken(&mut self, page: PageNo, entry: SwapEntry) -> ! {
-        crate::fatal(&format!("page {:?} is swapped to {entry:?} and mapped as well", page.addr()))
-    }
-
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
     pub(crate) fn poison(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
         let engine = self.engine;
@@ -681,8 +681,9 @@ impl Handler {
             return Err(if errno == Errno::AGAIN { Stop::Again } else { Stop::Gone });
         }
         if poisoned == Some(Errno::EXIST) {
-            // The program reads something there, and not what the slot held.
-            self.overtaken(page, entry);
+            // The program has something there, and not what the slot held.
+            engine.slot().uncount(Counter::PagesPoisoned, 1);
+            return self.overtaken(mm, page, entry);
         }
         mm.table.set(page, PageState::Poisoned);
         engine.release(mm, entry);
@@ -698,7 +699,7 @@ fn settle_run(mm: &mut Mm, run: FrameRun, progress: Progress) -> Result<usize, S
 }
 
 /// Pages filled, or why none was.
-fn settle_fill(progress: Progress) -> Result<usize, Stop> {
+pub(crate) fn settle_fill(progress: Progress) -> Result<usize, Stop> {
     if progress.done > 0 {
         return Ok(progress.done / PAGE_SIZE);
     }

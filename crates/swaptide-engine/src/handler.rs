@@ -167,6 +167,7 @@ impl Handler {
         let copy = Mapping::reserve(COPY_BYTES).map_err(memory("the copy buffer"))?;
         let mint =
             Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
+        mint.unlock();
         let header = &engine.start.segment.header;
         Ok(Handler {
             engine,

@@ -42,9 +42,12 @@ impl Handler {
             Hint::Cold | Hint::PageOut => {
                 let mut guard = engine.mm.lock();
                 let mm = &mut *guard;
-                for page in pages_of(range).step_by(PAGES_PER_CHUNK) {
-                    let chunk = PageNo(page).chunk();
-                    mm.queues.first_to_go(&mut mm.table, chunk);
+                // The range may be far larger than what is there of it.
+                let pages = pages_of(range);
+                let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
+                while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
+                    mm.queues.first_to_go(&mut mm.table, page.chunk());
+                    at = page.chunk().first().plus(PAGES_PER_CHUNK);
                 }
                 drop(guard);
                 if hint == Hint::PageOut {
@@ -62,12 +65,17 @@ impl Handler {
             Hint::Mapped => self.adopt_mapping(range.start),
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
-                for page in pages_of(range).take(budget).step_by(PAGES_PER_CHUNK) {
-                    let mut came = Came::new(PageNo(page));
-                    if self.bring_span(PageNo(page).chunk().first(), PAGES_PER_CHUNK, PageNo(page), &mut came).is_err() {
+                let pages = pages_of(range);
+                let (mut at, end) = (PageNo(pages.start), PageNo(pages.end.min(pages.start.saturating_add(budget))));
+                loop {
+                    let next = engine.mm.lock().table.next_used(at, end);
+                    let Some(page) = next.filter(|page| *page < end) else { break };
+                    let mut came = Came::new(page);
+                    if self.bring_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came).is_err() {
                         break;
                     }
                     came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
+                    at = page.chunk().first().plus(PAGES_PER_CHUNK);
                 }
             }
         }
@@ -141,11 +149,17 @@ impl Handler {
         let mut mm = engine.mm.lock();
         mm.held = NO_RANGE;
         if self.child.is_some() {
+            engine.bells.refused.store(true, Release);
             return;
         }
-        if (pages.start..pages.end).any(|page| matches!(mm.table.get(PageNo(page)), PageState::Swapped(_))) {
-            (engine.start.log)("a range could not be brought in whole and stays managed");
-            return;
+        let mut at = PageNo(pages.start);
+        while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
+            if matches!(mm.table.get(page), PageState::Swapped(_)) {
+                engine.bells.refused.store(true, Release);
+                (engine.start.log)("a range could not be brought in whole and stays managed");
+                return;
+            }
+            at = page.plus(1);
         }
         // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
         let _ = self.uffd.unregister(range);

@@ -13,6 +13,9 @@ pub const PAGES_PER_LEAF: usize = 512;
 /// Chunks of one leaf.
 pub const CHUNKS_PER_LEAF: usize = PAGES_PER_LEAF / PAGES_PER_CHUNK;
 
+/// The end of the addresses that can be managed: those of a program that asks for none above.
+pub const MANAGED_END: VirtAddr = VirtAddr(1 << 47);
+
 /// A page of the program: its address divided by the page size.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct PageNo(pub usize);

@@ -39,6 +39,7 @@ mod family;
 mod far;
 pub mod fault;
 pub mod fork;
+mod guards;
 pub mod handler;
 mod hints;
 pub mod ids;
@@ -62,6 +63,7 @@ pub mod staging;
 mod stall;
 mod throttle;
 mod trail;
+mod unarmed;
 pub mod writeback;
 
 mod engine;

@@ -15,11 +15,13 @@
 //! Locks: none; the table lies inside the engine's memory lock.
 
 use swaptide_core::SwapEntry;
+use swaptide_sys::page::PAGE_SIZE;
 
-use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
+use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 
 const LEAVES_PER_MID: usize = 8192;
 const MIDS: usize = 8192;
+const _: () = assert!(MIDS * LEAVES_PER_MID * PAGES_PER_LEAF * PAGE_SIZE == MANAGED_END.0);
 
 /// What a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -152,7 +154,7 @@ impl Default for PageTable {
 }
 
 impl PageTable {
-    /// An empty table for the 47 bits of a program's addresses.
+    /// An empty table for the 47 bits of a program's addresses. Pages above ([`MANAGED_END`]) are `Empty` and cannot be set to anything else.
     pub fn new() -> PageTable {
         let mut top = Vec::new();
         top.resize_with(MIDS, || None);

@@ -15,6 +15,8 @@
 //! 3. Once the program may have given references to its pages away ([`References`]), no frame is lent: all are given up. Nobody
 //!    writes to a page that came from the program then.
 //! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on its way to the trash: what the area costs in memory.
+//! 5. Neither area is locked in memory, whatever the program locks: the kernel moves a page between two areas that are both locked, so
+//!    locked memory would go out. (Between one that is and one that is not it refuses.)
 //!
 //! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab without it. The trash has a lock of its own, behind that one:
 //! giving 512 pages back takes some hundred microseconds, for which nobody who answers faults shall have to wait.
@@ -31,7 +33,7 @@ use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::uffd::{Features, MoveFlags, Progress, Uffd};
 
 use crate::EngineError;
-use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF};
+use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, range_of};
 use crate::references::References;
 
 /// Times in a row that the trash is found full before something else must be wrong.
@@ -114,6 +116,7 @@ impl Staging {
     pub fn new(references: &'static References) -> Result<Staging, EngineError> {
         let map =
             Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
+        map.unlock();
         Ok(Staging {
             map,
             trash: Arc::new(Lock::new(Trash::new()?)),
@@ -131,6 +134,11 @@ impl Staging {
     /// Which pages of a chunk this process alone has, as bits; as far as that can be told.
     pub fn owned(&self, chunk: ChunkNo) -> u16 {
         self.pagemap.exclusive(chunk.first().addr(), PAGES_PER_CHUNK).unwrap_or(0)
+    }
+
+    /// True for a page that is a guard (see [`crate::guards`]).
+    pub fn is_guard(&self, page: PageNo) -> bool {
+        self.pagemap.first_guard(range_of(page, 1)).is_some()
     }
 
     /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the program's userfaultfd.
@@ -348,6 +356,7 @@ impl Discard {
 impl Trash {
     fn new() -> Result<Trash, EngineError> {
         let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
+        map.unlock();
         let uffd = Self::open(map.range())?;
         Ok(Trash { map, uffd, pagemap: pagemap()? })
     }

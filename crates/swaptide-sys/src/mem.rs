@@ -231,6 +231,18 @@ pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_madvise, range.start.0, range.len(), advice.number()) }.map(drop)
 }
 
+/// Lets locked pages of `range` go again. No data changes, and where nothing is locked nothing happens.
+fn unlock(range: VirtRange) {
+    // SAFETY: locks of pages are no part of their data.
+    let _ = unsafe { syscall!(k::__NR_munlock, range.start.0, range.len()) };
+}
+
+/// Unlocks every mapping of this crate: the program has locked all of its memory, and meant its own.
+/// Takes no lock and allocates nothing.
+pub fn unlock_own_ranges() {
+    own_ranges(unlock);
+}
+
 /// Whether the kernel has something in the place of one page of this process.
 pub fn is_mapped_in(page: VirtAddr) -> Result<bool, Errno> {
     let mut there = 0u8;
@@ -405,6 +417,11 @@ impl Mapping {
         let part = self.part(offset, len)?;
         // SAFETY: the memory is this mapping's own.
         unsafe { advise(part, Advice::DontNeedLocked) }
+    }
+
+    /// Lets its pages go again where `mlockall(MCL_FUTURE)` locked the new mapping.
+    pub fn unlock(&self) {
+        unlock(self.range);
     }
 
     /// Makes the pages of a part present and writable now. Kernels before 5.14: `EINVAL`.

@@ -2,7 +2,11 @@
 //!
 //! Only private anonymous pages are reported (present, or swapped out by the kernel itself); pages
 //! of files, shared memory and pages that do not exist are not. A page poisoned through a
-//! userfaultfd counts as swapped: the kernel keeps both in the same kind of entry.
+//! userfaultfd counts as swapped: the kernel keeps both in the same kind of entry. A guard page
+//! (`MADV_GUARD_INSTALL`) is kept like that too, but holds nothing: it is left out where the kernel
+//! tells it apart (6.15 and newer; see [`Pagemap::first_guard`]).
+
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
@@ -66,11 +70,16 @@ const PRESENT: u64 = k::PAGE_IS_PRESENT as u64;
 const SWAPPED: u64 = k::PAGE_IS_SWAPPED as u64;
 const PFNZERO: u64 = k::PAGE_IS_PFNZERO as u64;
 const HUGE: u64 = k::PAGE_IS_HUGE as u64;
+const GUARD: u64 = k::PAGE_IS_GUARD as u64;
+
+/// The kernel refused the category of guard pages: it is older than 6.15.
+static WITHOUT_GUARDS: AtomicBool = AtomicBool::new(false);
 
 /// Bits of a `/proc/self/pagemap` word.
 const WORD_PRESENT: u64 = 1 << 63;
 const WORD_SWAPPED: u64 = 1 << 62;
 const WORD_FILE: u64 = 1 << 61;
+const WORD_GUARD: u64 = 1 << 58;
 const WORD_EXCLUSIVE: u64 = 1 << 56;
 
 impl Pagemap {
@@ -130,11 +139,45 @@ impl Pagemap {
         Ok(words.enumerate().filter(|(_, word)| is_own(*word)).fold(0, |bits, (at, _)| bits | 1 << at))
     }
 
+    /// The first page of `range` that is a guard (`MADV_GUARD_INSTALL`): a touch of it is a
+    /// SIGSEGV. Kernels before 6.15 do not tell, and neither does the fallback: `None`.
+    pub fn first_guard(&self, range: VirtRange) -> Option<VirtAddr> {
+        if range.is_empty() || WITHOUT_GUARDS.load(Relaxed) {
+            return None;
+        }
+        let mut region = Region { start: 0, end: 0, categories: 0 };
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: 0,
+            start: range.start.0 as u64,
+            end: range.end.0 as u64,
+            walk_end: 0,
+            vec: (&raw mut region) as u64,
+            vec_len: 1,
+            max_pages: 1,
+            category_inverted: 0,
+            category_mask: GUARD,
+            category_anyof_mask: 0,
+            return_mask: GUARD,
+        };
+        let arg_ptr = (&raw mut arg) as usize;
+        // SAFETY: the struct is the one this ioctl takes; its vector has the one place it says.
+        match procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) }) {
+            Ok(1) => Some(VirtAddr(region.start as usize)),
+            Err(Errno::INVAL) => {
+                WITHOUT_GUARDS.store(true, Relaxed);
+                None
+            }
+            _ => None,
+        }
+    }
+
     fn scan(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
         let mut regions = [Region { start: 0, end: 0, categories: 0 }; 64];
         let mut start = range.start.0 as u64;
         let end = range.end.0 as u64;
         while start < end {
+            let left_out = if WITHOUT_GUARDS.load(Relaxed) { FILE } else { FILE | GUARD };
             let mut arg = ScanArg {
                 size: size_of::<ScanArg>() as u64,
                 flags: 0,
@@ -144,14 +187,19 @@ impl Pagemap {
                 vec: regions.as_mut_ptr() as u64,
                 vec_len: regions.len() as u64,
                 max_pages: 0,
-                category_inverted: FILE,
-                category_mask: FILE,
+                category_inverted: left_out,
+                category_mask: left_out,
                 category_anyof_mask: PRESENT | SWAPPED,
                 return_mask: SWAPPED | PFNZERO | HUGE,
             };
             let arg_ptr = (&raw mut arg) as usize;
             // SAFETY: the struct is the one this ioctl takes; its vector is as long as it says.
-            let n = procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) })?;
+            let found = procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) });
+            if found == Err(Errno::INVAL) && left_out & GUARD != 0 {
+                WITHOUT_GUARDS.store(true, Relaxed);
+                continue;
+            }
+            let n = found?;
             for r in &regions[..n.min(regions.len())] {
                 let has = |bit| r.categories & bit != 0;
                 out(PageRun {
@@ -182,7 +230,7 @@ impl Pagemap {
                 let word = u64::from_ne_bytes(word.try_into().expect("chunks of 8"));
                 let page = VirtRange::from_len(addr, PAGE_SIZE);
                 addr = page.end;
-                let exists = word & (WORD_PRESENT | WORD_SWAPPED) != 0 && word & WORD_FILE == 0;
+                let exists = word & (WORD_PRESENT | WORD_SWAPPED) != 0 && word & (WORD_FILE | WORD_GUARD) == 0;
                 let swapped = word & WORD_SWAPPED != 0;
                 match &mut run {
                     Some(last) if exists && last.swapped == swapped && last.range.end == page.start => {
@@ -263,6 +311,28 @@ mod tests {
         let ended = unsafe { syscall!(k::__NR_wait4, child, 0usize, 0usize, 0usize) };
         assert_eq!(ended, Ok(child as usize));
         assert!(own(0, 16, 0b1011));
+    }
+
+    #[test]
+    fn guards_are_left_out_and_found() {
+        let map = Mapping::reserve(8 * PAGE_SIZE).unwrap();
+        pages(&map, &[0, 1, 2, 3, 6]);
+        let guard = VirtRange::from_len(map.range().start.offset(2 * PAGE_SIZE), 2 * PAGE_SIZE);
+        // SAFETY: this test's own memory; what the advice discards is wanted by nobody.
+        let installed = unsafe { syscall!(k::__NR_madvise, guard.start.0, guard.len(), k::MADV_GUARD_INSTALL) };
+        let pagemap = Pagemap::open_self().unwrap();
+        if installed.is_err() || WITHOUT_GUARDS.load(Relaxed) {
+            // Such a kernel has no guards, or does not tell.
+            return;
+        }
+        assert_eq!(pagemap.first_guard(map.range()), Some(guard.start));
+        assert_eq!(pagemap.first_guard(VirtRange::from_len(map.range().start, 2 * PAGE_SIZE)), None);
+        let mut got = Vec::new();
+        pagemap.present(map.range(), |r| got.push(r)).unwrap();
+        assert_eq!(relative(&map, &got), [(0, 2), (6, 1)]);
+        got.clear();
+        pagemap.read_words(map.range(), &mut |run| got.push(run.range)).unwrap();
+        assert_eq!(relative(&map, &got), [(0, 2), (6, 1)]);
     }
 
     #[test]
