@@ -10,7 +10,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exec::with_environment;
-use crate::{moves, pins, real, shapes, shared, start, words};
+use crate::{moves, real, shapes, shared, start, words};
 
 fn hint_of(advice: c_int) -> Option<Hint> {
     Some(match advice {

@@ -1,5 +1,5 @@
-//! System calls that change what memory is, and of which the kernel does not tell a userfaultfd, or not
-//! what is needed.
+//! System calls that change what memory is, and of which the kernel does not tell a userfaultfd, or
+//! not what is needed.
 //!
 //! | call | what the kernel leaves out | what is done here |
 //! |---|---|---|
@@ -40,10 +40,11 @@ const SYS_PROCESS_MADVISE: u32 = 440;
 const DONTNEED: usize = 4;
 const FREE: c_int = 8;
 const GUARD_INSTALL: c_int = 102;
-/// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such memory is not managed.
+/// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
+/// memory is not managed.
 const APART: c_int = 18;
-/// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory is kept out of others (`shield`), so what the
-/// program keeps out itself is not managed.
+/// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
+/// is kept out of others (`shield`), so what the program keeps out itself is not managed.
 const KEPT: c_int = 10;
 const EAGAIN: c_int = 11;
 
@@ -73,7 +74,8 @@ fn matters(advice: c_int) -> bool {
 
 /// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
-    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
     let call = |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
     match advice {
         _ if !matters(advice) => call(advice as usize),
@@ -142,8 +144,9 @@ pub unsafe extern "C" fn process_madvise(pidfd: c_int, iov: *const c_void, count
     real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize)) as isize
 }
 
-/// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once, all the address space that swaptide has reserved and not
-/// used would become memory. Swaptide's own memory is not locked.
+/// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once,
+/// all the address space that swaptide has reserved and not used would become memory. Swaptide's
+/// own memory is not locked.
 pub fn lock_all(flags: usize) -> isize {
     const ONFAULT: usize = 4;
     // SAFETY: locking memory changes no data.
@@ -177,9 +180,11 @@ fn segment_len(id: usize) -> Option<usize> {
     (result == 0 && about[SIZE_AT] > 0).then_some(about[SIZE_AT])
 }
 
-/// shmat(2), with the event that the kernel leaves out where a segment is put over managed memory. Answers with the kernel's word.
+/// shmat(2), with the event that the kernel leaves out where a segment is put over managed memory.
+/// Answers with the kernel's word.
 pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
-    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
     let call = |addr: usize, flags: usize| unsafe { syscall6(SYS_SHMAT, [id, addr, flags, 0, 0, 0]) as isize };
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
     let is_over = flags & SHM_REMAP != 0 && at != 0 && at.is_multiple_of(PAGE_SIZE) && start::engine().is_some();
@@ -200,7 +205,8 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     }
     // SAFETY: that attachment is used by nobody.
     unsafe { syscall6(SYS_SHMDT, [from, 0, 0, 0, 0, 0]) };
-    // The two overlap. What is there goes first, with an event; the segment can be attached, as was seen.
+    // The two overlap. What is there goes first, with an event; the segment can be attached, as was
+    // seen.
     const PRIVATE_ANON_FIXED: usize = 0x2 | 0x20 | 0x10 | 0x4000;
     // SAFETY: the program has asked for this range to be replaced.
     unsafe { syscall6(SYS_MMAP, [at, len, 0, PRIVATE_ANON_FIXED, usize::MAX, 0]) };
@@ -219,7 +225,8 @@ pub unsafe extern "C" fn shmat(id: c_int, addr: *const c_void, flags: c_int) -> 
 const UFFDIO_REGISTER: u32 = 0xc020_aa00;
 const UFFDIO_MOVE: u32 = 0xc028_aa05;
 
-/// The range that a call on a userfaultfd of the program's needs for itself: where it begins in its argument, and its length.
+/// The range that a call on a userfaultfd of the program's needs for itself: where it begins in its
+/// argument, and its length.
 fn needed(request: u32, arg: usize) -> Option<VirtRange> {
     // SAFETY: the program's own argument, which the kernel reads as well.
     let word = |at: usize| unsafe { (arg as *const usize).add(at).read() };
@@ -258,7 +265,8 @@ pub fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
 
 type Ioctl = unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int;
 
-/// Stands in front of libc's `ioctl`: a program that pages memory itself gets it from swaptide first.
+/// Stands in front of libc's `ioctl`: a program that pages memory itself gets it from swaptide
+/// first.
 ///
 /// # Safety
 /// As for ioctl(2).
@@ -268,7 +276,8 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int
     if found.is_null() {
         return real::libc_result(control_raw(fd as usize, request as usize, arg)) as c_int;
     }
-    // SAFETY: the address is that of libc's function; its variable argument is passed as this one is.
+    // SAFETY: the address is that of libc's function; its variable argument is passed as this one
+    // is.
     let real: Ioctl = unsafe { std::mem::transmute(found) };
     // SAFETY: the program's own arguments.
     control(request as usize, arg, || unsafe { real(fd, request, arg) } as isize, -1) as c_int
@@ -292,7 +301,7 @@ mod tests {
     fn a_segment_tells_its_size() {
         const SYS_SHMGET: u32 = 29;
         // SAFETY: a segment of this test's own, which nobody attaches.
-        let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) };
+        let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) } as usize;
         assert_eq!(segment_len(id), Some(3 * PAGE_SIZE + 1));
         // SAFETY: the same; 0 is IPC_RMID.
         unsafe { syscall6(SYS_SHMCTL, [id, 0, 0, 0, 0, 0]) };

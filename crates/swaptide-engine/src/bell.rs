@@ -183,7 +183,7 @@ impl Bells {
         let Ok(mask) = block_all_signals() else { return false };
         self.own(true);
         self.refused.store(false, Relaxed);
-        self.ask(Hint::Release, range);
+        self.ask(Hint::Release, range, mask);
         let is_whole = !self.refused.load(Acquire);
         self.busy.store(0, Release);
         restore_signals(mask);

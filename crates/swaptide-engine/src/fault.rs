@@ -155,6 +155,8 @@ impl Handler {
         while n < window && page.plus(n) < end && mm.table.get(page.plus(n)) == PageState::Empty {
             n += 1;
         }
+        // Two and three pages are steps to larger windows, and are not filled.
+        let step = n;
         if n < MOVE_FROM {
             n = 1;
         }
@@ -187,7 +189,7 @@ impl Handler {
         }
         engine.settle(mm);
         drop(guard);
-        self.locality.grew(page, done);
+        self.locality.grew_as(page, done, if step < MOVE_FROM { step } else { done });
         engine.charge.brought(done);
         self.throttle.grew(done, engine.slot().throttle_us.load(Relaxed));
         engine.count(Counter::Pgminfault, 1);

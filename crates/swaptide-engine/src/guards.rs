@@ -2,22 +2,24 @@
 //! contents are gone.
 //!
 //! The kernel sends no event for them. Where the program asks through libc, the agent installs the
-//! guard, gives the range up with `MADV_DONTNEED` (which sends the event that empties the words), and
-//! installs it again, since a page may have come in between. A bare instruction is not seen: the
-//! words then keep what they were, and the guard is found when something is put there.
+//! guard, gives the range up with `MADV_DONTNEED` (which sends the event that empties the words),
+//! and installs it again, since a page may have come in between. A bare instruction is not seen:
+//! the words then keep what they were, and the guard is found when something is put there.
 //!
 //! Owns: nothing. [`crate::engine::Engine::guarded`] says that the program has had a guard.
 //!
 //! Invariants
 //! 1. A fill never replaces a guard. `UFFDIO_MOVE` and `UFFDIO_POISON` answer `EEXIST` on one;
-//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. The page of a waiting thread
-//!    needs no look before the program's first guard: a touch of a guard is no userfaultfd fault.
-//! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded the
-//!    contents. Any other page that the program has where the word says swapped ends the process.
+//!    `UFFDIO_COPY` fills over it, so what it fills is looked at first. The page of a waiting
+//!    thread needs no look before the program's first guard: a touch of a guard is no userfaultfd
+//!    fault.
+//! 2. A slot whose page is a guard is released, and its word becomes `Empty`: the guard discarded
+//!    the contents. Any other page that the program has where the word says swapped ends the
+//!    process.
 //!
-//! Locks: none of its own. A look and the fill behind it happen under the memory lock, and the event of
-//! the agent's `MADV_DONTNEED` is applied under it: a fill that was looked at before the guard was
-//! installed is undone by that.
+//! Locks: none of its own. A look and the fill behind it happen under the memory lock, and the
+//! event of the agent's `MADV_DONTNEED` is applied under it: a fill that was looked at before the
+//! guard was installed is undone by that.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -39,7 +41,8 @@ impl Handler {
         if n == 0 {
             return Err(Stop::Exists);
         }
-        // SAFETY: the caller's pages are the engine's own, in frames or buffers that nobody changes meanwhile.
+        // SAFETY: the caller's pages are the engine's own, in frames or buffers that nobody changes
+        // meanwhile.
         settle_fill(unsafe { self.uffd.copy_pages(page.addr(), from, n * PAGE_SIZE, true, false) })
     }
 

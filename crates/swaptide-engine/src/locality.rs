@@ -213,9 +213,14 @@ impl Locality {
 
     /// `n` pages from `page` on were filled.
     pub fn grew(&mut self, page: PageNo, n: usize) {
+        self.grew_as(page, n, n);
+    }
+
+    /// The same where the stream goes on as after `window` pages.
+    pub fn grew_as(&mut self, page: PageNo, n: usize, window: usize) {
         if let Some(stream) = self.growth.find(page.0, false) {
             stream.next = page.0 + n;
-            stream.window = n;
+            stream.window = window;
         }
     }
 

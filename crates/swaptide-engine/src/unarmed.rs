@@ -1,19 +1,19 @@
 //! Managed ranges whose mapping was replaced without an event.
 //!
-//! `shmat(SHM_REMAP)` puts its segment over what is mapped and tells no userfaultfd (Linux 6.18 has no
-//! other call that does so to private memory). Libc's `shmat` is hooked; as a bare instruction the call
-//! is not seen. The table then knows pages that are gone, and a mapping that is made there later is not
-//! armed: a page taken out of it would read as zeros. So nothing is taken out of a mapping that was not
-//! seen to be armed in the same batch.
+//! `shmat(SHM_REMAP)` puts its segment over what is mapped and tells no userfaultfd (Linux 6.18 has
+//! no other call that does so to private memory). Libc's `shmat` is hooked; as a bare instruction
+//! the call is not seen. The table then knows pages that are gone, and a mapping that is made there
+//! later is not armed: a page taken out of it would read as zeros. So nothing is taken out of a
+//! mapping that was not seen to be armed in the same batch.
 //!
 //! Owns: what was seen in this batch.
 //!
 //! Invariants
 //! 1. [`Seen::ask`] answers `Armed` only for a range that lies in one armed mapping.
-//! 2. A range is forgotten only while no change of mappings is unread or late: a mapping that is moved
-//!    or unmapped in the usual way is not armed either until its event is applied.
-//! 3. What is forgotten is in no list and has no word. Its slots are released: the mapping that they
-//!    belonged to is gone. The next look for memory finds what is mapped there.
+//! 2. A range is forgotten only while no change of mappings is unread or late: a mapping that is
+//!    moved or unmapped in the usual way is not armed either until its event is applied.
+//! 3. What is forgotten is in no list and has no word. Its slots are released: the mapping that
+//!    they belonged to is gone. The next look for memory finds what is mapped there.
 //!
 //! Locks: none of its own; the memory lock is held throughout a batch.
 
@@ -58,7 +58,8 @@ impl Seen {
         *self = Seen::default();
     }
 
-    /// Whether `range` lies in one armed mapping. Mostly the region that it lies in does, or its 2 MiB.
+    /// Whether `range` lies in one armed mapping. Mostly the region that it lies in does, or its 2
+    /// MiB.
     pub fn ask(&mut self, engine: &Engine, mm: &Mm, range: VirtRange) -> Answer {
         if contains(self.armed, range) {
             return Answer::Armed;

@@ -351,6 +351,7 @@ static void fork_once(struct thread *self) {
 
 #include "torture_actions_futex.h"
 #include "torture_actions_send.h"
+#include "torture_shapes.h"
 
 static void step(struct thread *self) {
     struct area *area = &self->area[below(&self->random, AREAS)];
@@ -358,6 +359,10 @@ static void step(struct thread *self) {
     size_t from, count;
     open_area(self, area);
     if (below(&self->random, 50) == 0) by_futex(self, area);
+    if (below(&self->random, 40) == 0) {
+        change_shape(self, area);
+        return;
+    }
     if (choice < 200) {
         count = some_run(self, area, &from, 0);
         note(self, area, "written", from, count);
