@@ -38,10 +38,11 @@ const MOST_OF_ONE: usize = 8;
 /// How often the threads of a process without an engine are looked at.
 const LOOKS: Duration = Duration::from_millis(2);
 
+/// Fields are dropped in this order: who sees the connection end must find the userfaultfd closed.
 struct Hold {
     pid: u32,
-    conn: Conn,
     _uffd: OwnedFd,
+    conn: Conn,
     /// The connection has ended.
     is_ending: bool,
 }
