@@ -130,10 +130,11 @@ fn pages_of(addr: usize, len: usize) -> impl Iterator<Item = PageNo> {
 pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
     for page in pages_of(addr, len) {
         let new = Entry::of_thread(page, tid);
-        // A thread whose block was in this page is gone: its memory is the caller's now.
+        // The place of a thread that is gone is the caller's now. One that lives may have a word of its
+        // own in this page, and keeps its entry.
         insert(page, |found| match found {
             None => Some(new.0),
-            Some(entry) if entry.page() == page && entry.thread().is_some() => Some(new.0),
+            Some(entry) if entry == new || entry.page() == page && entry.is_over() => Some(new.0),
             Some(_) => None,
         });
     }
@@ -192,7 +193,9 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
     let mut mask = 0;
     for level in &LEVELS[..=DEEPEST.load(Acquire)] {
         for place in window(level, chunk) {
-            let entry = Entry(place.load(Acquire));
+            // With [`settle`]: the engine says that it chooses and then looks, the other pins and then
+            // looks whether it chooses. One of them sees the other.
+            let entry = Entry(place.load(SeqCst));
             let at = entry.page().0.wrapping_sub(first);
             if entry.0 == 0 || at >= PAGES_PER_CHUNK {
                 continue;
@@ -284,6 +287,18 @@ mod tests {
         while is_pinned(page(3, 1)) {
             assert!(began.elapsed().as_secs() < 60, "its page is pinned for good");
             std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_page_that_two_threads_pin_stays_until_both_are_gone() {
+        let at = page(7, 1) * PAGE_SIZE;
+        pin_for_thread(at, 8, gettid());
+        let second = move || pin_for_thread(at + 64, 8, gettid());
+        std::thread::spawn(second).join().expect("it ends");
+        let began = std::time::Instant::now();
+        while began.elapsed().as_millis() < 200 {
+            assert!(is_pinned(page(7, 1)), "the first thread lives");
         }
     }
 
