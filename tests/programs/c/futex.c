@@ -217,6 +217,30 @@ static void raw_operations(unsigned char *area) {
     MUST(futex((uint32_t *)(area + 2), FUTEX_LOCK_PI, 0, 0, NULL, 0) == -1 && errno == EINVAL);
 }
 
+/* Several threads take a PI lock that nobody has used, at once: none is told that the futex is no PI one. */
+enum { FRESH = 200, TAKERS = 4 };
+static unsigned char *fresh;
+static pthread_barrier_t start_line;
+static void *taker(void *x) {
+    for (size_t i = 0; i < FRESH; i++) {
+        uint32_t *word = (uint32_t *)(fresh + i * PAGE + 64);
+        pthread_barrier_wait(&start_line);
+        if (futex(word, FUTEX_LOCK_PI, 0, 0, NULL, 0) != 0) die("FUTEX_LOCK_PI of fresh word %zu: %s", i, strerror(errno));
+        if (futex(word, FUTEX_UNLOCK_PI, 0, 0, NULL, 0) != 0) die("FUTEX_UNLOCK_PI of fresh word %zu: %s", i, strerror(errno));
+    }
+    return x;
+}
+
+static void contended(void) {
+    fresh = filled(FRESH);
+    for (size_t i = 0; i < FRESH; i++) memset(fresh + i * PAGE + 64, 0, 4);
+    MUST(pthread_barrier_init(&start_line, NULL, TAKERS) == 0);
+    pthread_t thread[TAKERS];
+    for (size_t i = 0; i < TAKERS; i++) MUST(pthread_create(&thread[i], NULL, taker, NULL) == 0);
+    for (size_t i = 0; i < TAKERS; i++) MUST(pthread_join(thread[i], NULL) == 0);
+    MUST(munmap(fresh, FRESH * PAGE) == 0);
+}
+
 static uint32_t *waits_on, *requeued_to;
 static void *waits_requeue(void *x) {
     long result = syscall(SYS_futex, waits_on, FUTEX_WAIT_REQUEUE_PI | FUTEX_PRIVATE_FLAG, 0, NULL, requeued_to, 0);
@@ -269,6 +293,7 @@ static void pi(void) {
     unsigned char *words = filled(64);
     raw_operations(words);
     requeue(words);
+    contended();
     /* A waiter is woken through a word that is out meanwhile. */
     uint32_t *word = (uint32_t *)(words + 50 * PAGE);
     *word = 0;
