@@ -1,15 +1,19 @@
 //! The supervisor's side of a segment into which a hostile process has written: it neither ends nor stands still, and gives out no extent that
-//! is not there.
+//! is not there. Each input ends with looks of the keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
+//! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is.
 #![no_main]
 
 use std::collections::BTreeSet;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
+use swaptide_host::areas::{Areas, Open};
 use swaptide_host::groups::{GroupPath, Groups, Usage};
+use swaptide_host::keeper::{self, Keeper, Run};
 use swaptide_host::pressure::Part;
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea, ProcSlot, Segment, SlotIndex,
@@ -34,9 +38,34 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
     Some(())
 }
 
+/// Two looks of a keeper at the segment as it is, and everything that it can be asked.
+fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
+    let me = std::process::id();
+    segment.claim(me, 0);
+    let mut thread = Keeper::new(segment, Arc::clone(areas), groups, 64 << 20);
+    let run = Run { root: me, front: me, uid: 0, program: String::new(), started: 0.0, group: None, max: None, strict: true };
+    thread.add_run(run);
+    let (keeper, requests) = mpsc::channel();
+    let thread = std::thread::spawn(move || thread.run(requests));
+    for _ in 0..2 {
+        let looked = keeper::ask(&keeper, move |keeper| {
+            let (view, totals) = (keeper.view(me), keeper.totals(me));
+            assert!(view.processes.iter().all(|process| process.pid == me), "only the kernel's word makes members");
+            assert!(!totals.strict_kill, "this process is small");
+            let _ = (totals.pages_out(), totals.pages_in(), totals.fault_times(), serde_json::to_string(&view).map(drop));
+            let _ = (serde_json::to_string(&totals).map(drop), keeper.group_views(&GroupPath::root()).map(|views| views.len()));
+            let _ = (keeper.areas().view().len(), keeper.preloading(GroupIndex::ROOT, true), keeper.run_of(me).is_some());
+        });
+        assert!(looked.is_some(), "the keeper has ended, or takes too long");
+    }
+    let _ = keeper.send(keeper::Request::Stop);
+    thread.join().expect("the keeper");
+}
+
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Bytes(data);
     let segment = empty_segment().0;
+    let areas = Arc::new(Areas::new(segment));
     let mut groups = Groups::new(segment, 1 << 34);
     let mut scribbled = false;
     // Extents in use, as long as nobody has scribbled.
@@ -131,5 +160,18 @@ fuzz_target!(|data: &[u8]| {
         if what % 16 == 6 {
             leased.retain(|(owner, _)| *owner != slot.0);
         }
+    }
+    // Areas with something open behind them, as the supervisor has them.
+    for id in (0..MAX_AREAS as u8).map(AreaId) {
+        if id.0 < 2 {
+            let device = swaptide_host::device::parse("file:/dev/shm:16M").expect("a device");
+            if let Ok(backing) = swaptide_host::device::open_beyond(&device, 1 << 30) {
+                areas.restore(id, backing);
+            }
+        }
+        let _ = (areas.is_far(id), areas.open(id).is_some());
+    }
+    if scribbled {
+        keep(segment, groups, &areas);
     }
 });

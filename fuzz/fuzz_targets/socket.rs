@@ -2,23 +2,24 @@
 #![no_main]
 
 use std::fs::File;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
 use swaptide_host::areas::{Areas, Open};
 use swaptide_host::followed::Followed;
-use swaptide_host::socket::Counter;
+use swaptide_host::socket::{Counter, Users};
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;
 
 fuzz_target!(|data: &[u8]| {
-    static COUNTER: OnceLock<(Counter, Arc<dyn Open>)> = OnceLock::new();
+    static COUNTER: OnceLock<(Mutex<Counter>, Arc<dyn Open>)> = OnceLock::new();
     let (counter, areas) = COUNTER.get_or_init(|| {
         let areas: Arc<dyn Open> = Arc::new(Areas::new(empty_segment().0));
-        (Counter::open().expect("a socket"), areas)
+        (Mutex::new(Counter::open(Users::All).expect("a socket")), areas)
     });
+    let mut counter = counter.lock().expect("one thread");
     let (_, segment) = empty_segment();
     let Some((first, message)) = data.split_first() else { return };
     let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");

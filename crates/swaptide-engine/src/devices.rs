@@ -50,6 +50,8 @@ const FEWEST_SLOTS: u32 = 1 << 18;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One that fails again and again the supervisor retires.
 const SHUNNED: Duration = Duration::from_millis(200);
+/// How long a process leases nothing of an area where its limit on the size of files forbids it to write: it may have another limit by then.
+const BARRED: Duration = Duration::from_secs(10);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
 const RENEWING: FolioId = FolioId(u32::MAX >> 9);
@@ -68,6 +70,8 @@ struct Beyond {
     change: Arc<Lock<()>>,
     /// Until when nothing is leased of an area that did not take a write, if another one has room.
     shunned: Arc<[AtomicU64; MAX_AREAS]>,
+    /// Until when nothing is leased of an area that this process may not write to, as its own limits say.
+    barred: Arc<[AtomicU64; MAX_AREAS]>,
     /// Reads and writes so far, where a test counts them.
     transfers: Arc<[AtomicU32; 2]>,
 }
@@ -79,8 +83,12 @@ impl Beyond {
 
     /// Areas that nothing is to be leased of for the moment.
     fn shunned(&self) -> u32 {
+        Self::now_in(&self.shunned)
+    }
+
+    fn now_in(until: &[AtomicU64; MAX_AREAS]) -> u32 {
         let now = now().0;
-        (0..).zip(&*self.shunned).filter(|(_, until)| now < until.load(Relaxed)).fold(0, |mask, (area, _)| mask | 1 << area)
+        (0..).zip(until).filter(|(_, until)| now < until.load(Relaxed)).fold(0, |mask, (area, _)| mask | 1 << area)
     }
 
     /// Goes over to the group that the process belongs to now. Under `change`.
@@ -95,9 +103,10 @@ impl ExtentSource for Beyond {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change.lock();
         self.follow_group();
-        let shunned = self.shunned();
-        let elsewhere = (shunned != 0).then(|| self.segment.lease_charged_in(self.index(), AreaMask(!shunned))).flatten();
-        elsewhere.or_else(|| self.segment.lease_charged(self.index())).map(|extent| Extent(extent.0))
+        let (shunned, barred) = (self.shunned(), Self::now_in(&self.barred));
+        let lease = |mask: u32| self.segment.lease_charged_in(self.index(), AreaMask(mask));
+        let elsewhere = (shunned != 0).then(|| lease(!shunned & !barred)).flatten();
+        elsewhere.or_else(|| lease(!barred)).map(|extent| Extent(extent.0))
     }
 
     fn shun(&self, extent: Extent) -> bool {
@@ -105,12 +114,25 @@ impl ExtentSource for Beyond {
         if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
             until.store(now().0 + SHUNNED.as_nanos() as u64, Relaxed);
         }
-        self.segment.has_room_in(self.index(), AreaMask(!self.shunned()))
+        self.segment.has_room_in(self.index(), AreaMask(!self.shunned() & !Self::now_in(&self.barred)))
+    }
+
+    fn bar(&self, extent: Extent) {
+        let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return };
+        if let Some(until) = self.barred.get(usize::from(place.area.0)) {
+            until.store(now().0 + BARRED.as_nanos() as u64, Relaxed);
+        }
     }
 
     fn release(&self, extent: Extent, _punched: bool) {
         let _change = self.change.lock();
         self.segment.release_charged(self.index(), self.index(), ExtentId(extent.0));
+    }
+
+    fn release_shared(&self, extent: Extent) -> bool {
+        let _change = self.change.lock();
+        let (index, extent) = (self.index(), ExtentId(extent.0));
+        self.segment.release_charged(index, index, extent) && self.segment.retake_charged(index, extent)
     }
 
     fn is_plain(&self, extent: Extent) -> bool {
@@ -330,8 +352,15 @@ impl Devices {
         }
         let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
         let slots = slot_device(FILE, slots)?;
-        let areas =
-            Beyond { segment, index, open, change: Arc::new(Lock::new(())), shunned: Arc::default(), transfers: Arc::default() };
+        let areas = Beyond {
+            segment,
+            index,
+            open,
+            change: Arc::new(Lock::new(())),
+            shunned: Arc::default(),
+            barred: Arc::default(),
+            transfers: Arc::default(),
+        };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
         let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };
         file.look_for_far();

@@ -7,6 +7,7 @@
 //! ram = "75%"
 //! swap = ["zram:2G", "file:/var/tmp:16G,prio=100", "/dev/sdb2,prio=10"]
 //! tiers = "+SSD:100 +HDD:-1"
+//! userfaultfd = "same-user"
 //!
 //! [groups."/web"]
 //! ram.max = "4G"
@@ -35,6 +36,7 @@ use toml::Spanned;
 use crate::device::{self, Device};
 use crate::groups::{GroupError, GroupPath, Groups, Settings};
 use crate::size::parse_share;
+use crate::socket::Users;
 
 /// A mistake in a file.
 #[derive(Debug)]
@@ -93,6 +95,7 @@ struct File {
     #[serde(default)]
     swap: Vec<Spanned<String>>,
     tiers: Option<Spanned<String>>,
+    userfaultfd: Option<Spanned<String>>,
     #[serde(default)]
     groups: BTreeMap<Spanned<String>, Group>,
     #[serde(default)]
@@ -221,6 +224,8 @@ pub struct Config {
     pub metrics: Option<MetricsPlace>,
     /// When idle groups lose memory.
     pub idle: Option<IdleReclaim>,
+    /// Whose processes are helped to a userfaultfd.
+    pub userfaultfd: Option<Users>,
     /// Stands for the file's text: another number, another text.
     pub digest: u64,
 }
@@ -275,6 +280,10 @@ impl Config {
             }
             config.groups.push(GroupPlan { path, settings, owner: group.owner });
         }
+        let users = file.userfaultfd.as_ref();
+        config.userfaultfd = users
+            .map(|users| users.get_ref().parse().map_err(|error| (line(users.span()), format!("userfaultfd: {error}"))))
+            .transpose()?;
         config.state = file.daemon.state;
         config.metrics = file
             .daemon

@@ -13,6 +13,7 @@ mod client;
 use std::fmt;
 use std::fs::{DirBuilder, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -20,10 +21,10 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt::socket_peercred;
 use serde::{Deserialize, Serialize};
 use swaptide_core::Tiers;
 use swaptide_ipc::Header;
+use swaptide_sys::sock::peer_of;
 
 use crate::areas::{AreaError, AreaView, Areas};
 use crate::device;
@@ -31,6 +32,7 @@ use crate::groups::{GroupPath, GroupView};
 use crate::keeper::{self, Keeper, Squeezed};
 use crate::mirror;
 use crate::report::{Totals, View};
+use crate::socket::Users;
 
 pub use client::*;
 
@@ -114,7 +116,7 @@ pub struct Join {
     pub group: Option<String>,
     /// The most that its processes may have together.
     pub max: Option<u64>,
-    /// They are killed when there is no swap space left and they have more than they may.
+    /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
 }
 
@@ -129,6 +131,9 @@ pub struct Joined {
     pub codec: u32,
     /// Its group.
     pub group: String,
+    /// Whose processes are helped to a userfaultfd.
+    #[serde(default)]
+    pub userfaultfd: Users,
 }
 
 /// What the answers to questions are.
@@ -325,11 +330,11 @@ pub fn open(run: Run, areas: Arc<Areas>, keeper: mpsc::Sender<keeper::Request>) 
 }
 
 fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
-    let uid = socket_peercred(&client)?.uid;
-    if !uid.is_root() && uid != rustix::process::geteuid() {
+    let uid = peer_of(client.as_fd())?.uid;
+    if uid != 0 && uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    let counter = Counter { areas, keeper, budget: run.budget, uid: uid.as_raw(), all: true };
+    let counter = Counter { areas, keeper, budget: run.budget, uid, all: true };
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();

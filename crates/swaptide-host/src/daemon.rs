@@ -1,6 +1,6 @@
 //! The daemon of a host: one budget, one set of swap areas and one tree of groups for the processes of many runs.
 //!
-//! Owns the state directory (mode 0700), in which the shared segment has a name, and the swap files' names. A daemon that is killed or stopped takes
+//! Owns the state directory (mode 0700), the shared segment, and the swap files' names. A daemon that is killed or stopped takes
 //! nothing along: the programs have their own descriptors of everything and go on with the limits they have. One that is started again maps the same
 //! segment, finds the processes that live, takes back what dead ones had, and goes on.
 //!
@@ -9,7 +9,8 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | `state` | what outlives the daemon: the segment, names, groups, runs |
+//! | `state` | what outlives the daemon: names, groups, runs |
+//! | `kept` | the segment, and how it is found again |
 //! | [`client`] | the run's side |
 //! | `metrics` | numbers for Prometheus |
 //!
@@ -21,6 +22,7 @@
 //! Locks: none here; the threads of clients ask the keeper through its channel.
 
 pub mod client;
+mod kept;
 mod metrics;
 mod state;
 mod swaplist;
@@ -36,10 +38,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::net::sockopt::socket_peercred;
 use swaptide_core::Tiers;
 use swaptide_ipc::{AreaId, GroupIndex, Segment};
-use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 
 use crate::areas::{AreaError, Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
@@ -51,7 +52,9 @@ use crate::keeper::{self, Keeper};
 use crate::report::View;
 use crate::signals;
 use crate::size::{human, parse_share, ram_total};
+use crate::socket::Users;
 
+use kept::SegmentId;
 use state::State;
 
 /// The budget where none is given.
@@ -122,6 +125,8 @@ struct Shared {
     digest: AtomicU64,
     /// The devices that it lists.
     swap: Mutex<Vec<String>>,
+    /// Whose processes are helped to a userfaultfd.
+    users: Mutex<Users>,
     /// Held over a look at everything and its writing.
     state: Mutex<state::Directory>,
 }
@@ -141,10 +146,13 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let (signals, _) = signals::take().map_err(|error| DaemonError::System("signals", error))?;
     let mut state = directory.load();
     let owner = rustix::process::geteuid().as_raw();
-    let (segment, segment_fd, fresh) = directory.segment(state.is_some()).map_err(|e| DaemonError::State(place.clone(), e))?;
+    let (segment, segment_fd, fresh) =
+        directory.segment(state.as_ref().and_then(|state| state.segment)).map_err(|e| DaemonError::State(place.clone(), e))?;
     if fresh && let Some(old) = state.take() {
         old.remove_files();
     }
+    let segment_id = SegmentId::of(&segment_fd).map_err(|error| DaemonError::State(place.clone(), error))?;
+    kept::keep(&segment_fd);
     let areas = Arc::new(Areas::new(segment));
     let mut groups = Groups::new(segment, budget);
     let (pool_cap, codec) = match &state {
@@ -161,7 +169,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let mut keeper = Keeper::new(segment, Arc::clone(&areas), groups, budget);
     keeper.set_idle(file.idle);
     if let Some(state) = &state {
-        state.restore_runs(&mut keeper, segment, directory.segment_path());
+        state.restore_runs(&mut keeper, segment, segment_id);
     }
     segment.header.supervisor.store(std::process::id(), Relaxed);
     crate::supervise::raise_descriptor_limit();
@@ -180,6 +188,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         budget,
         digest: AtomicU64::new(file.digest),
         swap: Mutex::new(state.as_ref().map_or_else(|| file.swap.clone(), |state| state.swap.clone())),
+        users: Mutex::new(file.userfaultfd.unwrap_or_default()),
         state: Mutex::new(directory),
     });
     if let Err(error) = shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes)) {
@@ -276,9 +285,11 @@ fn say(line: &str) {
 
 impl Shared {
     fn converse(self: &Arc<Self>, client: UnixStream) -> io::Result<()> {
-        let peer = socket_peercred(&client)?;
-        let (uid, pid) = (peer.uid, peer.pid.as_raw_nonzero().get() as u32);
-        let all = uid.is_root() || uid == rustix::process::geteuid();
+        let PeerCred { pid, uid } = peer_of(client.as_fd())?;
+        if pid == 0 {
+            return Err(io::Error::other("a process of another pid namespace"));
+        }
+        let all = uid == 0 || uid == rustix::process::geteuid().as_raw();
         client.set_nonblocking(false)?;
         client.set_read_timeout(Some(PATIENCE))?;
         client.set_write_timeout(Some(PATIENCE))?;
@@ -288,7 +299,6 @@ impl Shared {
             Ok(question) => question,
             Err(error) => return tell(&client, &Answer::Error(format!("not a question: {error}"))),
         };
-        let uid = uid.as_raw();
         let changes = !matches!(
             question,
             Question::Stats
@@ -376,7 +386,8 @@ impl Shared {
             Ok::<_, String>((budget, path))
         };
         let (budget, path) = keeper::ask(&self.keeper, find).ok_or("it is ending")??;
-        Ok((Joined { budget, pool_cap: self.pool_cap, codec: self.codec, group: path.to_string() }, path))
+        let userfaultfd = *self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((Joined { budget, pool_cap: self.pool_cap, codec: self.codec, group: path.to_string(), userfaultfd }, path))
     }
 
     /// Keeps the processes that descend from the peer.
@@ -457,6 +468,7 @@ impl Shared {
         let applied = keeper::ask(&self.keeper, apply).unwrap_or(Ok(()));
         applied.map_err(DaemonError::Groups)?;
         self.change_list(&whole, list)?;
+        *self.users.lock().unwrap_or_else(PoisonError::into_inner) = whole.userfaultfd.unwrap_or_default();
         self.segment.header.budget_bytes.store(budget, Relaxed);
         self.digest.store(digest, Relaxed);
         self.save();
@@ -471,6 +483,7 @@ impl Shared {
         let snapshot = keeper::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
         if let Some(mut state) = snapshot {
             state.areas = areas;
+            state.segment = SegmentId::of(&self.segment_fd).ok();
             state.swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
             state.config = self.digest.load(Relaxed);
             let before = directory.load();

@@ -453,6 +453,13 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
     })
 }
 
+/// Whether a block device has the mark of mkswap.
+pub(crate) fn has_mark(path: &Path) -> io::Result<bool> {
+    let mut mark = [0; SWAP_MARK.len()];
+    File::open(path)?.read_exact_at(&mut mark, SWAP_MARK_AT)?;
+    Ok(mark == *SWAP_MARK)
+}
+
 /// Opens a block device. Its first extent's worth stays as it is: the mark is there.
 fn open_block(path: &Path) -> Result<Backing, DeviceError> {
     let failed = |error: io::Error| DeviceError::Block(path.to_owned(), error);

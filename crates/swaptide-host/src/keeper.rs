@@ -8,6 +8,8 @@
 //! 1. A slot is released after its process is gone; its counters go into the totals of its run first.
 //! 2. An area's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
 //! 3. Groups and tiers change between two ticks only.
+//! 4. Who is charged or killed is a member of the tree, by the kernel's word; a number in the segment makes nobody one. What the segment
+//!    says of amounts is bounded before it is added up (docs/segment.md).
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
@@ -17,6 +19,7 @@ mod idle;
 mod judging;
 mod places;
 mod squeeze;
+mod strict;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -38,7 +41,7 @@ use crate::groups::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::pressure::Part;
 use crate::report::{ProcessView, Totals, View};
 use crate::shared::Shared;
-use crate::tree::Tree;
+use crate::tree::{Tree, lives};
 
 use ceiling::Ceiling;
 pub use detach::Detaching;
@@ -47,6 +50,7 @@ use judging::Watch;
 use places::Places;
 pub use squeeze::Squeezed;
 use squeeze::Squeezes;
+use strict::{Excess, Reason};
 
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -93,7 +97,7 @@ pub struct Run {
     pub group: Option<GroupIndex>,
     /// The most that they may have together, where that is not its group's matter.
     pub max: Option<u64>,
-    /// They are killed when there is no swap space left and they have more than they may.
+    /// They are killed when they have more than they may for long, or swap space is out.
     pub strict: bool,
 }
 
@@ -104,7 +108,9 @@ struct Kept {
     pidfd: Option<OwnedFd>,
     /// What its dead have counted, and the most that there was at a time.
     totals: Totals,
+    /// Of times that swap space was out, those before it was last within its budget.
     swap_full: u64,
+    excess: Excess,
 }
 
 /// A member at a tick.
@@ -122,6 +128,8 @@ pub struct Keeper {
     areas_epoch: u32,
     budget: u64,
     tree: Tree,
+    /// Which slot is whose. A process keeps the first one that it was seen with, whatever others say.
+    bound: HashMap<u32, SlotIndex>,
     groups: Groups,
     places: Places,
     squeezes: Squeezes,
@@ -133,6 +141,8 @@ pub struct Keeper {
     /// Who is seen for the first time from now on was not there before.
     has_looked: bool,
     shared: Option<&'static Shared>,
+    /// What the pager of another process can have at most: all memory there is.
+    most_shared: u64,
     looked_at_runs: Instant,
     frozen: BTreeSet<GroupIndex>,
     ceiling: Ceiling,
@@ -147,6 +157,7 @@ impl Keeper {
             areas_epoch: 0,
             budget,
             tree: Tree::default(),
+            bound: HashMap::new(),
             groups,
             places: Places::default(),
             squeezes: Squeezes::default(),
@@ -157,6 +168,7 @@ impl Keeper {
             last_tick: Instant::now(),
             has_looked: false,
             shared: None,
+            most_shared: crate::size::ram_total(),
             looked_at_runs: Instant::now(),
             frozen: BTreeSet::new(),
             ceiling: Ceiling::default(),
@@ -176,8 +188,9 @@ impl Keeper {
     /// Keeps a run, too.
     pub fn add_run(&mut self, run: Run) {
         self.tree.add_root(run.root);
+        self.tree.add_front(run.front, run.root);
         let pidfd = pidfd_open(run.root).ok();
-        self.runs.insert(run.root, Kept { run, pidfd, totals: Totals::default(), swap_full: 0 });
+        self.runs.insert(run.root, Kept { run, pidfd, totals: Totals::default(), swap_full: 0, excess: Excess::default() });
     }
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
@@ -206,8 +219,7 @@ impl Keeper {
         if std::mem::replace(&mut self.areas_epoch, self.segment.areas_epoch()) != self.areas_epoch {
             self.groups.publish();
         }
-        let slots: HashMap<u32, SlotIndex> =
-            self.segment.claimed().map(|(index, slot)| (slot.pid.load(Relaxed), index)).collect();
+        let slots = self.slots();
         self.tree.look();
         for pid in slots.keys() {
             self.tree.admit(*pid);
@@ -215,7 +227,8 @@ impl Keeper {
         for (pid, index) in &slots {
             self.tree.excuse(*pid, self.copied_nothing(*index) * PAGE_SIZE as u64);
         }
-        self.places.forget(&self.tree.sample());
+        let dead = self.tree.sample();
+        self.places.forget(&dead);
         for pid in self.tree.leaderless() {
             // If nobody else is left but who hears this, it ends the process.
             if let Some(slot) = slots.get(&pid) {
@@ -226,9 +239,12 @@ impl Keeper {
         let members: Vec<Member> = pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
         let (bounds, nodes) = self.bounds(&members);
         let processes: Vec<Process> = members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
-        for (pid, slot) in &slots {
-            if !self.tree.contains(*pid) {
-                self.release(*slot);
+        // Not those of whom lives and is no member: what it holds is needed, or somebody has lied, and then nothing is lost.
+        let claimed: Vec<(SlotIndex, u32)> =
+            self.segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
+        for (index, pid) in claimed {
+            if dead.contains(&pid) || !self.tree.contains(pid) && !lives(pid) {
+                self.release(index);
             }
         }
         if self.segment.audit_is_due() {
@@ -262,6 +278,21 @@ impl Keeper {
             self.forget_runs();
         }
         budget::interval(&bounds, &counted).min(self.squeezes.step(&self.groups))
+    }
+
+    /// Whose slot is which. Another slot in which the number of a process stands is nobody's.
+    fn slots(&mut self) -> HashMap<u32, SlotIndex> {
+        let mut slots = HashMap::new();
+        for (index, slot) in self.segment.claimed() {
+            let pid = slot.pid.load(Relaxed);
+            let own = self.bound.get(&pid);
+            if own.is_none_or(|own| *own == index || self.segment.slot(*own).pid.load(Relaxed) != pid) {
+                slots.insert(pid, index);
+                self.bound.insert(pid, index);
+            }
+        }
+        self.bound.retain(|pid, _| slots.contains_key(pid));
+        slots
     }
 
     /// Forgets runs whose supervisor is gone, and nobody is left of.
@@ -363,8 +394,8 @@ impl Keeper {
                 sum.footprint += process.used;
                 continue;
             };
-            let own = [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(|word| word.load(Relaxed));
-            let swapped = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+            let own = [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(ProcSlot::bytes);
+            let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
             sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
             sum.pool += own[0];
         }
@@ -414,23 +445,35 @@ impl Keeper {
                 let slot = self.segment.slot(index);
                 let stalled = self.watches.get(&index).map_or_else(Part::default, |watch| watch.stalled);
                 usage.stalled = usage.stalled.or(stalled);
-                usage.zswap += slot.pool_bytes.load(Relaxed);
-                usage.refaults += slot.counters[Counter::WorkingsetRefault as usize].load(Relaxed);
-                usage.swapped += slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
+                usage.zswap += ProcSlot::bytes(&slot.pool_bytes);
+                usage.refaults += slot.counted(Counter::WorkingsetRefault);
+                usage.swapped += ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
             }
         }
         self.groups.account(&own, elapsed, starved);
         self.idlers.look(&self.groups);
     }
 
-    /// `--strict`: swap space is out and the run has more than it may.
+    /// Ends a run that was started with `--strict` and has more than it may (see [`strict`]).
     fn enforce(&mut self, root: u32, members: &[Member], processes: &[Process]) {
-        let used: u64 = members.iter().zip(processes).filter(|(member, _)| member.run == root).map(|(_, p)| p.used).sum();
         let Some(most) = self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run)) else { return };
+        let own = || members.iter().zip(processes).filter(|(member, _)| member.run == root);
+        let counted: u64 = own().map(|(_, process)| process.used).sum();
+        let anonymous: u64 = own().map(|(member, process)| process.used.min(self.tree.used(member.pid))).sum();
         let full = self.totals(root).get(Counter::SwapFull);
         let Some(kept) = self.runs.get_mut(&root) else { return };
-        if full > kept.swap_full && used > most + most / 20 {
+        let now = Instant::now();
+        let pids = own().map(|(member, _)| member.pid);
+        let shared = kept.excess.mapped_shared(pids, most.saturating_sub(anonymous), now);
+        let used = counted.max(anonymous.saturating_add(shared));
+        if let Some(reason) = kept.excess.look(used, most, full > kept.swap_full, now) {
             kept.totals.strict_kill = true;
+            if reason == Reason::Lasting {
+                kept.totals.strict_used.get_or_insert(used);
+            }
+        }
+        if kept.totals.strict_kill {
+            // Whom it has started since the last time, too.
             self.tree.kill_all(root);
         }
         if used <= most {
@@ -459,7 +502,7 @@ impl Keeper {
     pub fn view(&self, root: u32) -> View {
         let totals = self.totals(root);
         let slots: HashMap<u32, (SlotIndex, &ProcSlot)> =
-            self.segment.claimed().map(|(index, slot)| (slot.pid.load(Relaxed), (index, slot))).collect();
+            self.bound.iter().map(|(pid, index)| (*pid, (*index, self.segment.slot(*index)))).collect();
         let process = |pid: u32| {
             let resident_bytes = self.tree.used(pid);
             let group = self.groups.get(self.places.of(pid)).map_or_else(String::new, |group| group.path.to_string());
@@ -476,12 +519,12 @@ impl Keeper {
                 pid,
                 group,
                 state: state.into(),
-                limit_bytes: slot.limit_bytes.load(Relaxed),
+                limit_bytes: ProcSlot::bytes(&slot.limit_bytes),
                 fair_bytes: self.watches.get(index).filter(|watch| watch.pid == pid).map_or(0, |watch| watch.fair),
                 resident_bytes,
-                pool_bytes: slot.pool_bytes.load(Relaxed),
-                swapped_pool_bytes: slot.swapped_pool_bytes.load(Relaxed),
-                swapped_file_bytes: slot.swapped_file_bytes.load(Relaxed),
+                pool_bytes: ProcSlot::bytes(&slot.pool_bytes),
+                swapped_pool_bytes: ProcSlot::bytes(&slot.swapped_pool_bytes),
+                swapped_file_bytes: ProcSlot::bytes(&slot.swapped_file_bytes),
             }
         };
         let processes: Vec<ProcessView> = self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).map(process).collect();
@@ -502,8 +545,10 @@ impl Keeper {
     pub fn totals(&self, root: u32) -> Totals {
         let mut totals = self.runs.get(&root).map_or_else(Totals::default, |kept| kept.totals.clone());
         totals.areas = self.areas.view().into_iter().map(|(_, view)| view).collect();
-        for (_, slot) in self.segment.claimed() {
-            if self.tree.root_of(slot.pid.load(Relaxed)) == root {
+        for (pid, index) in &self.bound {
+            let slot = self.segment.slot(*index);
+            // One that was given back since has been counted.
+            if slot.pid.load(Relaxed) == *pid && self.tree.contains(*pid) && self.tree.root_of(*pid) == root {
                 totals.add(slot);
             }
         }
@@ -574,9 +619,10 @@ impl Keeper {
         self.idlers.set_rule(rule);
     }
 
-    /// A process that lives and was kept by the supervisor before this one, in this group.
+    /// A process that lives and was kept by the supervisor before this one, in this group. The caller has the kernel's word that it has
+    /// the segment.
     pub fn adopt(&mut self, pid: u32, group: GroupIndex) {
-        if self.groups.get(group).is_some() && self.tree.admit(pid) {
+        if self.groups.get(group).is_some() && self.tree.admit_known(pid) {
             self.places.fix(pid, group);
         }
     }

@@ -18,6 +18,7 @@
 //! | [`tree`] | the living processes and what they use |
 //! | [`keeper`] | the thread that carries the policy out |
 //! | [`socket`] | where processes ask for the segment |
+//! | [`peer`] | who asks there, by the kernel's word |
 //! | [`shared`] | the pager of shared memory |
 //! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks what goes on |
@@ -43,6 +44,7 @@ mod holds;
 pub mod keeper;
 pub mod mirror;
 pub mod nbd;
+pub mod peer;
 pub mod pressure;
 pub mod report;
 mod rotational;

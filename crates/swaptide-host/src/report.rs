@@ -43,8 +43,11 @@ pub struct Totals {
     pub groups: Vec<GroupView>,
     /// Processes that could not be managed though they were asked to be.
     pub refused: u64,
-    /// The tree was killed because swap space ran out under `--strict`.
+    /// The tree was killed under `--strict`.
     pub strict_kill: bool,
+    /// What it had then, where that was because it was above its budget for long, and not because swap space was out.
+    #[serde(default)]
+    pub strict_used: Option<u64>,
 }
 
 impl Default for Totals {
@@ -61,6 +64,7 @@ impl Default for Totals {
             groups: Vec::new(),
             refused: 0,
             strict_kill: false,
+            strict_used: None,
         }
     }
 }
@@ -69,10 +73,10 @@ impl Totals {
     /// Adds what one process counted.
     pub fn add(&mut self, slot: &ProcSlot) {
         for (sum, counter) in self.counters.iter_mut().zip(&slot.counters) {
-            *sum += counter.load(Relaxed);
+            *sum = sum.saturating_add(counter.load(Relaxed));
         }
         for (sum, bucket) in self.faults.iter_mut().zip(&slot.faults.buckets) {
-            *sum += bucket.load(Relaxed);
+            *sum = sum.saturating_add(bucket.load(Relaxed));
         }
         self.longest_fault_ns = self.longest_fault_ns.max(slot.faults.max_ns.load(Relaxed));
     }
@@ -86,13 +90,15 @@ impl Totals {
     /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that was compressed and went on to the
     /// file later left it once.
     pub fn pages_out(&self) -> u64 {
-        let out = self.get(Counter::Pswpout) + self.get(Counter::Zswpout) + self.get(Counter::SwpoutZero);
+        let out = [Counter::Pswpout, Counter::Zswpout, Counter::SwpoutZero];
+        let out = out.into_iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(counter)));
         out.saturating_sub(self.get(Counter::Zswpwb))
     }
 
     /// Pages that came back.
     pub fn pages_in(&self) -> u64 {
-        self.get(Counter::Pswpin) + self.get(Counter::Zswpin) + self.get(Counter::SwpinZero)
+        let came = [Counter::Pswpin, Counter::Zswpin, Counter::SwpinZero];
+        came.into_iter().fold(0, |sum, counter| sum.saturating_add(self.get(counter)))
     }
 
     /// Times of all faults.
@@ -102,11 +108,11 @@ impl Totals {
 
     /// An upper bound of the time that a share of all faults took at most, in microseconds.
     pub fn fault_us(&self, share: f64) -> f64 {
-        let all: u64 = self.faults.iter().sum();
+        let all = self.faults.iter().fold(0u64, |sum, count| sum.saturating_add(*count));
         let rank = (all as f64 * share).ceil() as u64;
         let mut seen = 0;
         for (bucket, count) in self.faults.iter().enumerate() {
-            seen += count;
+            seen = count.saturating_add(seen);
             if *count > 0 && seen >= rank {
                 return FaultHistogram::bound(bucket).min(self.longest_fault_ns) as f64 / 1e3;
             }

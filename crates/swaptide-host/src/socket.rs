@@ -1,16 +1,16 @@
 //! The socket on which the processes of a run ask for what they share.
 //!
-//! Owns the listener and the answers to [`Request`]s: a byte in, the same byte and a descriptor out, both hang up. Whoever is
-//! neither of the supervisor's user nor of its tree gets nothing. What concerns one process is given for the asking process alone.
+//! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte in, the same byte and a
+//! descriptor out, both hang up. Who does not descend from the supervisor gets nothing (see [`crate::peer`]). What concerns one
+//! process is given for the asking process alone. A client that says nothing keeps nobody waiting.
 //!
 //! Locks: none.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 use swaptide_ipc::shared::SHARED_FEATURES;
 use swaptide_ipc::{AreaId, Request};
 use swaptide_sys::Errno;
@@ -22,12 +22,15 @@ use crate::areas::Open;
 use crate::doctor::REQUIRED;
 use crate::followed::Followed;
 use crate::holds::Holds;
+use crate::peer::Peer;
 use crate::shared::Shared;
-use crate::tree::descends;
 
 /// A client sends its byte right after it connects; one that does not is not waited for. Long enough for one that lost its turn on
 /// a busy machine in between.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Clients whose request has not come yet that are kept. More are hung up on, those first that wait longest.
+const MOST_WAITING: usize = 24;
 
 /// The socket.
 pub struct Counter {
@@ -35,6 +38,38 @@ pub struct Counter {
     name: String,
     supervisor: u32,
     holds: Holds,
+    users: Users,
+    waiting: Vec<Waiting>,
+}
+
+/// Whose processes are helped to a userfaultfd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Users {
+    /// All of the run, those that have dropped their privileges among them.
+    #[default]
+    All,
+    /// Those of the supervisor's user alone.
+    SameUser,
+}
+
+impl std::str::FromStr for Users {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Users, String> {
+        match text {
+            "all" => Ok(Users::All),
+            "same-user" => Ok(Users::SameUser),
+            _ => Err(format!("{text:?}: whose processes are given a userfaultfd is all or same-user")),
+        }
+    }
+}
+
+/// A client that has connected and said nothing yet.
+struct Waiting {
+    client: Conn,
+    peer: Peer,
+    since: Instant,
 }
 
 impl Counter {
@@ -42,13 +77,14 @@ impl Counter {
     ///
     /// # Errors
     /// What the kernel answers.
-    pub fn open() -> Result<Counter, Errno> {
+    pub fn open(users: Users) -> Result<Counter, Errno> {
         let mut random = [0u8; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
         let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
-        Ok(Counter { listener, name, supervisor: std::process::id(), holds: Holds::default() })
+        listener.want_senders()?;
+        Ok(Counter { listener, name, supervisor: std::process::id(), users, waiting: Vec::new(), holds: Holds::default() })
     }
 
     /// The name for the environment of the tree.
@@ -56,14 +92,47 @@ impl Counter {
         &self.name
     }
 
-    /// Serves everybody who waits; answers with the processes that asked for the segment.
-    pub fn serve(&self, segment: &OwnedFd, areas: &Arc<dyn Open>, shared: Option<&Shared>, followed: &mut Followed) -> Vec<u32> {
+    /// What becomes readable when somebody waits to be served.
+    pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.waiting.iter().map(|waiting| waiting.client.as_fd())
+    }
+
+    /// How long until a client has waited too long.
+    pub fn patience(&self) -> Option<Duration> {
+        self.waiting.iter().map(|waiting| PATIENCE.saturating_sub(waiting.since.elapsed())).min()
+    }
+
+    /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits for nobody.
+    pub fn serve(
+        &mut self,
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+        shared: Option<&Shared>,
+        followed: &mut Followed,
+    ) -> Vec<u32> {
+        // No more at a time, so that who connects again and again does not keep the supervisor from everything else.
+        for _ in 0..MOST_WAITING {
+            let Ok((client, _)) = self.listener.accept() else { break };
+            // One that is not ours is hung up on.
+            let Some(peer) = Peer::of(&client, self.supervisor) else { continue };
+            if self.waiting.len() == MOST_WAITING {
+                self.waiting.remove(0);
+            }
+            self.waiting.push(Waiting { client, peer, since: Instant::now() });
+        }
         let mut joined = Vec::new();
-        while let Ok((client, peer)) = self.listener.accept() {
-            let ours = peer.uid == rustix::process::geteuid().as_raw() || descends(peer.pid, self.supervisor);
-            // A client that is not ours is hung up on, as is one that hung up or asks for nothing that there is.
-            if ours && let Some(Request::Segment) = answer(client, peer.pid, segment, areas, shared, followed, &self.holds) {
-                joined.push(peer.pid);
+        for waiting in std::mem::take(&mut self.waiting) {
+            match poll_readable(&[waiting.client.as_fd()], Some(Duration::ZERO)) {
+                Ok(0) if waiting.since.elapsed() < PATIENCE => self.waiting.push(waiting),
+                Ok(0) | Err(_) => {}
+                // So is one that hung up or asks for nothing that there is.
+                Ok(_) => {
+                    let pid = waiting.peer.pid;
+                    let request = self.answer(waiting.client, &waiting.peer, segment, areas, shared, followed);
+                    if request == Some(Request::Segment) {
+                        joined.push(pid);
+                    }
+                }
             }
         }
         joined
@@ -76,109 +145,97 @@ impl AsFd for Counter {
     }
 }
 
-fn answer(
-    client: Conn,
-    pid: u32,
-    segment: &OwnedFd,
-    areas: &Arc<dyn Open>,
-    shared: Option<&Shared>,
-    followed: &mut Followed,
-    holds: &Holds,
-) -> Option<Request> {
-    if poll_readable(&[client.as_fd()], Some(PATIENCE)).ok()? == 0 {
-        return None;
-    }
-    let mut message = [0u8; 32];
-    let mut fds = [None];
-    let (length, _) = client.recv(&mut message, &mut fds).ok()?;
-    let request = Request::from_byte(message[0])?;
-    let [fd] = fds;
-    let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
-    if length != 1 + request.body()
-        || fd.is_some() && !may_have_fd
-        || fd.is_none() && matches!(request, Request::Handshake | Request::Hold)
-    {
-        return None;
-    }
-    if request == Request::Fork {
-        followed.begin(client, pid, &message[1..length])?;
-        return Some(request);
-    }
-    if request == Request::Hold {
-        holds.add(pid, client, fd.filter(is_userfaultfd)?);
-        return Some(request);
-    }
-    if request.is_shared() {
-        shared?.serve(request, &message[1..length], fd, client, pid);
-        return Some(request);
-    }
-    let opened;
-    let descriptor = match request {
-        Request::Segment => segment.as_fd(),
-        Request::Area if areas.is_far(AreaId(message[1])) => {
-            let areas = Arc::clone(areas);
-            let open = move || {
-                // What it starts (the pumps of a connection with TLS) is work, and no look.
-                go_normally();
-                if let Some(fd) = areas.open(AreaId(message[1])) {
-                    // Who asked may have gone.
-                    let _ = client.send(&message[..1], &[fd.as_fd()]);
-                }
-            };
-            std::thread::Builder::new().name("dial".into()).spawn(open).ok()?;
+impl Counter {
+    fn answer(
+        &self,
+        client: Conn,
+        peer: &Peer,
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+        shared: Option<&Shared>,
+        followed: &mut Followed,
+    ) -> Option<Request> {
+        let mut message = [0u8; 32];
+        let mut fds = [None];
+        let (length, _, sender) = client.recv_from(&mut message, &mut fds).ok()?;
+        if !peer.has_sent(sender) {
+            return None;
+        }
+        let pid = peer.pid;
+        let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
+        let request = Request::from_byte(message[0])?;
+        if matches!(request, Request::Device | Request::Handshake) && self.users == Users::SameUser && !own_user {
+            return None;
+        }
+        let [fd] = fds;
+        let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
+        if length != 1 + request.body()
+            || fd.is_some() && !may_have_fd
+            || fd.is_none() && matches!(request, Request::Handshake | Request::Hold)
+        {
+            return None;
+        }
+        if request == Request::Fork {
+            followed.begin(client, pid, &message[1..length])?;
             return Some(request);
         }
-        Request::Area => {
-            opened = areas.open(AreaId(message[1]))?;
-            opened.as_fd()
-        }
-        Request::Device => {
-            opened = OwnedFd::from(File::options().read(true).write(true).open("/dev/userfaultfd").ok()?);
-            opened.as_fd()
-        }
-        Request::Pagemap | Request::Maps | Request::Statm => {
-            opened = of_process(pid, request)?;
-            opened.as_fd()
-        }
-        Request::Identity => {
-            let mut reply = [message[0], 0, 0, 0, 0];
-            reply[1..].copy_from_slice(&pid.to_le_bytes());
-            client.send(&reply, &[]).ok()?;
+        if request == Request::Hold {
+            self.holds.add(pid, client, fd.filter(is_userfaultfd)?);
             return Some(request);
         }
-        Request::Handshake => {
-            vouch(fd?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
-            client.send(&message[..1], &[]).ok()?;
+        if request.is_shared() {
+            shared?.serve(request, &message[1..length], fd, client, pid);
             return Some(request);
         }
-        Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise | Request::Hold => return None,
-    };
-    client.send(&message[..1], &[descriptor]).ok()?;
-    Some(request)
-}
-
-/// A file of a client's directory in /proc, for the client.
-fn of_process(pid: u32, request: Request) -> Option<OwnedFd> {
-    let name = match request {
-        Request::Pagemap => "pagemap",
-        Request::Maps => "maps",
-        _ => "statm",
-    };
-    without_physical_numbers(|| File::open(format!("/proc/{pid}/{name}")).ok().map(OwnedFd::from))
-}
-
-/// Who opens a page map decides whether it shows physical page numbers, which are not for everybody.
-fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
-    let before = capabilities(None);
-    if let Ok(sets) = before {
-        // Refused, it has not the capability in the first place.
-        let _ = set_capabilities(None, CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets });
+        let opened;
+        let descriptor = match request {
+            Request::Segment => segment.as_fd(),
+            Request::Area if areas.is_far(AreaId(message[1])) => {
+                let areas = Arc::clone(areas);
+                let open = move || {
+                    // What it starts (the pumps of a connection with TLS) is work, and no look.
+                    go_normally();
+                    if let Some(fd) = areas.open(AreaId(message[1])) {
+                        // Who asked may have gone.
+                        let _ = client.send(&message[..1], &[fd.as_fd()]);
+                    }
+                };
+                std::thread::Builder::new().name("dial".into()).spawn(open).ok()?;
+                return Some(request);
+            }
+            Request::Area => {
+                opened = areas.open(AreaId(message[1]))?;
+                opened.as_fd()
+            }
+            Request::Device => {
+                opened = OwnedFd::from(File::options().read(true).write(true).open("/dev/userfaultfd").ok()?);
+                opened.as_fd()
+            }
+            Request::Pagemap | Request::Maps | Request::Statm => {
+                let name = match request {
+                    Request::Pagemap => "pagemap",
+                    Request::Maps => "maps",
+                    _ => "statm",
+                };
+                opened = peer.open(name, sender?)?;
+                opened.as_fd()
+            }
+            Request::Identity => {
+                let mut reply = [message[0], 0, 0, 0, 0];
+                reply[1..].copy_from_slice(&pid.to_le_bytes());
+                client.send(&reply, &[]).ok()?;
+                return Some(request);
+            }
+            Request::Handshake => {
+                vouch(fd?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
+                client.send(&message[..1], &[]).ok()?;
+                return Some(request);
+            }
+            Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise | Request::Hold => return None,
+        };
+        client.send(&message[..1], &[descriptor]).ok()?;
+        Some(request)
     }
-    let opened = open();
-    if let Ok(sets) = before {
-        let _ = set_capabilities(None, sets);
-    }
-    opened
 }
 
 fn is_userfaultfd(fd: &OwnedFd) -> bool {
@@ -198,7 +255,7 @@ mod tests {
     use super::*;
     use crate::areas::Areas;
 
-    fn ask(counter: &Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<dyn Open>) -> (Vec<u32>, Option<OwnedFd>) {
+    fn ask(counter: &mut Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<dyn Open>) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
         let joined = counter.serve(segment, areas, None, &mut Followed::default());
@@ -211,29 +268,29 @@ mod tests {
 
     #[test]
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
-        let counter = Counter::open().expect("socket");
+        let mut counter = Counter::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
         let none: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
         let file = crate::device::parse("file:/tmp:16M").expect("a device");
         areas.add(crate::device::open_beyond(&file, 1 << 30).expect("a file")).expect("an area");
         let areas: Arc<dyn Open> = areas;
-        let (joined, fd) = ask(&counter, b"S", &segment, &areas);
+        let (joined, fd) = ask(&mut counter, b"S", &segment, &areas);
         assert_eq!(joined, [std::process::id()]);
         let received = File::from(fd.expect("the segment"));
         assert_eq!(received.metadata().expect("metadata").len(), 12288);
         assert_ne!(received.as_raw_fd(), segment.as_raw_fd());
-        let (joined, fd) = ask(&counter, b"A\0", &segment, &areas);
+        let (joined, fd) = ask(&mut counter, b"A\0", &segment, &areas);
         assert!(joined.is_empty() && fd.is_some());
-        assert!(ask(&counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
+        assert!(ask(&mut counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
         for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?"] {
-            assert!(ask(&counter, bad, &segment, &areas).1.is_none(), "no such area, or no request");
+            assert!(ask(&mut counter, bad, &segment, &areas).1.is_none(), "no such area, or no request");
         }
     }
 
     #[test]
     fn what_concerns_a_process_is_given_for_the_one_that_asks() {
-        let counter = Counter::open().expect("socket");
+        let mut counter = Counter::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
@@ -243,13 +300,10 @@ mod tests {
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());
         for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
-            let fd = ask(&counter, byte, &segment, &areas).1.expect("a file of this process");
+            let fd = ask(&mut counter, byte, &segment, &areas).1.expect("a file of this process");
             let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
             assert_eq!(path, std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id())));
         }
-        // The rights of this thread are what they were.
-        let sets = capabilities(None).expect("capabilities");
-        assert!(!sets.permitted.contains(CapabilitySet::SYS_ADMIN) || sets.effective.contains(CapabilitySet::SYS_ADMIN));
     }
 
     #[test]
@@ -268,11 +322,23 @@ mod tests {
 
     #[test]
     fn a_client_that_says_nothing_does_not_stop_the_others() {
-        let counter = Counter::open().expect("socket");
+        let mut counter = Counter::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
-        let _silent = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
-        assert!(ask(&counter, b"S", &segment, &areas).1.is_some());
+        let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        let silent: Vec<Conn> = (0..2 * MOST_WAITING).map(|_| connect()).collect();
+        let began = Instant::now();
+        let client = connect();
+        client.send(b"S", &[]).expect("send");
+        // Those that are in the queue before it are taken in first.
+        for _ in 0..3 {
+            counter.serve(&segment, &areas, None, &mut Followed::default());
+        }
+        let mut fds = [None];
+        assert_eq!(client.recv(&mut [0; 8], &mut fds), Ok((1, 1)));
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        assert!(counter.waiting.len() <= MOST_WAITING && counter.patience().is_some());
+        drop(silent);
     }
 
     fn tempfile() -> File {

@@ -41,7 +41,7 @@ use swaptide_store::codec::Scheme;
 use swaptide_sys::mem::{SharedMap, memfd_create};
 use swaptide_sys::process::set_child_subreaper;
 use swaptide_sys::ptrace;
-use swaptide_sys::sock::poll_readable;
+use swaptide_sys::sock::{MAX_POLL, poll_readable};
 
 use crate::areas::{Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
@@ -59,7 +59,7 @@ use crate::report::{Frame, Report, Sink, program_name, summary};
 use crate::shared::Shared;
 use crate::signals::{self, Change, Inherited, Signals};
 use crate::size::{human, parse_share, ram_total};
-use crate::socket::Counter;
+use crate::socket::{Counter, Users};
 use crate::target::{self, Target};
 
 mod error;
@@ -90,6 +90,8 @@ const POOL_PERCENT_ALONE: u32 = 75;
 /// Two signals from one sender within this time, one here and one at the front, are one sent to the group. The front may have to
 /// wait for its turn on a busy machine before it passes its own on.
 const SAME_SIGNAL: Duration = Duration::from_secs(2);
+/// How often clients are looked at when there are more than can be waited for.
+const CROWDED: Duration = Duration::from_millis(20);
 /// The budget where none is given: a margin stays for what is not the program's.
 const DEFAULT_RAM: &str = "80%";
 
@@ -106,6 +108,8 @@ pub struct RunConfig {
     pub quiet: bool,
     /// `--strict`.
     pub strict: bool,
+    /// `--userfaultfd`.
+    pub userfaultfd: Option<Users>,
     /// `--shared`: large anonymous shared mappings are swapped, too.
     pub shared: bool,
     /// `--page-cluster`: how far the swap file is read ahead, as a power of two of pages.
@@ -175,6 +179,7 @@ struct Prepared {
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
+    users: Users,
     shared: bool,
     started: Instant,
     inherited_fds: Vec<RawFd>,
@@ -203,6 +208,9 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         back => {
             drop(back_end);
             release_streams(&prepared.inherited_fds, &[0, 1]);
+            // A daemon that is started again finds its segment by who has it open; this process has it should the back be killed.
+            let kept = matches!(prepared.place, Place::Daemon { .. }).then(|| prepared.segment_fd.try_clone());
+            std::mem::forget(kept);
             drop(prepared);
             Front { back: back as u32, channel: Channel::new(front_end), signals, program: None }.run()
         }
@@ -237,8 +245,12 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     let program = program_name(name);
     let alone = config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
+    let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let (segment, segment_fd, place, frame) = match joined {
         Some((joined, segment_fd, join)) => {
+            if joined.userfaultfd == Users::SameUser {
+                users = Users::SameUser;
+            }
             let system = |error| RunError::System("the daemon's segment", error);
             let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
             let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
@@ -274,6 +286,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         report,
         quiet: config.quiet,
         strict: config.strict,
+        users,
         shared: config.shared,
         started,
         inherited_fds,
@@ -656,12 +669,17 @@ impl Back {
         loop {
             let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
             fds.push(self.channel.as_ref().map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()));
+            fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
-            let patience = [self.followed.patience(), self.ending.patience()].into_iter().flatten().min();
+            let patience =
+                [self.counter.patience(), self.followed.patience(), self.ending.patience()].into_iter().flatten().min();
+            // Those for which there is no place are looked at all the same, a little later.
+            let patience = if fds.len() > MAX_POLL { Some(patience.unwrap_or(CROWDED).min(CROWDED)) } else { patience };
+            fds.truncate(MAX_POLL);
             let ready = poll_readable(&fds, patience).unwrap_or(0);
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
-            if ready & 2 != 0 {
+            if ready & 2 != 0 || self.counter.patience().is_some() {
                 let areas = self.prepared.place.areas();
                 let joined = self.counter.serve(&self.prepared.segment_fd, &areas, self.shared, &mut self.followed);
                 for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
@@ -774,11 +792,17 @@ impl Back {
         let frame = &self.prepared.frame;
         let mut lines = Vec::new();
         if totals.strict_kill {
-            lines.push(format!(
-                "{}: killed by --strict: swap space ran out and its memory went past the {} budget; give it more with --swap",
-                frame.program,
-                human(frame.budget)
-            ));
+            let (program, budget) = (&frame.program, human(frame.budget));
+            lines.push(match totals.strict_used {
+                None => format!(
+                    "{program}: killed by --strict: swap space ran out and its memory went past the {budget} budget; give it more with --swap"
+                ),
+                Some(used) => format!(
+                    "{program}: killed by --strict: its memory stayed above the {budget} budget for 5 s ({} at the end), in parts that \
+                     cannot be swapped; give it more with --ram",
+                    human(used)
+                ),
+            });
         }
         if !told {
             lines.push(format!("{}: no daemon is there to tell what was swapped", frame.program));
@@ -801,7 +825,7 @@ impl Back {
 /// Starts the program, which tells the front its own number before it begins: however early this process is killed, the front
 /// knows whom to wait for.
 fn start(prepared: &Prepared, inherited: Inherited, channel: &Channel) -> io::Result<(Counter, u32)> {
-    let counter = Counter::open()?;
+    let counter = Counter::open(prepared.users)?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
     command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());

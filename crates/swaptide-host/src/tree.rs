@@ -14,7 +14,9 @@
 //!
 //! Invariants
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any more.
-//! 2. Looking for new members costs at most a thirtieth of one processor, however many processes the machine has.
+//! 2. A process is a member because it descends from a root or a member, or because the caller has the kernel's word for it
+//!    ([`Tree::admit_known`]); never because a program said so.
+//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes the machine has.
 //!
 //! Locks: none.
 
@@ -34,6 +36,8 @@ use swaptide_sys::sock::poll_readable;
 const SMALL: u64 = 1 << 20;
 /// How old a proportional size may be at least before it is read again.
 const PSS_AGE: Duration = Duration::from_millis(10);
+/// How long who was found to be of no tree is not looked at again.
+const STRANGER_AGE: Duration = Duration::from_millis(250);
 /// How often new members are looked for at most.
 const SCAN_AGE: Duration = Duration::from_millis(10);
 
@@ -73,6 +77,10 @@ struct Pss {
 #[derive(Default)]
 pub struct Tree {
     roots: BTreeSet<u32>,
+    /// Parents of roots, which take the tree over when the root is killed, with that root.
+    fronts: BTreeMap<u32, u32>,
+    /// Processes that were found not to be of any tree, and when.
+    strangers: HashMap<u32, Instant>,
     members: BTreeMap<u32, Member>,
     newest_pid: Option<u32>,
     /// Where it is told. Kept open, as all is that is read at each look: to open a file takes memory, which may just then be short in the cgroup.
@@ -95,14 +103,39 @@ impl Tree {
         (self.newest_pid, self.scanned) = (None, None);
     }
 
+    /// The parent of a root, if it is that: when the root is killed, the tree is its own.
+    pub fn add_front(&mut self, front: u32, root: u32) {
+        if parent_of(root) == Some(front) && !self.roots.contains(&front) {
+            self.fronts.insert(front, root);
+        }
+    }
+
     /// The descendants of a process that is gone: those that live on stay members.
     pub fn forget_root(&mut self, root: u32) {
         self.roots.remove(&root);
+        self.fronts.retain(|_, of| *of != root);
     }
 
-    /// Makes a process a member, if it lives. False when it does not.
+    /// Makes a process a member if it descends from a root or from a member, and lives. False when it does not: whoever named it
+    /// may have lied.
     pub fn admit(&mut self, pid: u32) -> bool {
-        self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid))
+        if self.members.contains_key(&pid) {
+            return true;
+        }
+        if self.strangers.get(&pid).is_some_and(|seen| seen.elapsed() < STRANGER_AGE) {
+            return false;
+        }
+        let admitted = self.root_above(pid).is_some_and(|root| self.insert(pid, root));
+        if !admitted {
+            self.strangers.retain(|_, seen| seen.elapsed() < STRANGER_AGE);
+            self.strangers.insert(pid, Instant::now());
+        }
+        admitted
+    }
+
+    /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs here.
+    pub fn admit_known(&mut self, pid: u32) -> bool {
+        self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
     }
 
     fn insert(&mut self, pid: u32, root: u32) -> bool {
@@ -119,23 +152,17 @@ impl Tree {
         true
     }
 
-    /// The root of a process, by its ancestors.
-    fn root_above(&self, pid: u32) -> u32 {
+    /// The root of a process, by its ancestors; `None` for one that is of no tree.
+    fn root_above(&self, pid: u32) -> Option<u32> {
         if self.roots.contains(&pid) {
             // The pager of its run's shared memory.
-            return pid;
+            return Some(pid);
         }
-        let mut at = pid;
-        for _ in 0..1024 {
-            match parent_of(at) {
-                Some(parent) if self.roots.contains(&parent) => return parent,
-                Some(parent) if self.members.contains_key(&parent) => return self.root_of(parent),
-                Some(parent) if parent > 1 => at = parent,
-                _ => break,
-            }
-        }
-        // Where there is only one, everybody who comes is of it.
-        if self.roots.len() == 1 { self.roots.first().copied().unwrap_or(0) } else { 0 }
+        let known = |at: u32| {
+            let root = self.roots.contains(&at).then_some(at);
+            root.or_else(|| self.fronts.get(&at).copied()).or_else(|| self.members.get(&at).map(|member| member.root))
+        };
+        above(pid, known)
     }
 
     /// The root in whose tree a member is; 0 where that is not known.
@@ -167,6 +194,7 @@ impl Tree {
             children.entry(process.ppid).or_default().push(process.pid);
         }
         let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
+        open.extend(self.fronts.iter().map(|(front, root)| (*front, *root)));
         open.extend(self.members.iter().map(|(pid, member)| (*pid, member.root)));
         while let Some((parent, root)) = open.pop() {
             for child in children.remove(&parent).unwrap_or_default() {
@@ -409,15 +437,33 @@ fn parent_of(pid: u32) -> Option<u32> {
 
 /// Whether `pid` descends from `ancestor`.
 pub fn descends(pid: u32, ancestor: u32) -> bool {
-    let mut at = pid;
-    for _ in 0..1024 {
-        match parent_of(at) {
-            Some(parent) if parent == ancestor => return true,
-            Some(parent) if parent > 1 => at = parent,
-            _ => return false,
+    above(pid, |at| (at == ancestor).then_some(())).is_some()
+}
+
+/// Whether a process or one of its threads lives.
+pub fn lives(pid: u32) -> bool {
+    pidfd_open(pid).is_ok_and(|pidfd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0))
+}
+
+/// What `known` says of the nearest ancestor of which it says anything.
+fn above<T>(pid: u32, known: impl Fn(u32) -> Option<T>) -> Option<T> {
+    // An ancestor that ends between two steps breaks the chain: its children have another parent by then.
+    'walk: for _ in 0..8 {
+        let mut at = pid;
+        for _ in 0..1024 {
+            match parent_of(at) {
+                Some(parent) => match known(parent) {
+                    Some(found) => return Some(found),
+                    None if parent > 1 => at = parent,
+                    None => return None,
+                },
+                None if at == pid => return None,
+                None => continue 'walk,
+            }
         }
+        return None;
     }
-    false
+    None
 }
 
 #[cfg(test)]
@@ -540,6 +586,21 @@ mod tests {
         }
         assert_eq!(tree.members.len(), 1, "the other one lives");
         tree.kill_all(one.0.id());
+    }
+
+    #[test]
+    fn who_descends_from_no_root_is_not_admitted_whoever_names_it() {
+        let (mine, other) =
+            (python("print('r', end='', flush=True); input()"), python("print('r', end='', flush=True); input()"));
+        let mut tree = Tree::new(mine.0.id());
+        assert!(!tree.admit(other.0.id()) && !tree.admit(1) && !tree.admit(std::process::id()));
+        tree.sample();
+        assert_eq!(tree.pids().count(), 0);
+        tree.kill_all(mine.0.id());
+        tree.kill_all(0);
+        assert!(lives(other.0.id()) && lives(mine.0.id()));
+        assert!(tree.admit_known(other.0.id()), "for whom the kernel's word is had");
+        assert_eq!(tree.root_of(other.0.id()), 0, "in nobody's run");
     }
 
     #[test]

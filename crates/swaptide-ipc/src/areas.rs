@@ -84,6 +84,9 @@ pub struct Area {
     turns: AtomicU32,
 }
 
+#[cfg(test)]
+pub(crate) const MIRROR_AT: usize = std::mem::offset_of!(Area, mirror);
+
 /// What was negotiated with the server of a network export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportFacts {
@@ -193,14 +196,14 @@ impl Area {
         self.generation.load(Acquire)
     }
 
-    /// How many extents it has.
+    /// How many extents it has; not more than there are numbers, whatever a damaged table says.
     pub fn extents(&self) -> u32 {
-        self.extents.load(Relaxed)
+        self.extents.load(Relaxed).min(MAX_EXTENTS as u32)
     }
 
-    /// How many of them are leased.
+    /// How many of them are leased; one more than there are numbers where a damaged table says more.
     pub fn used(&self) -> u32 {
-        self.used.load(SeqCst)
+        self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
     }
 
     /// Transfers that failed so far.
@@ -237,7 +240,8 @@ impl Area {
 
     /// Its mirror.
     pub fn mirror(&self) -> Option<AreaId> {
-        self.mirror.load(Relaxed).checked_sub(1).map(|id| AreaId(id as u8))
+        // Whatever a damaged table says, there are no others.
+        self.mirror.load(Relaxed).checked_sub(1).filter(|id| (*id as usize) < MAX_AREAS).map(|id| AreaId(id as u8))
     }
 
     /// Whether it was given to another device since `generation` was read: what was read of it in between counts for nothing then.
@@ -277,7 +281,7 @@ impl Segment {
 
     /// The areas that there are.
     pub fn areas(&self) -> impl Iterator<Item = (AreaId, &Area)> {
-        (0u8..).map(AreaId).zip(&self.header.areas).filter(|(_, area)| area.state() != AreaState::None)
+        (0..MAX_AREAS as u8).map(AreaId).zip(&self.header.areas).filter(|(_, area)| area.state() != AreaState::None)
     }
 
     /// Counts changes of the table.
@@ -303,8 +307,9 @@ impl Segment {
     /// Where an extent lies; `None` when it is no area's.
     pub fn place_of(&self, extent: ExtentId) -> Option<ExtentPlace> {
         let (id, area) = self.area_of(extent)?;
-        let within = u64::from(extent.0 - area.first.load(Relaxed)) * EXTENT_BYTES;
-        let spot = |area: &Area| (area.generation(), area.base_bytes.load(Relaxed) + within);
+        // Between the search and here a damaged table may say something else again.
+        let within = u64::from(extent.0.saturating_sub(area.first.load(Relaxed))) * EXTENT_BYTES;
+        let spot = |area: &Area| (area.generation(), area.base_bytes.load(Relaxed).saturating_add(within));
         let (generation, offset) = spot(area);
         let mirror = area.mirror().map(|id| {
             let (generation, offset) = spot(self.area(id));
@@ -334,10 +339,11 @@ impl Segment {
         taken.sort_by_key(|range| range.start);
         let mut first = 0;
         for range in taken {
-            if range.start > first + new.extents {
+            if range.start > first + new.extents.min(MAX_EXTENTS as u32) {
                 break;
             }
-            first = range.end + 1;
+            // Ranges of a damaged table may lie over each other.
+            first = first.max(range.end + 1);
         }
         if new.extents == 0 || first as usize + new.extents as usize > MAX_EXTENTS {
             return None;
@@ -471,7 +477,7 @@ impl Segment {
         let start = area.hint.load(Relaxed);
         for step in 0..total {
             let number = start.wrapping_add(step) % total;
-            let extent = ExtentId(first + number);
+            let extent = ExtentId(first.saturating_add(number));
             // The numbers may be those of another area by now: read while its place was being given away.
             let refs = self.extent_refs.get(extent.0 as usize)?;
             if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
@@ -488,6 +494,25 @@ impl Segment {
             }
         }
         None
+    }
+
+    /// Holds an extent again that nobody holds, so that what lies there can be freed. False where somebody does, or its area is not open.
+    pub(crate) fn retake_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
+        let refs = &self.extent_refs[extent.0 as usize];
+        let Some((_, area)) = self.area_of(extent) else { return false };
+        let generation = area.generation();
+        if refs.compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
+            return false;
+        }
+        // As in a lease: counted in, the area stays, if it is open and still the one whose extent this is.
+        area.used.fetch_add(1, SeqCst);
+        if area.state() != AreaState::Open || area.changed_since(generation) || !area.range().contains(&extent.0) {
+            area.used.fetch_sub(1, SeqCst);
+            refs.fetch_sub(1, SeqCst);
+            return false;
+        }
+        self.set_held(index, extent);
+        true
     }
 
     /// Makes the process at `index` a further holder of an extent that the caller holds.
@@ -572,7 +597,8 @@ impl Segment {
         let missing = |area: &Area| {
             let held = held.get(area.range().start as usize..area.range().end as usize).unwrap_or_default();
             let used = held.iter().filter(|holders| **holders > 0).count() as u32;
-            used.wrapping_sub(area.used()) as i32
+            // The word itself: what is added to it has to make it right.
+            used.wrapping_sub(area.used.load(SeqCst)) as i32
         };
         self.areas().map(|(id, area)| (id, missing(area))).filter(|(_, missing)| *missing != 0).collect()
     }

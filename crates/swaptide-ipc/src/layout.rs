@@ -21,6 +21,10 @@ pub const VERSION: u32 = 12;
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
 pub const NO_LIMIT: u64 = 1 << 46;
+/// No word of bytes of one process counts for more, whatever stands there: that of all processes together is no overflow.
+pub const MOST_BYTES: u64 = NO_LIMIT;
+/// No counter of one process counts for more.
+pub const MOST_COUNTED: u64 = 1 << 47;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
 pub const EXTENT_BYTES: u64 = 2 << 20;
 /// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
@@ -181,6 +185,16 @@ pub struct ProcSlot {
 }
 
 impl ProcSlot {
+    /// What a word of bytes says, within [`MOST_BYTES`]: for who reads the word of another process, which may be anything.
+    pub fn bytes(word: &AtomicU64) -> u64 {
+        word.load(Relaxed).min(MOST_BYTES)
+    }
+
+    /// What a counter says, within [`MOST_COUNTED`].
+    pub fn counted(&self, counter: Counter) -> u64 {
+        self.counters[counter as usize].load(Relaxed).min(MOST_COUNTED)
+    }
+
     /// Adds to a counter.
     pub fn count(&self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_add(n, Relaxed);
@@ -461,6 +475,25 @@ mod tests {
         segment.release(gone, |_| ());
         assert_eq!(segment.claim(10, 0), Some(first));
         assert_eq!(segment.claimed().map(|(index, _)| index).collect::<Vec<_>>(), [first, last]);
+    }
+
+    #[test]
+    fn the_offsets_that_test_programs_write_to_are_those_of_the_layout() {
+        use std::mem::offset_of;
+        let mirror = offset_of!(Segment, header) + offset_of!(Header, areas) + crate::areas::MIRROR_AT;
+        let full = offset_of!(ProcSlot, counters) + 8 * Counter::SwapFull as usize;
+        let names = [
+            ("SEGMENT_HEADER", size_of::<Header>()),
+            ("SEGMENT_SLOTS_END", offset_of!(Header, slots_end)),
+            ("SEGMENT_MIRROR", mirror),
+            ("SEGMENT_PROCS", offset_of!(Segment, procs)),
+            ("SEGMENT_SLOT", size_of::<ProcSlot>()),
+            ("SEGMENT_SWAP_FULL", full),
+            ("SEGMENT_GROUPS", offset_of!(Segment, groups)),
+        ];
+        let lines: Vec<String> = names.iter().map(|(name, at)| format!("    \"{name}\": {at}")).collect();
+        let expected = format!("{{\n{}\n}}\n", lines.join(",\n"));
+        assert_eq!(include_str!("../../../tests/programs/segment.json"), expected);
     }
 
     #[test]

@@ -22,7 +22,7 @@
 //!    process is used with another key.
 //! 3. A block is written to only while no slot's record names a byte of it, and only in an extent that is exclusively ours.
 //! 4. An extent is punched only when no page of it is live and it is exclusively ours; then, and only then, the source is told
-//!    that it is punched.
+//!    that it is punched. One that was shared is the source's word away from being ours again ([`ExtentSource::release_shared`]).
 //! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than was written looks whether
 //!    the page was moved before it calls it damaged.
 //!
@@ -96,6 +96,13 @@ pub trait ExtentSource: Sync {
     /// file system refused.
     fn release(&self, extent: Extent, exclusive_hole_punch: bool);
 
+    /// Gives an extent back that others may refer to. True when nobody does: then it is the caller's alone once more, to be punched and
+    /// given back.
+    fn release_shared(&self, extent: Extent) -> bool {
+        self.release(extent, false);
+        false
+    }
+
     /// Whether what lies in a leased extent is not to be encrypted.
     fn is_plain(&self, _extent: Extent) -> bool {
         false
@@ -110,6 +117,10 @@ pub trait ExtentSource: Sync {
     fn shun(&self, _extent: Extent) -> bool {
         false
     }
+
+    /// This process may not write where a leased extent lies, as its own limit on the size of files says: for a while, it leases nothing there, even if
+    /// there is nothing elsewhere.
+    fn bar(&self, _extent: Extent) {}
 
     /// The server that alone has what lies in a leased extent, if that is so: reading it takes long, and how long nobody knows.
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {
@@ -335,6 +346,12 @@ impl FileDevice {
             });
         });
         if let Err(Unwritten { object, extent, errno }) = sealed {
+            if errno == Errno::FBIG {
+                // The device is sound, and other processes may write there.
+                self.source.bar(extent);
+                self.give_up(&taken, Some(extent));
+                return Err(Unplaced::Refused(WriteError { slot: pages[object].0, errno: Errno::NOSPC }, true));
+            }
             let elsewhere = self.source.shun(extent);
             // A full file system is no fault of this place, and what lies there may be written over; anything else may be its fault.
             self.give_up(&taken, (errno != Errno::NOSPC || elsewhere).then_some(extent));
@@ -610,7 +627,11 @@ impl FileDevice {
             if tells && !told && now().since(began) > TRIM_TAKES {
                 self.trims_rest.store(now().0.saturating_add(TRIMS_REST.as_nanos() as u64), Relaxed);
             }
-            self.source.release(extent, told);
+            if !shared {
+                self.source.release(extent, told);
+            } else if self.source.release_shared(extent) {
+                self.source.release(extent, began.0 >= self.trims_rest.load(Relaxed) && self.punch(extent));
+            }
         }
     }
 
@@ -748,8 +769,12 @@ impl FileDevice {
     /// nobody can lease them before the source has them back.
     fn let_go(&self, vacated: &[Vacated]) {
         for &Vacated { extent, shared } in vacated {
-            let punched = !shared && self.punch(extent);
-            self.source.release(extent, punched);
+            if !shared {
+                self.source.release(extent, self.punch(extent));
+            } else if self.source.release_shared(extent) {
+                // The last one that had it.
+                self.source.release(extent, self.punch(extent));
+            }
         }
     }
 

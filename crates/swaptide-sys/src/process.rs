@@ -67,6 +67,20 @@ pub fn pss_anon(pid: u32) -> Option<u64> {
     procfs::kib_field(text, "Pss_Anon")
 }
 
+/// The same of shared memory (tmpfs, memory files, anonymous shared mappings) that a process has mapped.
+pub fn pss_shmem(pid: u32) -> Option<u64> {
+    let mut buf = [0; 2048];
+    let text = procfs::read_file(PathBuf::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
+    procfs::kib_field(text, "Pss_Shmem")
+}
+
+/// Shared memory that a process has mapped, resident, in bytes: pages that others have mapped too count in full.
+pub fn rss_shmem(pid: u32) -> Option<u64> {
+    let mut buf = [0; 4096];
+    let text = procfs::read_file(PathBuf::proc(pid, "status").as_c_str(), &mut buf).ok()?;
+    procfs::kib_field(text, "RssShmem")
+}
+
 /// Memory the kernel could still give out, in bytes.
 pub fn mem_available() -> Option<u64> {
     let mut buf = [0; 2048];

@@ -7,19 +7,17 @@
 use core::mem::MaybeUninit;
 use core::time::Duration;
 
+use linux_raw_sys::general as k;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::{Errno, IoSlice, IoSliceMut};
 use rustix::net::{
     self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use linux_raw_sys::general as k;
-use rustix::fd::AsRawFd;
-
 use crate::procfs::retry;
-use crate::raw::syscall;
+use crate::raw::{check, syscall, syscall6};
 
 /// Descriptors one packet can carry.
 pub const MAX_FDS: usize = 24;
@@ -50,11 +48,56 @@ impl Name {
 /// Who is at the other end, as the kernel noted when the connection was made.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct PeerCred {
-    /// Process id, in the reader's pid namespace.
+    /// Process id, in the reader's pid namespace; 0 for a process that is not visible there.
     pub pid: u32,
-    /// User id.
+    /// Effective user id.
     pub uid: u32,
 }
+
+/// Who sent one packet, as the kernel noted when it was sent.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct Sender {
+    /// Process id, in the reader's pid namespace; 0 for a process that is not visible there.
+    pub pid: u32,
+    /// Real user id.
+    pub uid: u32,
+}
+
+/// The credentials of a connected socket's peer. Unlike rustix's call, this one allows for process id 0: a peer in a pid
+/// namespace that is not below the reader's.
+pub fn peer_of(socket: BorrowedFd<'_>) -> Result<PeerCred, Errno> {
+    let mut cred = [0u32; 3];
+    let mut len = size_of_val(&cred) as u32;
+    let words = [socket.as_raw_fd() as usize, so::SOL_SOCKET, so::SO_PEERCRED, &raw mut cred as usize, &raw mut len as usize, 0];
+    // SAFETY: the kernel writes at most `len` bytes to `cred`, and `len`; both are live and exclusively borrowed here.
+    check(unsafe { syscall6(k::__NR_getsockopt, words) })?;
+    Ok(PeerCred { pid: cred[0], uid: cred[1] })
+}
+
+/// Numbers of the socket interface that `linux-raw-sys` has in a module of its own.
+mod so {
+    pub const SOL_SOCKET: usize = 1;
+    pub const SO_PEERCRED: usize = 17;
+    pub const SO_PEERPIDFD: usize = 77;
+    pub const SCM_RIGHTS: i32 = 1;
+    pub const SCM_CREDENTIALS: i32 = 2;
+    pub const MSG_TRUNC: u32 = 0x20;
+    pub const MSG_CMSG_CLOEXEC: usize = 0x4000_0000;
+}
+
+/// The kernel's `msghdr` and `cmsghdr` of 64-bit machines.
+#[repr(C)]
+struct MessageHeader {
+    name: usize,
+    name_len: usize,
+    vectors: usize,
+    vector_count: usize,
+    control: usize,
+    control_len: usize,
+    flags: u32,
+}
+
+const CONTROL_HEADER: usize = 16;
 
 fn socket() -> Result<OwnedFd, Errno> {
     net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -97,6 +140,11 @@ impl Listener {
     /// Whether calls wait.
     pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
         rustix::io::ioctl_fionbio(&self.0, on)
+    }
+
+    /// Has every packet on connections that are accepted from here on carry who sent it (see [`Conn::recv_from`]).
+    pub fn want_senders(&self) -> Result<(), Errno> {
+        net::sockopt::set_socket_passcred(&self.0, true)
     }
 }
 
@@ -146,8 +194,20 @@ impl Conn {
 
     /// Who is at the other end.
     pub fn peer(&self) -> Result<PeerCred, Errno> {
-        let cred = net::sockopt::socket_peercred(&self.0)?;
-        Ok(PeerCred { pid: cred.pid.as_raw_nonzero().get() as u32, uid: cred.uid.as_raw() })
+        peer_of(self.0.as_fd())
+    }
+
+    /// A descriptor that stands for the process which made the connection, whoever has its number by now. `ENOPROTOOPT` or
+    /// `EINVAL` before Linux 6.5.
+    pub fn peer_pidfd(&self) -> Result<OwnedFd, Errno> {
+        let mut fd = -1i32;
+        let mut len = size_of_val(&fd) as u32;
+        let words =
+            [self.0.as_raw_fd() as usize, so::SOL_SOCKET, so::SO_PEERPIDFD, &raw mut fd as usize, &raw mut len as usize, 0];
+        // SAFETY: the kernel writes at most `len` bytes to `fd`, and `len`; both are live and exclusively borrowed here.
+        check(unsafe { syscall6(k::__NR_getsockopt, words) })?;
+        // SAFETY: the kernel has just made this descriptor for this process (close-on-exec).
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
     /// Whether calls wait.
@@ -187,6 +247,54 @@ impl Conn {
             }
         }
         if got.flags.contains(ReturnFlags::TRUNC) { Err(Errno::MSGSIZE) } else { Ok((got.bytes, count)) }
+    }
+
+    /// As [`Conn::recv`], and who sent the packet: the kernel's word, where the listener [`Listener::want_senders`]; else `None`.
+    pub fn recv_from(&self, buf: &mut [u8], fds_out: &mut [Option<OwnedFd>]) -> Result<(usize, usize, Option<Sender>), Errno> {
+        // Aligned as the kernel's headers are; room for credentials and for all descriptors that one packet can carry.
+        let mut control = [0u64; 32];
+        let vector = [buf.as_mut_ptr() as usize, buf.len()];
+        let mut header = MessageHeader {
+            name: 0,
+            name_len: 0,
+            vectors: &raw const vector as usize,
+            vector_count: 1,
+            control: control.as_mut_ptr() as usize,
+            control_len: size_of_val(&control),
+            flags: 0,
+        };
+        let words = [self.0.as_raw_fd() as usize, &raw mut header as usize, so::MSG_CMSG_CLOEXEC, 0, 0, 0];
+        // SAFETY: the header names `buf` and `control` with their lengths; all of them live over the call, and nothing else
+        // refers to them.
+        let bytes = retry(|| check(unsafe { syscall6(k::__NR_recvmsg, words) }))?;
+        let bytes_of_control = |at: usize| (control.get(at / 8).copied().unwrap_or(0) >> (at % 8 * 8)) as u32;
+        let (mut at, mut count, mut sender) = (0, 0, None);
+        while at + CONTROL_HEADER <= header.control_len.min(size_of_val(&control)) {
+            let len = control[at / 8] as usize;
+            if len < CONTROL_HEADER || at + len > size_of_val(&control) {
+                break;
+            }
+            let (level, kind) = (bytes_of_control(at + 8), bytes_of_control(at + 12) as i32);
+            let data = at + CONTROL_HEADER;
+            match (level as usize, kind) {
+                (so::SOL_SOCKET, so::SCM_CREDENTIALS) if len >= CONTROL_HEADER + 12 => {
+                    sender = Some(Sender { pid: bytes_of_control(data), uid: bytes_of_control(data + 4) });
+                }
+                (so::SOL_SOCKET, so::SCM_RIGHTS) => {
+                    for number in (data..at + len).step_by(4) {
+                        // SAFETY: the kernel has just made this descriptor for this process; one without a place is closed.
+                        let fd = unsafe { OwnedFd::from_raw_fd(bytes_of_control(number) as i32) };
+                        if let Some(place) = fds_out.get_mut(count) {
+                            *place = Some(fd);
+                            count += 1;
+                        }
+                    }
+                }
+                _ => {}
+            }
+            at += len.next_multiple_of(8);
+        }
+        if header.flags & so::MSG_TRUNC != 0 { Err(Errno::MSGSIZE) } else { Ok((bytes, count, sender)) }
     }
 }
 
@@ -286,6 +394,30 @@ mod tests {
         assert_eq!(listener.accept().err(), Some(Errno::AGAIN));
         drop(listener);
         assert_eq!(Conn::connect_abstract(&name).err(), Some(Errno::CONNREFUSED));
+    }
+
+    #[test]
+    fn a_packet_tells_who_sent_it_and_a_connection_who_made_it() {
+        let (listener, name) = Listener::bind_autogenerated().unwrap();
+        listener.want_senders().unwrap();
+        let client = Conn::connect_abstract(name.as_bytes()).unwrap();
+        let file = crate::mem::memfd_create(c"swaptide-test", 4096).unwrap();
+        client.send(b"before", &[file.as_fd(), file.as_fd(), file.as_fd()]).unwrap();
+        let (server, peer) = listener.accept().unwrap();
+        client.send(b"after", &[]).unwrap();
+        let (mut buf, mut fds) = ([0; 16], [None, None]);
+        let me = Sender { pid: std::process::id(), uid: rustix::process::getuid().as_raw() };
+        assert_eq!(server.recv_from(&mut buf, &mut fds), Ok((6, 2, Some(me))), "sent before the connection was accepted");
+        assert_eq!(rustix::fs::fstat(fds[1].as_ref().unwrap()).unwrap().st_size, 4096);
+        assert_eq!(server.recv_from(&mut buf[..4], &mut []), Err(Errno::MSGSIZE));
+        client.send(b"x", &[]).unwrap();
+        assert_eq!(server.recv_from(&mut buf, &mut []), Ok((1, 0, Some(me))));
+        assert_eq!(peer, server.peer().unwrap());
+        if let Ok(pidfd) = server.peer_pidfd() {
+            assert_eq!(poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)), Ok(0), "this process lives");
+        }
+        drop(client);
+        assert_eq!(server.recv_from(&mut buf, &mut []).map(|(n, fds, _)| (n, fds)), Ok((0, 0)));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use swaptide_host::daemon::{self, DaemonConfig};
 use swaptide_host::doctor;
+use swaptide_host::socket::Users;
 use swaptide_host::supervise::{self, RunConfig};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
@@ -79,9 +80,14 @@ struct RunArgs {
     /// No line of summary at the end
     #[arg(long)]
     quiet: bool,
-    /// When swap space runs out, kill the program (status 137) instead of letting it go past its budget
+    /// End the run (status 137) when its memory stays more than 5% and 4M above its budget for 5 seconds, whatever it is that cannot
+    /// be swapped, or is more than 5% above it when swap space runs out
     #[arg(long)]
     strict: bool,
+    /// Whose processes are given a userfaultfd that also serves the kernel's own accesses: of all users in the run, or of this
+    /// user alone; the others are not managed then [default: all]
+    #[arg(long, value_name = "all|same-user")]
+    userfaultfd: Option<Users>,
     /// Swap large anonymous shared mappings as well, and count them [default: they stay in memory and do not count]
     #[arg(long)]
     shared: bool,
@@ -160,6 +166,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
+        userfaultfd,
         shared,
         page_cluster,
         tiers,
@@ -175,6 +182,7 @@ fn run(args: RunArgs) -> ExitCode {
         report,
         quiet,
         strict,
+        userfaultfd,
         shared,
         page_cluster,
         largest_order,

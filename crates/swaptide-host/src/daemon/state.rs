@@ -1,15 +1,16 @@
 //! What outlives a daemon, in its state directory.
 //!
-//! `lock` is held by the daemon that runs; `segment` is the shared segment, which the programs have mapped; `state.json` says what else there is,
-//! and is replaced whole at every change. All of it is worth nothing after the machine was started again, and is thrown away then.
+//! `lock` is held by the daemon that runs; `state.json` says what there is, and is replaced whole at every change. All of it is worth nothing after
+//! the machine was started again, and is thrown away then. The shared segment has no name (see `kept`).
 //!
-//! Invariant: the segment is in memory only. It holds the key of all that is swapped: where the directory is on a disk, the segment is in `/dev/shm`,
-//! under a name made from the directory's identity.
+//! Invariants
+//! 1. Nothing that is written down is secret.
+//! 2. A swap file is opened again only if it is the one that was written down: others may make files and links where it lies.
 
 use std::fs::{DirBuilder, File, Metadata};
 use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,10 +18,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, GroupIndex, Segment};
 use swaptide_store::nbd::{Export, Flags};
-use swaptide_sys::mem::SharedMap;
 use swaptide_sys::process::start_time;
 
 use super::DaemonError;
+use super::kept::{self, SegmentId};
 use crate::areas::{Areas, Open};
 use crate::device::{self, Backing, BackingKind, Medium};
 use crate::groups::{GroupPath, Groups, KEYS};
@@ -30,17 +31,16 @@ use crate::nbd::Connector;
 /// A state directory that this process has for itself.
 pub struct Directory {
     path: PathBuf,
-    segment: PathBuf,
     _lock: File,
 }
-
-/// Where files are in memory on every Linux machine.
-const MEMORY: &str = "/dev/shm";
 
 /// What is written down.
 #[derive(Serialize, Deserialize)]
 pub struct State {
     boot: String,
+    /// Which memory file the segment is.
+    #[serde(default)]
+    pub segment: Option<SegmentId>,
     /// Of the configuration file that counted last.
     pub config: u64,
     /// Cap of the compressed pool.
@@ -72,6 +72,9 @@ pub struct KeptArea {
     priority: i32,
     direct_io: bool,
     plain: bool,
+    /// Of a file, its device and inode; of a block device, its number.
+    #[serde(default)]
+    identity: Option<(u64, u64)>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,15 +121,10 @@ impl Directory {
         let lock =
             File::options().write(true).create(true).truncate(false).mode(0o600).open(path.join("lock")).map_err(failed)?;
         match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Directory { segment: segment_place(&path, &found).map_err(failed)?, path, _lock: lock }),
+            Ok(()) => Ok(Directory { path, _lock: lock }),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(DaemonError::Running(path)),
             Err(error) => Err(failed(error.into())),
         }
-    }
-
-    /// The segment's file.
-    pub fn segment_path(&self) -> &Path {
-        &self.segment
     }
 
     /// What was written down since the machine was started; what is older goes.
@@ -140,25 +138,16 @@ impl Directory {
         None
     }
 
-    /// The segment: that of before where `known` says that its state is known and it is sound, else a fresh one. Tells which.
-    pub fn segment(&self, known: bool) -> io::Result<(&'static Segment, OwnedFd, bool)> {
-        let path = &self.segment;
-        if known
-            && let Ok(file) = open_own(path)
-            && let Ok(map) = SharedMap::map(file.as_fd(), Segment::BYTES)
+    /// The segment: that of before where `known` says which it is and somebody still has it, else a fresh one. Tells which.
+    pub fn segment(&self, known: Option<SegmentId>) -> io::Result<(&'static Segment, OwnedFd, bool)> {
+        if let Some(file) = known.and_then(SegmentId::find)
+            && let Ok(map) = kept::map(&file)
             && let Ok(segment) = Segment::open(map)
         {
-            return Ok((segment, file.into(), false));
+            return Ok((segment, file, false));
         }
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        file.set_len(Segment::BYTES as u64)?;
-        let map = SharedMap::map(file.as_fd(), Segment::BYTES)?;
-        let segment = Segment::raw(map).map_err(io::Error::other)?;
-        Ok((segment, file.into(), true))
+        let (segment, file) = kept::make()?;
+        Ok((segment, file, true))
     }
 
     /// Writes it down, whole or not at all.
@@ -171,31 +160,9 @@ impl Directory {
 
     /// Nothing is worth keeping.
     pub fn clear(&self) {
-        for path in [&self.path.join("state.json"), &self.segment] {
-            let _ = std::fs::remove_file(path);
-        }
+        let _ = std::fs::remove_file(self.path.join("state.json"));
+        kept::forget();
     }
-}
-
-/// Where the segment of a state directory is.
-fn segment_place(directory: &Path, identity: &Metadata) -> io::Result<PathBuf> {
-    if device::in_memory(directory) {
-        return Ok(directory.join("segment"));
-    }
-    if !device::in_memory(Path::new(MEMORY)) {
-        let why = format!("is on a disk, where no key may be, and {MEMORY} is not in memory: name a directory on a tmpfs");
-        return Err(io::Error::other(why));
-    }
-    let (user, device, inode) = (identity.uid(), identity.dev(), identity.ino());
-    Ok(Path::new(MEMORY).join(format!("swaptide-{user}-{device:x}-{inode:x}")))
-}
-
-/// Opens a segment of before, if it is a file of this user alone: others may make files beside it.
-fn open_own(path: &Path) -> io::Result<File> {
-    let file = File::options().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
-    let found = file.metadata()?;
-    let own = found.is_file() && found.uid() == rustix::process::geteuid().as_raw() && found.mode() & 0o077 == 0;
-    if own { Ok(file) } else { Err(io::Error::other("is not a file of this user alone (mode 0600)")) }
 }
 
 /// The areas as they can be opened again. A file without a name gets one; where that cannot be, the area is not among them.
@@ -209,7 +176,12 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
             (_, Medium::Nbd(connector, _)) => (Kind::Nbd, Some(connector.url().whole().into())),
             (BackingKind::Nbd, Medium::File(_)) => (Kind::Nbd, None),
         };
+        let identity = match &backing.medium {
+            Medium::File(file) => file.metadata().ok().map(|found| identity_of(&found)),
+            Medium::Nbd(..) => None,
+        };
         kept.extend(path.map(|path| KeptArea {
+            identity,
             id: id.0,
             name: backing.name.clone(),
             kind,
@@ -225,12 +197,17 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
     kept
 }
 
+/// What tells a file or a block device from another one.
+fn identity_of(found: &Metadata) -> (u64, u64) {
+    if found.file_type().is_block_device() { (found.rdev(), 0) } else { (found.dev(), found.ino()) }
+}
+
 /// Gives a file without a name one beside where it is, if it has none yet.
 fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
     use std::os::fd::AsRawFd;
     let own = file.metadata().ok()?;
     let path = backing.place.join(format!(".swaptide-{:x}-{:x}-{}-{generation}", own.dev(), own.ino(), id.0));
-    if std::fs::metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())) {
+    if std::fs::symlink_metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())) {
         return Some(path);
     }
     let open = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -242,9 +219,39 @@ fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<
 impl KeptArea {
     /// The name that was made for it goes.
     pub fn remove_file(&self) {
-        if self.kind == Kind::File {
+        let is_own = |found: Metadata| self.identity == Some(identity_of(&found));
+        if self.kind == Kind::File && std::fs::symlink_metadata(&self.path).is_ok_and(is_own) {
             let _ = std::fs::remove_file(&self.path);
         }
+    }
+
+    /// Opens the file or the block device, if it is the one that was written down.
+    fn open_again(&self) -> io::Result<File> {
+        let direct = if self.direct_io { libc::O_DIRECT } else { 0 };
+        let open = |flags: i32| File::options().read(true).write(true).custom_flags(direct | flags).open(&self.path);
+        let other = || io::Error::other(format!("{}: is not what was used before; it is left alone", self.path.display()));
+        if self.kind == Kind::File {
+            // Others may make links where it lies.
+            let file = open(libc::O_NOFOLLOW | libc::O_NONBLOCK).map_err(|error| match error.raw_os_error() {
+                Some(libc::ELOOP | libc::ENXIO) => other(),
+                _ => error,
+            })?;
+            let found = file.metadata()?;
+            if !found.is_file() || self.identity != Some(identity_of(&found)) {
+                return Err(other());
+            }
+            if found.len() < u64::from(self.extents) * EXTENT_BYTES {
+                return Err(io::Error::other(format!("{}: is smaller than it was; it is left alone", self.path.display())));
+            }
+            return Ok(file);
+        }
+        // Programs that have pages there keep it claimed by descriptors of the daemon before; anybody else would have taken the mark away.
+        let file = open(libc::O_EXCL).or_else(|error| match error.raw_os_error() {
+            Some(libc::EBUSY) => open(0),
+            _ => Err(error),
+        })?;
+        let is_same = self.identity == Some(identity_of(&file.metadata()?)) && device::has_mark(&self.path)?;
+        if is_same { Ok(file) } else { Err(other()) }
     }
 
     fn open(&self) -> io::Result<Backing> {
@@ -259,11 +266,7 @@ impl KeptArea {
                 found
             }
             Kind::File | Kind::Block => {
-                let flags = if self.direct_io { libc::O_DIRECT } else { 0 };
-                let file = File::options().read(true).write(true).custom_flags(flags).open(&self.path)?;
-                if self.kind == Kind::File && file.metadata()?.len() < u64::from(self.extents) * EXTENT_BYTES {
-                    return Err(io::Error::other("is smaller than it was"));
-                }
+                let file = self.open_again()?;
                 Backing {
                     name: self.name.clone(),
                     kind: if self.kind == Kind::Block { BackingKind::Block } else { BackingKind::File },
@@ -326,6 +329,7 @@ impl State {
         });
         State {
             boot: boot_id(),
+            segment: None,
             config: 0,
             pool_cap,
             codec,
@@ -356,11 +360,10 @@ impl State {
         for kept in &self.areas {
             match kept.open() {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
-                Err(_) => {
-                    if let Some(backing) = kept.away(segment) {
-                        areas.restore_away(AreaId(kept.id), backing);
-                    }
-                }
+                Err(error) => match kept.away(segment) {
+                    Some(backing) => areas.restore_away(AreaId(kept.id), backing),
+                    None => super::say(&format!("swap area {}: takes no more pages: {error}", kept.name)),
+                },
             }
         }
         let lost: Vec<AreaId> = segment
@@ -393,7 +396,7 @@ impl State {
     }
 
     /// The processes that live, and the runs they belong to. What dead processes had is taken back.
-    pub fn restore_runs(&self, keeper: &mut Keeper, segment: &Segment, segment_path: &Path) {
+    pub fn restore_runs(&self, keeper: &mut Keeper, segment: &Segment, id: SegmentId) {
         self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
             let same = start_time(kept.run.root) == Some(kept.start_time);
@@ -404,7 +407,7 @@ impl State {
         }
         let slots: Vec<_> = segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in slots {
-            if has_mapped(pid, segment_path) {
+            if id.is_mapped_by(pid) {
                 keeper.adopt(pid, GroupIndex(segment.slot(index).group_wanted.load(Relaxed)));
             } else {
                 keeper.bury(index);
@@ -416,33 +419,31 @@ impl State {
     }
 }
 
-/// Whether a process has mapped the segment: a number alone may have come to mean another process.
-fn has_mapped(pid: u32, segment: &Path) -> bool {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    maps.lines().any(|line| line.ends_with(&*segment.to_string_lossy()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing::Scratch;
 
     #[test]
-    fn a_state_directory_is_one_daemons_and_keeps_the_segment() {
+    fn a_state_directory_is_one_daemons_and_the_segment_is_found_again() {
         let scratch = Scratch::new("state");
         let place = scratch.path("daemon");
         let directory = Directory::open(&place).expect("directory");
         assert!(matches!(Directory::open(&place), Err(DaemonError::Running(_))));
-        let (segment, _, fresh) = directory.segment(false).expect("segment");
+        let (segment, file, fresh) = directory.segment(None).expect("segment");
         assert!(fresh && directory.load().is_none());
+        let id = SegmentId::of(&file).expect("identity");
         segment.header.version.store(swaptide_ipc::VERSION, Relaxed);
         segment.header.magic.store(swaptide_ipc::MAGIC, Relaxed);
         segment.header.budget_bytes.store(77, Relaxed);
         drop(directory);
         let again = Directory::open(&place).expect("directory");
-        let (segment, _, fresh) = again.segment(true).expect("segment");
+        let mut holder = std::process::Command::new("sleep").arg("600").stdin(file).spawn().expect("sleep");
+        let (segment, _, fresh) = again.segment(Some(id)).expect("segment");
+        holder.kill().expect("kill");
+        holder.wait().expect("wait");
         assert_eq!((fresh, segment.header.budget_bytes.load(Relaxed)), (false, 77));
-        let (segment, _, fresh) = again.segment(false).expect("segment");
+        let (segment, _, fresh) = again.segment(None).expect("segment");
         assert_eq!((fresh, segment.header.budget_bytes.load(Relaxed)), (true, 0));
         assert_eq!(std::fs::metadata(&place).expect("metadata").mode() & 0o777, 0o700);
         let open = scratch.path("open");
@@ -450,35 +451,7 @@ mod tests {
         std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("mode");
         assert!(Directory::open(&open).is_err(), "others may enter it");
         again.clear();
-        assert!(!again.segment_path().exists());
-    }
-
-    #[test]
-    fn the_segment_with_its_key_is_in_memory_wherever_the_directory_is() {
-        for place in ["/var/tmp", "/dev/shm"] {
-            let path = Path::new(place).join(format!("swaptide-state-test-{}", std::process::id()));
-            let directory = Directory::open(&path).expect("directory");
-            let (_, file, _) = directory.segment(false).expect("segment");
-            let own = device::in_memory(Path::new(place));
-            let (seen, own_names) = (device::in_memory(directory.segment_path()), path.join("segment").exists());
-            let fs = rustix::fs::fstatfs(&file).expect("statfs");
-            directory.clear();
-            std::fs::remove_dir_all(&path).expect("removed");
-            assert!(seen && fs.f_type as u32 == 0x0102_1994, "{place}");
-            assert_eq!(own_names, own, "{place}");
-        }
-    }
-
-    #[test]
-    fn a_segment_that_others_may_read_is_not_taken_up_again() {
-        let scratch = Scratch::new("state-foreign");
-        let directory = Directory::open(&scratch.path("daemon")).expect("directory");
-        drop(directory.segment(false).expect("segment"));
-        assert!(open_own(directory.segment_path()).is_ok());
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o644);
-        std::fs::set_permissions(directory.segment_path(), mode).expect("mode");
-        assert!(open_own(directory.segment_path()).is_err());
-        directory.clear();
+        assert!(!place.join("state.json").exists());
     }
 
     #[test]
@@ -496,6 +469,22 @@ mod tests {
         after.restore(AreaId(0), kept[0].open().expect("opened again"));
         assert_eq!(ino(&before), ino(&after));
         assert_eq!(after.view()[0].1.priority, 7);
+        // Somebody else's link to the very file, and to another one.
+        let moved = scratch.path("moved");
+        std::fs::rename(&kept[0].path, &moved).expect("rename");
+        for target in [&moved, Path::new("/etc/passwd")] {
+            std::os::unix::fs::symlink(target, &kept[0].path).expect("link");
+            let error = kept[0].open().map(drop).expect_err("a link");
+            assert!(error.to_string().contains("is not what was used before"), "{error}");
+            kept[0].remove_file();
+            assert!(std::fs::symlink_metadata(&kept[0].path).is_ok(), "nor is it removed");
+            std::fs::remove_file(&kept[0].path).expect("remove");
+        }
+        let twin = File::options().write(true).create_new(true).open(&kept[0].path).expect("file");
+        twin.set_len(16 << 20).expect("length");
+        assert!(kept[0].open().is_err(), "another file of this name and size");
+        std::fs::rename(&moved, &kept[0].path).expect("rename");
+        assert!(kept[0].open().is_ok());
         kept[0].remove_file();
         assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0);
         let short = File::options().write(true).create_new(true).open(&kept[0].path).expect("file");
@@ -534,7 +523,8 @@ mod tests {
         assert_eq!(groups.get(index).expect("group").owner, 1000);
         let stranger = segment.claim(me, 0).expect("slot");
         let mut again = Keeper::new(segment, std::sync::Arc::new(place), groups, 1 << 30);
-        state.restore_runs(&mut again, segment, Path::new("/no/such/segment"));
+        let other = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
         let run = again.runs().next().expect("the run").clone();
         assert_eq!((run.root, run.front, run.group, run.max, run.strict), (me, 7, Some(index), Some(5), true));
         assert_eq!(segment.slot(stranger).pid.load(Relaxed), 0, "who has not mapped the segment is another process");

@@ -30,7 +30,7 @@ pub struct Detaching {
 
 /// Bytes of a process that are out.
 fn out(slot: &ProcSlot) -> u64 {
-    slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed)
+    ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes)
 }
 
 /// Memory that can be had.

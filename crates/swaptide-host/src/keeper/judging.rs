@@ -112,7 +112,7 @@ impl Keeper {
         let of_shared = |slot: SlotIndex| match self.shared {
             Some(shared) => shared.resident_bytes(slot),
             // Another process's pager says how it stands.
-            None => self.segment.slot(slot).shared_bytes.load(Relaxed),
+            None => self.segment.slot(slot).shared_bytes.load(Relaxed).min(self.most_shared),
         };
         let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
         let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
@@ -139,13 +139,13 @@ impl Keeper {
         {
             kept.totals.refused += 1;
         }
-        let (shared, pool) = (self.tree.shared(pid), slot.pool_bytes.load(Relaxed));
+        let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.pool_bytes));
         let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
         let enough = if was { FAMILY / 2 } else { FAMILY };
         let of_family = shared >= enough && pool >= enough;
         // What goes out of a process that has the same as another says only that it is to have less.
         let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
-        let moved: u64 = counts.iter().map(|c| slot.counters[*c as usize].load(Relaxed)).sum();
+        let moved: u64 = counts.iter().map(|c| slot.counted(*c)).sum();
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
             slot.stall_anew(at);
@@ -155,7 +155,7 @@ impl Keeper {
         // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
         let before = if began_small { 0 } else { used };
         let new = || Watch { pid, run: member.run, moved_pages: moved, of_family, used: before, stalled_us, ..Watch::default() };
-        let swapped = slot.swapped_pool_bytes.load(Relaxed).saturating_add(slot.swapped_file_bytes.load(Relaxed));
+        let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
@@ -163,8 +163,8 @@ impl Keeper {
         // More than is out, or than there is, counts for no more, and would only last longer.
         let grown = watch.follow(Seen { used, moved, of_family, stalled_us, most: swapped.min(self.budget) }, elapsed);
         let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
-        let limit = slot.limit_bytes.load(Relaxed).saturating_sub(watch.lent);
-        let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(|bytes| bytes.load(Relaxed));
+        let limit = ProcSlot::bytes(&slot.limit_bytes).saturating_sub(watch.lent);
+        let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // Who waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
@@ -177,15 +177,14 @@ impl Keeper {
     /// Minor faults of a process so far that copied nothing: those that its engine made, and those that it answered.
     pub(super) fn copied_nothing(&self, index: SlotIndex) -> u64 {
         let counted = [Counter::EngineFaults, Counter::Pgmajfault];
-        counted.iter().map(|counter| self.segment.slot(index).counters[*counter as usize].load(Relaxed)).sum()
+        counted.iter().map(|counter| self.segment.slot(index).counted(*counter)).sum()
     }
 
     /// What a process has of pages that others have too.
     pub(super) fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
         let Some(index) = member.slot else { return Sharing::default() };
         // What engines make their own to take it out is not to come twice.
-        let unshared =
-            self.segment.slot(index).counters[Counter::PagesUnshared as usize].load(Relaxed) + self.copied_nothing(index);
+        let unshared = self.segment.slot(index).counted(Counter::PagesUnshared) + self.copied_nothing(index);
         let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
         let grown = self.tree.grown(member.pid).map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
         let before = std::mem::replace(&mut watch.grown, grown);

@@ -195,10 +195,12 @@ impl Router {
         }
     }
 
-    /// Notes a failure that speaks against the device.
+    /// Notes a failure that speaks against the device. Not those of who writes: a quota is no more room, and a limit on the size of files
+    /// (`RLIMIT_FSIZE`) is this process's alone.
     fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
+        let result = result.map_err(|errno| if errno == Errno::DQUOT { Errno::NOSPC } else { errno });
         if let Err(errno) = &result
-            && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::NOMEM)
+            && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::NOMEM | Errno::FBIG)
         {
             self.areas.failed(area);
         }
@@ -415,6 +417,17 @@ mod tests {
         let read_only = File::open("/dev/null").unwrap();
         router.abandon(vec![HandedOver { area: 1, generation: 0, opened: Opened::File(read_only.into()) }]);
         assert_eq!(router.write_at(EXTENT_BYTES, block(1).blocks(1).unwrap()), Err(Errno::BADF));
+        assert_eq!(*two.failed.lock().unwrap(), [1]);
+    }
+
+    #[test]
+    fn a_quota_is_no_more_room_and_a_limit_of_the_process_speaks_against_no_device() {
+        let two = two();
+        let router = Router::new(Box::new(two));
+        assert_eq!(router.judged::<()>(0, Err(Errno::DQUOT)), Err(Errno::NOSPC));
+        assert_eq!(router.judged::<()>(0, Err(Errno::FBIG)), Err(Errno::FBIG));
+        assert!(two.failed.lock().unwrap().is_empty());
+        assert_eq!(router.judged::<()>(1, Err(Errno::IO)), Err(Errno::IO));
         assert_eq!(*two.failed.lock().unwrap(), [1]);
     }
 

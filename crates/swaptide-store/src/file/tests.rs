@@ -1,5 +1,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
@@ -166,11 +167,24 @@ struct Source {
     turns: bool,
     /// Those from this one on lie on another device.
     second: Option<u32>,
+    /// Who gives back a shared extent last has it again, to punch it.
+    retakes: bool,
+    /// This process may write to none of them.
+    barred: Arc<AtomicBool>,
 }
 
 impl Source {
     fn new(most: u32) -> Source {
-        Source { state: Arc::default(), most, plain: false, far: false, turns: false, second: None }
+        Source {
+            state: Arc::default(),
+            most,
+            plain: false,
+            far: false,
+            turns: false,
+            second: None,
+            retakes: false,
+            barred: Arc::default(),
+        }
     }
 
     /// As the source does when a child tells it what it inherited.
@@ -185,6 +199,9 @@ impl Source {
 
 impl ExtentSource for Source {
     fn lease(&self) -> Option<Extent> {
+        if self.barred.load(Relaxed) {
+            return None;
+        }
         let mut state = self.state.lock().unwrap();
         let extent = match state.free.pop() {
             Some(extent) => extent,
@@ -207,6 +224,21 @@ impl ExtentSource for Source {
             state.holders.remove(&extent.0);
             state.free.push(extent.0);
         }
+    }
+
+    fn release_shared(&self, extent: Extent) -> bool {
+        self.release(extent, false);
+        let mut state = self.state.lock().unwrap();
+        let again = self.retakes && !state.holders.contains_key(&extent.0);
+        if again {
+            state.free.retain(|free| *free != extent.0);
+            state.holders.insert(extent.0, 1);
+        }
+        again
+    }
+
+    fn bar(&self, _extent: Extent) {
+        self.barred.store(true, Relaxed);
     }
 
     fn shun(&self, _extent: Extent) -> bool {
@@ -767,6 +799,41 @@ fn after_a_fork_neither_side_disturbs_the_other() {
     assert_eq!(child.stats().shared_extents, 1);
     check(&parent);
     check(&child);
+}
+
+#[test]
+fn a_shared_extent_is_punched_by_the_last_that_had_it() {
+    let disk = Disk::default();
+    let source = Source { retakes: true, ..Source::new(8) };
+    let parent = device(&disk, &source);
+    write_raw(&parent, &(0..400).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
+    parent.freeze_all();
+    source.share(&parent);
+    let child = forked(&parent, &disk, &source);
+    child.rekey_salt(2);
+    (0..400).for_each(|slot| assert!(child.free(Slot(slot))));
+    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false)], "the parent has it");
+    assert_eq!(disk.0.lock().unwrap().pages.len(), 400);
+    (0..400).for_each(|slot| assert!(parent.free(Slot(slot))));
+    assert_eq!(source.state.lock().unwrap().released[1..], [(Extent(0), false), (Extent(0), true)]);
+    assert_eq!((disk.0.lock().unwrap().pages.len(), source.held()), (0, 0), "what lay there is gone");
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_no_fault_of_the_device_and_ends_this_processs_writes() {
+    let (disk, source) = (Disk::default(), Source::new(8));
+    let device = device(&disk, &source);
+    write_raw(&device, &[(1, 1)]).unwrap();
+    disk.set_fault(Some(Fault::Fails(0, Errno::FBIG)));
+    let full = Err(WriteError { slot: Slot(2), errno: Errno::NOSPC });
+    assert_eq!(write_raw(&device, &[(2, 2)]), full);
+    assert!(source.barred.load(Relaxed));
+    disk.set_fault(None);
+    assert_eq!(write_raw(&device, &[(2, 2)]), full, "it leases nothing there for a while");
+    assert!(*read(&device, &[1]).unwrap()[0] == *raw_page(1), "what is there stays readable");
+    source.barred.store(false, Relaxed);
+    write_raw(&device, &[(2, 2)]).unwrap();
+    check(&device);
 }
 
 #[test]
