@@ -23,6 +23,7 @@ use swaptide_store::codec::{Compressor, Packed, Unpacker};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+use swaptide_sys::thread::now;
 use swaptide_sys::uffd::MoveFlags;
 
 use crate::devices::{FILE, POOL, entry_plus};
@@ -283,6 +284,7 @@ impl Batch {
         let mut scanned = 0;
         let bound = mm.queues.resident_len().min(4096);
         let mut place = 0;
+        let now = now();
         while self.chunks.len() < want && self.runs.len() < MOST_MOVES && scanned < bound {
             let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
             scanned += 1;
@@ -292,6 +294,7 @@ impl Batch {
                 continue;
             }
             movable &= !(engine.start.pinned)(chunk);
+            movable &= !mm.grace.spared(chunk, now);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
             if info.hot > 0 || info.flags & STUCK != 0 || held || movable == 0 {

@@ -24,6 +24,7 @@ use crate::devices::{Devices, FILE, POOL};
 use crate::far::Far;
 use crate::fork::ForkControl;
 use crate::fork::layout::Change;
+use crate::grace::Grace;
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
 use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
@@ -113,6 +114,8 @@ pub struct Mm {
     pub copied_for: u64,
     /// Raised at each fork: what was made own before it is no longer.
     pub forks: u32,
+    /// Pages that threads must get to use.
+    pub grace: Grace,
 }
 
 /// See the module's description.
@@ -225,6 +228,7 @@ impl Engine {
                 came: 0,
                 copied_for: 0,
                 forks: 0,
+                grace: Grace::default(),
             }),
             devices,
             charge,

@@ -638,6 +638,10 @@ impl Handler {
             }
             filled => filled?,
         };
+        let at = now();
+        for k in (k..k + filled).filter(|k| (sent.asked | sent.waited) >> k & 1 == 1) {
+            mm.grace.lands(sent.page(k), at);
+        }
         for k in k..k + filled {
             self.landed(mm, sent.page(k), sent.entries[k]);
         }

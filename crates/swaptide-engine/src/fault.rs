@@ -23,12 +23,13 @@ use swaptide_ipc::{Counter, OfOrder};
 use swaptide_store::Page;
 use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::Nanos;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
 use crate::admission::{Admitted, Ask, Came, Costs, admit};
 use crate::devices::POOL;
 use crate::engine::Mm;
-use crate::handler::{COPY_BYTES, Handler};
+use crate::handler::{COPY_BYTES, Fault, Handler};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
 use crate::locality::Reading;
 use crate::pagetable::PageState;
@@ -80,12 +81,17 @@ pub(crate) enum Stop {
 }
 
 impl Handler {
-    /// Serves one page.
-    pub(crate) fn serve(&mut self, page: PageNo) -> Served {
+    /// Serves the page of a fault that is looked at since `at`.
+    pub(crate) fn serve(&mut self, page: PageNo, fault: Fault, at: Nanos) -> Served {
+        // A worker faults pages in order to take them out.
+        let is_of_program = !self.is_of_worker(fault);
         // What is looked at later comes from memory meanwhile.
         self.trail.bring_near(page);
         let (state, region) = {
-            let mm = self.engine.mm.lock();
+            let mut mm = self.engine.mm.lock();
+            if is_of_program {
+                mm.grace.note(fault.tid, page, at);
+            }
             (mm.table.get(page), mm.regions.find(page.addr()))
         };
         let Some(region) = region else { return Served::Unmanaged };

@@ -513,7 +513,7 @@ impl Handler {
         self.answers_since(Some(started));
         self.place.follow(fault.tid, started, &self.engine.worker_tids);
         self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
-        let served = self.serve(page);
+        let served = self.serve(page, fault, started);
         self.answers_since(None);
         match served {
             Served::Filled => {

@@ -44,6 +44,7 @@ impl Handler {
                 let mm = &mut *guard;
                 // The range may be far larger than what is there of it.
                 let pages = pages_of(range);
+                mm.grace.give_up(PageNo(pages.start), PageNo(pages.end));
                 let (mut at, end) = (PageNo(pages.start), PageNo(pages.end));
                 while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
                     mm.queues.first_to_go(&mut mm.table, page.chunk());

@@ -39,6 +39,7 @@ mod family;
 mod far;
 pub mod fault;
 pub mod fork;
+pub mod grace;
 mod guards;
 pub mod handler;
 mod hints;
