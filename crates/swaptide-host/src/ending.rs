@@ -9,7 +9,7 @@
 //!
 //! Invariants
 //! 1. A process is killed only while it has a signal pending that was meant to end the run, and each
-//!    of its own threads was inside swaptide at [`LOOKS`] looks in a row. A thread is inside when it
+//!    of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside when it
 //!    has every signal blocked (libc itself never blocks its own two for the program), or waits for
 //!    a page in the kernel. A program that handles or ignores the signal has none pending.
 //! 2. Nothing but a descendant of this process is killed.

@@ -386,11 +386,6 @@ impl Member {
                     read: Instant::now(),
                     cost: started.elapsed(),
                 });
-            } else {
-                // It may have ended since its resident size was read. The pages that it shared are
-                // counted in the others by now.
-                (self.resident, self.leaderless) = self.read_resident(pid);
-                self.used = self.resident;
             }
         }
         self.faults = self.minor_faults(pid).unwrap_or(self.faults);
@@ -545,28 +540,6 @@ mod tests {
         assert!(resident >= 2 * size, "{resident}");
         assert!(used >= size && used < size + size / 2, "{used}");
         parent.0.stdin.as_mut().expect("stdin").flush().expect("flush");
-    }
-
-    #[test]
-    fn a_fork_that_ends_between_two_looks_is_not_counted_whole() {
-        let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
-        let parent = python(program);
-        let mut tree = Tree::new(std::process::id());
-        tree.admit(parent.0.id());
-        tree.look();
-        let child = tree.pids().find(|pid| parent_of(*pid) == Some(parent.0.id())).expect("the forked child");
-        let member = tree.members.get_mut(&child).expect("a member");
-        let (resident, _) = member.read_resident(child);
-        (member.resident, member.used) = (resident, resident);
-        assert!(resident > 32 << 20, "{resident}");
-        pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL).expect("kill");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while pss_anon(child).is_some() {
-            assert!(Instant::now() < deadline, "the child did not end");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        member.count_proportionally(child, true);
-        assert_eq!(member.used, 0);
     }
 
     /// Between fork and exec a process looks like its parent; what it forks later does not.

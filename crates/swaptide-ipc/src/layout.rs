@@ -185,12 +185,12 @@ pub struct ProcSlot {
 }
 
 impl ProcSlot {
-    /// What a word of bytes says, within [`MOST_BYTES`]: for who reads the word of another process, which may be anything.
+    /// What a word of bytes says, within `MOST_BYTES`: for who reads the word of another process, which may be anything.
     pub fn bytes(word: &AtomicU64) -> u64 {
         word.load(Relaxed).min(MOST_BYTES)
     }
 
-    /// What a counter says, within [`MOST_COUNTED`].
+    /// What a counter says, within `MOST_COUNTED`.
     pub fn counted(&self, counter: Counter) -> u64 {
         self.counters[counter as usize].load(Relaxed).min(MOST_COUNTED)
     }

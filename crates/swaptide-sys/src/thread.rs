@@ -339,7 +339,7 @@ fn kill_after(time: Duration) {
 ///
 /// The write cannot keep the process from ending. On a full pipe it fails (`O_NONBLOCK`). On a file
 /// it may wait for the inode lock, whose holder may wait for a page that nobody brings in any more:
-/// after [`WRITE_LIMIT`] the kernel ends the process by `SIGKILL`, which also frees that lock.
+/// after `WRITE_LIMIT` the kernel ends the process by `SIGKILL`, which also frees that lock.
 pub fn abort_with(msg: &[&[u8]]) -> ! {
     let mut line = [0u8; 1024];
     let mut len = 0;
