@@ -13,6 +13,10 @@ def program(mode, megabytes=64, seconds=2):
     return run
 
 
+def filtered(mode):
+    return lambda context: context.c("filtered", mode, megabytes=64)
+
+
 def ends_with(context, kind, mode, stderr, statuses):
     """A program whose engine ends, with a standard error that does not take the message: it ends all the same."""
     words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--"]
@@ -66,4 +70,7 @@ CASES = [
     Case("ends-full-pipe", ends_by_pipe, 32, swaps=False),
     Case("ends-inode-lock", ends_by_inode, 32, swaps=False),
     Case("futex-bare", program("bare"), 24, allowance=8),
+    *[Case(f"filtered-{mode}", filtered(mode), 24, allowance=16) for mode in ("kill", "trap", "errno", "strict")],
+    # The process is let go before it forks.
+    Case("filtered-fork", filtered("fork"), 24, allowance=128, forks=True),
 ]

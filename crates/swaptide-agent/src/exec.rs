@@ -15,6 +15,8 @@ use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
 use swaptide_sys::mem::{map_scratch, unmap};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
+use crate::probe::are_strings;
+
 const PRELOAD: &str = "LD_PRELOAD";
 
 type Strings = *const *const c_char;
@@ -186,11 +188,15 @@ unsafe fn on_stack<const WORDS: usize>(envp: Strings, missing: &Missing, f: &mut
     f(room.as_ptr().cast())
 }
 
-/// Calls `f` with an environment that has what a program of this tree needs.
+/// Calls `f` with an environment that has what a program of this tree needs; with the program's own
+/// where that cannot be read, which is the kernel's to refuse.
 ///
 /// # Safety
-/// `envp` is null or a null-terminated array of NUL-terminated strings.
+/// `envp` is null or a null-terminated array of NUL-terminated strings, or no readable memory.
 pub unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) -> c_int) -> c_int {
+    if !are_strings(envp) {
+        return f(envp);
+    }
     // SAFETY: the caller's promise.
     let Some(missing) = (unsafe { missing(envp) }) else { return f(envp) };
     let words = words(&missing);

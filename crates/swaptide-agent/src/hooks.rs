@@ -10,7 +10,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exec::with_environment;
-use crate::{moves, real, shapes, shared, start, words};
+use crate::{confined, moves, real, shapes, shared, start, words};
 
 fn hint_of(advice: c_int) -> Option<Hint> {
     Some(match advice {
@@ -27,6 +27,9 @@ fn hint_of(advice: c_int) -> Option<Hint> {
 /// Does what was asked and lets the engine hear it. Returns 0 or an error number.
 pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
     let result = shapes::advise(addr, len, advice);
+    if confined::is() {
+        return -result as c_int;
+    }
     if result == 0 {
         shared::hint(addr, len, advice);
     }
@@ -72,15 +75,10 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
     const SYS_PRCTL: u32 = 157;
-    if option == PR_SET_SECCOMP {
-        shared::will_be_confined();
-    }
     // SAFETY: the program's own arguments.
-    real::libc_result(unsafe { syscall6(SYS_PRCTL, [option as usize, a, b, c, d, 0]) } as isize) as c_int
+    let call = || unsafe { syscall6(SYS_PRCTL, [option as usize, a, b, c, d, 0]) } as isize;
+    real::libc_result(if option == confined::PR_SET_SECCOMP { confined::set(call) } else { call() }) as c_int
 }
-
-/// The option of `prctl` that sets a filter.
-pub const PR_SET_SECCOMP: c_int = 22;
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Routine, *mut c_void) -> c_int;
@@ -117,18 +115,14 @@ extern "C" fn run_thread(place: *mut c_void) -> *mut c_void {
     let (routine, argument) = begin(place);
     // SAFETY: the word was made from such a function by `pthread_create` below.
     let routine: Routine = unsafe { std::mem::transmute(routine) };
-    let result = routine(argument);
-    words::ending();
-    result
+    routine(argument)
 }
 
 extern "C" fn run_c11_thread(place: *mut c_void) -> c_int {
     let (routine, argument) = begin(place);
     // SAFETY: the word was made from such a function by `thrd_create` below.
     let routine: C11Routine = unsafe { std::mem::transmute(routine) };
-    let result = routine(argument);
-    words::ending();
-    result
+    routine(argument)
 }
 
 /// Stands in front of libc's `pthread_create`: the new thread pins its control block before it does anything else.
@@ -205,6 +199,10 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     const GROWSDOWN: c_int = 0x100;
     const NORESERVE: c_int = 0x4000;
     const WRITE: c_int = 0x2;
+    if confined::is() {
+        // SAFETY: the arguments are the program's own.
+        return unsafe { syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset]) } as isize;
+    }
     if let Some(at) = shared::map(addr, len, prot, flags) {
         return at;
     }

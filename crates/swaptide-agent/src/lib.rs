@@ -18,6 +18,7 @@
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 mod arena;
+mod confined;
 mod cradle;
 mod ends;
 mod exec;
@@ -26,6 +27,7 @@ mod log;
 mod moves;
 mod pinned;
 mod pins;
+mod probe;
 mod real;
 mod sends;
 mod shapes;

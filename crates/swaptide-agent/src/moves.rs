@@ -14,6 +14,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use swaptide_engine::bell::Knock;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -43,6 +44,13 @@ pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize
 fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
+    if crate::confined::is() {
+        let word = call([old, old_len, new_len, flags as usize, to]);
+        if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
+            settle(word as usize);
+        }
+        return word;
+    }
     let flags = flags as usize;
     let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
     let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
@@ -79,6 +87,12 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
 /// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the engine knows. A program with one thread need not wait: its
 /// changes are told in their order.
 pub fn settle(at: usize) {
+    if crate::confined::is() {
+        if let Some(engine) = crate::start::engine_unasked().filter(|_| has_threads()) {
+            engine.bells.knock(Knock::Fence, VirtRange { start: VirtAddr(at), end: VirtAddr(at) });
+        }
+        return;
+    }
     if let Some(engine) = crate::start::engine().filter(|_| has_threads()) {
         engine.bells.fence(VirtAddr(at));
     }
@@ -86,7 +100,8 @@ pub fn settle(at: usize) {
 
 /// Whether somebody would have to wait in [`settle`].
 pub fn matter() -> bool {
-    crate::start::engine().is_some() && has_threads()
+    let managed = if crate::confined::is() { crate::start::engine_unasked() } else { crate::start::engine() };
+    managed.is_some() && has_threads()
 }
 
 /// A task that shares this memory is about to begin, of which libc may know nothing.

@@ -30,9 +30,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acqu
 
 use swaptide_engine::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
-use swaptide_sys::thread::{Tid, lives};
+use swaptide_sys::thread::{Tid, lives, yield_now};
 
-use crate::start;
+use crate::{confined, start};
 
 /// Entries that a page may be at in each level.
 const WINDOW: usize = 16;
@@ -114,7 +114,8 @@ fn insert(page: PageNo, change: impl Fn(Option<Entry>) -> Option<u64>) {
         DEEPEST.fetch_max(depth, SeqCst);
         // The second round takes the places of threads that are gone, which costs a system call each.
         if update(window(level, page.chunk()), &change)
-            || update(window(level, page.chunk()), |found| found.filter(|entry| entry.is_over()).and_then(|_| change(None)))
+            || !confined::is()
+                && update(window(level, page.chunk()), |found| found.filter(|entry| entry.is_over()).and_then(|_| change(None)))
         {
             return;
         }
@@ -134,7 +135,7 @@ pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
         // own in this page, and keeps its entry.
         insert(page, |found| match found {
             None => Some(new.0),
-            Some(entry) if entry == new || entry.page() == page && entry.is_over() => Some(new.0),
+            Some(entry) if entry == new || entry.page() == page && !confined::is() && entry.is_over() => Some(new.0),
             Some(_) => None,
         });
     }
@@ -212,8 +213,12 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
 
 /// Waits until the engine has done with what it chose before the last pin was made.
 pub fn await_taking() {
-    if let Some(engine) = start::engine() {
-        engine.await_taking();
+    if confined::is() {
+        if let Some(engine) = start::engine_unasked() {
+            engine.await_taking(std::hint::spin_loop);
+        }
+    } else if let Some(engine) = start::engine() {
+        engine.await_taking(yield_now);
     }
 }
 

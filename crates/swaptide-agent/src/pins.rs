@@ -101,7 +101,10 @@ fn exclude_in(places: &[Apart], range: VirtRange) {
         if places.iter().filter(touches).any(|place| place.grow(range)) || places.iter().any(|place| place.claim(range)) {
             return;
         }
-        if !is_tidy && let Ok(maps) = MapsFile::open_self() {
+        if !is_tidy
+            && !crate::confined::is()
+            && let Ok(maps) = MapsFile::open_self()
+        {
             places.iter().for_each(|place| place.free_if_unmapped(&maps));
         }
     }

@@ -55,6 +55,8 @@ pub static PLAIN_FORK: Real = Real::new(c"_Fork");
 pub static SYSCALL: Real = Real::new(c"syscall");
 pub static MUTEX_INIT: Real = Real::new(c"pthread_mutex_init");
 pub static MUTEX_DESTROY: Real = Real::new(c"pthread_mutex_destroy");
+pub static KEY_CREATE: Real = Real::new(c"pthread_key_create");
+pub static SET_SPECIFIC: Real = Real::new(c"pthread_setspecific");
 static RSEQ_OFFSET: Real = Real::new(c"__rseq_offset");
 pub static IOCTL: Real = Real::new(c"ioctl");
 pub static REALLOC: Real = Real::new(c"realloc");
@@ -106,6 +108,14 @@ pub fn has_threads() -> bool {
     let word = THREADLESS.found.load(Acquire).cast::<u8>();
     // SAFETY: not null, it is the address of libc's variable, a char, which is never unloaded.
     word.is_null() || unsafe { word.read_volatile() } == 0
+}
+
+/// The calling thread's control block.
+pub fn thread_pointer() -> usize {
+    let block: usize;
+    // SAFETY: on x86-64 the first word of the control block is its own address.
+    unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly)) };
+    block
 }
 
 /// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has none.

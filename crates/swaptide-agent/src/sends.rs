@@ -23,7 +23,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::procfs::{parse_u64, read_file};
 use swaptide_sys::raw::syscall6;
 
-use crate::{pins, real, start};
+use crate::{confined, pins, real, start};
 
 /// Read by the engine; see [`References`].
 pub static REFERENCES: References = References::new();
@@ -100,7 +100,8 @@ fn is_unpinned(fd: c_int) -> bool {
 /// A descriptor that was opened, or -1: nobody has read by it yet.
 #[inline]
 fn opened(fd: c_int, flags: c_int) -> c_int {
-    if flags & O_DIRECT != 0 && fd >= 0 && is_unpinned(fd) {
+    // Under a filter nobody may ask.
+    if flags & O_DIRECT != 0 && fd >= 0 && (confined::is() || is_unpinned(fd)) {
         keep_all();
     }
     fd

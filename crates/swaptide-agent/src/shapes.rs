@@ -19,13 +19,14 @@ use std::ffi::{c_int, c_ulong, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use swaptide_engine::bell::Knock;
 use swaptide_engine::ids::MANAGED_END;
 use swaptide_sys::mem::unlock_own_ranges;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
 
-use crate::{pins, real, start};
+use crate::{confined, pins, real, start};
 
 const SYS_IOCTL: u32 = 16;
 const SYS_MADVISE: u32 = 28;
@@ -58,6 +59,10 @@ pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
 /// is under way it is tried again.
 fn let_range_go(range: VirtRange) -> bool {
     const TRIES: usize = 200;
+    if confined::is() {
+        const KNOCKS: usize = 10_000;
+        return (0..KNOCKS).any(|_| start::engine_unasked().is_none_or(|engine| engine.bells.knock(Knock::Release, range)));
+    }
     (0..TRIES).any(|_| {
         let is_gone = start::engine().is_none_or(|engine| engine.bells.release(range));
         if !is_gone {
@@ -79,7 +84,8 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     let call = |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
     match advice {
         _ if !matters(advice) => call(advice as usize),
-        APART | KEPT => {
+        // Under a filter no other advice may be given.
+        _ if advice == APART || advice == KEPT || confined::is() && start::engine_unasked().is_some() => {
             if let Some(range) = pages(addr, len) {
                 pins::exclude(range);
                 if !let_range_go(range) {
@@ -118,6 +124,10 @@ pub fn advise_process(pidfd: usize, iov: usize, count: usize, advice: c_int, fla
     // SAFETY: the arguments are the program's own.
     let call = |count: usize| unsafe { syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize };
     const MOST: usize = 1024;
+    if confined::is() && matters(advice) {
+        start::let_go();
+        return call(count);
+    }
     // Of another process the kernel refuses such advice, of none of its ranges too.
     if !matters(advice) || iov == 0 || count > MOST || call(0) != 0 {
         return call(count);
@@ -151,7 +161,7 @@ pub fn lock_all(flags: usize) -> isize {
     const ONFAULT: usize = 4;
     // SAFETY: locking memory changes no data.
     let result = unsafe { syscall6(SYS_MLOCKALL, [flags | ONFAULT, 0, 0, 0, 0, 0]) as isize };
-    if result == 0 {
+    if result == 0 && !confined::is() {
         unlock_own_ranges();
     }
     result
@@ -187,6 +197,12 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     // for.
     let call = |addr: usize, flags: usize| unsafe { syscall6(SYS_SHMAT, [id, addr, flags, 0, 0, 0]) as isize };
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
+    if confined::is() {
+        if flags & SHM_REMAP != 0 {
+            start::let_go();
+        }
+        return call(addr, flags);
+    }
     let is_over = flags & SHM_REMAP != 0 && at != 0 && at.is_multiple_of(PAGE_SIZE) && start::engine().is_some();
     let Some(range) = is_over.then(|| segment_len(id)).flatten().and_then(|len| pages(at, len)) else {
         return call(addr, flags);
@@ -243,7 +259,8 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
 fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
     const UFFD: u32 = 0xaa00;
     let request = request as u32;
-    if request & 0xff00 != UFFD || start::engine().is_none() {
+    let engine = || if confined::is() { start::engine_unasked() } else { start::engine() };
+    if request & 0xff00 != UFFD || engine().is_none() {
         return call();
     }
     let Some(range) = needed(request, arg) else { return call() };

@@ -22,7 +22,7 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{abort_with, exit_thread, getpid, set_name};
 use swaptide_sys::{AsFd, AsRawFd};
 
-use crate::{exec, start};
+use crate::{confined, exec, start};
 
 const SHARED: c_int = 0x01;
 const KIND: c_int = 0x0f;
@@ -54,14 +54,6 @@ const FAILED: u32 = 2;
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: nobody is asked again.
 static REFUSED: AtomicBool = AtomicBool::new(false);
-/// The program has put itself under a filter of system calls: what this module needs may be forbidden now, on pain of death.
-static CONFINED: AtomicBool = AtomicBool::new(false);
-
-/// Called before the program puts itself under a filter.
-pub fn will_be_confined() {
-    CONFINED.store(true, Relaxed);
-}
-
 fn note(range: VirtRange) {
     let at = COUNT.fetch_add(1, Relaxed);
     // One too many stands with the last one: more is asked about than need be.
@@ -87,7 +79,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
     const SYS_MMAP: u32 = 9;
     let kind = flags & KIND == SHARED && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
     // The child of a vfork has its parent's memory, and is not the process that the supervisor would see.
-    let ours = start::is_own_process() && !CONFINED.load(Relaxed) && !REFUSED.load(Relaxed);
+    let ours = start::is_own_process() && !confined::is() && !REFUSED.load(Relaxed);
     if !kind || (len as u64) < SMALLEST_REGION || prot & PROT_EXEC != 0 || !ours {
         return None;
     }
@@ -128,7 +120,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
 pub fn hint(addr: usize, len: usize, advice: c_int) {
     if matches!(advice, 0..=3 | 9 | 20 | 21)
         && concerns(addr, len)
-        && !CONFINED.load(Relaxed)
+        && !confined::is()
         && let Some(socket) = exec::socket()
     {
         let _ = shared::advise(socket, addr, len, advice);
@@ -140,7 +132,7 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
     if !concerns(addr, len) {
         return Some(change());
     }
-    let socket = exec::socket().filter(|_| !CONFINED.load(Relaxed))?;
+    let socket = exec::socket().filter(|_| !confined::is())?;
     let held = shared::advise(socket, addr, len, HOLD)?;
     let word = change();
     if held {
@@ -155,7 +147,7 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
 
 /// In a forked child, before it goes on: nothing that is out may be lost to it.
 pub fn forked() {
-    if GUARDED.load(Relaxed) == 0 || CONFINED.load(Relaxed) {
+    if GUARDED.load(Relaxed) == 0 || confined::is() {
         // Without regions; or it is brought all that is out by and by, as one that comes through no hook.
         return;
     }

@@ -12,10 +12,12 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd};
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::time::Duration;
 
-use swaptide_engine::bell::Ring;
+use swaptide_engine::bell::{Knock, Ring};
 use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::handler::Handler;
 use swaptide_engine::patience::{TURN, Waited};
@@ -25,6 +27,7 @@ use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcSta
 use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
+use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::patron::{self, Patron};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
@@ -33,7 +36,7 @@ use swaptide_sys::thread::{
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::{cradle, ends, exec, log, pinned, pins, real, sends, shared, words};
+use crate::{confined, cradle, ends, exec, log, pinned, pins, real, sends, shared, words};
 
 /// See the module's description.
 pub static FORK_LOCK: Lock<()> = Lock::new(());
@@ -74,6 +77,13 @@ pub fn engine() -> Option<&'static Engine> {
     // SAFETY: the pointer is null or that of an engine that is never freed.
     let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
     (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
+}
+
+/// As [`engine`], without a system call: where none may be made ([`confined`]). A child that a bare
+/// instruction makes would find its parent's.
+pub fn engine_unasked() -> Option<&'static Engine> {
+    // SAFETY: as above.
+    unsafe { ENGINE.load(Acquire).as_ref() }
 }
 
 /// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to the swap file.
@@ -120,6 +130,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     OWN_PID.store(getpid().0, Relaxed);
     real::find();
     // The first thread's: libc's loader made it, anywhere among the mappings.
+    confined::find();
     words::pin_own_block();
     patron::name(&PATRON);
     if let Some(path) = own_path() {
@@ -427,6 +438,9 @@ fn serve(handler: &mut Handler) {
 
 /// Has everything brought back, and this process let go for good; returns when that is done. Called by the program's threads.
 pub fn let_go() {
+    if confined::is() {
+        return let_go_unasked();
+    }
     let this = getpid().0;
     let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
     let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else { return };
@@ -441,6 +455,35 @@ pub fn let_go() {
     }
 }
 
+/// The same without a system call of the program's thread: see [`confined`].
+fn let_go_unasked() {
+    KEPT_FREE.store(true, Release);
+    loop {
+        if let Some(engine) = engine_unasked() {
+            let slot = engine.slot();
+            slot.detach.store(1, Release);
+            slot.limit_bytes.store(NO_LIMIT, Release);
+            let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
+            engine.bells.knock(Knock::Detach, nowhere);
+        }
+        // Management that was beginning has begun, or will find the flag.
+        if let Some(guard) = FORK_LOCK.try_lock() {
+            std::mem::forget(guard);
+            let is_over = engine_unasked().is_none();
+            // SAFETY: this thread took the lock; who waits for it looks again by itself.
+            unsafe { FORK_LOCK.force_unlock() };
+            if is_over {
+                return;
+            }
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// The program was let go where its thread could not tell the sleeper: management must not begin.
+/// Stored before, and read under, [`FORK_LOCK`].
+static KEPT_FREE: AtomicBool = AtomicBool::new(false);
+
 /// Takes the program's memory under management; returns when that was refused, or the program was let go.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
@@ -451,6 +494,11 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
         return;
     }
     let guard = FORK_LOCK.lock();
+    if KEPT_FREE.load(Acquire) {
+        drop(guard);
+        slot.set_state(ProcState::Detached);
+        return;
+    }
     let handler = match prepare_engine(segment, index) {
         Ok(handler) => handler,
         Err(why) => {
@@ -479,6 +527,7 @@ fn tell_panics() {
 fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
     let began = now();
     tell_panics();
+    confined::look();
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     if files.is_some_and(|files| files < FEWEST_FILES) {
         return Err(format!("the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit -n)"));
@@ -598,7 +647,7 @@ static FORKING: AtomicU32 = AtomicU32::new(0);
 
 /// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is within a fork already.
 pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
-    if FORKING.load(Relaxed) == gettid().0 {
+    if !confined::is() && FORKING.load(Relaxed) == gettid().0 {
         return fork();
     }
     prepare();
@@ -611,8 +660,29 @@ pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
     pid
 }
 
+/// The fork under way is one of a program that is [`confined`]. Guarded by [`FORK_LOCK`].
+static FORKS_CONFINED: AtomicBool = AtomicBool::new(false);
+
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
 extern "C" fn prepare() {
+    if confined::is() {
+        // Nothing may begin meanwhile, and nothing is managed: neither end has anything to do.
+        let take = || loop {
+            match FORK_LOCK.try_lock() {
+                Some(guard) => break std::mem::forget(guard),
+                None => std::hint::spin_loop(),
+            }
+        };
+        take();
+        while engine_unasked().is_some() {
+            // SAFETY: this thread took the lock and forgot its guard; who waits for it looks again by itself.
+            unsafe { FORK_LOCK.force_unlock() };
+            let_go_unasked();
+            take();
+        }
+        FORKS_CONFINED.store(true, Relaxed);
+        return;
+    }
     let mask = block_all_signals().unwrap_or(0);
     let this = getpid().0;
     let before = FORKER_PID.swap(this, Relaxed);
@@ -659,6 +729,11 @@ fn let_go_before_fork(why: &str) {
 
 /// After a fork, in the parent.
 extern "C" fn parent() {
+    if FORKS_CONFINED.swap(false, Relaxed) {
+        // SAFETY: this thread took the lock in `prepare`; who waits for it looks again by itself.
+        unsafe { FORK_LOCK.force_unlock() };
+        return;
+    }
     if let Some(engine) = engine() {
         cradle::leave();
         engine.fork.close_end(false);
@@ -678,6 +753,12 @@ extern "C" fn parent() {
 
 /// After a fork, in the child, whose only thread this is.
 extern "C" fn child() {
+    if FORKS_CONFINED.swap(false, Relaxed) {
+        // SAFETY: no other thread exists here. This process is not managed.
+        unsafe { FORK_LOCK.force_unlock() };
+        PLACE.store(NOBODY, Release);
+        return;
+    }
     after_fork_in_child();
     FORKING.store(0, Relaxed);
     OWN_PID.store(getpid().0, Relaxed);

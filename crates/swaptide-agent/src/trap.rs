@@ -17,7 +17,7 @@ use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
-use crate::{ends, exec, hooks, moves, pins, real, sends, shapes, shared, start, words};
+use crate::{confined, ends, exec, hooks, moves, pins, probe, real, sends, shapes, start, words};
 
 const SYS_EXECVE: usize = 59;
 const SYS_EXECVEAT: usize = 322;
@@ -58,10 +58,11 @@ static KINDS: [u8; CALLS] = {
         SYS_SHMAT,
         SYS_MLOCKALL,
         SYS_PROCESS_MADVISE,
+        SYS_PRCTL,
+        SYS_SECCOMP,
         words::SYS_FUTEX,
     ];
-    let before =
-        [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_PRCTL, SYS_SECCOMP, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
+    let before = [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
     let sends = [
         sends::SYS_VMSPLICE,
         sends::SYS_SENDTO,
@@ -103,7 +104,15 @@ const CLONE_THREAD: u64 = 0x1_0000;
 fn before_clone(flags: u64) {
     if flags & CLONE_VM != 0 {
         moves::will_have_threads();
-    } else if start::engine().is_some_and(|engine| engine.followed) {
+    }
+    if confined::is() {
+        // Only threads share all that there is.
+        if flags & (CLONE_VFORK | CLONE_THREAD) == 0 {
+            start::let_go();
+        }
+        return;
+    }
+    if flags & CLONE_VM == 0 && start::engine().is_some_and(|engine| engine.followed) {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
         start::let_go();
     }
@@ -155,11 +164,22 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
             before_thread(first as u64, fourth);
         }
         SYS_FORK => before_clone(0),
-        SYS_CLONE3 if first != 0 => {
-            // SAFETY: the first words of the program's argument, which the kernel is about to read as well.
-            let (flags, child_tid) = unsafe { (*(first as *const u64), *(first as *const u64).add(2)) };
-            before_clone(flags);
-            before_thread(flags, child_tid as usize);
+        SYS_CLONE3 => {
+            // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's to
+            // refuse; under a filter the read itself may be one call too many.
+            let mut words = [0u64; 3];
+            let is_read = if confined::is() && first != 0 {
+                // SAFETY: the program's argument, which the kernel is about to read as well.
+                words = unsafe { (first as *const [u64; 3]).read_unaligned() };
+                true
+            } else {
+                // SAFETY: any bytes are words.
+                probe::read(first, unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words)) })
+            };
+            if is_read {
+                before_clone(words[0]);
+                before_thread(words[0], words[2] as usize);
+            }
         }
         SYS_EXIT => {
             ends::ending(first);
@@ -168,15 +188,6 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
         SYS_SET_TID_ADDRESS => words::named(first, 4),
         SYS_SET_ROBUST_LIST => words::named_list(first),
         SYS_RSEQ => words::named(first, second.clamp(32, 4096)),
-        SYS_SECCOMP => {
-            const SET_MODE_FILTER: usize = 1;
-            const ALL_THREADS: usize = 1;
-            shared::will_be_confined();
-            if first == SET_MODE_FILTER && second & ALL_THREADS != 0 {
-                start::let_go();
-            }
-        }
-        SYS_PRCTL if first == hooks::PR_SET_SECCOMP as usize => shared::will_be_confined(),
         _ => sends::before(number, second, third, fourth),
     }
     real::SYSCALL.address()
@@ -186,6 +197,17 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
 /// goes there by a jump: the seventh parameter is the call's sixth argument.
 unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     real::libc_result(match number {
+        SYS_PRCTL | SYS_SECCOMP => {
+            // SAFETY: the program's own arguments.
+            let call = || unsafe { syscall6(number as u32, [a, b, c, d, e, f]) } as isize;
+            const ALL_THREADS: usize = 1;
+            // Without a filter the call only asks whether the kernel knows it.
+            if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
+                start::let_go();
+            }
+            let sets = if number == SYS_PRCTL { a == confined::PR_SET_SECCOMP as usize } else { confined::SETS.contains(&a) };
+            if sets { confined::set(call) } else { call() }
+        }
         words::SYS_FUTEX => words::futex([a, b, c, d, e, f]),
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),

@@ -14,12 +14,13 @@
 //! not seen (`docs/limits.md`).
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
 
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::{Tid, gettid};
 
-use crate::{pinned, real, start};
+use crate::probe::read;
+use crate::{confined, pinned, real, start};
 
 /// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq area.
 const BLOCK: usize = 0x900;
@@ -27,10 +28,8 @@ const RSEQ_BYTES: usize = 32;
 
 /// Pins the control block of the calling thread: it starts at the thread pointer.
 pub fn pin_own_block() {
-    let block: usize;
-    // SAFETY: on x86-64 the first word of the control block is its own address.
-    unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly)) };
-    let tid = gettid();
+    let block = real::thread_pointer();
+    let tid = confined::own_tid();
     let pin = |at, len| {
         pinned::pin_for_thread(at, len, tid);
         // SAFETY: memory of this thread's own control block.
@@ -180,7 +179,6 @@ fn fetch(word: usize, operation: usize) -> bool {
 /// The program has set a robust list of its own.
 static OWN_LISTS: AtomicBool = AtomicBool::new(false);
 const SYS_GET_ROBUST_LIST: u32 = 274;
-const SYS_PROCESS_VM_READV: u32 = 310;
 /// Entries of a list that the kernel walks at most.
 const LIST_LIMIT: usize = 2048;
 /// Bytes of a list's head.
@@ -190,6 +188,9 @@ const HEAD: usize = 24;
 pub fn named(addr: usize, len: usize) {
     if addr != 0 && pinned::pin_for_good(addr, len) {
         pinned::await_taking();
+        if confined::is() {
+            return;
+        }
         // By the call that the engine needs anyway: a filter of the program's may end it for another.
         fetch(addr & !3, PRIVATE);
         fetch(addr.wrapping_add(len - 1) & !3, PRIVATE);
@@ -199,13 +200,46 @@ pub fn named(addr: usize, len: usize) {
 /// The calling thread's robust list begins at `head` from now on.
 pub fn named_list(head: usize) {
     OWN_LISTS.store(true, Relaxed);
+    call_at_end();
     named(head, HEAD);
+}
+
+/// Libc's key whose destructor is [`end_of_thread`], and 1 more; 0: none yet.
+static KEY: AtomicU32 = AtomicU32::new(0);
+
+/// Has libc call [`ending`] when the calling thread ends in whatever way: by a return, by
+/// `pthread_exit`, or cancelled.
+fn call_at_end() {
+    type Destructor = extern "C" fn(*mut c_void);
+    let (create, set) = (real::KEY_CREATE.address(), real::SET_SPECIFIC.address());
+    if create.is_null() || set.is_null() {
+        return;
+    }
+    // SAFETY: the addresses are those of libc's functions of these types.
+    let create: unsafe extern "C" fn(*mut u32, Destructor) -> c_int = unsafe { std::mem::transmute(create) };
+    // SAFETY: as above.
+    let set: unsafe extern "C" fn(u32, *const c_void) -> c_int = unsafe { std::mem::transmute(set) };
+    if KEY.load(Acquire) == 0 {
+        let mut key = 0;
+        // SAFETY: `key` is written; the destructor is a function of this type.
+        if unsafe { create(&raw mut key, end_of_thread) } != 0 {
+            return;
+        }
+        // Two threads may have made one each: the second is not used.
+        let _ = KEY.compare_exchange(0, key + 1, AcqRel, Acquire);
+    }
+    // SAFETY: the key was made above; the value is only compared with null.
+    unsafe { set(KEY.load(Acquire) - 1, std::ptr::without_provenance(1)) };
+}
+
+extern "C" fn end_of_thread(_value: *mut c_void) {
+    ending();
 }
 
 /// The calling thread is about to end: the kernel must find the entries of a robust list that is the
 /// program's own. They are pinned until the thread is gone.
 pub fn ending() {
-    if !OWN_LISTS.load(Relaxed) || start::engine().is_none() {
+    if !OWN_LISTS.load(Relaxed) || confined::is() || start::engine().is_none() {
         return;
     }
     let (mut head, mut len) = (0usize, 0usize);
@@ -252,16 +286,6 @@ fn pin_entries(head: usize, tid: Option<Tid>) {
     }
 }
 
-/// Reads memory that may not be there. False if it is not.
-fn read(addr: usize, buf: &mut [u8]) -> bool {
-    let local = [buf.as_mut_ptr() as usize, buf.len()];
-    let remote = [addr, buf.len()];
-    let pid = swaptide_sys::thread::getpid().0 as usize;
-    let a = [pid, local.as_ptr() as usize, 1, remote.as_ptr() as usize, 1, 0];
-    // SAFETY: the kernel writes to the buffer and checks the other address.
-    unsafe { syscall6(SYS_PROCESS_VM_READV, a) as isize == buf.len() as isize }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -277,13 +301,5 @@ mod tests {
         // FUTEX_OP(SET, 9, EQ, 0)
         assert_eq!(futex([at, 5 | PRIVATE, 1, 1, at, 9 << 12]), 0);
         assert_eq!(word, 9);
-    }
-
-    #[test]
-    fn memory_that_is_not_there_is_not_read() {
-        assert!(!read(4096, &mut [0; 8]));
-        let mut copy = [0u8; 4];
-        assert!(read(b"text".as_ptr() as usize, &mut copy));
-        assert_eq!(&copy, b"text");
     }
 }

@@ -12,6 +12,13 @@
 //! 3. When the program was let go nobody hears any more, and nobody waits.
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has left there cannot be taken for it.
 //!
+//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a page
+//! of a second registered area, which it touches. The fault tells the handler, which fills the page
+//! when it has done what was asked, and empties it again before the door is used again. Nothing of
+//! that is a system call of the thread's.
+//!
+//! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
+//!
 //! Locks: none. A ringing thread waits on futex words of the engine's memory only.
 
 use std::sync::atomic::{
@@ -21,6 +28,7 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::thread::{Tid, block_all_signals, gettid, lives, restore_signals, yield_now};
+use swaptide_sys::uffd::Uffd;
 
 use crate::EngineError;
 use crate::patience::{TURN, Waited};
@@ -43,7 +51,37 @@ pub enum Ring {
     Preload = 5,
     /// Bring in everything and let the program go.
     Detach = 6,
+    /// Somebody stands at a door. No bell means it.
+    Door = 7,
 }
+
+/// What a thread wants that knocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Knock {
+    /// As [`Bells::fence`].
+    Fence = 0,
+    /// As [`Hint::Release`].
+    Release = 1,
+    /// As [`Ring::Detach`], answered when the program was let go.
+    Detach = 2,
+}
+
+/// Threads that can stand at doors at a time; more wait for one.
+const DOORS: usize = 64;
+
+/// A door: its state, and what is wanted there.
+struct Door {
+    state: AtomicU32,
+    knock: AtomicU32,
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+/// Its thread has gone on: the page is to be emptied.
+const LEFT: u32 = 4;
+/// In the place of what is wanted: it could not be done.
+const REFUSED: u32 = u32::MAX;
 
 /// Pages of the area.
 const BELLS: usize = 7;
@@ -108,6 +146,8 @@ pub struct Bells {
     /// A range could not be released. Written by the handler before it answers.
     pub(crate) refused: AtomicBool,
     fences: [Fence; FENCES],
+    porch: Mapping,
+    doors: [Door; DOORS],
     /// The program was let go.
     closed: AtomicBool,
 }
@@ -119,7 +159,16 @@ impl Bells {
     /// When memory is refused.
     pub fn new() -> Result<Bells, EngineError> {
         let area = Mapping::reserve(BELLS * PAGE_SIZE).map_err(|e| EngineError::Memory("the bells' pages", e))?;
+        let porch = Mapping::reserve(DOORS * PAGE_SIZE).map_err(|e| EngineError::Memory("the doors' pages", e))?;
+        let door = || Door {
+            state: AtomicU32::new(FREE),
+            knock: AtomicU32::new(0),
+            start: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+        };
         Ok(Bells {
+            porch,
+            doors: std::array::from_fn(|_| door()),
             area,
             busy: AtomicU32::new(0),
             hint: AtomicU64::new(0),
@@ -137,6 +186,92 @@ impl Bells {
     /// The range to register.
     pub fn range(&self) -> VirtRange {
         self.area.range()
+    }
+
+    /// The doors' range, to register as well.
+    pub fn porch(&self) -> VirtRange {
+        self.porch.range()
+    }
+
+    /// The page of a door.
+    fn page_of_door(&self, index: usize) -> VirtRange {
+        VirtRange::from_len(self.porch().start.offset(index * PAGE_SIZE), PAGE_SIZE)
+    }
+
+    /// Asks for something without a system call; returns when it is done, or the program was let go.
+    /// False if a release was refused: the range stays managed.
+    pub fn knock(&self, knock: Knock, range: VirtRange) -> bool {
+        let claim = |door: &Door| door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+        let index = loop {
+            match self.doors.iter().position(claim) {
+                Some(index) => break index,
+                None if self.closed.load(Acquire) => return true,
+                None => std::hint::spin_loop(),
+            }
+        };
+        let door = &self.doors[index];
+        door.knock.store(knock as u32, Relaxed);
+        door.start.store(range.start.0, Relaxed);
+        door.end.store(range.end.0, Relaxed);
+        door.state.store(WAITING, Release);
+        let page = self.page_of_door(index).start;
+        while door.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
+            // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the handler has filled it.
+            unsafe { page.as_ptr::<u8>().read_volatile() };
+        }
+        let was_done = door.knock.load(Relaxed) != REFUSED;
+        let _ = door.state.compare_exchange(ANSWERED, LEFT, AcqRel, Relaxed);
+        was_done
+    }
+
+    /// The next door at which somebody waits, from `index` on: what for, and where.
+    pub(crate) fn waiting_at(&self, index: usize) -> Option<(usize, Knock, VirtRange)> {
+        let index = (index..DOORS).find(|&at| self.doors[at].state.load(Acquire) == WAITING)?;
+        let door = &self.doors[index];
+        let knock = match door.knock.load(Relaxed) {
+            0 => Knock::Fence,
+            1 => Knock::Release,
+            _ => Knock::Detach,
+        };
+        Some((index, knock, VirtRange { start: VirtAddr(door.start.load(Relaxed)), end: VirtAddr(door.end.load(Relaxed)) }))
+    }
+
+    /// What was wanted at a door is done, or was refused.
+    pub(crate) fn done_at(&self, index: usize, is_done: bool) {
+        if !is_done {
+            self.doors[index].knock.store(REFUSED, Relaxed);
+        }
+        let _ = self.doors[index].state.compare_exchange(WAITING, ANSWERED, AcqRel, Relaxed);
+    }
+
+    /// Fills the pages of the doors that were answered, and empties those whose threads have gone on.
+    /// True while some are not empty.
+    pub(crate) fn tend_doors(&self, uffd: &Uffd) -> bool {
+        let mut any = false;
+        for (index, door) in self.doors.iter().enumerate() {
+            let page = self.page_of_door(index);
+            match door.state.load(Acquire) {
+                ANSWERED => {
+                    any = true;
+                    // Where an event is unread this fails; the thread touches the page again then.
+                    let _ = uffd.zero_pages(page, true);
+                    let _ = uffd.wake(page);
+                }
+                LEFT => {
+                    // Registered, giving it up would be an event, which only this thread could read.
+                    let emptied = uffd.unregister(page).and_then(|()| {
+                        // SAFETY: the page is the engine's own and holds nothing.
+                        unsafe { advise(page, Advice::DontNeedLocked) }
+                    });
+                    if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
+                        crate::fatal(&format!("a door does not close: {}", swaptide_sys::Why(errno)));
+                    }
+                    door.state.store(FREE, Release);
+                }
+                _ => {}
+            }
+        }
+        any
     }
 
     /// Rings; returns when the handler has read it. Never from the handler itself.
@@ -294,6 +429,7 @@ impl Bells {
     /// In a forked child: nobody has asked for anything.
     pub fn reset(&self) {
         self.fences.iter().for_each(|f| f.state.store(FREE, Relaxed));
+        self.doors.iter().for_each(|door| door.state.store(FREE, Relaxed));
         self.busy.store(0, Relaxed);
         self.hint.store(0, Relaxed);
     }

@@ -118,9 +118,11 @@ impl Handler {
                 at = page.plus(1);
             }
             mm.staging.retire();
+            // Before the doors are open to everybody: who stands there goes on.
+            engine.bells.close();
+            let _ = self.uffd.unregister(engine.bells.porch());
             // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand still and end.
             unsafe { engine.close_uffd() };
-            engine.bells.close();
             mm.table = PageTable::new();
             if engine.followed {
                 shield::lift(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });

@@ -194,6 +194,7 @@ impl Engine {
         let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
         let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
         uffd.register_missing(bells.range()).map_err(|e| EngineError::Memory("registering the bells", e))?;
+        uffd.register_missing(bells.porch()).map_err(|e| EngineError::Memory("registering the doors", e))?;
         uffd.register_missing(staging.range()).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
         let header = &start.segment.header;
         let slot = start.segment.slot(start.index);
@@ -309,12 +310,12 @@ impl Engine {
 
     /// Waits while pages are chosen and taken out that were looked at before this call. What is
     /// pinned by then is not chosen any more.
-    pub fn await_taking(&self) {
+    pub fn await_taking(&self, pause: fn()) {
         fence(SeqCst);
         let seen = self.taking.load(SeqCst);
         // It is as long as a batch of moves takes, and never waits for a thread of the program.
         while seen % 2 == 1 && self.taking.load(SeqCst) == seen {
-            swaptide_sys::thread::yield_now();
+            pause();
         }
     }
 

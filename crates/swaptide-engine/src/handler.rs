@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{AcqRel, Relaxed};
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
@@ -22,12 +22,12 @@ use swaptide_sys::page::VirtRange;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::pagemap::Pagemap;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::now;
+use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::EngineError;
-use crate::bell::Ring;
+use crate::bell::{Knock, Ring};
 use crate::engine::{Engine, Mm};
 use crate::far::Away;
 use crate::fault::Served;
@@ -118,6 +118,10 @@ pub struct Handler {
     /// Fences are being answered; another one was come to meanwhile.
     pub(crate) fencing: bool,
     pub(crate) fence_again: bool,
+    /// Doors are being answered; somebody knocked meanwhile; some are not empty yet, until when they are looked after.
+    answering_doors: bool,
+    knocked_again: bool,
+    doors_until: Option<Nanos>,
     /// Bells that rang and were not served yet.
     pub(crate) rung: Vec<Ring>,
     /// Children of forks that came through no hook.
@@ -212,6 +216,9 @@ impl Handler {
             has_forked: false,
             fencing: false,
             fence_again: false,
+            answering_doors: false,
+            knocked_again: false,
+            doors_until: None,
             giving: false,
             recipients: Vec::new(),
             met: 0,
@@ -243,7 +250,8 @@ impl Handler {
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => {
                         self.listens = true;
-                        self.read_within(self.throttle.patience());
+                        let patience = self.tend_doors(self.throttle.patience());
+                        self.read_within(patience);
                     }
                 }
             }
@@ -419,6 +427,7 @@ impl Handler {
             _ => None,
         };
         match (event, ring) {
+            (Event::Fault { addr, .. }, _) if self.engine.bells.porch().contains(addr) => self.note_ring(Ring::Door),
             (Event::Fault { addr, tid, .. }, _) => self.pending.push_back(Fault { addr, tid, tries: 0 }),
             (_, Some(Ring::ForkDone)) => self.fork_done = true,
             (_, Some(ring)) => self.note_ring(ring),
@@ -463,6 +472,7 @@ impl Handler {
                 Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
                 Ring::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
                 Ring::ForkPrepare | Ring::ForkDone => {}
+                Ring::Door => self.answer_doors(),
             }
         }
     }
@@ -474,6 +484,57 @@ impl Handler {
             self.fork();
             self.serve_bells();
         }
+    }
+
+    /// Does what is wanted at the doors, and lets those go on who stand there.
+    fn answer_doors(&mut self) {
+        // As in `fence`.
+        if self.answering_doors {
+            self.knocked_again = true;
+            return;
+        }
+        self.answering_doors = true;
+        let bells = &self.engine.bells;
+        loop {
+            self.knocked_again = false;
+            let mut at = 0;
+            while let Some((index, knock, range)) = bells.waiting_at(at) {
+                at = index + 1;
+                let mut is_done = true;
+                match knock {
+                    Knock::Fence => self.adopt_mapping(range.start),
+                    Knock::Release => {
+                        // What the mailbox was answered stays.
+                        let before = bells.refused.swap(false, AcqRel);
+                        self.release(range);
+                        is_done = !bells.refused.swap(before, AcqRel);
+                    }
+                    // Answered by the end of everything.
+                    Knock::Detach => {
+                        self.detaching = self.detaching.or(Some(PageNo(0)));
+                        continue;
+                    }
+                }
+                bells.done_at(index, is_done);
+            }
+            if !self.knocked_again {
+                break;
+            }
+        }
+        self.answering_doors = false;
+        self.doors_until = Some(Nanos(now().0 + LATEST.as_nanos() as u64));
+        bells.tend_doors(self.uffd);
+    }
+
+    /// Looks after doors that are not empty; how long a message is waited for then. One whose thread
+    /// does not come back (a signal handler left it) is given up after a moment.
+    fn tend_doors(&mut self, patience: Option<Duration>) -> Option<Duration> {
+        let Some(until) = self.doors_until else { return patience };
+        if !self.engine.bells.tend_doors(self.uffd) || now() > until {
+            self.doors_until = None;
+            return patience;
+        }
+        Some(patience.unwrap_or(Duration::MAX).min(Duration::from_millis(1)))
     }
 
     /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go on.

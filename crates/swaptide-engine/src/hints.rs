@@ -128,7 +128,7 @@ impl Handler {
     }
 
     /// Brings a range in and lets it go.
-    fn release(&mut self, range: VirtRange) {
+    pub(crate) fn release(&mut self, range: VirtRange) {
         let engine = self.engine;
         engine.mm.lock().held = range;
         let pages = pages_of(range);

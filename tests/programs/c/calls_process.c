@@ -371,6 +371,13 @@ TEST(execve) {
     int status;
     MUST(waitpid(child, &status, 0) == child);
     say(" vfork=%d", WEXITSTATUS(status));
+    /* Arrays and strings that are not there. */
+    envp[1] = (char *)64;
+    out();
+    answer("execve", execve(path, argv, envp));
+    answer("execve", execve(path, argv, (char **)4096));
+    answer("execve", syscall(SYS_execve, path, argv, envp));
+    answer("execveat", syscall(SYS_execveat, AT_FDCWD, path, argv, 8ul, 0));
 }
 
 static int raw_child(void *argument) {
@@ -389,6 +396,8 @@ TEST(clone) {
     siginfo_t *info = buffer(sizeof *info);
     struct rusage *usage = buffer(sizeof *usage);
     out();
+    answer("clone3", syscall(SYS_clone3, 64ul, sizeof *args));
+    answer("clone3", syscall(SYS_clone3, NULL, sizeof *args));
     long child = syscall(SYS_clone3, args, sizeof *args);
     if (child == 0) _exit(*child_tid == (int)syscall(SYS_gettid) ? 6 : 7);
     works("clone3", child);

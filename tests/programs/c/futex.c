@@ -390,7 +390,7 @@ struct robust_head {
 
 static uint32_t *list_word[3];
 
-static void *with_list(void *go) {
+static void *with_list(void *how) {
     struct robust_head *head = (struct robust_head *)(words_area + 80 * PAGE);
     void **entry[3];
     for (size_t i = 0; i < 3; i++) {
@@ -402,18 +402,25 @@ static void *with_list(void *go) {
     *head = (struct robust_head){entry[0], 32, NULL};
     MUST(syscall(SYS_set_robust_list, head, sizeof *head) == 0);
     out(words_area + 76 * PAGE, 20, words_area + 78 * PAGE);
-    if (go != NULL) syscall(SYS_exit, 0);
+    enum end way = *(enum end *)how;
+    if (way == RAW) syscall(SYS_exit, 0);
+    if (way == EXIT) pthread_exit(NULL);
+    if (way == CANCELLED) {
+        MUST(pthread_cancel(pthread_self()) == 0);
+        pthread_testcancel();
+        die("a cancelled thread goes on");
+    }
     return NULL;
 }
 
-static void own_list(int raw) {
+static void own_list(enum end way) {
     pthread_t thread;
-    MUST(pthread_create(&thread, NULL, with_list, raw ? &thread : NULL) == 0);
+    MUST(pthread_create(&thread, NULL, with_list, &way) == 0);
     double end = now() + 10;
-    if (!raw) MUST(pthread_join(thread, NULL) == 0);
+    if (way != RAW) MUST(pthread_join(thread, NULL) == 0);
     for (size_t i = 0; i < 3; i++) {
         while (list_word[i] == NULL || !(*(volatile uint32_t *)list_word[i] & FUTEX_OWNER_DIED)) {
-            if (now() > end) die("own robust list, raw %d: word %zu is not marked", raw, i);
+            if (now() > end) die("own robust list, way %d: word %zu is not marked", way, i);
             usleep(1000);
         }
     }
@@ -456,10 +463,10 @@ static void words(void) {
         await_clear(word, "set_tid_address");
         MUST(pthread_create(&thread, NULL, with_rseq, NULL) == 0);
         MUST(pthread_join(thread, NULL) == 0);
-        memset(list_word, 0, sizeof list_word);
-        own_list(0);
-        memset(list_word, 0, sizeof list_word);
-        own_list(1);
+        for (enum end way = RETURN; way < ENDS; way++) {
+            memset(list_word, 0, sizeof list_word);
+            own_list(way);
+        }
         dispatch();
         words_area = filled(128);
     } while (now() < end);

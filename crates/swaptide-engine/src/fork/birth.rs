@@ -21,12 +21,13 @@
 //! Locks: the memory lock of the child's copy, which nobody holds there.
 
 use std::mem::ManuallyDrop;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_sys::maps::{for_each_marked_vma, for_each_vma};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::sock::{Conn, poll_readable};
-use swaptide_sys::thread::now;
+use swaptide_sys::thread::{now, sleep};
 use swaptide_sys::uffd::{Coverage, Uffd};
 use swaptide_sys::{AsFd, Errno, FromRawFd, OwnedFd};
 
@@ -38,6 +39,8 @@ use crate::handler::Handler;
 const BORN: u8 = b'B';
 /// Its second: its userfaultfd comes with it.
 const ARMED: u8 = b'A';
+/// A test wants the child to stand still before it says that it is there.
+const FAIL_BIRTH: u32 = 13;
 /// The handler's: it has it.
 const TAKEN_IN: u8 = b'G';
 /// All is in doubt: the child arms what bears the mark, whatever its table lists.
@@ -160,6 +163,9 @@ impl Engine {
         let number = self.fork.child_end().ok_or(Errno::PROTO)?;
         // SAFETY: the number is the child's end in this process's table; it stays open for who takes over, and is not closed here.
         let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
+        while self.start.segment.header.fail.load(Relaxed) == FAIL_BIRTH {
+            sleep(Duration::from_millis(100));
+        }
         conn.send(&[BORN], &[])?;
         let mut message = [0u8; 1 + MOST_DOUBTS * DOUBT_BYTES];
         let (length, _) = conn.recv(&mut message, &mut [])?;
@@ -168,6 +174,7 @@ impl Engine {
         }
         let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
         uffd.register_missing(self.bells.range())?;
+        uffd.register_missing(self.bells.porch())?;
         // SAFETY: this is the only thread of the process; the parent's, one of which may have had the lock, are not here.
         unsafe { self.mm.force_unlock() };
         let mm = self.mm.lock();

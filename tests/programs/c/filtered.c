@@ -1,0 +1,100 @@
+/* A thread under a filter of system calls of its own, which lets pass what the program itself calls and nothing more: swaptide's hooks make none of
+ * theirs on it. Threads map, move, grow and give up memory, with most of the program out; mode fork forks as well.
+ *
+ *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with another call), fork (as kill), strict */
+#include "common.h"
+
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+static struct arguments given;
+static unsigned char *ballast;
+
+static const int allowed[] = {SYS_read, SYS_write, SYS_exit, SYS_exit_group, SYS_futex, SYS_mmap, SYS_munmap, SYS_mremap, SYS_brk, SYS_mprotect,
+                              SYS_clone, SYS_clone3, SYS_set_robust_list, SYS_rseq, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_wait4, SYS_newfstatat,
+                              SYS_fstat, SYS_gettid, SYS_getrandom, SYS_clock_gettime};
+
+/* Of madvise only MADV_DONTNEED, MADV_FREE and MADV_WILLNEED pass. */
+static void confine(unsigned action) {
+    enum { COUNT = sizeof allowed / sizeof *allowed };
+    struct sock_filter code[COUNT + 8] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
+    for (int i = 0; i < COUNT; i++)
+        code[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)allowed[i], (unsigned char)(COUNT + 5 - i), 0);
+    struct sock_filter *rest = code + 1 + COUNT;
+    rest[0] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_madvise, 0, 4);
+    rest[1] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[2]));
+    rest[2] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_DONTNEED, 3, 0);
+    rest[3] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_FREE, 2, 0);
+    rest[4] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_WILLNEED, 1, 0);
+    rest[5] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, action);
+    rest[6] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    struct sock_fprog program = {.len = COUNT + 8, .filter = code};
+    MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+}
+
+static void *mover(void *number) {
+    enum { PAGES = 512 };
+    uint64_t random = mix(given.seed ^ (uintptr_t)number);
+    for (uint64_t turn = 1; turn < 16; turn++) {
+        unsigned char *area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        MUST(area != MAP_FAILED);
+        uint64_t key = key_of(given.seed + (uintptr_t)number, turn, 3);
+        for (size_t page = 0; page < PAGES; page += 3) fill_page(area + page * PAGE, key + page);
+        area = mremap(area, PAGES * PAGE, (PAGES + 256) * PAGE, MREMAP_MAYMOVE);
+        MUST(area != MAP_FAILED);
+        MUST(madvise(area, PAGES * PAGE, MADV_WILLNEED) == 0);
+        for (int i = 0; i < 300; i++) {
+            size_t page = below(&random, given.pages);
+            glance_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of the ballast");
+        }
+        for (size_t page = 0; page < PAGES; page += 3) check_page(area + page * PAGE, key + page, "page of a mapping that has grown");
+        unsigned char *block = malloc(200000);
+        MUST(block != NULL);
+        memset(block, (int)turn, 200000);
+        block = realloc(block, 4000000);
+        MUST(block != NULL && block[0] == (unsigned char)turn && block[199999] == (unsigned char)turn);
+        free(block);
+        MUST(madvise(area, PAGE, MADV_DONTNEED) == 0 && area[0] == 0);
+        MUST(munmap(area, (PAGES + 256) * PAGE) == 0);
+    }
+    return NULL;
+}
+
+int main(int count, char **words) {
+    given = parse(count, words, "kill");
+    ballast = map(given.pages * PAGE);
+    for (size_t page = 0; page < given.pages; page++) fill_page(ballast + page * PAGE, key_of(given.seed, page, 1));
+    usleep(300000);
+    /* Nothing but a question: no filter is set. */
+    MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, NULL) == -1 && errno == EFAULT);
+    if (strcmp(given.mode, "strict") == 0) {
+        MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0);
+        for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
+        static const char said[] = "OK filtered strict\n";
+        if (write(STDOUT_FILENO, said, sizeof said - 1) < 0) syscall(SYS_exit, 4);
+        syscall(SYS_exit, 0);
+    }
+    confine(strcmp(given.mode, "trap") == 0    ? SECCOMP_RET_TRAP
+            : strcmp(given.mode, "errno") == 0 ? SECCOMP_RET_ERRNO | EPERM
+                                               : SECCOMP_RET_KILL_PROCESS);
+    pthread_t thread[3];
+    for (size_t i = 0; i < 3; i++) MUST(pthread_create(&thread[i], NULL, mover, (void *)i) == 0);
+    for (size_t i = 0; i < 3; i++) MUST(pthread_join(thread[i], NULL) == 0);
+    for (int i = 0; strcmp(given.mode, "fork") == 0 && i < 3; i++) {
+        pid_t child = fork();
+        MUST(child >= 0);
+        if (child == 0) {
+            for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of a child");
+            _exit(0);
+        }
+        int status;
+        MUST(waitpid(child, &status, 0) == child && status == 0);
+    }
+    for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
+    return ok("filtered", given.mode);
+}
