@@ -72,6 +72,12 @@ def hand_over_fails(context):
     context.expect("does not say that it is there" in agent_log(context), agent_log(context)[-400:])
 
 
+def birth_fails(context):
+    """A child of a followed fork that never arms its memory is killed, and said to be; its parent goes on."""
+    done = context.c("forklock", "once", megabytes=48, seconds=1, env={**os.environ, "SWAPTIDE_TEST_FAIL": "13"})
+    context.expect(context.native or "child 9" in done.text(), f"the child was not killed: {done.text()!r}")
+
+
 def wait_for(context, true, what):
     while not true():
         if context.hung is not None:
@@ -271,6 +277,7 @@ CASES = [
     Case("fork-files", few_descriptors, 24, allowance=160, forks=True),
     Case("fork-full-table", full_table, 24, allowance=160, forks=True),
     Case("fork-fails", hand_over_fails, 24, swaps=False),
+    Case("fork-birth", birth_fails, 24, forks=True, unprivileged=True, complaint="does not arm its memory"),
     Case("fork-told-to-end", told_to_end, 24, swaps=False),
     Case("fork-door", door, 32, swaps=False),
     Case("fork-jemalloc", allocators("jemalloc"), 24, allowance=200, forks=True),

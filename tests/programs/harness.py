@@ -60,6 +60,8 @@ class Case:
     swaps: bool = True
     """The data is larger than the budget: the report must show pages going out."""
     unprivileged: bool = False
+    # What swaptide must say on standard error; nothing else may be said there.
+    complaint: str = ""
     """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
     forks: bool = False
     """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the report alone is judged."""
@@ -235,6 +237,9 @@ class Context:
                 self.peak = max(self.peak, sampled)
             return
         complaints = [line for line in errors.splitlines() if line.startswith("swaptide")]
+        expected = self.case.complaint
+        self.expect(not expected or any(expected in line for line in complaints), f"swaptide does not say {expected!r}")
+        complaints = [line for line in complaints if not expected or expected not in line]
         self.expect(not complaints, f"swaptide complained: {' | '.join(complaints[:3])}")
         self.expect(report_path.exists(), f"it wrote no report{tail}")
         try:

@@ -27,6 +27,7 @@ use swaptide_ipc::Header;
 use swaptide_sys::sock::peer_of;
 
 use crate::areas::{AreaError, AreaView, Areas};
+use crate::circular;
 use crate::device;
 use crate::groups::{GroupPath, GroupView};
 use crate::keeper::{self, Keeper, Squeezed};
@@ -422,8 +423,19 @@ impl Counter<'_> {
         let Some(tiers) = keeper::ask(self.keeper, |keeper| *keeper.groups().tiers()) else { return ending() };
         let views = self.areas.view().into_iter().filter(|(_, view)| view.kind == "file");
         let files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
+        let asked = match device::parse(text) {
+            Ok(device) => device,
+            Err(error) => return Answer::Error(error.to_string()),
+        };
+        let members = |all: Vec<u32>| {
+            let members = |keeper: &mut Keeper| all.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
+            keeper::ask(self.keeper, members).unwrap_or_default()
+        };
+        if let Some(why) = circular::refusal(&asked, members) {
+            return Answer::Error(why);
+        }
         let add = || {
-            let mut device = device::parse(text)?;
+            let mut device = asked;
             mirror::settle(&mut device, &tiers, &files)?;
             self.areas.add(device::open_beyond(&device, self.budget)?).map(drop)
         };

@@ -18,15 +18,17 @@
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither goes on with zeros.
+//! 4. A child that has not armed its memory after [`ARMS_WITHIN`] is killed, and its parent goes on.
+//!    Time in which it is stopped does not count, nor time in which nobody looked.
 //!
 //! Locks: none.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use swaptide_ipc::Request;
 use swaptide_sys::Errno;
-use swaptide_sys::process::pidfd_open;
+use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Change, Tracee, seize};
 use swaptide_sys::sock::{Conn, poll_readable};
 
@@ -36,10 +38,40 @@ const AWAITED: usize = 24;
 /// keep the supervisor from others.
 const MOST_OF_ONE: usize = 8;
 
+/// How long a child may take to arm its memory. It takes milliseconds.
+pub const ARMS_WITHIN: Duration = Duration::from_secs(30);
+/// Between two looks at the children that arm theirs; one look adds at most twice this to the time
+/// that counts.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// A child that arms its memory.
+struct Arming {
+    life: OwnedFd,
+    pid: u32,
+    looked: Instant,
+    spent: Duration,
+}
+
+impl Arming {
+    /// Whether it has taken longer than `bound`.
+    fn is_late(&mut self, bound: Duration) -> bool {
+        let now = Instant::now();
+        let passed = now - self.looked;
+        if passed >= LOOK {
+            self.looked = now;
+            self.spent += passed.min(2 * LOOK);
+            if proc_info(self.pid).is_some_and(|process| process.stopped) {
+                self.spent = Duration::ZERO;
+            }
+        }
+        self.spent >= bound
+    }
+}
+
 enum Stage {
     Ahead,
     Birth(Tracee),
-    Arming(OwnedFd),
+    Arming(Arming),
     Leaving,
 }
 
@@ -107,7 +139,7 @@ impl Followed {
     pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.forks.iter().take(AWAITED).flat_map(|fork| {
             let life = match &fork.stage {
-                Stage::Arming(life) => Some(life.as_fd()),
+                Stage::Arming(arming) => Some(arming.life.as_fd()),
                 _ => None,
             };
             // Who leaves has hung up, and would be heard for ever.
@@ -116,25 +148,39 @@ impl Followed {
         })
     }
 
-    /// How long to wait at most, where not all can be waited for.
+    /// How long to wait at most: not all can be waited for, or a child has its time.
     pub fn patience(&self) -> Option<Duration> {
-        (self.forks.len() > AWAITED).then_some(Duration::from_millis(1))
+        let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
+        (self.forks.len() > AWAITED).then_some(Duration::from_millis(1)).or_else(|| self.forks.iter().any(arms).then_some(LOOK))
     }
 
-    /// Looks who has said a word, or is gone.
-    pub fn attend(&mut self) {
-        self.forks.retain_mut(|fork| match &fork.stage {
+    /// Looks who has said a word, or is gone. Kills children that take longer than `bound` to arm
+    /// their memory; answers which.
+    pub fn attend(&mut self, bound: Duration) -> Vec<u32> {
+        let mut killed = Vec::new();
+        self.forks.retain_mut(|fork| match &mut fork.stage {
             Stage::Ahead if has_word(fork.client.as_fd()) => {
                 // It has not forked. It is let go when it stands still.
                 fork.stage = Stage::Leaving;
                 fork.parent.interrupt().is_ok()
             }
-            Stage::Arming(life) if has_word(fork.client.as_fd()) || has_word(life.as_fd()) => {
+            Stage::Arming(arming) if has_word(fork.client.as_fd()) || has_word(arming.life.as_fd()) => {
                 let _ = fork.parent.release(0);
                 false
             }
+            Stage::Arming(arming) => {
+                if arming.is_late(bound) {
+                    if pidfd_send_signal(arming.life.as_fd(), libc::SIGKILL).is_ok() {
+                        killed.push(arming.pid);
+                    }
+                    // Its end is told of by its descriptor.
+                    arming.spent = Duration::ZERO;
+                }
+                true
+            }
             _ => true,
         });
+        killed
     }
 
     /// Whether a thread is followed.
@@ -194,7 +240,10 @@ impl Followed {
             _ => begin(child, fork.entry, fork.frame).inspect_err(|_| crate::signals::send(tid, libc::SIGKILL)).ok(),
         };
         match life {
-            Some(life) => fork.stage = Stage::Arming(life),
+            Some(life) => {
+                let looked = Instant::now();
+                fork.stage = Stage::Arming(Arming { life, pid: tid, looked, spent: Duration::ZERO });
+            }
             None => {
                 let _ = fork.parent.release(0);
                 self.forks.swap_remove(at);

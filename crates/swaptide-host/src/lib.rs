@@ -10,6 +10,7 @@
 //! | [`target`] | the program, and why some cannot be run |
 //! | [`device`] | `--swap`, and the files and block devices behind it |
 //! | [`areas`] | the swap areas of a run, added and taken away |
+//! | [`circular`] | areas that a process of the run serves itself |
 //! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
 //! | [`budget`] | the policy: whom to manage, who gets how much (pure) |
 //! | [`groups`] | tiers, groups, their settings and what they have |
@@ -31,6 +32,7 @@
 
 pub mod areas;
 pub mod budget;
+pub mod circular;
 pub mod config;
 pub mod control;
 pub mod daemon;

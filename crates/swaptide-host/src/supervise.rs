@@ -51,7 +51,7 @@ use crate::daemon::client::{self, RemoteAreas};
 use crate::device::{self, Acceptance, SwapSpace};
 use crate::doctor::{self, Forks};
 use crate::ending::Ending;
-use crate::followed::Followed;
+use crate::followed::{self, Followed};
 use crate::groups::{GroupError, GroupPath, Groups};
 use crate::keeper::{self, Keeper};
 use crate::mirror;
@@ -690,7 +690,7 @@ impl Back {
             if ready & 4 != 0 && self.channel.is_some() {
                 self.listen_to_front();
             }
-            self.followed.attend();
+            self.attend_forks();
             self.follow_signals();
             if !self.look_at_children() {
                 // The keeper ends with its channel.
@@ -700,16 +700,25 @@ impl Back {
         }
     }
 
+    fn attend_forks(&mut self) {
+        // A test that has something fail wants to see what comes of it.
+        let is_test = self.prepared.segment.header.fail.load(Relaxed) != 0;
+        for pid in self.followed.attend(if is_test { followed::ARMS_WITHIN / 15 } else { followed::ARMS_WITHIN }) {
+            self.say(format!("forked child {pid} does not arm its memory: it is killed"));
+        }
+    }
+
+    fn say(&mut self, what: String) {
+        let line = format!("{}: {what}", self.prepared.frame.program);
+        if let Some(channel) = &mut self.channel {
+            channel.send(&ToFront::Said(line));
+        }
+    }
+
     /// Ends who cannot take the signal that was to end the run.
     fn follow_signals(&mut self) {
         for pid in self.ending.look() {
-            let line = format!(
-                "{}: process {pid} was told to end and cannot: its threads wait inside swaptide; killed",
-                self.prepared.frame.program
-            );
-            if let Some(channel) = &mut self.channel {
-                channel.send(&ToFront::Said(line));
-            }
+            self.say(format!("process {pid} was told to end and cannot: its threads wait inside swaptide; killed"));
         }
     }
 
