@@ -33,6 +33,11 @@ pub fn note(tid: Tid) {
     let _ = OURS.iter().any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
 }
 
+/// True for a thread of the engine.
+pub fn is_ours(tid: Tid) -> bool {
+    OURS.iter().any(|place| place.load(Acquire) == tid.0)
+}
+
 /// A thread of the engine is about to end: its number may come to be one of the program's.
 pub fn forget(tid: Tid) {
     for place in &OURS {

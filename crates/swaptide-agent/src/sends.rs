@@ -22,8 +22,9 @@ use swaptide_engine::References;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::procfs::{parse_u64, read_file};
 use swaptide_sys::raw::syscall6;
+use swaptide_sys::thread::gettid;
 
-use crate::{confined, pins, real, start};
+use crate::{confined, ends, pins, real, start};
 
 /// Read by the engine; see [`References`].
 pub static REFERENCES: References = References::new();
@@ -56,7 +57,10 @@ pub const SYS_IO_URING_ENTER: usize = 426;
 /// Called before a system call that the program makes through libc's `syscall`.
 pub fn before(number: usize, second: usize, third: usize, fourth: usize) {
     match number {
-        SYS_VMSPLICE | SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => REFERENCES.note(),
+        SYS_VMSPLICE => REFERENCES.note(),
+        // The engine reads swap areas by a ring of its own, whose calls come through here as well.
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER if REFERENCES.are_possible() || ends::is_ours(gettid()) => {}
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => REFERENCES.note(),
         SYS_SENDTO | SYS_SENDMMSG => with_flags(fourth as c_int),
         SYS_SENDMSG => with_flags(third as c_int),
         SYS_SETSOCKOPT => option(second as c_int, third as c_int),

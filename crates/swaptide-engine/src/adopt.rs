@@ -28,6 +28,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use swaptide_ipc::Counter;
+use swaptide_store::file::own_ring_mappings;
 use swaptide_sys::maps::{Vma, for_each_vma};
 use swaptide_sys::mem::{hold_still, own_ranges};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -62,12 +63,11 @@ impl Handler {
         // Where a file was last mapped from its beginning on, with its inode; the same of the file with the written data.
         let mut head = (0, VirtAddr(0));
         let mut last_file_head = None;
+        let own_rings = own_ring_mappings();
+        let mut rings = 0;
         let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
             if vma.inode != 0 {
-                // A ring made past libc: it sends pages by reference (`SEND_ZC`).
-                if vma.name == b"anon_inode:[io_uring]" {
-                    engine.start.references.note();
-                }
+                rings += usize::from(vma.name == b"anon_inode:[io_uring]");
                 if vma.private && vma.offset == 0 {
                     head = (vma.inode, vma.range.start);
                 }
@@ -92,6 +92,10 @@ impl Handler {
             }
             true
         });
+        // A ring of the program's, made past libc: it sends pages by reference (`SEND_ZC`).
+        if rings > own_rings.max(own_ring_mappings()) {
+            engine.start.references.note();
+        }
         if listed.is_err() {
             (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
         }

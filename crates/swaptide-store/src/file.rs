@@ -51,6 +51,7 @@ pub use self::ahead::{Ahead, MOST_AHEAD, ReadAhead};
 use self::cipher::Cipher;
 use self::digests::{Digester, Digests};
 use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
+pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
 use self::places::{Place, Places};
 use self::reading::{INBOXES, Inbox, Wanted, lay_out};

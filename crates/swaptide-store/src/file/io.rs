@@ -7,7 +7,7 @@
 //! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's)
 //! and used by one thread at a time.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use io_uring::{IoUring, opcode, types};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fcntl_getfl, fcntl_setfl};
@@ -128,9 +128,50 @@ pub(super) struct SwapFile {
     ring: Lock<Ring>,
 }
 
+/// Mappings of one ring: its queues, and the submission entries.
+const MAPPINGS_OF_RING: usize = 2;
+/// Rings of this process that are the engine's, also forgotten ones of its parents: a child has
+/// their mappings.
+static OWN_RINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// At least as many mappings of io_uring as this crate has in the process now. There may be fewer
+/// while a ring is being made.
+pub fn own_ring_mappings() -> usize {
+    OWN_RINGS.load(Ordering::Acquire) * MAPPINGS_OF_RING
+}
+
+/// Counts a ring from before it is mapped until after it is unmapped.
+struct Counted;
+
+impl Counted {
+    fn new() -> Counted {
+        OWN_RINGS.fetch_add(1, Ordering::AcqRel);
+        Counted
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        OWN_RINGS.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A ring, which is dropped before it ceases to count.
+struct OwnRing {
+    ring: Box<IoUring>,
+    _counted: Counted,
+}
+
+impl OwnRing {
+    fn new() -> std::io::Result<OwnRing> {
+        let counted = Counted::new();
+        Ok(OwnRing { ring: Box::new(IoUring::new(RING_DEPTH)?), _counted: counted })
+    }
+}
+
 enum Ring {
     Untried,
-    Ready(Box<IoUring>),
+    Ready(OwnRing),
     /// The kernel or a seccomp filter does not allow it.
     Refused,
 }
@@ -220,10 +261,10 @@ impl BlockIo for SwapFile {
             && let Some(mut ring) = self.ring.try_lock()
         {
             if matches!(*ring, Ring::Untried) {
-                *ring = IoUring::new(RING_DEPTH).map_or(Ring::Refused, |ring| Ring::Ready(Box::new(ring)));
+                *ring = OwnRing::new().map_or(Ring::Refused, Ring::Ready);
             }
             if let Ring::Ready(ring) = &mut *ring {
-                return self.read_with_ring(ring, runs);
+                return self.read_with_ring(&mut ring.ring, runs);
             }
         }
         runs.iter_mut().try_for_each(|run| read_run(self, run))
