@@ -277,6 +277,9 @@ CASES = [
     Case("fork-files", few_descriptors, 24, allowance=160, forks=True),
     Case("fork-full-table", full_table, 24, allowance=160, forks=True),
     Case("fork-fails", hand_over_fails, 24, swaps=False),
+    # Followed forks, with threads that fault on what is out while the copy is made.
+    *[Case(f"fork-followed-{mode}", lock(mode, managed=False), 24, allowance=200, forks=True, unprivileged=True)
+      for mode in ("spins", "long")],
     Case("fork-birth", birth_fails, 24, forks=True, unprivileged=True, complaint="does not arm its memory"),
     Case("fork-told-to-end", told_to_end, 24, swaps=False),
     Case("fork-door", door, 32, swaps=False),

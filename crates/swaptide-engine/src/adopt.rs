@@ -54,6 +54,17 @@ const LIBRARY_BSS_BYTES: usize = 16 << 20;
 impl Handler {
     /// Adopts what there is to adopt.
     pub fn adopt(&mut self) {
+        // Adoption reads on, and so may come here again: that look is taken when no thread waits.
+        if self.adopting {
+            self.adopt_again = true;
+            return;
+        }
+        self.adopting = true;
+        self.look();
+        self.adopting = false;
+    }
+
+    fn look(&mut self) {
         let mut found = std::mem::take(&mut self.found);
         found.clear();
         self.zeros_mapped.clear();

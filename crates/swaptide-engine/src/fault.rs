@@ -528,6 +528,9 @@ impl Handler {
     /// A swapped page is in the program: its heat is set, its slot released.
     pub(crate) fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
+        if self.deferring && engine.followed {
+            self.note_brought(page);
+        }
         let distance = mm.refault_distance(&engine.devices, entry);
         // Where there is room, what comes back soon was sent out by the program itself.
         if self.squeeze.came_back(distance) && engine.charge.room() < engine.charge.goal() {

@@ -115,6 +115,9 @@ pub struct Handler {
     pub(crate) gaps: Vec<VirtRange>,
     /// Where the mappings adopted last have the kernel's page of zeros.
     pub(crate) zeros_mapped: Vec<VirtRange>,
+    /// A look at all mappings is under way; another one was asked for meanwhile.
+    pub(crate) adopting: bool,
+    pub(crate) adopt_again: bool,
     /// Fences are being answered; another one was come to meanwhile.
     pub(crate) fencing: bool,
     pub(crate) fence_again: bool,
@@ -146,6 +149,8 @@ pub struct Handler {
     pub(crate) torn: bool,
     /// The forking thread was seen waiting after the engine's memory was changed for another thread.
     pub(crate) seen_waiting: bool,
+    /// Pages that came in during a fork that is followed: its child may lack them ([`crate::fork::help`]).
+    pub(crate) brought: Vec<PageNo>,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<Change>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
@@ -214,6 +219,8 @@ impl Handler {
             fork_done: false,
             child: None,
             has_forked: false,
+            adopting: false,
+            adopt_again: false,
             fencing: false,
             fence_again: false,
             answering_doors: false,
@@ -224,6 +231,7 @@ impl Handler {
             met: 0,
             torn: false,
             seen_waiting: false,
+            brought: Vec::with_capacity(crate::fork::MOST_BROUGHT),
             noted: Vec::with_capacity(crate::fork::NOTED),
             preload: None,
             throttle: Throttle::new(),
@@ -238,7 +246,8 @@ impl Handler {
     /// this is called again.
     pub fn run(&mut self) {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
-        let mut answers = 0u32;
+        // One is answered before this can return, for what is asked meanwhile must be read.
+        let mut answers = 1u32;
         loop {
             self.land();
             if self.pending.is_empty() {
@@ -258,6 +267,9 @@ impl Handler {
             self.attend_fork();
             self.wake_held();
             if self.pending.is_empty() && !self.forking {
+                if std::mem::take(&mut self.adopt_again) {
+                    self.adopt();
+                }
                 self.preload_some();
             }
             // Threads that give memory up and touch it again never cease to fault.

@@ -11,7 +11,7 @@ use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::fs::RawDir;
 use rustix::io::Errno;
 
-use crate::page::PAGE_SIZE;
+use crate::page::{PAGE_SIZE, VirtAddr};
 use crate::procfs::{self, PathBuf, parse_u64};
 use crate::raw::syscall;
 
@@ -189,6 +189,16 @@ fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
         }
     }
     Ok(())
+}
+
+/// Copies another process's memory, or this one's, from `from` on. The bytes that were copied.
+///
+/// # Errors
+/// `EFAULT` where nothing is there, `EPERM`, `ESRCH`, and what a filter of system calls answers.
+pub fn read_memory(pid: u32, from: VirtAddr, to: &mut [u8]) -> Result<usize, Errno> {
+    let (local, remote) = ([to.as_mut_ptr() as usize, to.len()], [from.0, to.len()]);
+    // SAFETY: the kernel writes to the buffer and checks the other address.
+    unsafe { syscall!(k::__NR_process_vm_readv, pid, local.as_ptr() as usize, 1usize, remote.as_ptr() as usize, 1usize, 0usize) }
 }
 
 /// A descriptor that stands for a process and polls readable when it ends.

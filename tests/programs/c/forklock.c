@@ -209,6 +209,31 @@ static void allocators(void) {
     for (int i = 0; i < 4; i++) pthread_join(thread[i], NULL);
 }
 
+/* Reads pages that are out, without a pause. */
+static void *reader(void *x) {
+    uint64_t state = given.seed + (uintptr_t)x;
+    while (!over) {
+        size_t page = below(&state, given.pages);
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "beside a fork");
+        turns++;
+    }
+    return NULL;
+}
+
+/* Forks that take long, for there are many mappings, while threads bring pages in. */
+static void long_forks(void) {
+    enum { MAPPINGS = 40000 };
+    unsigned char *area = mmap(NULL, MAPPINGS * PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    MUST(area != MAP_FAILED);
+    for (size_t page = 0; page < MAPPINGS; page += 2) MUST(mprotect(area + page * PAGE, PAGE, PROT_READ | PROT_WRITE) == 0);
+    pthread_t thread[2];
+    for (uintptr_t i = 0; i < 2; i++) MUST(!pthread_create(&thread[i], NULL, reader, (void *)i));
+    double end = now() + given.seconds;
+    while (now() < end || forks < 3) one_fork("with readers", 0);
+    over = 1;
+    for (int i = 0; i < 2; i++) pthread_join(thread[i], NULL);
+}
+
 static void lower(rlim_t files) {
     struct rlimit limit;
     MUST(!getrlimit(RLIMIT_NOFILE, &limit));
@@ -246,6 +271,8 @@ int main(int count, char **words) {
         }
     } else if (!strcmp(given.mode, "allocators")) {
         allocators();
+    } else if (!strcmp(given.mode, "long")) {
+        long_forks();
     } else if (!strcmp(given.mode, "files")) {
         /* The event of a fork needs a descriptor; here are fewer than the engine has open. */
         lower(4);

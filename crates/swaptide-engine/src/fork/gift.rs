@@ -18,8 +18,9 @@ use swaptide_store::file::{FileDevice, Stamp};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::process::read_memory;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{now, yield_now};
+use swaptide_sys::thread::{getpid, now, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
@@ -318,7 +319,47 @@ impl Handler {
                 at = page.plus(1);
             }
         }
+        for at in 0..self.brought.len() {
+            self.copy_read(child, self.brought[at], &ahead);
+        }
         self.give_to_its_children(child);
+    }
+
+    /// Gives a page that has come in during the fork.
+    fn copy_brought(&mut self, child: &mut Recipient, page: PageNo, mut place: PageNo) -> Option<PageNo> {
+        let is_read = self.read_own(page);
+        loop {
+            let progress = if is_read {
+                // SAFETY: the buffer is the handler's own; the destination is another process's missing page.
+                unsafe { child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false) }
+            } else {
+                child.uffd.poison(range_of(place, 1))
+            };
+            match progress.error {
+                None => return Some(place),
+                Some(Errno::AGAIN | Errno::NOMEM) => {
+                    child.read();
+                    yield_now();
+                    place = child.place(page)?;
+                }
+                // It has what the parent had at the fork.
+                Some(_) => return None,
+            }
+        }
+    }
+
+    /// Copies a page of the parent's memory to the handler's buffer. False where its mapping has
+    /// changed, or may have, since it came in.
+    fn read_own(&mut self, page: PageNo) -> bool {
+        // The page is there: what gives it up waits until its event was read, or takes the whole mapping
+        // away. So this is no fault that the handler would wait for itself.
+        if !self.can_answer(page) {
+            return false;
+        }
+        // SAFETY: the buffer is the handler's own.
+        let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
+        let is_read = read_memory(getpid().0, page.addr(), buffer).is_ok_and(|bytes| bytes == PAGE_SIZE);
+        is_read && self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing
     }
 
     /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again when it is its turn.
@@ -402,7 +443,13 @@ impl Handler {
             let place = child.place(page)?;
             let mm = engine.mm.lock();
             let range = range_of(place, 1);
-            let progress = match mm.table.get(page) {
+            let state = mm.table.get(page);
+            let is_out = matches!(state, PageState::Swapped(_) | PageState::Poisoned);
+            if !is_out && self.brought.contains(&page) {
+                drop(mm);
+                return self.copy_brought(child, page, place);
+            }
+            let progress = match state {
                 PageState::Swapped(entry) => {
                     // SAFETY: the buffer is the handler's own.
                     let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };

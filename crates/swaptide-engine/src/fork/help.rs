@@ -13,13 +13,17 @@
 //!    system call that is no fork, or has used [`SPIN`] of CPU time and no fork is under way by the
 //!    kernel's word. If it is not seen waiting before and after, the copy counts as torn and the
 //!    child does not use it.
-//! 3. The kernel refuses fills and moves from the moment a fork copies managed memory until its event
-//!    was read, and nothing is done after that event. So the child has every page that the table
-//!    says is present.
+//! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
+//!    managed memory until its event was read, and nothing is done after that event. So the child has
+//!    every page that the table says is present.
+//! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile may
+//!    be missing in the child. Each is noted ([`Handler::note_brought`]) and given to the child from
+//!    the parent's memory, or poisoned where the parent's mappings have changed there. No range is
+//!    released: the table must know all that the child may lack.
 //!
 //! Locks: the memory lock, never while it waits.
 
-use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
 use swaptide_sys::process::waits_outside_fork;
@@ -27,10 +31,15 @@ use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
 use swaptide_sys::uffd::Coverage;
 
 use crate::bell::{Hint, Ring};
+use crate::fork::MOST_BROUGHT;
 use crate::handler::Handler;
+use crate::ids::PageNo;
 
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN: Duration = Duration::from_millis(20);
+
+/// Pages that come in with one fault at most, by far.
+const MOST_OF_ONE: usize = 512;
 
 /// What is known of the forking thread.
 pub(super) struct Forker {
@@ -78,6 +87,9 @@ impl Handler {
         if self.child.is_some() || !engine.fork.goes_on() || self.pending.is_empty() && !asks {
             return false;
         }
+        if engine.followed && self.brought.len() >= MOST_BROUGHT - MOST_OF_ONE {
+            return false;
+        }
         let waits = forker.waits();
         if !waits && (!forker.spins() || self.uffd.coverage(engine.bells.range()) == Coverage::Changing) {
             return false;
@@ -94,7 +106,12 @@ impl Handler {
                 self.open_regions();
             }
         } else if let Some((hint, range)) = engine.bells.take_hint() {
-            self.hint(hint, range);
+            if engine.followed && hint == Hint::Release {
+                // Whoever asked for it asks again.
+                engine.bells.refused.store(true, Release);
+            } else {
+                self.hint(hint, range);
+            }
             if self.child.is_some() {
                 // It is done when the fork is over.
                 engine.bells.put_back(hint);
@@ -118,6 +135,15 @@ impl Handler {
         if self.deferring {
             self.seen_waiting = Forker::new(self.engine.fork.forker.load(Acquire)).waits();
         }
+    }
+
+    /// A page has come in during a fork that is followed (invariant 4).
+    #[cold]
+    pub(crate) fn note_brought(&mut self, page: PageNo) {
+        if self.brought.len() == MOST_BROUGHT {
+            crate::fatal("more pages came in during a fork than can be noted");
+        }
+        self.brought.push(page);
     }
 
     /// Lets the threads that wait for a hint's answer go on while a child is served.

@@ -67,5 +67,7 @@ pub use control::{ForkControl, NONE};
 pub(crate) use gift::Recipient;
 pub use wire::Decline;
 
+/// Most pages that come in for other threads during a fork that is followed.
+pub(crate) const MOST_BROUGHT: usize = 1024;
 /// Most events of other threads that are noted during a fork.
 pub(crate) const NOTED: usize = 16 << 10;

@@ -146,6 +146,7 @@ impl Handler {
         self.torn = false;
         self.has_forked = false;
         self.forking = false;
+        self.brought.clear();
         self.apply_noted();
         if engine.followed {
             self.close_shield();
