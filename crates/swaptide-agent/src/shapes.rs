@@ -26,7 +26,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
 
-use crate::{confined, pins, real, start};
+use crate::{confined, pins, probe, real, start};
 
 const SYS_IOCTL: u32 = 16;
 const SYS_MADVISE: u32 = 28;
@@ -57,7 +57,7 @@ pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
 
 /// Has a range brought in and let go. False when some of it could not be brought in: where a fork
 /// is under way it is tried again.
-fn let_range_go(range: VirtRange) -> bool {
+pub fn let_range_go(range: VirtRange) -> bool {
     const TRIES: usize = 200;
     if confined::is() {
         const KNOCKS: usize = 10_000;
@@ -132,10 +132,15 @@ pub fn advise_process(pidfd: usize, iov: usize, count: usize, advice: c_int, fla
     if !matters(advice) || iov == 0 || count > MOST || call(0) != 0 {
         return call(count);
     }
+    // All of it before anything is done, as the kernel reads it.
+    let mut ranges = [const { IoVec { start: 0, len: 0 } }; MOST];
+    // SAFETY: any bytes are words.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>()) };
+    if !probe::read(iov, bytes) {
+        return call(count);
+    }
     let mut done = 0;
-    for at in 0..count {
-        // SAFETY: the program's own vector, which the kernel would read as well.
-        let IoVec { start, len } = unsafe { (iov as *const IoVec).add(at).read() };
+    for IoVec { start, len } in ranges.into_iter().take(count) {
         let result = advise(start, len, advice);
         if result != 0 {
             return if done > 0 { done as isize } else { result };
@@ -176,6 +181,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     real::libc_result(lock_all(flags as usize)) as c_int
 }
 
+const ENOMEM: isize = 12;
 const SHM_RND: usize = 0o20000;
 const SHM_REMAP: usize = 0o40000;
 
@@ -209,6 +215,11 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     };
     // Elsewhere first: refused, it leaves what is mapped here as it is.
     let elsewhere = call(0, flags & !(SHM_REMAP | SHM_RND));
+    if elsewhere == -ENOMEM {
+        // A limit on address space, which the call itself may keep to: its pages go, and no more.
+        let _kept = pins::exclude_for_now(range);
+        return if let_range_go(range) { call(addr, flags) } else { elsewhere };
+    }
     if (-4095..0).contains(&elsewhere) {
         return elsewhere;
     }
@@ -244,14 +255,20 @@ const UFFDIO_MOVE: u32 = 0xc028_aa05;
 /// The range that a call on a userfaultfd of the program's needs for itself: where it begins in its
 /// argument, and its length.
 fn needed(request: u32, arg: usize) -> Option<VirtRange> {
-    // SAFETY: the program's own argument, which the kernel reads as well.
-    let word = |at: usize| unsafe { (arg as *const usize).add(at).read() };
-    match request {
-        _ if arg == 0 => None,
-        UFFDIO_REGISTER => pages(word(0), word(1)),
-        UFFDIO_MOVE => pages(word(1), word(2)),
-        _ => None,
+    if !matches!(request, UFFDIO_REGISTER | UFFDIO_MOVE) || arg == 0 {
+        return None;
     }
+    let words: [usize; 3] = if confined::is() {
+        // SAFETY: the program's own argument, which the kernel reads as well; to ask it is a call.
+        unsafe { (arg as *const [usize; 3]).read_unaligned() }
+    } else {
+        let mut words = [0usize; 3];
+        // SAFETY: any bytes are words.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words)) };
+        // What cannot be read is the kernel's to refuse.
+        probe::read(arg, bytes).then_some(words)?
+    };
+    if request == UFFDIO_REGISTER { pages(words[0], words[1]) } else { pages(words[1], words[2]) }
 }
 
 /// Makes an ioctl after the memory that it needs was let go.

@@ -12,7 +12,6 @@
 use std::ffi::{c_char, c_int, c_long, c_void};
 
 use swaptide_engine::adopt::program_parts;
-use swaptide_engine::bell::Hint;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -119,7 +118,9 @@ fn before_clone(flags: u64) {
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return;
     }
-    let Some(engine) = start::engine() else { return };
+    if start::engine().is_none() {
+        return;
+    }
     pins::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
     let Ok(maps) = MapsFile::open_self() else {
         swaptide_sys::thread::abort_with(&[
@@ -131,7 +132,14 @@ fn before_clone(flags: u64) {
     while let Ok(Some(info)) = maps.vma_at_or_next(at) {
         let vma = info.vma();
         if vma.is_private_anon() {
-            program_parts(vma.range, |part| engine.bells.hint(Hint::Release, part));
+            program_parts(vma.range, |part| {
+                if !shapes::let_range_go(part) {
+                    swaptide_sys::thread::abort_with(&[
+                        b"swaptide: a process that shares this one's memory needs all of it in RAM, and some cannot be brought back; \
+                          stopped rather than given wrong data",
+                    ])
+                }
+            });
         }
         if vma.range.end <= at {
             break;
