@@ -184,10 +184,8 @@ pub unsafe extern "C" fn thrd_create(thread: *mut c_void, routine: C11Routine, a
     result
 }
 
-/// Mappings from this size on are managed at once; smaller ones when they are found.
-const LARGE: usize = 1 << 20;
-
-/// Maps memory as asked; what is large, private and anonymous is under management before the program has it. Filling it at once would make all of
+/// Maps memory as asked; what is private and anonymous and large (where small mappings are managed and room is short, whatever its size:
+/// [`swaptide_engine::small`]) is under management before the program has it. Filling it at once would make all of
 /// it memory before anybody could manage it, so that is left out: it is only a wish.
 fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
     const SYS_MMAP: u32 = 9;
@@ -210,7 +208,7 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     if plain && prot & WRITE != 0 && start::engine().is_none() {
         start::begin_before(len, flags & NORESERVE != 0);
     }
-    let engine = start::engine().filter(|_| plain && len >= LARGE);
+    let engine = start::engine().filter(|engine| plain && engine.small.reports(len));
     let flags = if engine.is_some() { flags & !POPULATE } else { flags };
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
     let at = unsafe { syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset]) } as isize;
@@ -218,7 +216,12 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
         && !(-4095..0).contains(&at)
     {
         let start = VirtAddr(at as usize);
-        engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+        if engine.small.is_small(len) {
+            // Threads that make many wait for one another here; a hint that meets another one would be dropped.
+            engine.bells.fence(start);
+        } else {
+            engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+        }
     }
     at
 }

@@ -3,7 +3,9 @@
 //! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split mapping fails.
 //!
 //! Rules
-//! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] that are readable and writable, or that are reserved without any access (an
+//! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] (smaller ones where they
+//!    matter: [`crate::small`]) that are readable and writable, or that are reserved without any
+//!    access (an
 //!    allocator opens them piece by piece, and each piece would be a new mapping otherwise), except the engine's own memory, the main
 //!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's). What lies behind a library is the program's: the
 //!    kernel maps a library right below what was mapped before it. What a program maps above 2^47 by a hint, where the CPU has five levels of
@@ -69,6 +71,9 @@ impl Handler {
         found.clear();
         self.zeros_mapped.clear();
         let engine = self.engine;
+        let mut candidates = std::mem::take(&mut self.candidates);
+        candidates.clear();
+        let small_too = engine.small.are_managed();
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
         // Where a file was last mapped from its beginning on, with its inode; the same of the file with the written data.
@@ -100,6 +105,11 @@ impl Handler {
             }
             if eligible(&vma) && !(engine.start.excluded)(vma.range) {
                 program_parts(vma.range, |part| found.push(part));
+            } else if is_small(&vma) && !behind && !(engine.start.excluded)(vma.range) {
+                let managed = engine.mm.lock().regions.find(vma.range.start).is_some_and(|region| region.end >= vma.range.end);
+                if !managed {
+                    candidates.add(vma.range, small_too);
+                }
             }
             true
         });
@@ -110,6 +120,9 @@ impl Handler {
         if listed.is_err() {
             (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
         }
+        engine.small.found(candidates.bytes(), &engine.charge);
+        engine.small.look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
+        self.candidates = candidates;
         for range in &found {
             let mut gaps = std::mem::take(&mut self.gaps);
             gaps.clear();
@@ -167,7 +180,8 @@ impl Handler {
         // What follows a file's pages may be the zero-initialised data of a library: the look at all mappings tells.
         let follows_file = vma.range.start.0 > 0
             && matches!(self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
-        if follows_file || !eligible(&vma) || (self.engine.start.excluded)(vma.range) {
+        let small = self.engine.small.are_managed() && is_small(&vma);
+        if follows_file || !(eligible(&vma) || small) || (self.engine.start.excluded)(vma.range) {
             return;
         }
         let mut gaps = std::mem::take(&mut self.gaps);
@@ -353,11 +367,18 @@ impl Handler {
 }
 
 fn eligible(vma: &Vma<'_>) -> bool {
+    vma.range.len() >= MIN_BYTES && vma.read == vma.write && is_plain(vma)
+}
+
+/// A mapping that would be managed if it were larger. One without access is none: it is a guard, whatever follows it.
+fn is_small(vma: &Vma<'_>) -> bool {
+    vma.range.len() < MIN_BYTES && vma.read && vma.write && is_plain(vma)
+}
+
+fn is_plain(vma: &Vma<'_>) -> bool {
     vma.private
-        && vma.read == vma.write
         && !vma.exec
         && vma.inode == 0
-        && vma.range.len() >= MIN_BYTES
         && vma.range.end <= MANAGED_END
         && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))
 }

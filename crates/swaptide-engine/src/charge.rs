@@ -172,6 +172,12 @@ impl Charge {
         self.rest.load(Relaxed)
     }
 
+    /// What [`Charge::measure`] would find, for tests of what follows from it.
+    #[cfg(test)]
+    pub(crate) fn set_rest(&self, rest: i64) {
+        self.rest.store(rest, Relaxed);
+    }
+
     /// Measures the rest anew. `kept` must have been published just before.
     pub fn measure(&self, statm: &StatmFd) {
         if let Some(anon) = statm.anon_rss() {

@@ -30,6 +30,7 @@ use crate::pagetable::{PageState, PageTable};
 use crate::queue::Queues;
 use crate::references::References;
 use crate::regions::Regions;
+use crate::small::Small;
 use crate::split::{Split, Standing};
 use crate::staging::{FrameNo, Staging};
 use crate::trail::ChildrensBook;
@@ -126,6 +127,8 @@ pub struct Engine {
     pub devices: Devices,
     /// The account.
     pub charge: Charge,
+    /// Whether small mappings are managed.
+    pub small: Small,
     /// The bells.
     pub bells: Bells,
     /// Forks.
@@ -233,6 +236,7 @@ impl Engine {
             }),
             devices,
             charge,
+            small: Small::default(),
             bells,
             fork: ForkControl::new(),
             followed,

@@ -37,6 +37,7 @@ use crate::ids::{PAGES_PER_LEAF, PageNo, range_of};
 use crate::locality::Locality;
 use crate::place::Place;
 use crate::reclaim::Worker;
+use crate::small::Candidates;
 use crate::split::Loads;
 use crate::squeeze::Squeeze;
 use crate::stall::Stall;
@@ -113,6 +114,8 @@ pub struct Handler {
     pub(crate) maps_buf: Box<[u8]>,
     pub(crate) found: Vec<VirtRange>,
     pub(crate) gaps: Vec<VirtRange>,
+    /// Small mappings that the look under way has found.
+    pub(crate) candidates: Candidates,
     /// Where the mappings adopted last have the kernel's page of zeros.
     pub(crate) zeros_mapped: Vec<VirtRange>,
     /// A look at all mappings is under way; another one was asked for meanwhile.
@@ -212,6 +215,7 @@ impl Handler {
             found: Vec::with_capacity(256),
             zeros_mapped: Vec::with_capacity(64),
             gaps: Vec::with_capacity(16),
+            candidates: Candidates::default(),
             rung: Vec::with_capacity(64),
             strangers: Vec::with_capacity(4),
             forking: false,

@@ -58,6 +58,7 @@ mod references;
 pub mod regions;
 mod room;
 pub mod sampling;
+pub mod small;
 pub mod split;
 pub mod squeeze;
 pub mod staging;

@@ -570,7 +570,8 @@ impl Keeper {
         let rest = engine.charge.rest();
         let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;
         self.rest_at_adoption = self.rest_at_adoption.min(rest);
-        if rest - self.rest_at_adoption > step || self.ticks.is_multiple_of(64) {
+        engine.small.follow(&engine.charge);
+        if rest - self.rest_at_adoption > step || self.ticks.is_multiple_of(64) || engine.small.is_look_due() {
             engine.bells.ring(Ring::Adopt);
             engine.charge.measure(statm);
             self.rest_at_adoption = engine.charge.rest();
