@@ -43,6 +43,7 @@ use crate::handler::Handler;
 use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::library;
 use crate::reclaim::Step;
+use crate::unmovable;
 
 /// Smallest mapping worth managing.
 pub const MIN_BYTES: usize = 64 << 10;
@@ -74,6 +75,7 @@ impl Handler {
         let mut candidates = std::mem::take(&mut self.candidates);
         candidates.clear();
         let small_too = engine.small.are_managed();
+        let looks = self.unmovable.begin(engine.charge.headroom() < 0);
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
         // Where a file was last mapped from its beginning on, with its inode; the same of the file with the written data.
@@ -93,6 +95,9 @@ impl Handler {
                     last_file_head = (head.0 == vma.inode).then_some(head.1);
                 }
                 return true;
+            }
+            if looks && let Some(kind) = unmovable::kind(&vma) {
+                let _ = self.pagemap.runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
             }
             let behind = vma.range.start == last_file_end && !last_file_main;
             if behind && eligible(&vma) {
@@ -119,6 +124,9 @@ impl Handler {
         }
         if listed.is_err() {
             (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
+        }
+        if looks {
+            self.unmovable.end(engine);
         }
         engine.small.found(candidates.bytes(), &engine.charge);
         engine.small.look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));

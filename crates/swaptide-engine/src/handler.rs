@@ -43,6 +43,7 @@ use crate::squeeze::Squeeze;
 use crate::stall::Stall;
 use crate::throttle::Throttle;
 use crate::trail::Trail;
+use crate::unmovable::Unmovable;
 
 /// A fault that waits for its answer.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +117,8 @@ pub struct Handler {
     pub(crate) gaps: Vec<VirtRange>,
     /// Small mappings that the look under way has found.
     pub(crate) candidates: Candidates,
+    /// Memory that cannot go out.
+    pub(crate) unmovable: Unmovable,
     /// Where the mappings adopted last have the kernel's page of zeros.
     pub(crate) zeros_mapped: Vec<VirtRange>,
     /// A look at all mappings is under way; another one was asked for meanwhile.
@@ -216,6 +219,7 @@ impl Handler {
             zeros_mapped: Vec::with_capacity(64),
             gaps: Vec::with_capacity(16),
             candidates: Candidates::default(),
+            unmovable: Unmovable::default(),
             rung: Vec::with_capacity(64),
             strangers: Vec::with_capacity(4),
             forking: false,

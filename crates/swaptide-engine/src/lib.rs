@@ -66,6 +66,7 @@ mod stall;
 mod throttle;
 mod trail;
 mod unarmed;
+mod unmovable;
 pub mod writeback;
 
 mod engine;

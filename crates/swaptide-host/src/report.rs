@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use serde::{Deserialize, Serialize};
 use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
 use swaptide_store::codec::Scheme;
+use swaptide_sys::PAGE_SIZE;
 
 use crate::areas::AreaView;
 use crate::device::Acceptance;
@@ -293,6 +294,18 @@ fn past_budget(frame: &Frame, totals: &Totals) -> u64 {
     if totals.peak_resident > frame.budget + frame.budget / 20 { totals.peak_resident - frame.budget } else { 0 }
 }
 
+/// Says which memory could not go out, where it is at least half of what the run was past its budget.
+fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
+    let kinds = [
+        (Counter::UnmovableReadOnly, "read-only"),
+        (Counter::UnmovableExecutable, "executable"),
+        (Counter::UnmovableLocked, "locked"),
+    ];
+    let bytes = kinds.map(|(counter, _)| totals.get(counter) * PAGE_SIZE as u64);
+    let (most, (_, kind)) = bytes.into_iter().zip(kinds).max_by_key(|(bytes, _)| *bytes)?;
+    (most > 0 && most >= past_budget(frame, totals) / 2).then(|| format!("{} of {kind} memory cannot be swapped", human(most)))
+}
+
 /// The line of summary, without the program's own name in front.
 pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
     let (peak, budget) = (human(totals.peak_resident), human(frame.budget));
@@ -315,9 +328,9 @@ pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
     }
     if past_budget(frame, totals) > 0 {
         let why = match (totals.get(Counter::SwapFull), totals.refused) {
-            (0, 0) => "it grew faster than it could be swapped",
-            (0, _) => "a process could not be managed, see swaptide doctor",
-            _ => "swap space ran out, give it more with --swap",
+            (0, 0) => unmovable(frame, totals).unwrap_or_else(|| "it grew faster than it could be swapped".into()),
+            (0, _) => "a process could not be managed, see swaptide doctor".into(),
+            _ => "swap space ran out, give it more with --swap".into(),
         };
         line = line.replace(", within its ", ", past its ");
         line += &format!("; WENT PAST THE BUDGET: {why}");

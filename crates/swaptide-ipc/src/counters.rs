@@ -86,6 +86,13 @@ counters! {
     SwapHighWaits = "swap_high_waits",
     /// Microseconds in which at least one thread waited for memory that was swapped out, or for room: the kernel's `some` of memory.pressure.
     StallUs = "stall_us",
+    /// The most pages of read-only private memory that a process past its limit had: they cannot go
+    /// out.
+    UnmovableReadOnly = "unmovable_readonly",
+    /// The same of executable memory that is no file's.
+    UnmovableExecutable = "unmovable_executable",
+    /// The same of memory that the program has locked (mlock, MAP_LOCKED).
+    UnmovableLocked = "unmovable_locked",
     /// Pages kept in memory because no swap space was left.
     SwapFull = "swap_full",
     /// Writes to the file that failed; their pages stayed in memory.

@@ -191,6 +191,12 @@ fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Bytes that this process has locked in memory; `None` where `/proc` does not tell.
+pub fn locked_bytes() -> Option<u64> {
+    let mut buf = [0u8; 4096];
+    procfs::kib_field(procfs::read_file(c"/proc/self/status", &mut buf).ok()?, "VmLck")
+}
+
 /// Copies another process's memory, or this one's, from `from` on. The bytes that were copied.
 ///
 /// # Errors

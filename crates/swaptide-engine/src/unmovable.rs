@@ -1,0 +1,107 @@
+//! Memory that cannot go out because of what its mappings permit: told in the report and the
+//! summary, so that a run that went past its budget says why.
+//!
+//! The kernel moves pages only between mappings that are both writable and permit the same. So what
+//! is read-only or executable stays, whoever made it so and whenever. Locked memory stays because the
+//! program asked for that. It is measured while mappings are listed (`adopt`), where the process is
+//! past its limit, and not more often than [`AGE`]. What is locked and read-only counts for both.
+//!
+//! Owns: the most that was found of each kind, and when it was looked for last.
+//!
+//! Invariant: the counters of a process say the most that it had of each kind at one look.
+//!
+//! Locks: none; it is the handler's.
+
+use std::time::Duration;
+
+use swaptide_ipc::Counter;
+use swaptide_sys::maps::Vma;
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::locked_bytes;
+use swaptide_sys::thread::{Nanos, now};
+
+use crate::engine::Engine;
+
+/// How old a look may become while the process is past its limit.
+const AGE: Duration = Duration::from_millis(250);
+/// The kinds.
+const KINDS: [Counter; 3] = [Counter::UnmovableReadOnly, Counter::UnmovableExecutable, Counter::UnmovableLocked];
+const READ_ONLY: usize = 0;
+const EXECUTABLE: usize = 1;
+const LOCKED: usize = 2;
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Unmovable {
+    looked_at: Option<Nanos>,
+    /// Pages of the look under way, and the most of a look so far.
+    pages: [usize; KINDS.len()],
+    most: [usize; KINDS.len()],
+}
+
+impl Unmovable {
+    /// Begins a look. False where none is due.
+    pub fn begin(&mut self, is_past_limit: bool) -> bool {
+        if !is_past_limit || self.looked_at.is_some_and(|then| now().since(then) < AGE) {
+            return false;
+        }
+        self.looked_at = Some(now());
+        self.pages = [0; KINDS.len()];
+        true
+    }
+
+    /// Counts pages of a kind.
+    pub fn add(&mut self, kind: usize, pages: usize) {
+        self.pages[kind] += pages;
+    }
+
+    /// Ends a look: what is more than at any before is counted.
+    pub fn end(&mut self, engine: &Engine) {
+        self.add(LOCKED, locked_bytes().unwrap_or(0) as usize / PAGE_SIZE);
+        for (kind, more) in self.more().into_iter().enumerate() {
+            engine.count(KINDS[kind], more);
+        }
+    }
+
+    /// By how many pages of each kind this look has found more than any before.
+    fn more(&mut self) -> [usize; KINDS.len()] {
+        let mut more = [0; KINDS.len()];
+        for (kind, more) in more.iter_mut().enumerate() {
+            *more = self.pages[kind].saturating_sub(self.most[kind]);
+            self.most[kind] += *more;
+        }
+        more
+    }
+}
+
+/// The kind of a mapping, if it is one whose pages cannot be moved.
+pub fn kind(vma: &Vma<'_>) -> Option<usize> {
+    if !vma.private || vma.inode != 0 || vma.name.starts_with(b"[v") {
+        return None;
+    }
+    match (vma.exec, vma.read && !vma.write) {
+        (true, _) => Some(EXECUTABLE),
+        (false, true) => Some(READ_ONLY),
+        (false, false) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_of_each_kind_is_counted_once() {
+        let mut unmovable = Unmovable::default();
+        assert!(!unmovable.begin(false));
+        assert!(unmovable.begin(true));
+        assert!(!unmovable.begin(true), "too soon");
+        unmovable.add(0, 10);
+        unmovable.add(0, 5);
+        assert_eq!(unmovable.more(), [15, 0, 0]);
+        unmovable.pages = [12, 3, 1];
+        assert_eq!(unmovable.more(), [0, 3, 1]);
+        unmovable.pages = [20, 0, 1];
+        assert_eq!(unmovable.more(), [5, 0, 0]);
+    }
+}
