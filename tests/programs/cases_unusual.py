@@ -45,7 +45,7 @@ def every_stressor(context):
 
 
 STAYS = r"""
-import ctypes, mmap, sys, time
+import ctypes, mmap, os, sys, time
 held = mmap.mmap(-1, 44 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 at = ctypes.addressof(ctypes.c_char.from_buffer(held))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -57,6 +57,7 @@ for offset in range(0, len(held), step):
     else:
         assert libc.mprotect(ctypes.c_void_p(at + offset), ctypes.c_size_t(step), 1) == 0
 time.sleep(1)
+os._exit(0)
 """
 
 
