@@ -19,7 +19,7 @@ use swaptide_ipc::ProcSlot;
 use swaptide_sys::lock::futex;
 use swaptide_sys::process::leader_end;
 use swaptide_sys::procfs::{PathBuf, parse_u64, read_file};
-use swaptide_sys::thread::{Tid, exit_group, getpid, set_name, sleep};
+use swaptide_sys::thread::{Tid, end_by_signal, exit_group, getpid, set_name, sleep};
 
 /// The engine's threads of this process.
 static OURS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
@@ -84,7 +84,12 @@ pub fn end_if_alone() {
         && alone()
     {
         let last = LAST.load(Acquire);
-        exit_group(if last & KNOWN != 0 { (last & 0xff) as i32 } else { (status >> 8 & 0xff) as i32 });
+        match status & 0x7f {
+            _ if last & KNOWN != 0 => exit_group((last & 0xff) as i32),
+            0 => exit_group((status >> 8 & 0xff) as i32),
+            // A filter of system calls ends a thread so, and the process with its last one.
+            signal => end_by_signal(signal),
+        }
     }
 }
 

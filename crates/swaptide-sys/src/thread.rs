@@ -450,6 +450,19 @@ pub fn end_if_told(mask: u64) {
     }
 }
 
+/// Ends the process by a signal, whatever its action is.
+pub fn end_by_signal(signal: u32) -> ! {
+    const SIG_UNBLOCK: usize = 1;
+    let (default, all) = ([0usize; 4], u64::MAX);
+    // SAFETY: the kernel reads one sigaction, which is four words, and an 8-byte mask.
+    unsafe {
+        let _ = syscall!(k::__NR_rt_sigaction, signal, default.as_ptr() as usize, 0usize, 8usize);
+        let _ = syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, (&raw const all) as usize, 0usize, 8usize);
+        let _ = syscall!(k::__NR_kill, getpid().0, signal);
+    }
+    exit_group(128 + signal as i32)
+}
+
 /// Lets another thread run, if one wants to.
 pub fn yield_now() {
     // SAFETY: no memory is passed.
