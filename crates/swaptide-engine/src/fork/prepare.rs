@@ -73,7 +73,12 @@ impl Handler {
             if let Some(at) = self.pending.iter().position(|f| f.tid == forker) {
                 let Some(fault) = self.pending.remove(at) else { continue };
                 self.apply_noted();
+                let brought = self.brought.len();
                 self.answer(fault);
+                if !self.has_forked {
+                    // The forking thread was not in fork(2): its child will have the page.
+                    self.brought.truncate(brought);
+                }
                 continue;
             }
             if self.child.is_some() || self.fork_done {
