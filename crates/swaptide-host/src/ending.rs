@@ -11,7 +11,9 @@
 //! 1. A process is killed only while it has a signal pending that was meant to end the run, and each
 //!    of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside when it
 //!    has every signal blocked (libc itself never blocks its own two for the program), or waits for
-//!    a page in the kernel. A program that handles or ignores the signal has none pending.
+//!    a page in the kernel, for the same one at all these looks: a long system call may fault on many,
+//!    and a handler of the program runs after it. A program that handles or ignores the signal has
+//!    none pending.
 //! 2. Nothing but a descendant of this process is killed.
 //!
 //! Locks: none.
@@ -49,6 +51,8 @@ struct Thread {
     is_engine: bool,
     waits_for_page: bool,
     makes_process: bool,
+    /// How often it has waited for something. The same at two looks: it still waits for the same.
+    waits: u64,
 }
 
 impl Thread {
@@ -65,6 +69,7 @@ impl Thread {
             is_engine: blocked == ALL && field("Name:").starts_with("swaptide"),
             waits_for_page: field("State:").starts_with('D') && wchan.starts_with("handle_userfault"),
             makes_process: makers.iter().any(|maker| maker == call) && !wchan.contains("userfault"),
+            waits: field("voluntary_ctxt_switches:").parse().unwrap_or(0),
         }
     }
 
@@ -100,11 +105,13 @@ fn judge(threads: &[Thread], told: u64) -> State {
     }
 }
 
-fn state_of(pid: u32, told: u64) -> State {
-    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return State::Taken };
+/// The state of a process, and how often those of its threads have waited that wait for a page.
+fn state_of(pid: u32, told: u64) -> (State, u64) {
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return (State::Taken, 0) };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
-    judge(&threads, told)
+    let waits = threads.iter().filter(|thread| thread.waits_for_page).map(|thread| thread.waits).sum();
+    (judge(&threads, told), waits)
 }
 
 /// See the module's description.
@@ -113,8 +120,8 @@ pub struct Ending {
     /// The signals that were passed on and may still be pending somewhere.
     told: u64,
     next: Option<Instant>,
-    /// At how many looks in a row a process was stuck.
-    stuck: HashMap<u32, u32>,
+    /// At how many looks in a row a process was stuck, and how often its threads had waited then.
+    stuck: HashMap<u32, (u32, u64)>,
 }
 
 impl Ending {
@@ -146,15 +153,15 @@ impl Ending {
                 continue;
             }
             match state_of(process.pid, self.told) {
-                State::Taken => {}
-                State::Pending => is_pending = true,
-                State::Stuck => {
+                (State::Taken, _) => {}
+                (State::Pending, _) => is_pending = true,
+                (State::Stuck, waits) => {
                     is_pending = true;
-                    let looks = before.remove(&process.pid).unwrap_or(0) + 1;
+                    let looks = next_look(before.remove(&process.pid), waits);
                     if looks >= LOOKS && kill(process.pid, root) {
                         killed.push(process.pid);
                     } else {
-                        self.stuck.insert(process.pid, looks);
+                        self.stuck.insert(process.pid, (looks, waits));
                     }
                 }
             }
@@ -163,6 +170,14 @@ impl Ending {
             *self = Ending::default();
         }
         killed
+    }
+}
+
+/// Looks in a row at which a process is stuck, this one included. `before`: as of the last look.
+fn next_look(before: Option<(u32, u64)>, waits: u64) -> u32 {
+    match before {
+        Some((looks, then)) if then == waits => looks + 1,
+        _ => 1,
     }
 }
 
@@ -209,6 +224,18 @@ mod tests {
         assert_eq!(judge(&[engine(), handled], TERM), State::Taken);
         assert_eq!(judge(&[engine()], TERM), State::Taken, "nobody of the program's is left");
         assert_eq!(judge(&[inside()], 1 << (libc::SIGHUP - 1)), State::Taken, "another signal than the one passed on");
+    }
+
+    #[test]
+    fn a_call_that_gets_one_page_after_the_other_is_not_stuck() {
+        let mut seen = None;
+        for look in 1..=9 {
+            seen = Some((next_look(seen, 100 + look), 100 + look));
+        }
+        assert_eq!(seen, Some((1, 109)));
+        assert_eq!(next_look(seen, 109), 2);
+        let status = "Name:\tsort\nState:\tD (disk sleep)\nvoluntary_ctxt_switches:\t42\nnonvoluntary_ctxt_switches:\t7\n";
+        assert_eq!(Thread::parse(status, "handle_userfault", "0 0x1").waits, 42);
     }
 
     #[test]
