@@ -303,7 +303,10 @@ fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
     ];
     let bytes = kinds.map(|(counter, _)| totals.get(counter) * PAGE_SIZE as u64);
     let (most, (_, kind)) = bytes.into_iter().zip(kinds).max_by_key(|(bytes, _)| *bytes)?;
-    (most > 0 && most >= past_budget(frame, totals) / 2).then(|| format!("{} of {kind} memory cannot be swapped", human(most)))
+    // The counters of processes add up that did not run at the same time: more than the peak tells
+    // nothing.
+    (most > 0 && most >= past_budget(frame, totals) / 2 && most <= totals.peak_resident)
+        .then(|| format!("{} of {kind} memory cannot be swapped", human(most)))
 }
 
 /// The line of summary, without the program's own name in front.
