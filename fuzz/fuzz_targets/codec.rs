@@ -1,9 +1,13 @@
-//! Compressed pages: every page comes back; what was damaged is noticed, or unpacks to something, but touches nothing else.
+//! Compressed pages: every page comes back; what was damaged is noticed, or unpacks to something,
+//! but touches nothing else.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::Bytes;
-use swaptide_store::codec::{Choice, Compressor, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, SHORTEST, Unpacker};
+use swaptide_store::codec::{
+    Choice, Compressor, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, SHORTEST,
+    Unpacker,
+};
 use swaptide_store::zram::Zram;
 use swaptide_store::{PAGE_SIZE, Slot};
 
@@ -12,7 +16,10 @@ fn unpack(unpacker: &mut Unpacker, packed: &[u8], pages: usize) -> Option<Vec<u8
     let mut out = vec![0xA5; 128 + pages * PAGE_SIZE];
     let end = 64 + pages * PAGE_SIZE;
     let done = unpacker.unpack(packed, &mut out[64..end]);
-    assert!(out[..64].iter().chain(&out[end..]).all(|byte| *byte == 0xA5), "written outside of the page");
+    assert!(
+        out[..64].iter().chain(&out[end..]).all(|byte| *byte == 0xA5),
+        "written outside of the page"
+    );
     done.ok().map(|()| out[64..end].to_vec())
 }
 
@@ -20,7 +27,10 @@ fn unpack(unpacker: &mut Unpacker, packed: &[u8], pages: usize) -> Option<Vec<u8
 fn pages(bytes: &mut Bytes<'_>, n: usize) -> Vec<u8> {
     let mut page = Vec::with_capacity(n * PAGE_SIZE);
     while page.len() < n * PAGE_SIZE {
-        let (len, times) = (1 + usize::from(bytes.byte().unwrap_or(63)), 1 + usize::from(bytes.byte().unwrap_or(255)));
+        let (len, times) = (
+            1 + usize::from(bytes.byte().unwrap_or(63)),
+            1 + usize::from(bytes.byte().unwrap_or(255)),
+        );
         let piece = bytes.some(len);
         let piece = if piece.is_empty() { &[0][..] } else { piece };
         (0..times).for_each(|_| page.extend_from_slice(piece));
@@ -42,9 +52,16 @@ fuzz_target!(|data: &[u8]| {
             zram.insert(Slot(3), &Packed::Bytes(bytes.0)).expect("room");
             let mut page = [0; PAGE_SIZE];
             let loaded = zram.load(Slot(3), &mut page, &mut unpacker).is_ok();
-            assert_eq!(loaded.then(|| page.to_vec()), unpack(&mut unpacker, bytes.0, 1), "as without the device");
+            assert_eq!(
+                loaded.then(|| page.to_vec()),
+                unpack(&mut unpacker, bytes.0, 1),
+                "as without the device"
+            );
             let mut packed = Vec::new();
-            assert_eq!(zram.packed(Slot(3), &mut packed, &mut unpacker), Ok(PackedKind::Bytes(bytes.0.len())));
+            assert_eq!(
+                zram.packed(Slot(3), &mut packed, &mut unpacker),
+                Ok(PackedKind::Bytes(bytes.0.len()))
+            );
             assert_eq!(packed, bytes.0, "what goes on to another device is what was stored");
         }
         return;

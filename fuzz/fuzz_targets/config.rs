@@ -18,12 +18,17 @@ fuzz_target!(|text: &str| {
             assert_eq!(config.swap.len(), config.devices.len());
             let mut groups = Groups::new(empty_segment().0, RAM);
             let first = config.apply(&mut groups, 1000);
-            let views = |groups: &Groups| groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>();
+            let views = |groups: &Groups| {
+                groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>()
+            };
             let before = views(&groups);
             if first.is_ok() {
                 for plan in &config.groups {
                     let index = groups.find(&plan.path).expect("a group of the file is there");
-                    assert_eq!(groups.get(index).expect("found").settings.ram_max, plan.settings.ram_max);
+                    assert_eq!(
+                        groups.get(index).expect("found").settings.ram_max,
+                        plan.settings.ram_max
+                    );
                 }
                 config.apply(&mut groups, 1000).expect("the same again");
                 assert_eq!(views(&groups), before, "the same file again changes nothing");

@@ -16,9 +16,14 @@ fuzz_target!(|text: &str| {
         let Ok(question) = serde_json::from_str::<Question>(line) else { continue };
         // What is understood says the same again.
         let again = serde_json::to_string(&question).expect("a question is text");
-        assert_eq!(serde_json::from_str::<Question>(&again).expect("which is a question"), question);
+        assert_eq!(
+            serde_json::from_str::<Question>(&again).expect("which is a question"),
+            question
+        );
         let groups = groups.get_or_insert_with(|| Groups::new(empty_segment().0, RAM));
-        let views = |groups: &Groups| groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>();
+        let views = |groups: &Groups| {
+            groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>()
+        };
         match question {
             Question::Swapon(text) => drop(device::parse(&text)),
             Question::Tiers(Some(text)) => {
@@ -37,11 +42,16 @@ fuzz_target!(|text: &str| {
                     assert_eq!(views(groups), before, "refused, and changed");
                 }
                 // What a group says of itself can be said to it.
-                let (settings, tiers) = (groups.get(index).expect("made").settings, *groups.tiers());
-                let said: Vec<(&str, String)> =
-                    KEYS.iter().filter_map(|key| Some((*key, settings.as_set(key, &tiers)?))).collect();
+                let (settings, tiers) =
+                    (groups.get(index).expect("made").settings, *groups.tiers());
+                let said: Vec<(&str, String)> = KEYS
+                    .iter()
+                    .filter_map(|key| Some((*key, settings.as_set(key, &tiers)?)))
+                    .collect();
                 let before = views(groups);
-                groups.set(index, said.iter().map(|(key, value)| (*key, value.as_str()))).expect("its own settings");
+                groups
+                    .set(index, said.iter().map(|(key, value)| (*key, value.as_str())))
+                    .expect("its own settings");
                 assert_eq!(views(groups), before);
             }
             Question::Remove(path) => {
@@ -50,7 +60,10 @@ fuzz_target!(|text: &str| {
                 assert!(path.as_str() != "/" || groups.find(&path).is_ok(), "the root stays");
             }
             Question::Reclaim { path, .. } | Question::Freeze(path) | Question::Preload(path) => {
-                drop(GroupPath::parse(&path).map(|path| (path.depth(), path.parent(), groups.find(&path))));
+                drop(
+                    GroupPath::parse(&path)
+                        .map(|path| (path.depth(), path.parent(), groups.find(&path))),
+                );
             }
             _ => {}
         }

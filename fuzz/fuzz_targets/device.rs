@@ -37,16 +37,28 @@ impl History<'_> {
         Some(match kind % 16 {
             0..=3 => {
                 let (order, folio, who) = (self.byte()? % 10, self.byte()? % 6, self.byte()?);
-                Op::Alloc { cpu: u16::from(who % 3), order, folio: folio.into(), group: u16::from(who / 3 % 3) }
+                Op::Alloc {
+                    cpu: u16::from(who % 3),
+                    order,
+                    folio: folio.into(),
+                    group: u16::from(who / 3 % 3),
+                }
             }
             4 => {
                 let zero = u64::from(self.word()?);
-                Op::ToShadow { at: self.at()?, n: self.n()?, shadow: self.word()?, zero: zero << 32 | zero }
+                Op::ToShadow {
+                    at: self.at()?,
+                    n: self.n()?,
+                    shadow: self.word()?,
+                    zero: zero << 32 | zero,
+                }
             }
             5 => Op::ToFolio { at: self.at()?, n: self.n()?, folio: u32::from(self.byte()? % 6) },
             6 => Op::Replace { at: self.at()?, n: self.n()?, to: u32::from(self.byte()? % 6) },
             7 => Op::Dup { at: self.at()?, n: self.n()?, times: if kind < 224 { 1 } else { 130 } },
-            8 | 9 => Op::Put { at: self.at()?, n: self.n()?, times: if kind < 224 { 1 } else { 130 } },
+            8 | 9 => {
+                Op::Put { at: self.at()?, n: self.n()?, times: if kind < 224 { 1 } else { 130 } }
+            }
             10 | 11 => Op::Free { at: self.at()?, n: self.n()?, expect: self.byte()? % 3 },
             12 => Op::Release { at: self.at()?, n: self.n()? },
             13 => Op::Zero { at: self.at()?, n: self.n()?, zero: kind < 128 },
@@ -55,7 +67,11 @@ impl History<'_> {
             _ if kind < 80 => Op::Drain { keep: u32::from(self.byte()? % 4) },
             _ if kind < 160 => {
                 let (max, refuse) = (1 + self.word()? % 2000, u32::from(self.byte()? % 40));
-                Op::Compact { max, tear: max % 2 == 0, refuse: if refuse < 30 { 0 } else { refuse } }
+                Op::Compact {
+                    max,
+                    tear: max % 2 == 0,
+                    refuse: if refuse < 30 { 0 } else { refuse },
+                }
             }
             _ => Op::Swapoff { room: 1 + self.word()? % 5000 },
         })

@@ -1,4 +1,5 @@
-//! The file device beside a plain map, on a file that others write to, cut and fill: a page that comes back is the one that was stored, or none does.
+//! The file device beside a plain map, on a file that others write to, cut and fill: a page that
+//! comes back is the one that was stored, or none does.
 #![no_main]
 
 use std::collections::BTreeMap;
@@ -39,7 +40,8 @@ fuzz_target!(|data: &[u8]| {
     let fd = rustix::fs::memfd_create("fuzz", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
     let disk = File::from(fd.try_clone().expect("a descriptor"));
     disk.set_len(size).expect("long enough");
-    let source = Source(Arc::new(Mutex::new((0..1 + u32::from(kind & 1) * 2).collect())), kind & 8 != 0);
+    let source =
+        Source(Arc::new(Mutex::new((0..1 + u32::from(kind & 1) * 2).collect())), kind & 8 != 0);
     let device = FileDevice::new(fd, [kind; 32], 7, Box::new(source));
     let mut compressor = Compressor::new(Choice::ALL[usize::from(kind >> 1) % Choice::ALL.len()]);
     let mut model: BTreeMap<u32, Box<Page>> = BTreeMap::new();
@@ -52,13 +54,21 @@ fuzz_target!(|data: &[u8]| {
             0..=2 => {
                 // Some pages at once, some of them more than once.
                 let n = 1 + u32::from(what >> 3);
-                let seeds: Vec<(u32, Box<Page>)> =
-                    (0..n).map(|i| (slot + i, page_of(u32::from(arg) << 8 | u32::from(what) ^ i))).collect();
+                let seeds: Vec<(u32, Box<Page>)> = (0..n)
+                    .map(|i| (slot + i, page_of(u32::from(arg) << 8 | u32::from(what) ^ i)))
+                    .collect();
                 for batch in seeds.chunks(8) {
                     // A compressor has one page's bytes at a time.
-                    let packed: Vec<_> = batch.iter().map(|(slot, page)| (*slot, owned(&mut compressor, page))).collect();
-                    let pages: Vec<_> =
-                        packed.iter().map(|(slot, (kind, bytes))| (Slot(*slot), kind.with(bytes).expect("its bytes"))).collect();
+                    let packed: Vec<_> = batch
+                        .iter()
+                        .map(|(slot, page)| (*slot, owned(&mut compressor, page)))
+                        .collect();
+                    let pages: Vec<_> = packed
+                        .iter()
+                        .map(|(slot, (kind, bytes))| {
+                            (Slot(*slot), kind.with(bytes).expect("its bytes"))
+                        })
+                        .collect();
                     if device.write(&pages).is_ok() {
                         model.extend(batch.iter().map(|(slot, page)| (*slot, page.clone())));
                     }
@@ -71,7 +81,10 @@ fuzz_target!(|data: &[u8]| {
                 match device.read(&mut wanted) {
                     Ok(()) => {
                         for (slot, page) in wanted {
-                            assert!(model.get(&slot.0).is_some_and(|stored| **stored == *page), "{slot}: another page came back");
+                            assert!(
+                                model.get(&slot.0).is_some_and(|stored| **stored == *page),
+                                "{slot}: another page came back"
+                            );
                             assert!(device.unchanged(slot, page), "{slot}: just read");
                         }
                     }

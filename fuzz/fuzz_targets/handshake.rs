@@ -34,16 +34,32 @@ fuzz_target!(|data: &[u8]| {
         Ok((agreed, session)) => {
             assert!(session.is_none(), "no certificates, and yet a session");
             if let Ok(export) = connector.export(&agreed) {
-                assert!(export.size >= 4096 && export.size % 4096 == 0 && export.size <= agreed.size);
-                assert!(export.longest >= 4096 && (1..=swaptide_store::nbd::MAX_CONNECTIONS).contains(&export.connections));
+                assert!(
+                    export.size >= 4096 && export.size % 4096 == 0 && export.size <= agreed.size
+                );
+                assert!(
+                    export.longest >= 4096
+                        && (1..=swaptide_store::nbd::MAX_CONNECTIONS).contains(&export.connections)
+                );
             }
         }
-        Err(error) => assert!(!error.to_string().chars().any(char::is_control), "what a server says is shown as text: {error:?}"),
+        Err(error) => assert!(
+            !error.to_string().chars().any(char::is_control),
+            "what a server says is shown as text: {error:?}"
+        ),
     }
     drop(wire);
-    assert!(begun.elapsed() < Duration::from_secs(2), "a server that has hung up is not waited for");
+    assert!(
+        begun.elapsed() < Duration::from_secs(2),
+        "a server that has hung up is not waited for"
+    );
     let mut said = Vec::new();
     theirs.set_nonblocking(false).expect("blocking");
     let _ = theirs.read_to_end(&mut said);
-    assert!(said.len() < 64 << 10, "{} bytes were said to a server that said {}", said.len(), data.len());
+    assert!(
+        said.len() < 64 << 10,
+        "{} bytes were said to a server that said {}",
+        said.len(),
+        data.len()
+    );
 });

@@ -1,8 +1,8 @@
 //! The transmission phase of NBD with a server that breaks the protocol as the fuzzer's bytes tell.
 //!
-//! Unless the server lies about contents, which nothing here could tell, but only about everything else: places, lengths, kinds, cookies,
-//! order, errors, ends,
-//! a read that succeeds must have the export's contents, and nothing outside of its buffer may change.
+//! Unless the server lies about contents, which nothing here could tell, but only about everything
+//! else: places, lengths, kinds, cookies, order, errors, ends, a read that succeeds must have the
+//! export's contents, and nothing outside of its buffer may change.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -24,8 +24,9 @@ fn content(at: u64) -> u8 {
 
 struct Server {
     script: Arc<Mutex<Vec<u8>>>,
-    /// Contents were lied about: a hole, which reads as zeros, whatever the export has there; another request's data; a reply that is shorter
-    /// or longer than it says, so that the next one is taken for data.
+    /// Contents were lied about: a hole, which reads as zeros, whatever the export has there;
+    /// another request's data; a reply that is shorter or longer than it says, so that the next one
+    /// is taken for data.
     lied: Arc<AtomicBool>,
     structured: bool,
 }
@@ -53,7 +54,8 @@ impl Server {
             loop {
                 let what = self.next().unwrap_or(0);
                 let cookie = if what & 0x40 != 0 {
-                    // The data of one request for another: a simple reply does not tell whose it is.
+                    // The data of one request for another: a simple reply does not tell whose it
+                    // is.
                     self.lied.store(true, SeqCst);
                     cookie ^ u64::from(self.next()?)
                 } else {
@@ -68,15 +70,23 @@ impl Server {
                         n = n.wrapping_add(lie * 512) % (SIZE as u32)
                     }
                 }
-                let data = |at: u64, n: u32| (0..u64::from(n)).map(|i| content(at.wrapping_add(i))).collect::<Vec<u8>>();
+                let data = |at: u64, n: u32| {
+                    (0..u64::from(n)).map(|i| content(at.wrapping_add(i))).collect::<Vec<u8>>()
+                };
                 let chunk = |flags: u16, kind: u16, payload: &[u8]| {
-                    let head =
-                        [&0x668e_33efu32.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes(), &cookie.to_be_bytes()]
-                            .concat();
+                    let head = [
+                        &0x668e_33efu32.to_be_bytes()[..],
+                        &flags.to_be_bytes(),
+                        &kind.to_be_bytes(),
+                        &cookie.to_be_bytes(),
+                    ]
+                    .concat();
                     [&head[..], &(payload.len() as u32).to_be_bytes(), payload].concat()
                 };
-                let simple =
-                    |error: u32| [&0x6744_6698u32.to_be_bytes()[..], &error.to_be_bytes(), &cookie.to_be_bytes()].concat();
+                let simple = |error: u32| {
+                    [&0x6744_6698u32.to_be_bytes()[..], &error.to_be_bytes(), &cookie.to_be_bytes()]
+                        .concat()
+                };
                 match what & 0x1f {
                     0..=7 if command == 0 && self.structured => {
                         reply.extend(chunk(1, 1, &[&at.to_be_bytes()[..], &data(at, n)].concat()))
@@ -89,13 +99,25 @@ impl Server {
                     8 => reply.extend(chunk(1, 0, &[])),
                     9 => {
                         self.lied.store(true, SeqCst);
-                        reply.extend(chunk(u16::from(self.next()? & 1), 2, &[&at.to_be_bytes()[..], &n.to_be_bytes()].concat()));
+                        reply.extend(chunk(
+                            u16::from(self.next()? & 1),
+                            2,
+                            &[&at.to_be_bytes()[..], &n.to_be_bytes()].concat(),
+                        ));
                     }
                     // A part of the data; the rest may come with the next byte of the script.
-                    10..=13 => reply.extend(chunk(u16::from(what & 1), 1, &[&at.to_be_bytes()[..], &data(at, n / 2)].concat())),
+                    10..=13 => reply.extend(chunk(
+                        u16::from(what & 1),
+                        1,
+                        &[&at.to_be_bytes()[..], &data(at, n / 2)].concat(),
+                    )),
                     14 | 15 => {
                         let rest = at.wrapping_add(u64::from(n / 2));
-                        reply.extend(chunk(1, 1, &[&rest.to_be_bytes()[..], &data(rest, n - n / 2)].concat()));
+                        reply.extend(chunk(
+                            1,
+                            1,
+                            &[&rest.to_be_bytes()[..], &data(rest, n - n / 2)].concat(),
+                        ));
                     }
                     16 => reply.extend(simple(u32::from(self.next()?).max(1))),
                     17 => {
@@ -103,8 +125,12 @@ impl Server {
                         reply.extend(chunk(
                             1,
                             0x8001,
-                            &[&u32::from(text).to_be_bytes()[..], &text.to_be_bytes(), &vec![b'x'; usize::from(text / 2)]]
-                                .concat(),
+                            &[
+                                &u32::from(text).to_be_bytes()[..],
+                                &text.to_be_bytes(),
+                                &vec![b'x'; usize::from(text / 2)],
+                            ]
+                            .concat(),
                         ));
                     }
                     18 => reply.extend(chunk(
@@ -131,7 +157,11 @@ impl Server {
                     }
                     // The same once more.
                     23 => reply.extend_from_within(..),
-                    24 => reply.extend(chunk(1, 1, &at.to_be_bytes()[..usize::from(self.next()? % 9)])),
+                    24 => reply.extend(chunk(
+                        1,
+                        1,
+                        &at.to_be_bytes()[..usize::from(self.next()? % 9)],
+                    )),
                     _ => {
                         self.lied.store(true, SeqCst);
                         reply.extend([simple(0), data(offset, n)].concat());
@@ -150,7 +180,11 @@ impl Server {
 impl Dialer for Server {
     fn dial(&self) -> Result<OwnedFd, Errno> {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let server = Server { script: Arc::clone(&self.script), lied: Arc::clone(&self.lied), structured: self.structured };
+        let server = Server {
+            script: Arc::clone(&self.script),
+            lied: Arc::clone(&self.lied),
+            structured: self.structured,
+        };
         std::thread::spawn(move || server.serve(theirs));
         Ok(ours.into())
     }
@@ -163,8 +197,13 @@ fuzz_target!(|data: &[u8]| {
     let mut script = bytes.0.to_vec();
     script.reverse();
     let lied = Arc::new(AtomicBool::new(false));
-    let server = Server { script: Arc::new(Mutex::new(script)), lied: Arc::clone(&lied), structured: kind & 1 == 1 };
-    let all = Flags::HAS_FLAGS.0 | Flags::SEND_FLUSH.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0;
+    let server = Server {
+        script: Arc::new(Mutex::new(script)),
+        lied: Arc::clone(&lied),
+        structured: kind & 1 == 1,
+    };
+    let all =
+        Flags::HAS_FLAGS.0 | Flags::SEND_FLUSH.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0;
     let longest = [4096, 65536, 32 << 20, 1][usize::from(kind >> 1 & 3)];
     let export = Export {
         size: SIZE,
@@ -189,7 +228,10 @@ fuzz_target!(|data: &[u8]| {
             0 | 1 => {
                 let mut buf = vec![0xEE; len + 128];
                 let answer = nbd.read_at(offset, &mut buf[64..64 + len]);
-                assert!(buf[..64].iter().chain(&buf[64 + len..]).all(|byte| *byte == 0xEE), "written outside of the buffer");
+                assert!(
+                    buf[..64].iter().chain(&buf[64 + len..]).all(|byte| *byte == 0xEE),
+                    "written outside of the buffer"
+                );
                 if let Ok(n) = answer
                     && !lied.load(SeqCst)
                 {
@@ -207,7 +249,10 @@ fuzz_target!(|data: &[u8]| {
                     .collect();
                 if nbd.read_many(&mut places).is_ok() && !lied.load(SeqCst) {
                     for (offset, page) in places {
-                        assert!(page.iter().zip(offset..).all(|(byte, at)| *byte == content(at)), "the page at {offset}");
+                        assert!(
+                            page.iter().zip(offset..).all(|(byte, at)| *byte == content(at)),
+                            "the page at {offset}"
+                        );
                     }
                 }
             }

@@ -27,18 +27,30 @@ fn vmas(text: &[u8], chunk: usize, buffer: usize) -> Vec<(usize, usize, bool, u6
 fuzz_target!(|data: &[u8]| {
     let Some((first, text)) = data.split_first() else { return };
     let whole = vmas(text, usize::MAX, text.len().max(MIN_BUFFER) + 1);
-    assert_eq!(vmas(text, 1 + usize::from(*first), text.len().max(MIN_BUFFER) + 1), whole, "however it comes in pieces");
+    assert_eq!(
+        vmas(text, 1 + usize::from(*first), text.len().max(MIN_BUFFER) + 1),
+        whole,
+        "however it comes in pieces"
+    );
     // Lines longer than the buffer come cut short, but no line is lost or made up.
     let cut = vmas(text, 1 + usize::from(*first), MIN_BUFFER);
     assert!(
         cut.len() >= whole.iter().filter(|(.., name)| name.len() < 100).count().min(1000)
             || text.split(|b| *b == b'\n').any(|line| line.len() >= MIN_BUFFER)
     );
-    let _ = (parse_stat(1, text), parse_statm(text), kib_field(text, "Pss_Anon"), kib_field(text, "MemTotal"));
+    let _ = (
+        parse_stat(1, text),
+        parse_statm(text),
+        kib_field(text, "Pss_Anon"),
+        kib_field(text, "MemTotal"),
+    );
     for word in words(text) {
         assert!(!word.is_empty());
         if let Some(number) = parse_u64(word) {
-            assert!(word.iter().all(u8::is_ascii_digit) && (word[0] == b'0' || number.to_string().as_bytes() == word));
+            assert!(
+                word.iter().all(u8::is_ascii_digit)
+                    && (word[0] == b'0' || number.to_string().as_bytes() == word)
+            );
         }
         assert!(parse_hex(word).is_none() || word.iter().all(u8::is_ascii_hexdigit));
     }

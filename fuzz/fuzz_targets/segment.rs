@@ -1,5 +1,6 @@
-//! The supervisor's side of a segment into which a hostile process has written: it neither ends nor stands still, and gives out no extent that
-//! is not there. Each input ends with looks of the keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
+//! The supervisor's side of a segment into which a hostile process has written: it neither ends nor
+//! stands still, and gives out no extent that is not there. Each input ends with looks of the
+//! keeper, which reads all that the supervisor reads: areas, tree, budget, `--strict`, groups,
 //! totals, and what `ctl` and `top` show. The keeper has one run, whose root this process is.
 #![no_main]
 
@@ -16,7 +17,8 @@ use swaptide_host::groups::{GroupPath, Groups, Usage};
 use swaptide_host::keeper::{self, Keeper, Run};
 use swaptide_host::pressure::Part;
 use swaptide_ipc::{
-    AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea, ProcSlot, Segment, SlotIndex,
+    AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
+    ProcSlot, Segment, SlotIndex,
 };
 use swaptide_sys::thread::Nanos;
 
@@ -43,18 +45,42 @@ fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
     let me = std::process::id();
     segment.claim(me, 0);
     let mut thread = Keeper::new(segment, Arc::clone(areas), groups, 64 << 20);
-    let run = Run { root: me, front: me, uid: 0, program: String::new(), started: 0.0, group: None, max: None, strict: true };
+    let run = Run {
+        root: me,
+        front: me,
+        uid: 0,
+        program: String::new(),
+        started: 0.0,
+        group: None,
+        max: None,
+        strict: true,
+    };
     thread.add_run(run);
     let (keeper, requests) = mpsc::channel();
     let thread = std::thread::spawn(move || thread.run(requests));
     for _ in 0..2 {
         let looked = keeper::ask(&keeper, move |keeper| {
             let (view, totals) = (keeper.view(me), keeper.totals(me));
-            assert!(view.processes.iter().all(|process| process.pid == me), "only the kernel's word makes members");
+            assert!(
+                view.processes.iter().all(|process| process.pid == me),
+                "only the kernel's word makes members"
+            );
             assert!(!totals.strict_kill, "this process is small");
-            let _ = (totals.pages_out(), totals.pages_in(), totals.fault_times(), serde_json::to_string(&view).map(drop));
-            let _ = (serde_json::to_string(&totals).map(drop), keeper.group_views(&GroupPath::root()).map(|views| views.len()));
-            let _ = (keeper.areas().view().len(), keeper.preloading(GroupIndex::ROOT, true), keeper.run_of(me).is_some());
+            let _ = (
+                totals.pages_out(),
+                totals.pages_in(),
+                totals.fault_times(),
+                serde_json::to_string(&view).map(drop),
+            );
+            let _ = (
+                serde_json::to_string(&totals).map(drop),
+                keeper.group_views(&GroupPath::root()).map(|views| views.len()),
+            );
+            let _ = (
+                keeper.areas().view().len(),
+                keeper.preloading(GroupIndex::ROOT, true),
+                keeper.run_of(me).is_some(),
+            );
         });
         assert!(looked.is_some(), "the keeper has ended, or takes too long");
     }
@@ -84,7 +110,8 @@ fuzz_target!(|data: &[u8]| {
             }
             4 => drop(segment.add_area(NewArea::of_file(i32::from(what >> 4), 1 + number % 5))),
             5 => {
-                // A process that comes again has executed another program, and holds nothing any more.
+                // A process that comes again has executed another program, and holds nothing any
+                // more.
                 if let Some(index) = segment.claim(100 + u32::from(what >> 4), 0) {
                     leased.retain(|(owner, _)| *owner != index.0);
                 }
@@ -98,15 +125,23 @@ fuzz_target!(|data: &[u8]| {
             }
             // Only who has a slot leases, unless somebody scribbles.
             7 | 8 if scribbled || segment.claimed().any(|(index, _)| index == slot) => {
-                if let Some(extent) = segment.lease_charged(slot).or_else(|| segment.lease_extent(slot, AreaMask::ALL)) {
+                if let Some(extent) = segment
+                    .lease_charged(slot)
+                    .or_else(|| segment.lease_extent(slot, AreaMask::ALL))
+                {
                     assert!((extent.0 as usize) < MAX_EXTENTS);
-                    assert!(scribbled || leased.iter().all(|(_, of)| *of != extent.0), "{extent:?} is given out twice");
+                    assert!(
+                        scribbled || leased.iter().all(|(_, of)| *of != extent.0),
+                        "{extent:?} is given out twice"
+                    );
                     leased.insert((slot.0, extent.0));
                     let _ = (segment.place_of(extent), segment.sole_holder(extent));
                 }
             }
             9 => {
-                if let Some((_, extent)) = leased.iter().find(|(owner, _)| *owner == slot.0).copied() {
+                if let Some((_, extent)) =
+                    leased.iter().find(|(owner, _)| *owner == slot.0).copied()
+                {
                     segment.release_charged(slot, slot, ExtentId(extent));
                     leased.remove(&(slot.0, extent));
                 }
@@ -124,7 +159,8 @@ fuzz_target!(|data: &[u8]| {
                 segment.audit(|extent| assert!((extent.0 as usize) < MAX_EXTENTS));
             }
             12 => {
-                if let Ok(path) = GroupPath::parse(["/a", "/a/b", "/c", "/"][usize::from(what >> 4) % 4])
+                if let Ok(path) =
+                    GroupPath::parse(["/a", "/a/b", "/c", "/"][usize::from(what >> 4) % 4])
                     && let Ok(index) = groups.ensure(&path, 0)
                 {
                     let _ = groups.set(index, [("swap.max", "4M")]);
@@ -138,7 +174,9 @@ fuzz_target!(|data: &[u8]| {
                 for index in (0..MAX_GROUPS as u32).map(GroupIndex) {
                     assert!(segment.ancestry(index).count() <= MAX_GROUPS);
                 }
-                for (index, _) in groups.iter().map(|(index, group)| (index, group.owner)).collect::<Vec<_>>() {
+                for (index, _) in
+                    groups.iter().map(|(index, group)| (index, group.owner)).collect::<Vec<_>>()
+                {
                     let _ = (groups.view(index), groups.usage(index), groups.swap_bytes(index));
                 }
             }
@@ -150,7 +188,10 @@ fuzz_target!(|data: &[u8]| {
                     assert!(stalled.of_bytes(1 << 40) <= 1 << 40, "more than all of the time");
                     Usage { stalled, ..Usage::default() }
                 };
-                let own = segment.claimed().map(|(_, slot)| (GroupIndex(slot.group.load(SeqCst)), usage(slot))).collect();
+                let own = segment
+                    .claimed()
+                    .map(|(_, slot)| (GroupIndex(slot.group.load(SeqCst)), usage(slot)))
+                    .collect();
                 groups.account(&own, elapsed, |_| false);
             }
         }

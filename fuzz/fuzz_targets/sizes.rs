@@ -16,7 +16,10 @@ fuzz_target!(|text: &str| {
             let _ = (human(bytes), human_count(bytes));
             // What is written for people is read again, and near what it was.
             let again = parse_bytes(&human(bytes)).expect("a size for people is a size") as f64;
-            assert!((again / bytes as f64 - 1.0).abs() < 0.06 || bytes < 1024, "{bytes} became {again}");
+            assert!(
+                (again / bytes as f64 - 1.0).abs() < 0.06 || bytes < 1024,
+                "{bytes} became {again}"
+            );
         }
         (Err(SizeError::Percent(_)), Ok(share)) => assert!(share > 0 && share <= RAM * 100),
         (Err(error), share) => {
@@ -31,7 +34,10 @@ fuzz_target!(|text: &str| {
             match device.kind {
                 DeviceKind::Zram { bytes, .. } => assert!(bytes >= device::SMALLEST_POOL),
                 DeviceKind::File { bytes, ref path } => {
-                    assert!(bytes.is_none_or(|bytes| bytes >= device::SMALLEST_FILE) && !path.as_os_str().is_empty());
+                    assert!(
+                        bytes.is_none_or(|bytes| bytes >= device::SMALLEST_FILE)
+                            && !path.as_os_str().is_empty()
+                    );
                 }
                 DeviceKind::Block { ref path } => assert!(path.is_absolute()),
                 DeviceKind::Nbd(ref url) => check(url),

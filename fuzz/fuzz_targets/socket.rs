@@ -1,4 +1,5 @@
-//! What processes of the tree ask the supervisor for, over its socket, with and without descriptors.
+//! What processes of the tree ask the supervisor for, over its socket, with and without
+//! descriptors.
 #![no_main]
 
 use std::fs::File;
@@ -26,12 +27,18 @@ fuzz_target!(|data: &[u8]| {
     let file = File::open("/dev/null").expect("a file");
     let fds = [file.as_fd(), file.as_fd()];
     // An empty message is none.
-    if message.is_empty() || client.send(&message[..message.len().min(256)], &fds[..usize::from(first % 3)]).is_err() {
+    if message.is_empty()
+        || client.send(&message[..message.len().min(256)], &fds[..usize::from(first % 3)]).is_err()
+    {
         return;
     }
     let joined = counter.serve(segment, areas, None, &mut Followed::default());
-    let known = Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
-    assert!(joined.is_empty() || known == Some(Request::Segment), "who asks for something else has not joined");
+    let known =
+        Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
+    assert!(
+        joined.is_empty() || known == Some(Request::Segment),
+        "who asks for something else has not joined"
+    );
     let (mut reply, mut got) = ([0; 64], [None, None]);
     if let Ok((length, fds)) = client.recv(&mut reply, &mut got)
         && length > 0

@@ -27,9 +27,12 @@ fuzz_target!(|text: &str| {
     let (mut tiers, mut mask, mut devices) = (Tiers::new(), TierMask::ALL, Vec::new());
     for line in text.lines().take(64) {
         let before = (tiers, mask);
-        let names: Vec<Option<String>> = devices.iter().map(|device| name_of(&tiers, *device)).collect();
+        let names: Vec<Option<String>> =
+            devices.iter().map(|device| name_of(&tiers, *device)).collect();
         let done = match line.as_bytes().first() {
-            Some(b'=') => tiers.replace(&line[1..], &devices).map(|applied| mask.forget(applied.freed)),
+            Some(b'=') => {
+                tiers.replace(&line[1..], &devices).map(|applied| mask.forget(applied.freed))
+            }
             Some(b'@') => mask.apply(&line[1..], &tiers),
             Some(b'#') => {
                 devices.extend(line[1..].parse().ok().and_then(Priority::new));
@@ -43,7 +46,10 @@ fuzz_target!(|text: &str| {
                 check(&tiers);
                 let after = devices.iter().map(|device| name_of(&tiers, *device));
                 for (device, (old, new)) in devices.iter().zip(names.into_iter().zip(after)) {
-                    assert!(old.is_none() || old == new, "the device of {device} went from {old:?} to {new:?}");
+                    assert!(
+                        old.is_none() || old == new,
+                        "the device of {device} went from {old:?} to {new:?}"
+                    );
                 }
             }
             Err(error) => {
@@ -53,7 +59,10 @@ fuzz_target!(|text: &str| {
         }
         assert!(mask.permits(None), "devices in no tier are never excluded");
         for device in &devices {
-            assert_eq!(mask.permits_priority(&tiers, *device), mask.permits(tiers.tier_of(*device)));
+            assert_eq!(
+                mask.permits_priority(&tiers, *device),
+                mask.permits(tiers.tier_of(*device))
+            );
         }
         let _ = mask.names(&tiers);
     }

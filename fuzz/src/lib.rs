@@ -33,7 +33,8 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// The one segment of this process and its memory file. Segments are never unmapped, so every input gets the same one, emptied.
+/// The one segment of this process and its memory file. Segments are never unmapped, so every input
+/// gets the same one, emptied.
 pub fn empty_segment() -> (&'static Segment, &'static OwnedFd) {
     static ONLY: OnceLock<(&'static Segment, OwnedFd)> = OnceLock::new();
     let (segment, fd) = ONLY.get_or_init(|| {

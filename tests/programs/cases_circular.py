@@ -1,4 +1,6 @@
-"""Swap areas that are served by a process of the same run: refused where that is seen, and no run that cannot be ended where it is not."""
+"""Swap areas that are served by a process of the same run: refused where that is seen, and no run
+that cannot be ended where it is not.
+"""
 
 import os
 import signal
@@ -30,8 +32,26 @@ def swapon(context, pid, area):
 
 
 def started(context, script, *words):
-    run = [context.swaptide, "run", "--ram", f"{context.budget}M", "--swap", "zram:4M", "--", context.python, "-c", script, *words]
-    return subprocess.Popen([str(word) for word in run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = [
+        context.swaptide,
+        "run",
+        "--ram",
+        f"{context.budget}M",
+        "--swap",
+        "zram:4M",
+        "--",
+        context.python,
+        "-c",
+        script,
+        *words,
+    ]
+    return subprocess.Popen(
+        [str(word) for word in run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def nbdkit(context, name):
@@ -62,11 +82,16 @@ def refused(context):
     place, words = nbdkit(context, "inside")
     run = started(context, "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words)
     outside, words = nbdkit(context, "outside")
-    other = subprocess.Popen([str(word) for word in words], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    other = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
     try:
         wait_until(context, lambda: place.exists() and outside.exists(), "both servers")
         status, said = swapon(context, run.pid, f"nbd+unix:///?socket={place}")
-        context.expect(status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1, f"{status}: {said!r}")
+        context.expect(
+            status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1,
+            f"{status}: {said!r}",
+        )
         status, said = swapon(context, run.pid, f"nbd+unix:///?socket={outside}")
         context.expect(status == 0, f"the one outside: {status}, {said!r}")
     finally:
@@ -90,7 +115,9 @@ libc.umount2(os.fsencode(sys.argv[1]), 2)
 
 
 def refused_fuse(context):
-    """A process of the run serves the file system that the area's file would be on. It answers nothing, and is not asked."""
+    """A process of the run serves the file system that the area's file would be on. It answers
+    nothing, and is not asked.
+    """
     if context.native:
         return
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
@@ -101,7 +128,10 @@ def refused_fuse(context):
     try:
         context.expect(run.stdout.readline() == "mounted\n", "it did not mount")
         status, said = swapon(context, run.pid, f"file:{place}/swap:64M")
-        context.expect(status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1, f"{status}: {said!r}")
+        context.expect(
+            status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1,
+            f"{status}: {said!r}",
+        )
     finally:
         out, errors = run.communicate()
     context.expect(run.returncode == 0, f"{run.returncode}: {out!r} {errors!r}")
@@ -109,6 +139,7 @@ def refused_fuse(context):
 
 def forward(listener, place):
     """Passes on what comes over TCP to a Unix socket: the check sees only this process."""
+
     def pump(one, other):
         try:
             while data := one.recv(1 << 16):
@@ -133,7 +164,9 @@ def forward(listener, place):
 
 
 def ends(context):
-    """A forwarder hides that the server is inside. The server waits for its own pages; SIGTERM ends the run all the same."""
+    """A forwarder hides that the server is inside. The server waits for its own pages; SIGTERM ends
+    the run all the same.
+    """
     if context.native:
         return
     place, words = server(context, "hidden")
@@ -152,8 +185,14 @@ def ends(context):
         _, said = run.communicate(timeout=60)
         took = time.monotonic() - began
         # The server handles the signal (0) where it gets to it; the run says what went wrong.
-        context.expect(took < 40 and run.returncode in (0, 137, 143), f"{took:.1f} s, status {run.returncode}, {said!r}")
-        context.expect("swap space ran out" in said or "wait inside swaptide; killed" in said, f"{took:.1f} s, {said!r}")
+        context.expect(
+            took < 40 and run.returncode in (0, 137, 143),
+            f"{took:.1f} s, status {run.returncode}, {said!r}",
+        )
+        context.expect(
+            "swap space ran out" in said or "wait inside swaptide; killed" in said,
+            f"{took:.1f} s, {said!r}",
+        )
     finally:
         listener.close()
         if run.poll() is None:
@@ -163,6 +202,7 @@ def ends(context):
 CASES = [
     Case("circular-refused", refused, 24, swaps=False, needs=("nbdkit",)),
     Case("circular-fuse", refused_fuse, 24, swaps=False),
-    # It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang for good.
+    # It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang
+    # for good.
     Case("circular-ends", ends, 24, full=True, swaps=False),
 ]

@@ -1,4 +1,5 @@
-"""Pages that others hold: references of pipes, sockets and rings, writers outside, and processes that end while they write.
+"""Pages that others hold: references of pipes, sockets and rings, writers outside, and processes
+that end while they write.
 
 docs/kernel-references.md names these cases for each holder.
 """
@@ -14,8 +15,9 @@ def outside(mode, seconds=1):
 
 
 def past_libc(context):
-    """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit that docs/limits.md describes; the program's
-    own pages stay right, and so does the pipe of the program that calls libc (references-vmsplice)."""
+    """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit
+    that docs/limits.md describes; the program's own pages stay right, and so does the pipe of the
+    program that calls libc (references-vmsplice)."""
     if context.native:
         return
     wrong = 0
@@ -34,18 +36,66 @@ def fuse(context):
     context.c("fuse", megabytes=24, seconds=3, last="OK fuse")
 
 
-MODES = ("vmsplice", "syscall", "tee", "splice", "tcp", "udp", "uring", "uring-bare", "uring-fixed", "mem", "writev", "special",
-         "advised")
+MODES = (
+    "vmsplice",
+    "syscall",
+    "tee",
+    "splice",
+    "tcp",
+    "udp",
+    "uring",
+    "uring-bare",
+    "uring-fixed",
+    "mem",
+    "writev",
+    "special",
+    "advised",
+)
 
 CASES = [
-    *[Case(f"references-{mode}", outside(mode), 16, allowance=12, forks=mode in ("mem", "writev", "advised"), swaps=mode != "uring-fixed")
-      for mode in MODES],
-    Case("full-torture-sends", lambda context: context.c("torture", "sends", megabytes=192, seconds=600), 48, full=True, limit=900,
-         allowance=192, forks=True),
+    *[
+        Case(
+            f"references-{mode}",
+            outside(mode),
+            16,
+            allowance=12,
+            forks=mode in ("mem", "writev", "advised"),
+            swaps=mode != "uring-fixed",
+        )
+        for mode in MODES
+    ],
+    Case(
+        "full-torture-sends",
+        lambda context: context.c("torture", "sends", megabytes=192, seconds=600),
+        48,
+        full=True,
+        limit=900,
+        allowance=192,
+        forks=True,
+    ),
     Case("references-past-libc", past_libc, 16, allowance=12, full=True),
     Case("fuse", fuse, 16, allowance=24, forks=True),
-    Case("torture-sends", lambda context: context.c("torture", "sends", megabytes=96, seconds=6), 32, allowance=128, forks=True),
-    Case("endings", lambda context: context.c("endings", "mixed", megabytes=24, seconds=5), 16, allowance=24, forks=True),
-    Case("endings-thousand", lambda context: context.c("endings", "mixed", megabytes=24, seconds=1000), 16, full=True, limit=600,
-         allowance=24, forks=True),
+    Case(
+        "torture-sends",
+        lambda context: context.c("torture", "sends", megabytes=96, seconds=6),
+        32,
+        allowance=128,
+        forks=True,
+    ),
+    Case(
+        "endings",
+        lambda context: context.c("endings", "mixed", megabytes=24, seconds=5),
+        16,
+        allowance=24,
+        forks=True,
+    ),
+    Case(
+        "endings-thousand",
+        lambda context: context.c("endings", "mixed", megabytes=24, seconds=1000),
+        16,
+        full=True,
+        limit=600,
+        allowance=24,
+        forks=True,
+    ),
 ]

@@ -149,10 +149,25 @@ def chromium(*options):
             home = context.directory / name
             home.mkdir()
             os.chown(home, NOBODY, NOBODY)
-            return ["setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups",
-                    "env", f"HOME={home}", f"XDG_RUNTIME_DIR={home}", "chromium", "--headless",
-                    "--disable-gpu", *options, "--disable-dev-shm-usage",
-                    f"--user-data-dir={home}/data", "--dump-dom", f"file://{page}"]
+            return [
+                "setpriv",
+                "--reuid",
+                NOBODY,
+                "--regid",
+                NOBODY,
+                "--clear-groups",
+                "env",
+                f"HOME={home}",
+                f"XDG_RUNTIME_DIR={home}",
+                "chromium",
+                "--headless",
+                "--disable-gpu",
+                *options,
+                "--disable-dev-shm-usage",
+                f"--user-data-dir={home}/data",
+                "--dump-dom",
+                f"file://{page}",
+            ]
 
         plain = context.run(words("plain"), native=True, status=None)
         if plain.status != 0 or "sum " not in plain.text():
@@ -171,18 +186,45 @@ CASES = [
     Case("filter-openssh", filtered("openssh", ("own", "all", "child")), 24, allowance=64),
     # The filter ends the thread, which is the only one: the process has to end by SIGSYS.
     Case("filter-openssh-denied", filtered("openssh", ("denied",)), 24, allowance=16),
-    Case("filter-chromium", filtered("chromium", ("own", "all", "fork", "denied")), 24,
-         allowance=64),
+    Case(
+        "filter-chromium", filtered("chromium", ("own", "all", "fork", "denied")), 24, allowance=64
+    ),
     Case("filter-systemd", filtered("systemd", HOWS), 24, allowance=128, forks=True),
     Case("filter-systemd-kill", filtered("systemd", HOWS, "kill"), 24, allowance=128, forks=True),
     # What is executed under it is not managed: unshare(CLONE_FS) is not on the list.
     Case("filter-docker", filtered("docker", HOWS), 24, allowance=128, forks=True),
-    Case("filter-real-ssh", ssh, 48, full=True, needs=("sshd", "ssh", "ssh-keygen"), swaps=False,
-         forks=True, allowance=64),
+    Case(
+        "filter-real-ssh",
+        ssh,
+        48,
+        full=True,
+        needs=("sshd", "ssh", "ssh-keygen"),
+        swaps=False,
+        forks=True,
+        allowance=64,
+    ),
     # Renderers have a process-id namespace of their own and are not managed; the browser is.
-    Case("filter-real-chromium", chromium("--in-process-gpu"), 256, full=True, limit=90,
-         needs=("chromium", "setpriv"), forks=True, allowance=256, swaps=False),
+    Case(
+        "filter-real-chromium",
+        chromium("--in-process-gpu"),
+        256,
+        full=True,
+        limit=90,
+        needs=("chromium", "setpriv"),
+        forks=True,
+        allowance=256,
+        swaps=False,
+    ),
     # It needs the zygote without a sandbox, which counts its threads and finds swaptide's.
-    Case("filter-real-chromium-gpu", chromium(), 256, full=True, limit=90,
-         needs=("chromium", "setpriv"), forks=True, allowance=256, swaps=False),
+    Case(
+        "filter-real-chromium-gpu",
+        chromium(),
+        256,
+        full=True,
+        limit=90,
+        needs=("chromium", "setpriv"),
+        forks=True,
+        allowance=256,
+        swaps=False,
+    ),
 ]

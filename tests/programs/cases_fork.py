@@ -1,4 +1,6 @@
-"""Forks and what can hang around them: locks of other libraries' fork handlers, allocators, filters, limits, and signals that shall end a run."""
+"""Forks and what can hang around them: locks of other libraries' fork handlers, allocators,
+filters, limits, and signals that shall end a run.
+"""
 
 import os
 import signal
@@ -12,7 +14,11 @@ from harness import HERE, Case, Failure, Skip
 from processes import descendants
 from redis_client import Redis
 
-ALLOCATORS = {"jemalloc": "libjemalloc.so.2", "mimalloc": "libmimalloc.so.2.0", "tcmalloc": "libtcmalloc.so.4"}
+ALLOCATORS = {
+    "jemalloc": "libjemalloc.so.2",
+    "mimalloc": "libmimalloc.so.2.0",
+    "tcmalloc": "libtcmalloc.so.4",
+}
 
 
 def library(name):
@@ -34,48 +40,86 @@ def logged(context, **more):
 
 def lock(mode, seconds=3, megabytes=64, managed=True):
     """One mode of forklock.c. `managed`: every child must have been."""
+
     def run(context):
         length = 60 if context.case.full else seconds
         context.c("forklock", mode, megabytes=megabytes, seconds=length, env=logged(context))
         unmanaged = [line for line in agent_log(context).splitlines() if "is not managed" in line]
         context.expect(not (managed and unmanaged), f"children were not managed: {unmanaged[:3]}")
+
     return run
 
 
 def few_descriptors(context):
-    """The limit on open files is below what the engine has open: the fork's event could not be read, so the process is let go before it."""
+    """The limit on open files is below what the engine has open: the fork's event could not be
+    read, so the process is let go before it.
+    """
     context.c("forklock", "files", megabytes=64, seconds=1, env=logged(context))
-    context.expect(context.native or "the process is let go" in agent_log(context), f"it was not: {agent_log(context)[-300:]!r}")
+    context.expect(
+        context.native or "the process is let go" in agent_log(context),
+        f"it was not: {agent_log(context)[-300:]!r}",
+    )
 
 
 def full_table(context):
     """No descriptor is free in the program's table: the child is given all its memory."""
     context.c("forklock", "full", megabytes=64, seconds=1, env=logged(context))
-    context.expect(context.native or "there is no way to a forked child" in agent_log(context), f"there was: {agent_log(context)[-300:]!r}")
+    context.expect(
+        context.native or "there is no way to a forked child" in agent_log(context),
+        f"there was: {agent_log(context)[-300:]!r}",
+    )
 
 
 def hand_over_fails(context):
-    """A child that is silent for long is given its memory, and its parent goes on; one that has its userfaultfd and never takes over is killed, and said to be."""
+    """A child that is silent for long is given its memory, and its parent goes on; one that has its
+    userfaultfd and never takes over is killed, and said to be.
+    """
     if context.native:
         return
     expected = {7: ("child 0", ""), 8: ("child 9", "was killed")}
     started = {}
     for kind in expected:
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--", context.binary("forklock"), 48, 1, context.seed, "once"]
-        started[kind] = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                         stdin=subprocess.DEVNULL, env={**logged(context), "SWAPTIDE_TEST_FAIL": str(kind)})
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--quiet",
+            "--",
+            context.binary("forklock"),
+            48,
+            1,
+            context.seed,
+            "once",
+        ]
+        started[kind] = subprocess.Popen(
+            [str(word) for word in words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**logged(context), "SWAPTIDE_TEST_FAIL": str(kind)},
+        )
     for kind, (said, complaint) in expected.items():
         out, errors = started[kind].communicate()
         result = f"kind {kind}: status {started[kind].returncode}, {out!r}, {errors!r}"
-        context.expect(started[kind].returncode == 0 and said in out and "OK forklock once" in out, result)
+        context.expect(
+            started[kind].returncode == 0 and said in out and "OK forklock once" in out, result
+        )
         context.expect(complaint in errors, result)
     context.expect("does not say that it is there" in agent_log(context), agent_log(context)[-400:])
 
 
 def birth_fails(context):
-    """A child of a followed fork that never arms its memory is killed, and said to be; its parent goes on."""
-    done = context.c("forklock", "once", megabytes=48, seconds=1, env={**os.environ, "SWAPTIDE_TEST_FAIL": "13"})
-    context.expect(context.native or "child 9" in done.text(), f"the child was not killed: {done.text()!r}")
+    """A child of a followed fork that never arms its memory is killed, and said to be; its parent
+    goes on.
+    """
+    done = context.c(
+        "forklock", "once", megabytes=48, seconds=1, env={**os.environ, "SWAPTIDE_TEST_FAIL": "13"}
+    )
+    context.expect(
+        context.native or "child 9" in done.text(), f"the child was not killed: {done.text()!r}"
+    )
 
 
 def wait_for(context, true, what):
@@ -86,7 +130,9 @@ def wait_for(context, true, what):
 
 
 def stands_inside(root):
-    """A process below `root` has a thread of its own that has all signals blocked, or waits for an event's reader."""
+    """A process below `root` has a thread of its own that has all signals blocked, or waits for an
+    event's reader.
+    """
     for pid in descendants(root):
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -98,18 +144,40 @@ def stands_inside(root):
 
 
 def told_to_end(context):
-    """SIGTERM to the run ends it in every stage of a fork at which the handler stands still for good. A program that ignores the signal lives."""
+    """SIGTERM to the run ends it in every stage of a fork at which the handler stands still for
+    good. A program that ignores the signal lives.
+    """
     if context.native:
         return
     stages = [(kind, mode) for kind in (10, 11, 12) for mode in ("once", "handles")]
     programs = {}
     for kind, mode in stages if context.case.full else [(10, "once"), (12, "handles")]:
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--", context.binary("forklock"), 48, 1, context.seed, mode]
-        programs[kind, mode] = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                                stdin=subprocess.DEVNULL, env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)})
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--quiet",
+            "--",
+            context.binary("forklock"),
+            48,
+            1,
+            context.seed,
+            mode,
+        ]
+        programs[kind, mode] = subprocess.Popen(
+            [str(word) for word in words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)},
+        )
     script = "import signal,sys,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); x = bytearray(40<<20); print('ready', flush=True); time.sleep(9); print('lives')"
     words = [context.swaptide, "run", "--ram", "32M", "--quiet", "--", context.python, "-c", script]
-    ignores = subprocess.Popen([str(word) for word in words], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    ignores = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+    )
     context.expect(ignores.stdout.readline() == "ready\n", "it did not begin")
     ignores.send_signal(signal.SIGTERM)
     for stage, program in programs.items():
@@ -119,12 +187,16 @@ def told_to_end(context):
     for (kind, mode), program in programs.items():
         out, errors = program.communicate()
         result = f"stage {kind}, {mode}: status {program.returncode}, {out!r}, {errors!r}"
-        # Its default action ends the process as soon as the agent looks; what handles the signal is killed, and it is said.
+        # Its default action ends the process as soon as the agent looks; what handles the signal is
+        # killed, and it is said.
         killed = program.returncode == 137 and "its threads wait inside swaptide; killed" in errors
         ended = program.returncode == 143 and mode == "once"
         context.expect(killed or ended, result)
     out, _ = ignores.communicate()
-    context.expect(ignores.returncode == 0 and out == "lives\n", f"who ignores the signal: {ignores.returncode}, {out!r}")
+    context.expect(
+        ignores.returncode == 0 and out == "lives\n",
+        f"who ignores the signal: {ignores.returncode}, {out!r}",
+    )
 
 
 THIEF = r"""
@@ -154,18 +226,42 @@ print("tried", tried)
 
 
 def door(context):
-    """Where pidfd_getfd is not permitted, as in containers, forks go on and their children are managed; and another user who knocks at every
-    socket that is to be seen is given nothing."""
+    """Where pidfd_getfd is not permitted, as in containers, forks go on and their children are
+    managed; and another user who knocks at every socket that is to be seen is given nothing."""
     if context.native:
         return
-    thief = subprocess.Popen([context.python, "-c", THIEF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    thief = subprocess.Popen(
+        [context.python, "-c", THIEF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     report = context.directory / "report.json"
     confine = [context.python, HERE / "confine.py", PROFILE, "--without", "pidfd_getfd"]
-    for words, last in (([context.binary("forks"), 96, 3, context.seed, "tree"], "OK forks tree"),
-                        ([context.binary("forklock"), 64, 3, context.seed, "maps"], "OK forklock maps")):
-        command = [*confine, context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--report", report, "--", *words]
-        ended = subprocess.run([str(word) for word in command], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=logged(context))
-        context.expect(ended.returncode == 0 and last in ended.stdout, f"{words}: {ended.returncode}: {ended.stdout[-200:]!r} {ended.stderr[-400:]!r}")
+    for words, last in (
+        ([context.binary("forks"), 96, 3, context.seed, "tree"], "OK forks tree"),
+        ([context.binary("forklock"), 64, 3, context.seed, "maps"], "OK forklock maps"),
+    ):
+        command = [
+            *confine,
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--quiet",
+            "--report",
+            report,
+            "--",
+            *words,
+        ]
+        ended = subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=logged(context),
+        )
+        context.expect(
+            ended.returncode == 0 and last in ended.stdout,
+            f"{words}: {ended.returncode}: {ended.stdout[-200:]!r} {ended.stderr[-400:]!r}",
+        )
     said = thief.communicate()[0]
     context.expect("STOLEN" not in said and said.startswith("tried"), f"the other user: {said!r}")
     unmanaged = [line for line in agent_log(context).splitlines() if "is not managed" in line]
@@ -173,12 +269,22 @@ def door(context):
 
 
 def allocators(*names):
-    """Four threads allocate, one forks, under each allocator: every block and every page has what was written to it."""
+    """Four threads allocate, one forks, under each allocator: every block and every page has what
+    was written to it.
+    """
+
     def run(context):
         for name in names:
             preloaded = f"LD_PRELOAD={library(name)}"
-            words = [context.binary("forklock"), 64, 30 if context.case.full else 3, context.seed, "allocators"]
+            words = [
+                context.binary("forklock"),
+                64,
+                30 if context.case.full else 3,
+                context.seed,
+                "allocators",
+            ]
             context.compare(["env", preloaded, *words])
+
     return run
 
 
@@ -192,10 +298,14 @@ waitpid $p,0; print $?>>8,"\n"; print `echo sub`; my $big="ab" x (6<<20); $big=~
 
 
 def perl(times):
-    """A program that forks under an allocator whose own fork handlers change mappings before the child has said that it is there."""
+    """A program that forks under an allocator whose own fork handlers change mappings before the
+    child has said that it is there.
+    """
+
     def run(context):
         for _ in range(times):
             context.compare(["env", f"LD_PRELOAD={library('jemalloc')}", "perl", "-e", R20])
+
     return run
 
 
@@ -217,13 +327,18 @@ puts children.inspect, threads.map(&:value).inspect, sum.call
 
 def ruby(forks):
     """Ruby with threads and forks under jemalloc."""
+
     def run(context):
         context.compare(["env", f"LD_PRELOAD={library('jemalloc')}", "ruby", "-e", RUBY, forks])
+
     return run
 
 
 def redis_saves(keys, turns):
-    """redis-server as packaged (with jemalloc) saves in the background while it is written to, again and again; what it has and what it saved is right."""
+    """redis-server as packaged (with jemalloc) saves in the background while it is written to,
+    again and again; what it has and what it saved is right.
+    """
+
     def run(context):
         directory = context.directory / "redis"
         directory.mkdir()
@@ -231,20 +346,45 @@ def redis_saves(keys, turns):
 
         def serve(name):
             path = context.directory / name
-            program = context.start(["redis-server", "--port", "0", "--unixsocket", path, "--dir", directory, "--save", "", "--appendonly", "no",
-                                     "--daemonize", "no"])
+            program = context.start(
+                [
+                    "redis-server",
+                    "--port",
+                    "0",
+                    "--unixsocket",
+                    path,
+                    "--dir",
+                    directory,
+                    "--save",
+                    "",
+                    "--appendonly",
+                    "no",
+                    "--daemonize",
+                    "no",
+                ]
+            )
             return program, Redis(path, lambda: program.process.poll() is None, context.remaining())
 
         def write(server, numbers, turn):
             for first in range(0, len(numbers), 500):
-                server.many([["SET", f"key:{number}", redis_value(number, turn)] for number in numbers[first : first + 500]])
+                server.many(
+                    [
+                        ["SET", f"key:{number}", redis_value(number, turn)]
+                        for number in numbers[first : first + 500]
+                    ]
+                )
             turn_of.update(dict.fromkeys(numbers, turn))
 
         def check(server, what):
             for first in range(0, keys, 500):
                 batch = range(first, min(first + 500, keys))
-                for number, found in zip(batch, server.many([["GET", f"key:{number}"] for number in batch])):
-                    context.expect(found == redis_value(number, turn_of[number]), f"{what}: key {number} is {found!r:.80}")
+                for number, found in zip(
+                    batch, server.many([["GET", f"key:{number}"] for number in batch])
+                ):
+                    context.expect(
+                        found == redis_value(number, turn_of[number]),
+                        f"{what}: key {number} is {found!r:.80}",
+                    )
 
         program, server = serve("first")
         write(server, range(keys), 0)
@@ -255,7 +395,11 @@ def redis_saves(keys, turns):
                 context.expect(context.hung is None, "")
                 time.sleep(0.05)
             state = server.info("persistence")["rdb_last_bgsave_status"]
-            context.expect(state == "ok", f"BGSAVE {turn} ended with {state}: {(program.directory / 'stdout').read_text()[-400:]}")
+            context.expect(
+                state == "ok",
+                f"BGSAVE {turn} ended with {state}: "
+                f"{(program.directory / 'stdout').read_text()[-400:]}",
+            )
         check(server, "after all saves")
         server.one("SAVE")
         server.shutdown()
@@ -264,6 +408,7 @@ def redis_saves(keys, turns):
         check(copy, "loaded from the dump")
         copy.shutdown()
         second.finish()
+
     return run
 
 
@@ -278,18 +423,79 @@ CASES = [
     Case("fork-full-table", full_table, 24, allowance=160, forks=True),
     Case("fork-fails", hand_over_fails, 24, swaps=False),
     # Followed forks, with threads that fault on what is out while the copy is made.
-    *[Case(f"fork-followed-{mode}", lock(mode, managed=False), 24, allowance=200, forks=True, unprivileged=True)
-      for mode in ("spins", "long")],
-    Case("fork-birth", birth_fails, 24, forks=True, unprivileged=True, complaint="does not arm its memory"),
+    *[
+        Case(
+            f"fork-followed-{mode}",
+            lock(mode, managed=False),
+            24,
+            allowance=200,
+            forks=True,
+            unprivileged=True,
+        )
+        for mode in ("spins", "long")
+    ],
+    Case(
+        "fork-birth",
+        birth_fails,
+        24,
+        forks=True,
+        unprivileged=True,
+        complaint="does not arm its memory",
+    ),
     Case("fork-told-to-end", told_to_end, 24, swaps=False),
     Case("fork-door", door, 32, swaps=False),
     Case("fork-jemalloc", allocators("jemalloc"), 24, allowance=200, forks=True),
     Case("fork-perl", perl(1), 40, allowance=60, forks=True, needs=("perl",)),
-    Case("full-fork-ruby", ruby(20), 24, full=True, limit=600, allowance=100, forks=True, needs=("ruby",)),
-    Case("full-fork-allocators", allocators(*ALLOCATORS), 24, full=True, limit=600, allowance=200, forks=True),
+    Case(
+        "full-fork-ruby",
+        ruby(20),
+        24,
+        full=True,
+        limit=600,
+        allowance=100,
+        forks=True,
+        needs=("ruby",),
+    ),
+    Case(
+        "full-fork-allocators",
+        allocators(*ALLOCATORS),
+        24,
+        full=True,
+        limit=600,
+        allowance=200,
+        forks=True,
+    ),
     Case("full-fork-told-to-end", told_to_end, 24, full=True, swaps=False),
-    Case("full-fork-perl", perl(30), 40, full=True, limit=1200, allowance=60, forks=True, needs=("perl",)),
-    Case("full-fork-redis", redis_saves(60000, 12), 32, full=True, limit=900, allowance=60, forks=True, needs=("redis-server",)),
-    *[Case(f"full-fork-locks-{mode}", lock(mode, managed=mode not in ("spins", "naps")), 24, full=True, limit=300, allowance=200, forks=True)
-      for mode in ("maps", "moves", "excludes", "spins", "naps", "changes")],
+    Case(
+        "full-fork-perl",
+        perl(30),
+        40,
+        full=True,
+        limit=1200,
+        allowance=60,
+        forks=True,
+        needs=("perl",),
+    ),
+    Case(
+        "full-fork-redis",
+        redis_saves(60000, 12),
+        32,
+        full=True,
+        limit=900,
+        allowance=60,
+        forks=True,
+        needs=("redis-server",),
+    ),
+    *[
+        Case(
+            f"full-fork-locks-{mode}",
+            lock(mode, managed=mode not in ("spins", "naps")),
+            24,
+            full=True,
+            limit=300,
+            allowance=200,
+            forks=True,
+        )
+        for mode in ("maps", "moves", "excludes", "spins", "naps", "changes")
+    ],
 ]

@@ -10,6 +10,7 @@ from harness import Case
 def program(mode, megabytes=64, seconds=2):
     def run(context):
         context.c("futex", mode, megabytes=megabytes, seconds=30 if context.case.full else seconds)
+
     return run
 
 
@@ -18,12 +19,19 @@ def filtered(mode):
 
 
 def ends_with(context, kind, mode, stderr, statuses):
-    """A program whose engine ends, with a standard error that does not take the message: it ends all the same."""
+    """A program whose engine ends, with a standard error that does not take the message: it ends
+    all the same.
+    """
     words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", "--"]
     words += [context.binary(mode[0]), 96, 20, context.seed, *mode[1:]]
     started = time.monotonic()
-    program = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-                               env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)})
+    program = subprocess.Popen(
+        [str(word) for word in words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)},
+    )
     try:
         status = program.wait(timeout=40)
     except subprocess.TimeoutExpired:
@@ -32,7 +40,9 @@ def ends_with(context, kind, mode, stderr, statuses):
         program.kill()
         program.wait()
     wall = time.monotonic() - started
-    context.expect(status in statuses, f"status {status} after {wall:.1f} s, expected one of {statuses}")
+    context.expect(
+        status in statuses, f"status {status} after {wall:.1f} s, expected one of {statuses}"
+    )
 
 
 def ends_by_pipe(context):
@@ -70,7 +80,10 @@ CASES = [
     Case("ends-full-pipe", ends_by_pipe, 32, swaps=False),
     Case("ends-inode-lock", ends_by_inode, 32, swaps=False),
     Case("futex-bare", program("bare"), 24, allowance=8),
-    *[Case(f"filtered-{mode}", filtered(mode), 24, allowance=16) for mode in ("kill", "trap", "errno", "strict")],
+    *[
+        Case(f"filtered-{mode}", filtered(mode), 24, allowance=16)
+        for mode in ("kill", "trap", "errno", "strict")
+    ],
     # The process is let go before it forks.
     Case("filtered-fork", filtered("fork"), 24, allowance=128, forks=True),
 ]

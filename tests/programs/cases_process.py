@@ -1,4 +1,6 @@
-"""What passes through `swaptide run` unchanged: exit statuses, streams, terminals, signals, the environment, other programs."""
+"""What passes through `swaptide run` unchanged: exit statuses, streams, terminals, signals, the
+environment, other programs.
+"""
 
 import fcntl
 import json
@@ -7,16 +9,14 @@ import pty
 import random
 import re
 import select
-import shutil
 import signal
 import subprocess
 import termios
 import time
 from pathlib import Path
 
-from processes import descendants, is_zombie
-
 from harness import HERE, MIB, Case, Failure, Skip, digest, status_of_signal
+from processes import descendants, is_zombie
 
 PRESSURE = HERE / "py" / "pressure.py"
 
@@ -25,7 +25,9 @@ def exit_codes(context):
     for code in (0, 1, 7, 255):
         context.run(["sh", "-c", f"exit {code}"], status=code)
     for name in ("TERM", "KILL", "ABRT", "SEGV"):
-        context.run(["sh", "-c", f"kill -{name} $$"], status=status_of_signal(getattr(signal, f"SIG{name}")))
+        context.run(
+            ["sh", "-c", f"kill -{name} $$"], status=status_of_signal(getattr(signal, f"SIG{name}"))
+        )
 
 
 def summary(context):
@@ -36,7 +38,9 @@ def summary(context):
     lines = (directory / "stderr").read_text().splitlines()
     context.expect(done.returncode == 0, f"exit status {done.returncode}: {lines}")
     context.expect((directory / "stdout").read_text() == "", "there is something on stdout")
-    context.expect(context.native or len(lines) == 1, f"{len(lines)} lines on stderr instead of one of summary")
+    context.expect(
+        context.native or len(lines) == 1, f"{len(lines)} lines on stderr instead of one of summary"
+    )
 
 
 def pipes(context):
@@ -51,27 +55,51 @@ def pipes(context):
     done = program.finish()
     feeder.finish()
     context.expect(digest(done.stdout) == digest(source), "what came out is not what went in")
-    context.expect(context.run(["sh", "-c", "cat; echo end >&2"], stdin=source).errors() == "end\n", "stderr is not untouched")
+    context.expect(
+        context.run(["sh", "-c", "cat; echo end >&2"], stdin=source).errors() == "end\n",
+        "stderr is not untouched",
+    )
 
 
 def environment(context):
-    """The variables and the directory the program sees are the ones it was started with, LD_PRELOAD and swaptide's apart."""
+    """The variables and the directory the program sees are the ones it was started with, LD_PRELOAD
+    and swaptide's apart.
+    """
     where = context.directory / "a directory with spaces"
     where.mkdir()
-    names = {"PATH": os.environ["PATH"], "HOME": "/", "ODD": "two words\nand a line", "EMPTY": "", "LC_ALL": "C"}
+    names = {
+        "PATH": os.environ["PATH"],
+        "HOME": "/",
+        "ODD": "two words\nand a line",
+        "EMPTY": "",
+        "LC_ALL": "C",
+    }
     script = (
         "import os, sys; print(os.getcwd()); print(sys.argv[1:]);"
-        "print(sorted(i for i in os.environ.items() if i[0] != 'LD_PRELOAD' and not i[0].startswith('SWAPTIDE')))"
+        "print(sorted(i for i in os.environ.items() if i[0] != 'LD_PRELOAD' and not "
+        "i[0].startswith('SWAPTIDE')))"
     )
     context.compare([context.python, "-c", script, "", "a b", "--ram", "*"], env=names, cwd=where)
 
 
 def chains(context):
     """Programs that become and start others, with and without an environment."""
-    context.compare(["sh", "-c", "echo one; sh -c 'echo two; exec env -i /bin/sh -c \"echo three; exec /bin/echo four\"'"])
+    context.compare(
+        [
+            "sh",
+            "-c",
+            "echo one; sh -c 'echo two; exec env -i /bin/sh -c \"echo three; exec /bin/echo four\"'",
+        ]
+    )
     context.compare(["sh", "-c", "for i in 1 2 3 4 5 6 7 8; do (echo $i) | cat; done"])
     context.compare(["sh", "-c", "seq 1000 | xargs -n 50 echo | sort | tail -n 3"])
-    context.compare([context.python, "-c", "import subprocess as s; print(s.run(['sh', '-c', 'exit 9']).returncode)"])
+    context.compare(
+        [
+            context.python,
+            "-c",
+            "import subprocess as s; print(s.run(['sh', '-c', 'exit 9']).returncode)",
+        ]
+    )
 
 
 def chain_pressure(context):
@@ -88,17 +116,22 @@ def cleared_environment(context):
 
 
 def few_files(context):
-    """With hardly any descriptors a program is not managed, but it runs, and forks, as without swaptide."""
+    """With hardly any descriptors a program is not managed, but it runs, and forks, as without
+    swaptide.
+    """
     for files in (5, 8, 12):
         script = f"ulimit -n {files}; exec {context.binary('processes')} 48 1 {context.seed} clones"
         done = context.run(["sh", "-c", script])
-        context.expect(done.text() == "OK processes clones\n", f"with {files} files it printed {done.text()!r}")
+        context.expect(
+            done.text() == "OK processes clones\n", f"with {files} files it printed {done.text()!r}"
+        )
 
 
 def pressure(megabytes, mode):
     def run(context):
         done = context.run([context.python, PRESSURE, megabytes, mode])
         context.expect(done.text() == f"OK {mode}\n", f"it printed {done.text()!r}")
+
     return run
 
 
@@ -111,16 +144,23 @@ def wait_for_line(context, program, start):
                 return line
         if program.process.poll() is not None:
             program.finish(status=None)
-            raise Failure(f"it ended with status {program.process.returncode} before it said {start!r}")
+            raise Failure(
+                f"it ended with status {program.process.returncode} before it said {start!r}"
+            )
         time.sleep(0.02)
     raise Failure(f"it never said {start!r}")
 
 
 def shared_killed(context):
-    """The supervisor is killed while it holds pages of shared memory: who needs them is stopped, and says why."""
+    """The supervisor is killed while it holds pages of shared memory: who needs them is stopped,
+    and says why.
+    """
     if context.native:
         return
-    program = context.start([context.binary("shared"), 64, 60, context.seed, "hammer"], options=["--shared", "--swap", "zram:1G"])
+    program = context.start(
+        [context.binary("shared"), 64, 60, context.seed, "hammer"],
+        options=["--shared", "--swap", "zram:1G"],
+    )
     supervisor, workers = None, []
     while len(workers) < 5:
         context.expect(program.process.poll() is None, "it ended by itself")
@@ -137,15 +177,26 @@ def shared_killed(context):
     # The first process ends as the others do, or says that one of them has ended so.
     text = (program.directory / "stdout").read_text()
     is_last = code == 134 or code == 3 and "signal 6" in text
-    context.expect(is_last and "stopped rather than given wrong data" in said, f"status {code}, {said!r}, {text!r}")
-    while context.hung is None and any(os.path.exists(f"/proc/{pid}/comm") and not is_zombie(pid) for pid in workers):
+    context.expect(
+        is_last and "stopped rather than given wrong data" in said,
+        f"status {code}, {said!r}, {text!r}",
+    )
+    while context.hung is None and any(
+        os.path.exists(f"/proc/{pid}/comm") and not is_zombie(pid) for pid in workers
+    ):
         time.sleep(0.05)
-    wrong = [line for line in (program.directory / "stdout").read_text().splitlines() if "FAILED" in line and "signal 6" not in line]
+    wrong = [
+        line
+        for line in (program.directory / "stdout").read_text().splitlines()
+        if "FAILED" in line and "signal 6" not in line
+    ]
     context.expect(not wrong, f"somebody saw wrong data: {wrong!r}")
 
 
 def signals(context):
-    """USR1 and TERM sent to `swaptide run` arrive once each; so do those sent to the program itself."""
+    """USR1 and TERM sent to `swaptide run` arrive once each; so do those sent to the program
+    itself.
+    """
     program = context.start([context.python, PRESSURE, 100, "wait"])
     target = int(wait_for_line(context, program, "ready").split()[1])
     for number, pid in enumerate((program.pid, target, program.pid), 1):
@@ -155,11 +206,16 @@ def signals(context):
     time.sleep(0.3)
     os.kill(program.pid, signal.SIGTERM)
     done = program.finish(status=7)
-    context.expect(done.text().splitlines()[-1] == "USR1 3 then SIGTERM 1", f"it counted {done.text().splitlines()[-1]!r}")
+    context.expect(
+        done.text().splitlines()[-1] == "USR1 3 then SIGTERM 1",
+        f"it counted {done.text().splitlines()[-1]!r}",
+    )
 
 
 def killed(context):
-    """A program ended by a signal while much of it is swapped out: the status says so, and nothing stays behind."""
+    """A program ended by a signal while much of it is swapped out: the status says so, and nothing
+    stays behind.
+    """
     for number in (signal.SIGKILL, signal.SIGSEGV):
         program = context.start([context.python, PRESSURE, 100, "wait"])
         os.kill(int(wait_for_line(context, program, "ready").split()[1]), number)
@@ -167,14 +223,17 @@ def killed(context):
 
 
 def run_killed(context):
-    """`swaptide run` itself is killed: the program must not go on with pages missing, and must not hang."""
+    """`swaptide run` itself is killed: the program must not go on with pages missing, and must not
+    hang.
+    """
     program = context.start([context.python, PRESSURE, 100, "wait"])
     target = int(wait_for_line(context, program, "ready").split()[1])
     program.process.kill()
     program.process.wait()
     if context.native:
         return
-    # Either it is ended with its supervisor, or it carries on and verifies: both are right, a wrong page is not.
+    # Either it is ended with its supervisor, or it carries on and verifies: both are right, a wrong
+    # page is not.
     try:
         os.kill(target, signal.SIGTERM)
     except ProcessLookupError:
@@ -187,7 +246,9 @@ def run_killed(context):
             pass
         time.sleep(0.05)
     lines = (program.directory / "stdout").read_text().splitlines()
-    context.expect(not any("differs" in line for line in lines), f"it went on with wrong data: {lines[-1]!r}")
+    context.expect(
+        not any("differs" in line for line in lines), f"it went on with wrong data: {lines[-1]!r}"
+    )
     context.expect(not os.path.exists(f"/proc/{target}") or is_zombie(target), "it is still there")
 
 
@@ -209,15 +270,22 @@ def read_terminal(context, master, until):
 
 
 def terminal(context):
-    """A pseudo-terminal as controlling terminal: all three streams are one, a line can be typed, ctrl-C arrives once."""
+    """A pseudo-terminal as controlling terminal: all three streams are one, a line can be typed,
+    ctrl-C arrives once.
+    """
     master, slave = pty.openpty()
 
     def own_the_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    program = context.start([context.python, PRESSURE, 100, "terminal"], stdin=slave, stdout=slave, stderr=slave,
-                            preexec=own_the_terminal)
+    program = context.start(
+        [context.python, PRESSURE, 100, "terminal"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec=own_the_terminal,
+    )
     os.close(slave)
     seen = read_terminal(context, master, b"terminals True True True")
     os.write(master, b"hello\n")
@@ -248,7 +316,9 @@ def ask(context, *words, env=None):
 
 
 def ctl(context):
-    """A run can be asked for its counters by the numbers of its own process and of the program, and not when it is over."""
+    """A run can be asked for its counters by the numbers of its own process and of the program, and
+    not when it is over.
+    """
     if context.native:
         return
     program = context.start([context.python, PRESSURE, 100, "wait"])
@@ -256,17 +326,27 @@ def ctl(context):
     status, text, errors = ask(context, "stats", "--pid", str(program.pid), "--json")
     context.expect(status == 0, f"ctl stats: status {status}: {errors}")
     view = json.loads(text)
-    context.expect(view["pid"] == program.pid and view["stats"]["zswpout"] > 1000, f"not this run, or it swaps nothing: {text}")
+    context.expect(
+        view["pid"] == program.pid and view["stats"]["zswpout"] > 1000,
+        f"not this run, or it swaps nothing: {text}",
+    )
     status, text, errors = ask(context, "stats", "--pid", inside)
-    context.expect(status == 0 and f"\n{inside:>8} engaged" in text, f"status {status}: {text}{errors}")
+    context.expect(
+        status == 0 and f"\n{inside:>8} engaged" in text, f"status {status}: {text}{errors}"
+    )
     os.kill(program.pid, signal.SIGTERM)
     program.finish(status=7)
     status, text, errors = ask(context, "stats", "--pid", str(program.pid))
-    context.expect(status == 2 and len(errors.splitlines()) == 1, f"it is over, and status is {status}: {text}{errors}")
+    context.expect(
+        status == 2 and len(errors.splitlines()) == 1,
+        f"it is over, and status is {status}: {text}{errors}",
+    )
 
 
 def areas(context):
-    """Swap areas come and go while programs, and the children they fork, use them; what cannot go stays, and says why."""
+    """Swap areas come and go while programs, and the children they fork, use them; what cannot go
+    stays, and says why.
+    """
     if context.native:
         return
     place = context.directory
@@ -285,7 +365,9 @@ def areas(context):
 
     def asked(status, *words):
         said = ask(context, *words)
-        context.expect(said[0] == status and len(said[2].splitlines()) == (status != 0), f"{words}: {said}")
+        context.expect(
+            said[0] == status and len(said[2].splitlines()) == (status != 0), f"{words}: {said}"
+        )
         return said[2]
 
     for program, mode in (("torture", "single"), ("forks", "nested")):
@@ -297,7 +379,9 @@ def areas(context):
         while not (seen := devices(pid)) or seen[first]["used_bytes"] < 16 << 20:
             context.expect(time.monotonic() < until, f"nothing goes to the swap area: {seen}")
             time.sleep(0.05)
-        context.expect("no room" in asked(2, "swapoff", first, "--pid", pid), "the only one is in use")
+        context.expect(
+            "no room" in asked(2, "swapoff", first, "--pid", pid), "the only one is in use"
+        )
         asked(2, "swapoff", "nonsense", "--pid", pid)
         asked(2, "swapon", f"file:{place}/no/such/place", "--pid", pid)
         asked(2, "swapon", "zram:4M", "--pid", pid)
@@ -306,13 +390,20 @@ def areas(context):
             asked(0, "swapon", f"{after}:1G,prio={priority}", "--pid", pid)
             asked(0, "swapoff", before, "--pid", pid)
             seen = devices(pid)
-            context.expect(list(seen) == [after] and seen[after]["used_bytes"] > 0, f"{before} has not gone to {after}: {seen}")
+            context.expect(
+                list(seen) == [after] and seen[after]["used_bytes"] > 0,
+                f"{before} has not gone to {after}: {seen}",
+            )
         done = started.finish()
-        context.expect(f"OK {program} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+        context.expect(
+            f"OK {program} {mode}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+        )
 
 
 def block_device(context):
-    """A block device is swap space when it is marked as such, whole and nobody else's; it keeps the mark."""
+    """A block device is swap space when it is marked as such, whole and nobody else's; it keeps the
+    mark.
+    """
     image = context.directory / "image"
     if context.native:
         return
@@ -326,15 +417,28 @@ def block_device(context):
     device = made.stdout.strip()
     try:
         argv = [context.binary("torture"), 96, 4, context.seed, "single"]
-        refused = subprocess.run([context.swaptide, "run", "--swap", device, "--", "true"], capture_output=True, text=True)
-        context.expect(refused.returncode == 2 and f"mkswap {device}" in refused.stderr, f"it is not marked: {refused}")
+        refused = subprocess.run(
+            [context.swaptide, "run", "--swap", device, "--", "true"],
+            capture_output=True,
+            text=True,
+        )
+        context.expect(
+            refused.returncode == 2 and f"mkswap {device}" in refused.stderr,
+            f"it is not marked: {refused}",
+        )
         subprocess.run(["mkswap", device], check=True, capture_output=True)
         for _ in range(2):
             started = context.start(argv, options=["--swap", "zram:4M", "--swap", device])
             done = started.finish()
-            context.expect("OK torture single" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+            context.expect(
+                "OK torture single" in done.text(),
+                f"it did not end with OK: {done.text()[-300:]!r}",
+            )
             seen = json.loads(started.report_path.read_text())["devices"][1]
-            context.expect(seen["type"] == "block" and seen["peak_used_bytes"] > 16 << 20, f"hardly used: {seen}")
+            context.expect(
+                seen["type"] == "block" and seen["peak_used_bytes"] > 16 << 20,
+                f"hardly used: {seen}",
+            )
     finally:
         subprocess.run(["losetup", "-d", device], check=True)
 
@@ -344,7 +448,10 @@ class Server:
 
     def __init__(self, context, name="nbd", filters=(), parameters=()):
         self.filters, self.parameters = filters, parameters
-        self.socket, self.image = context.directory / f"{name}.socket", context.directory / f"{name}.export"
+        self.socket, self.image = (
+            context.directory / f"{name}.socket",
+            context.directory / f"{name}.export",
+        )
         with open(self.image, "wb") as file:
             file.truncate(1 << 30)
         self.process = None
@@ -355,9 +462,19 @@ class Server:
 
     def start(self):
         self.socket.unlink(missing_ok=True)
-        words = ["nbdkit", "--foreground", "--unix", str(self.socket), *self.filters, "file", str(self.image), *self.parameters]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.DEVNULL)
+        words = [
+            "nbdkit",
+            "--foreground",
+            "--unix",
+            str(self.socket),
+            *self.filters,
+            "file",
+            str(self.image),
+            *self.parameters,
+        ]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while not self.socket.exists():
             time.sleep(0.01)
 
@@ -367,28 +484,38 @@ class Server:
 
 
 def network(context):
-    """A network export as swap space: its server is killed and comes back in the middle; for good, what is written goes elsewhere."""
+    """A network export as swap space: its server is killed and comes back in the middle; for good,
+    what is written goes elsewhere.
+    """
     if context.native:
         return
     server = Server(context)
     try:
+
         def finished(started, last):
             done = started.finish()
-            context.expect(last in done.text(), f"it did not end with {last}: {done.text()[-300:]!r}")
+            context.expect(
+                last in done.text(), f"it did not end with {last}: {done.text()[-300:]!r}"
+            )
             report = json.loads(started.report_path.read_text())
-            context.expect(report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}")
+            context.expect(
+                report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            )
             return {device["type"]: device["peak_used_bytes"] for device in report["devices"]}
 
         options = ["--swap", "zram:4M", "--swap", f"{server.url()},prio=9"]
         for mode in ("single", "threads"):
-            started = context.start([context.binary("torture"), 96, 8, context.seed, mode], options=options)
+            started = context.start(
+                [context.binary("torture"), 96, 8, context.seed, mode], options=options
+            )
             time.sleep(3)
             server.kill()
             time.sleep(1.5)
             server.start()
             used = finished(started, f"OK torture {mode}")
             context.expect(used["nbd"] > 8 << 20, f"the export is hardly used: {used}")
-        # What a program writes while the server is away goes to the next area; what it reads of the server waits.
+        # What a program writes while the server is away goes to the next area; what it reads of the
+        # server waits.
         script = """if True:
             import os, time, zlib
             blocks, sums, end = [], [], time.monotonic() + 14
@@ -406,55 +533,102 @@ def network(context):
         time.sleep(12)
         server.start()
         used = finished(started, "OK")
-        context.expect(used["nbd"] > 4 << 20 and used["file"] > 4 << 20, f"not both are used: {used}")
+        context.expect(
+            used["nbd"] > 4 << 20 and used["file"] > 4 << 20, f"not both are used: {used}"
+        )
         occupied = context.directory / "occupied"
         occupied.write_bytes(b"a file system" + bytes(64 << 20))
         server.kill()
         server.image = occupied
         server.start()
-        refused = subprocess.run([context.swaptide, "run", "--swap", server.url(), "--", "true"], capture_output=True, text=True)
-        context.expect(refused.returncode == 2 and "somebody's data" in refused.stderr, f"it is not empty: {refused}")
+        refused = subprocess.run(
+            [context.swaptide, "run", "--swap", server.url(), "--", "true"],
+            capture_output=True,
+            text=True,
+        )
+        context.expect(
+            refused.returncode == 2 and "somebody's data" in refused.stderr,
+            f"it is not empty: {refused}",
+        )
     finally:
         server.kill()
 
 
 def swap_full(context):
-    """Swap space that is too small: the program keeps its memory and goes past the budget, and with --strict it is killed."""
+    """Swap space that is too small: the program keeps its memory and goes past the budget, and with
+    --strict it is killed.
+    """
     if context.native:
         return
     for number, device in enumerate(("zram:4M", f"file:{context.directory}:16M")):
         for strict in (False, True):
             report = context.directory / f"report-{number}-{strict}.json"
-            words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--swap", device, "--report", report]
+            words = [
+                context.swaptide,
+                "run",
+                "--ram",
+                f"{context.budget}M",
+                "--swap",
+                device,
+                "--report",
+                report,
+            ]
             words += ["--strict"] if strict else []
             words += ["--", context.python, PRESSURE, "150", "closefds"]
-            done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                [str(word) for word in words],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+            )
             said = f"{device}, strict {strict}: status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
             context.expect(done.returncode == (137 if strict else 0), said)
             context.expect((done.stdout == "OK closefds\n") != strict, said)
             context.expect("swap space ran out" in done.stderr, said)
             errors = json.loads(report.read_text())["errors"]
-            context.expect(errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}")
+            context.expect(
+                errors["swap_full"] > 0 and errors["pages_poisoned"] == 0, f"{said}: {errors}"
+            )
 
 
 def cluster_readahead(context):
-    """A swap file on a disk that turns: with a page comes what was written beside it, as long as that is wanted. On one that does not, not."""
+    """A swap file on a disk that turns: with a page comes what was written beside it, as long as
+    that is wanted. On one that does not, not.
+    """
     if context.native:
         return
     report = context.directory / "report.json"
     for option, cluster in (("yes", None), ("yes", "5"), ("yes", "0"), ("no", None)):
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, "--swap", f"file:{context.directory},rotational={option}"]
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--report",
+            report,
+            "--swap",
+            f"file:{context.directory},rotational={option}",
+        ]
         words += ["--page-cluster", cluster] if cluster else []
         # Who goes the same way a second time finds pages there for that reason too, on every disk.
         reads = option == "yes" and cluster != "0"
         rounds = 2 if reads else 1
         words += ["--", context.python, HERE / "py" / "together.py", "8000", str(rounds)]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         result = json.loads(report.read_text())
         seen = result["stats"]
         said = f"rotational={option}, page-cluster {cluster}: status {done.returncode}, {done.stdout!r}, {done.stderr!r}: {seen}"
-        context.expect(done.returncode == 0 and done.stdout == f"8000 pages, {rounds} rounds, 0 wrong\n", said)
-        context.expect(result["errors"]["pages_poisoned"] == 0 and seen["pswpout"] > 8000 and seen["pswpin"] > 4000 * rounds, said)
+        context.expect(
+            done.returncode == 0 and done.stdout == f"8000 pages, {rounds} rounds, 0 wrong\n", said
+        )
+        context.expect(
+            result["errors"]["pages_poisoned"] == 0
+            and seen["pswpout"] > 8000
+            and seen["pswpin"] > 4000 * rounds,
+            said,
+        )
         ahead, hits = seen["swap_ra"], seen["swap_ra_hit"]
         if reads:
             # Of blocks of eight all but the page asked for, nearly every one of them wanted.
@@ -464,19 +638,51 @@ def cluster_readahead(context):
 
 
 def zswap_limit(context):
-    """Compressed memory with a bound and an acceptance threshold: at the bound it refuses pages, which go to the file, until it has fallen."""
+    """Compressed memory with a bound and an acceptance threshold: at the bound it refuses pages,
+    which go to the file, until it has fallen.
+    """
     if context.native:
         return
     report = context.directory / "report.json"
     percent = 15
 
     def once(data, order, options, shared=False, stale="0"):
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, "--swap", f"zram:1G{options}",
-                 "--swap", f"file:{context.directory}", *(["--shared"] if shared else []), "--", context.swaptide]
-        words += ["lab-work", "--target", "96M", "--data", data, "--order", order, "--hint", "none", "--pressure", "64M"]
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--report",
+            report,
+            "--swap",
+            f"zram:1G{options}",
+            "--swap",
+            f"file:{context.directory}",
+            *(["--shared"] if shared else []),
+            "--",
+            context.swaptide,
+        ]
+        words += [
+            "lab-work",
+            "--target",
+            "96M",
+            "--data",
+            data,
+            "--order",
+            order,
+            "--hint",
+            "none",
+            "--pressure",
+            "64M",
+        ]
         words += ["--shared"] if shared else []
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              env={**os.environ, "SWAPTIDE_TEST_STALE": stale})
+        done = subprocess.run(
+            [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "SWAPTIDE_TEST_STALE": stale},
+        )
         said = f"{data} {order} {options} {shared}: status {done.returncode}, {done.stderr!r}"
         context.expect(done.returncode == 0, said)
         result = json.loads(report.read_text())
@@ -486,38 +692,63 @@ def zswap_limit(context):
     for data, order in (("quarter", "seq"), ("quarter", "full"), ("third", "full")):
         result, said = once(data, order, f",max_pool_percent={percent},accept_threshold_percent=60")
         seen, device = result["stats"], result["devices"][0]
-        context.expect(device["max_pool_percent"] == percent and device["accept_threshold_percent"] == 60, f"{said}: {device}")
-        context.expect(seen["pool_limit_hit"] > 0 and seen["reject_pool_full"] > seen["pool_limit_hit"], f"{said}: {seen}")
-        # What is refused is written, and the oldest pages of compressed memory make room all the same.
-        context.expect(seen["pswpout"] >= seen["reject_pool_full"] + seen["reject_compress_poor"], f"{said}: {seen}")
+        context.expect(
+            device["max_pool_percent"] == percent and device["accept_threshold_percent"] == 60,
+            f"{said}: {device}",
+        )
+        context.expect(
+            seen["pool_limit_hit"] > 0 and seen["reject_pool_full"] > seen["pool_limit_hit"],
+            f"{said}: {seen}",
+        )
+        # What is refused is written, and the oldest pages of compressed memory make room all the
+        # same.
+        context.expect(
+            seen["pswpout"] >= seen["reject_pool_full"] + seen["reject_compress_poor"],
+            f"{said}: {seen}",
+        )
         context.expect(seen["zswpwb"] > 0 and seen["zswpout"] > 0, f"{said}: {seen}")
-        context.expect((seen["reject_compress_poor"] > 8000) == (data == "third"), f"{said}: {seen}")
+        context.expect(
+            (seen["reject_compress_poor"] > 8000) == (data == "third"), f"{said}: {seen}"
+        )
         # Batches on their way when the bound is met come on top of it.
         most = context.budget * MIB * (percent + 8) // 100
-        context.expect(result["peak_pool_bytes"] < most, f"{said}: pool {result['peak_pool_bytes']}, at most {most}")
-    # The same while every third load of several pages is out of date at its second look: it is dropped, and nothing is lost.
+        context.expect(
+            result["peak_pool_bytes"] < most,
+            f"{said}: pool {result['peak_pool_bytes']}, at most {most}",
+        )
+    # The same while every third load of several pages is out of date at its second look: it is
+    # dropped, and nothing is lost.
     result, said = once("quarter", "seq", f",max_pool_percent={percent}", stale="3")
     seen = result["stats"]
     context.expect(seen["swpin_stale"] > 50 and seen["reject_pool_full"] > 0, f"{said}: {seen}")
     result, said = once("quarter", "full", f",max_pool_percent={percent}", shared=True)
     seen = result["stats"]
-    context.expect(seen["pool_limit_hit"] > 0 and seen["reject_pool_full"] > 0 and seen["pswpin"] > 0, f"{said}: {seen}")
+    context.expect(
+        seen["pool_limit_hit"] > 0 and seen["reject_pool_full"] > 0 and seen["pswpin"] > 0,
+        f"{said}: {seen}",
+    )
     # Without, nothing is ever refused.
     result, said = once("quarter", "full", "")
     seen = result["stats"]
-    context.expect(seen["pool_limit_hit"] == seen["reject_pool_full"] == 0 and seen["zswpout"] > 0, f"{said}: {seen}")
+    context.expect(
+        seen["pool_limit_hit"] == seen["reject_pool_full"] == 0 and seen["zswpout"] > 0,
+        f"{said}: {seen}",
+    )
     context.expect("max_pool_percent" not in result["devices"][0], f"{said}: {result['devices']}")
 
 
 def swap_in(context):
-    """How much comes in for a fault: what the counters say of page-cluster, of zeros, of folios, and of snapshots that are out of date."""
+    """How much comes in for a fault: what the counters say of page-cluster, of zeros, of folios,
+    and of snapshots that are out of date.
+    """
     if context.native:
         return
     large = [f"hugepages-{64 << k}kB/swpin" for k in range(6)]
     report = context.directory / "report.json"
 
     def stats(data, order, *options, stale="0"):
-        # On a busy machine so short a program may be over before the supervisor has come to its turn.
+        # On a busy machine so short a program may be over before the supervisor has come to its
+        # turn.
         for _ in range(4):
             seen, said = once(data, order, *options, stale=stale)
             if seen["engaged"]:
@@ -525,10 +756,37 @@ def swap_in(context):
         return seen, said
 
     def once(data, order, *options, stale):
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--report", report, *options, "--", context.swaptide]
-        words += ["lab-work", "--target", "64M", "--data", data, "--order", order, "--hint", "none", "--pressure", "64M"]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL,
-                              env={**os.environ, "SWAPTIDE_TEST_STALE": stale})
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--report",
+            report,
+            *options,
+            "--",
+            context.swaptide,
+        ]
+        words += [
+            "lab-work",
+            "--target",
+            "64M",
+            "--data",
+            data,
+            "--order",
+            order,
+            "--hint",
+            "none",
+            "--pressure",
+            "64M",
+        ]
+        done = subprocess.run(
+            [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "SWAPTIDE_TEST_STALE": stale},
+        )
         said = f"{data} {order} {options} {stale}: status {done.returncode}, {done.stderr!r}"
         context.expect(done.returncode == 0, said)
         result = json.loads(report.read_text())
@@ -537,17 +795,26 @@ def swap_in(context):
 
     seen, said = stats("quarter", "seq")
     context.expect(seen["zswpin"] > 8000 and seen["swpin_stale"] == 0, f"{said}: {seen}")
-    context.expect(sum(seen[name] for name in large) > 0 and seen["hugepages-64kB/zswpout"] > 1000, f"{said}: {seen}")
+    context.expect(
+        sum(seen[name] for name in large) > 0 and seen["hugepages-64kB/zswpout"] > 1000,
+        f"{said}: {seen}",
+    )
     context.expect(0 < seen["swap_ra_hit"] <= seen["swap_ra"], f"{said}: {seen}")
     seen, said = stats("zeros", "seq")
     context.expect(seen["swpin_zero"] > 8000 and seen["swpout_zero"] > 8000, f"{said}: {seen}")
     context.expect(seen["zswpin"] + seen["pswpin"] < 1000, f"zeros are loaded; {said}: {seen}")
-    # Out of date at every third load: it is dropped, the page asked for comes alone, and the program sees what it wrote.
+    # Out of date at every third load: it is dropped, the page asked for comes alone, and the
+    # program sees what it wrote.
     for data in ("quarter", "sixth"):
         seen, said = stats(data, "seq", stale="3")
-        context.expect(seen["swpin_stale"] > 50 and seen["hugepages-64kB/swpin_fallback"] > 0, f"{said}: {seen}")
+        context.expect(
+            seen["swpin_stale"] > 50 and seen["hugepages-64kB/swpin_fallback"] > 0,
+            f"{said}: {seen}",
+        )
     seen, said = stats("sixth", "seq", stale="1")
-    context.expect(sum(seen[name] for name in large) == 0 and seen["swpin_stale"] > 100, f"{said}: {seen}")
+    context.expect(
+        sum(seen[name] for name in large) == 0 and seen["swpin_stale"] > 100, f"{said}: {seen}"
+    )
     for cluster, blocks in (("0", False), ("3", False), ("4", True)):
         seen, said = stats("sixth", "seq", "--page-cluster", cluster)
         context.expect(seen["pswpin"] > 4000 and seen["zswpin"] > 100, f"{said}: {seen}")
@@ -556,36 +823,80 @@ def swap_in(context):
     seen, said = stats("sixth", "sparse")
     touched = 64 * 16
     loaded = seen["pswpin"] + seen["zswpin"] + seen["swpin_zero"]
-    context.expect(touched * 0.8 < loaded < touched * 1.25, f"{loaded} pages for {touched} touches; {said}: {seen}")
+    context.expect(
+        touched * 0.8 < loaded < touched * 1.25,
+        f"{loaded} pages for {touched} touches; {said}: {seen}",
+    )
 
     # While the run goes on: nothing is read ahead, then again as the faults carry it.
-    words = [context.swaptide, "run", "--no-daemon", "--ram", f"{context.budget}M", "--", context.swaptide, "lab-work", "--target", "64M",
-             "--data", "sixth", "--order", "seq", "--hint", "none", "--pressure", "64M", "--rounds", "4"]
-    with subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+    words = [
+        context.swaptide,
+        "run",
+        "--no-daemon",
+        "--ram",
+        f"{context.budget}M",
+        "--",
+        context.swaptide,
+        "lab-work",
+        "--target",
+        "64M",
+        "--data",
+        "sixth",
+        "--order",
+        "seq",
+        "--hint",
+        "none",
+        "--pressure",
+        "64M",
+        "--rounds",
+        "4",
+    ]
+    with subprocess.Popen(
+        [str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+
         def ctl(*words):
             status, text, errors = ask(context, "readahead", "--pid", str(running.pid), *words)
             return status, text or errors
 
         def read_ahead():
-            return json.loads(ask(context, "stats", "--pid", str(running.pid), "--json")[1])["stats"]["swap_ra"]
+            return json.loads(ask(context, "stats", "--pid", str(running.pid), "--json")[1])[
+                "stats"
+            ]["swap_ra"]
 
         def go_on():
             print(file=running.stdin, flush=True)
 
         try:
-            for setting, shown in ((None, "default"), ("page-cluster=0", "0"), ("page-cluster=default", "default"), ("largest-order=0", "default")):
+            for setting, shown in (
+                (None, "default"),
+                ("page-cluster=0", "0"),
+                ("page-cluster=default", "default"),
+                ("largest-order=0", "default"),
+            ):
                 context.expect(running.stdout.readline() == "ready\n", "the program is not ready")
                 if setting:
                     context.expect(ctl(setting) == (0, ""), f"{setting}: {ctl(setting)}")
-                context.expect(ctl()[1].splitlines()[0] == f"page-cluster {shown}", f"after {setting}: {ctl()}")
-                for wrong in (("page-cluster=10",), ("page-cluster=1", "window=2"), ("largest-order",)):
+                context.expect(
+                    ctl()[1].splitlines()[0] == f"page-cluster {shown}", f"after {setting}: {ctl()}"
+                )
+                for wrong in (
+                    ("page-cluster=10",),
+                    ("page-cluster=1", "window=2"),
+                    ("largest-order",),
+                ):
                     status, why = ctl(*wrong)
-                    context.expect(status == 2 and why.count("\n") == 1, f"{wrong}: status {status}, {why!r}")
+                    context.expect(
+                        status == 2 and why.count("\n") == 1, f"{wrong}: status {status}, {why!r}"
+                    )
                 before = read_ahead()
                 go_on()
                 context.expect("refault_s" in running.stdout.readline(), "nothing was touched")
                 more = read_ahead() - before
-                context.expect((more > 4000) == (setting in (None, "page-cluster=default")), f"after {setting}: {more} pages read ahead")
+                context.expect(
+                    (more > 4000) == (setting in (None, "page-cluster=default")),
+                    f"after {setting}: {more} pages read ahead",
+                )
                 go_on()
             context.expect(running.wait(60) == 0, f"status {running.returncode}")
         finally:
@@ -594,18 +905,48 @@ def swap_in(context):
 
 
 def swap_in_kept_in_part(context):
-    """Large swap-ins of which a part is kept: every second fill ends half way, every fifth load is out of date. What is kept is charged at once."""
-    words = [context.swaptide, "run", "--no-daemon", "--ram", f"{context.budget}M", "--", context.swaptide, "lab-work", "--target", "64M",
-             "--data", "quarter", "--order", "seq", "--hint", "none", "--pressure", "64M", "--rounds", "3"]
+    """Large swap-ins of which a part is kept: every second fill ends half way, every fifth load is
+    out of date. What is kept is charged at once.
+    """
+    words = [
+        context.swaptide,
+        "run",
+        "--no-daemon",
+        "--ram",
+        f"{context.budget}M",
+        "--",
+        context.swaptide,
+        "lab-work",
+        "--target",
+        "64M",
+        "--data",
+        "quarter",
+        "--order",
+        "seq",
+        "--hint",
+        "none",
+        "--pressure",
+        "64M",
+        "--rounds",
+        "3",
+    ]
     began = time.monotonic()
-    with subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "SWAPTIDE_TEST_PART": "2", "SWAPTIDE_TEST_STALE": "5"}) as running:
+    with subprocess.Popen(
+        [str(word) for word in words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SWAPTIDE_TEST_PART": "2", "SWAPTIDE_TEST_STALE": "5"},
+    ) as running:
+
         def seen():
             return json.loads(ask(context, "stats", "--pid", str(running.pid), "--json")[1])
 
         def charged_and_taken():
             """What the process is charged, and what the kernel says it has, in KiB."""
-            [process] = [process for process in seen()["processes"] if process["state"] == "engaged"]
+            [process] = [
+                process for process in seen()["processes"] if process["state"] == "engaged"
+            ]
             rollup = Path(f"/proc/{process['pid']}/smaps_rollup").read_text()
             taken = int(re.search(r"^Anonymous: +(\d+) kB$", rollup, re.M).group(1))
             return process["resident_bytes"] >> 10, taken
@@ -621,13 +962,18 @@ def swap_in_kept_in_part(context):
                     if abs(charged - taken) < 1024:
                         break
                     time.sleep(0.1)
-                context.expect(abs(charged - taken) < 1024, f"charged {charged} KiB, and has {taken} KiB")
+                context.expect(
+                    abs(charged - taken) < 1024, f"charged {charged} KiB, and has {taken} KiB"
+                )
                 stats = seen()["stats"]
                 print(file=running.stdin, flush=True)
             context.expect(running.wait(60) == 0, f"status {running.returncode}")
             context.expect(stats["swpin_stale"] > 50 and stats["zswpin"] > 20_000, f"{stats}")
-            # Three times 64M came in while their thread waited: at least a tenth of a second, and no more than there was time.
-            context.expect(100_000 < stats["stall_us"] < (time.monotonic() - began) * 1e6, f"{stats}")
+            # Three times 64M came in while their thread waited: at least a tenth of a second, and
+            # no more than there was time.
+            context.expect(
+                100_000 < stats["stall_us"] < (time.monotonic() - began) * 1e6, f"{stats}"
+            )
         finally:
             running.kill()
 
@@ -651,12 +997,21 @@ CODECS = """if True:
 
 
 def codecs(context):
-    """The codec and its level are chosen: every page comes back, and the stronger one takes less memory for a page."""
+    """The codec and its level are chosen: every page comes back, and the stronger one takes less
+    memory for a page.
+    """
     if context.native:
         return
     sizes = []
-    for options, codec, level in ((",codec=lz4", "lz4", None), (",codec=snappy", "snappy", None), (",codec=zstd", "zstd", 1), (",level=9,codec=zstd", "zstd", 9)):
-        program = context.start([context.python, "-c", CODECS], options=["--swap", f"zram:1G{options}"])
+    for options, codec, level in (
+        (",codec=lz4", "lz4", None),
+        (",codec=snappy", "snappy", None),
+        (",codec=zstd", "zstd", 1),
+        (",level=9,codec=zstd", "zstd", 9),
+    ):
+        program = context.start(
+            [context.python, "-c", CODECS], options=["--swap", f"zram:1G{options}"]
+        )
         inside = int(wait_for_line(context, program, "ready").split()[1])
         end = time.monotonic() + 10
         while (process := process_of(context, inside)[1])["swapped_pool_bytes"] < 10 * MIB:
@@ -665,10 +1020,16 @@ def codecs(context):
         os.kill(inside, signal.SIGTERM)
         program.finish(status=7)
         device = json.loads(program.report_path.read_text())["devices"][0]
-        context.expect((device["codec"], device.get("zstd_level")) == (codec, level), f"{options}: {device}")
+        context.expect(
+            (device["codec"], device.get("zstd_level")) == (codec, level), f"{options}: {device}"
+        )
         sizes.append(process["pool_bytes"] / process["swapped_pool_bytes"])
-    # What a level makes of a page is the codec's own test's matter: here half-filled blocks would hide it.
-    context.expect(min(sizes[:2]) * 0.9 > max(sizes[2:]), f"bytes for one that is out, by lz4, snappy, zstd 1, zstd 9: {sizes}")
+    # What a level makes of a page is the codec's own test's matter: here half-filled blocks would
+    # hide it.
+    context.expect(
+        min(sizes[:2]) * 0.9 > max(sizes[2:]),
+        f"bytes for one that is out, by lz4, snappy, zstd 1, zstd 9: {sizes}",
+    )
 
 
 def process_of(context, pid):
@@ -679,7 +1040,8 @@ def process_of(context, pid):
     return view["stats"], next(process for process in view["processes"] if process["pid"] == pid)
 
 
-# Half of each page repeats the other half, and is text that lz4 finds nothing in and zstd half of it.
+# Half of each page repeats the other half, and is text that lz4 finds nothing in and zstd half of
+# it.
 RESTS = """if True:
     import os, random, signal, sys, time
     def rows():
@@ -699,7 +1061,9 @@ RESTS = """if True:
 
 
 def calm(context):
-    """What is out of a program that rests gets smaller though there is room enough, nothing comes in for it, and it is right afterwards."""
+    """What is out of a program that rests gets smaller though there is room enough, nothing comes
+    in for it, and it is right afterwards.
+    """
     if context.native:
         return
     program = context.start([context.python, "-c", RESTS])
@@ -707,18 +1071,28 @@ def calm(context):
 
     def seen():
         stats, process = process_of(context, inside)
-        return {name: stats[name] for name in ("zswprecomp", "zswprecomp_tried", "pgmajfault")}, process
+        return {
+            name: stats[name] for name in ("zswprecomp", "zswprecomp_tried", "pgmajfault")
+        }, process
 
     before, then = seen()
     end = time.monotonic() + 20
     after, now = before, then
     # With lz4 alone it is 52% and more.
     while now["pool_bytes"] > now["swapped_pool_bytes"] * 49 // 100:
-        context.expect(time.monotonic() < end, f"compressed memory did not get smaller: {before} {then}, later {after} {now}")
+        context.expect(
+            time.monotonic() < end,
+            f"compressed memory did not get smaller: {before} {then}, later {after} {now}",
+        )
         time.sleep(0.1)
         after, now = seen()
-    context.expect(after["zswprecomp"] > 1000, f"hardly anything was compressed again: {after} {now}")
-    context.expect(after["pgmajfault"] - before["pgmajfault"] < 100, f"it rests: {before['pgmajfault']} faults, then {after['pgmajfault']}")
+    context.expect(
+        after["zswprecomp"] > 1000, f"hardly anything was compressed again: {after} {now}"
+    )
+    context.expect(
+        after["pgmajfault"] - before["pgmajfault"] < 100,
+        f"it rests: {before['pgmajfault']} faults, then {after['pgmajfault']}",
+    )
     os.kill(program.pid, signal.SIGTERM)
     program.finish(status=7)
 
@@ -731,20 +1105,35 @@ def bad_input(context):
         (["--ram", "lots", "--", "true"], "--ram"),
         (["--ram", "1K", "--", "true"], "--ram"),
         (["--ram", "64M", "--", "/no/such/program"], "/no/such/program"),
-        (["--ram", "64M", "--report", "/no/such/directory/r.json", "--", "true"], "/no/such/directory"),
-        (["--ram", "64M", "--swap", "file:/no/such/directory/f:1G", "--", "true"], "/no/such/directory"),
+        (
+            ["--ram", "64M", "--report", "/no/such/directory/r.json", "--", "true"],
+            "/no/such/directory",
+        ),
+        (
+            ["--ram", "64M", "--swap", "file:/no/such/directory/f:1G", "--", "true"],
+            "/no/such/directory",
+        ),
         (["--ram", "64M", "--swap", "nonsense", "--", "true"], "--swap"),
     ]
     for words, named in tries:
-        result = subprocess.run([context.swaptide, "run", *words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        result = subprocess.run(
+            [context.swaptide, "run", *words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
         lines = result.stderr.splitlines()
         said = f"{' '.join(words)}: exit status {result.returncode}, stderr {result.stderr[:300]!r}"
         context.expect(result.returncode == 2, f"{said}; expected status 2")
-        context.expect(len(lines) == 1 and named in lines[0], f"{said}; expected one line that names {named}")
+        context.expect(
+            len(lines) == 1 and named in lines[0], f"{said}; expected one line that names {named}"
+        )
 
 
 def network_mirror(context):
-    """A network export with a mirror: its server is killed for good in the middle, nothing is lost and nobody waits for it."""
+    """A network export with a mirror: its server is killed for good in the middle, nothing is lost
+    and nobody waits for it.
+    """
     if context.native:
         return
     local = context.directory / "local"
@@ -752,10 +1141,22 @@ def network_mirror(context):
     for number, mode in enumerate(("threads", "single", "forks")[: 3 if context.case.full else 1]):
         server = Server(context)
         try:
-            options = ["--tiers", "+SSD:100 +NET:-1", "--swap", "zram:4M", "--swap", f"file:{local}:1G,prio=100", "--group", "/g",
-                       "--swap", f"{server.url()},prio=9,mirror={local if number else 'SSD'}"]
+            options = [
+                "--tiers",
+                "+SSD:100 +NET:-1",
+                "--swap",
+                "zram:4M",
+                "--swap",
+                f"file:{local}:1G,prio=100",
+                "--group",
+                "/g",
+                "--swap",
+                f"{server.url()},prio=9,mirror={local if number else 'SSD'}",
+            ]
             binary, words = ("forks", ["nested"]) if mode == "forks" else ("torture", [mode])
-            program = context.start([context.binary(binary), 96, 12, context.seed, *words], options=options)
+            program = context.start(
+                [context.binary(binary), 96, 12, context.seed, *words], options=options
+            )
             # First the export alone, then the file.
             answer = lambda *words: ask(context, words[0], "--pid", str(program.pid), *words[1:])
             end = time.monotonic() + 10
@@ -767,21 +1168,35 @@ def network_mirror(context):
             server.kill()
             answer("group", "/g", "swap.tiers=")
             done = program.finish()
-            context.expect(f"OK {binary}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+            context.expect(
+                f"OK {binary}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+            )
             report = json.loads(program.report_path.read_text())
-            context.expect(report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}")
+            context.expect(
+                report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            )
             used = {device["type"]: device for device in before}
             seen = {device["type"]: device for device in report["devices"]}
-            context.expect(used["nbd"]["used_bytes"] >= 4 << 20, f"the export is hardly used: {before}")
-            context.expect(seen["file"]["peak_used_bytes"] >= 2 << 20, f"what was written later went nowhere: {seen}")
+            context.expect(
+                used["nbd"]["used_bytes"] >= 4 << 20, f"the export is hardly used: {before}"
+            )
+            context.expect(
+                seen["file"]["peak_used_bytes"] >= 2 << 20,
+                f"what was written later went nowhere: {seen}",
+            )
             context.expect(seen["nbd"]["mirror"]["errors"] == 0, f"the mirror failed: {seen}")
-            context.expect(report["fault_us"]["max"] < 20e6, f"a fault waited for the server: {report['fault_us']}")
+            context.expect(
+                report["fault_us"]["max"] < 20e6,
+                f"a fault waited for the server: {report['fault_us']}",
+            )
         finally:
             server.kill()
 
 
 def far(context):
-    """A server that takes 20 ms to answer: threads wait for it side by side, and who wants nothing of it does not wait, though it stands still for 3 s."""
+    """A server that takes 20 ms to answer: threads wait for it side by side, and who wants nothing
+    of it does not wait, though it stands still for 3 s.
+    """
     if context.native:
         return
     server = Server(context, filters=["--filter=delay"], parameters=["rdelay=20ms"])
@@ -790,7 +1205,11 @@ def far(context):
         for mode in ((), ("forks",), ("raw",)):
             # Then, some of the loads of several pages are out of date at their second look.
             env = {**os.environ, "SWAPTIDE_TEST_STALE": "19"} if mode else None
-            program = context.start([context.binary("far"), 40, 8 if not mode else 4, context.seed, *mode], options=options, env=env)
+            program = context.start(
+                [context.binary("far"), 40, 8 if not mode else 4, context.seed, *mode],
+                options=options,
+                env=env,
+            )
             wait_for_line(context, program, "filled")
             time.sleep(1.5)
             if not mode:
@@ -798,22 +1217,55 @@ def far(context):
                 time.sleep(3)
                 server.process.send_signal(signal.SIGCONT)
             done = program.finish()
-            context.expect("OK far" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}")
+            context.expect(
+                "OK far" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+            )
             report = json.loads(program.report_path.read_text())
-            context.expect(report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}")
+            context.expect(
+                report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            )
             if mode:
                 continue
             turn = int(done.text().split("longest turn ")[1].split()[0])
-            context.expect(turn < 1500, f"who wants nothing of the server waited for it for {turn} ms")
+            context.expect(
+                turn < 1500, f"who wants nothing of the server waited for it for {turn} ms"
+            )
             # One after the other, there would be time for 50 in a second.
             served = report["stats"]["pswpin"]
-            context.expect(served > 2000, f"{served} pages came from the server in 5 s: they were waited for one after the other")
+            context.expect(
+                served > 2000,
+                f"{served} pages came from the server in 5 s: they were waited for one after the "
+                f"other",
+            )
         # A thread that is gone with what others wait for: the process ends with a message.
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--quiet", *options, "--", context.binary("far"), 40, 8, context.seed]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
-                              env={**os.environ, "SWAPTIDE_TEST_FAIL": "5"})
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--quiet",
+            *options,
+            "--",
+            context.binary("far"),
+            40,
+            8,
+            context.seed,
+        ]
+        done = subprocess.run(
+            [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+            env={**os.environ, "SWAPTIDE_TEST_FAIL": "5"},
+        )
         said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
-        context.expect(done.returncode == 134 and "a thread that reads from servers is gone" in done.stderr and "OK" not in done.stdout, said)
+        context.expect(
+            done.returncode == 134
+            and "a thread that reads from servers is gone" in done.stderr
+            and "OK" not in done.stdout,
+            said,
+        )
     finally:
         server.kill()
 
@@ -826,7 +1278,15 @@ CASES = [
     Case("areas", areas, 32, forks=True, allowance=128),
     Case("block-device", block_device, 32, needs=("losetup", "mkswap"), allowance=64),
     Case("network-mirror", network_mirror, 32, needs=("nbdkit",), limit=120, allowance=128),
-    Case("full-network-mirror", network_mirror, 32, full=True, needs=("nbdkit",), limit=240, allowance=128),
+    Case(
+        "full-network-mirror",
+        network_mirror,
+        32,
+        full=True,
+        needs=("nbdkit",),
+        limit=240,
+        allowance=128,
+    ),
     Case("network", network, 32, needs=("nbdkit",), limit=120, allowance=128),
     Case("far", far, 16, needs=("nbdkit",), limit=120, allowance=128),
     Case("swap-full", swap_full, 32, swaps=False),

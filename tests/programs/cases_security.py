@@ -1,21 +1,21 @@
-"""Programs that mean harm, inside of a run and outside, as root and as nobody: nothing outside the run ends or is charged, and the daemon lives.
+"""Programs that mean harm, inside of a run and outside, as root and as nobody: nothing outside the
+run ends or is charged, and the daemon lives.
 
 docs/security.md names these cases. Each fails without the repair that it is for.
 """
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
-from processes import descendants
-from cases_groups import CONFIG, Ctl, Daemon, ended, until
+from cases_groups import CONFIG, Daemon, ended, until
 from cases_process import PRESSURE, ask, wait_for_line
 from harness import HERE, MIB, Case, Failure, Skip
+from processes import descendants
 
 OFFSETS = {name: str(at) for name, at in json.loads((HERE / "segment.json").read_text()).items()}
 NOBODY = 65534
@@ -58,7 +58,9 @@ class Bystander:
 
 
 def deputy(context):
-    """A program names a process of another user in the segment: the supervisor neither ends it nor counts its memory."""
+    """A program names a process of another user in the segment: the supervisor neither ends it nor
+    counts its memory.
+    """
     if context.native:
         return
     need_root()
@@ -67,8 +69,14 @@ def deputy(context):
         for options in (["--strict"], []):
             done = hostile(context, "deputy", str(victim.pid), options=options)
             peak = int(done.report["peak_resident_bytes"])
-            context.expect(victim.lives(), f"{options}: the supervisor ended a process outside of the run")
-            context.expect(peak < 64 * MIB, f"{options}: {peak / MIB:.0f} MiB: the memory of a process outside of the run is charged")
+            context.expect(
+                victim.lives(), f"{options}: the supervisor ended a process outside of the run"
+            )
+            context.expect(
+                peak < 64 * MIB,
+                f"{options}: {peak / MIB:.0f} MiB: the memory of a process outside of the run is "
+                f"charged",
+            )
     finally:
         victim.end()
 
@@ -80,7 +88,9 @@ def with_daemon(context):
 
 
 def mirror(context):
-    """An area's mirror that is not there, as one word of the segment: neither supervisor nor daemon ends, nor an engine of another program."""
+    """An area's mirror that is not there, as one word of the segment: neither supervisor nor daemon
+    ends, nor an engine of another program.
+    """
     if context.native:
         return
     need_root()
@@ -90,13 +100,18 @@ def mirror(context):
     program, _ = daemon.program(80, "--group", "/a")
     hostile(context, "mirror", env=environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"]))
     context.expect(daemon.process.poll() is None, "the daemon has ended")
-    context.expect(program.pid in [int(line.split()[0]) for line in daemon.ctl("list").splitlines()], "the other run is gone")
+    context.expect(
+        program.pid in [int(line.split()[0]) for line in daemon.ctl("list").splitlines()],
+        "the other run is gone",
+    )
     ended(context, program)
     daemon.stop()
 
 
 def truncate(context):
-    """The segment can be neither cut nor made longer: not that of a run, not that of a daemon, not that of a daemon which was started again."""
+    """The segment can be neither cut nor made longer: not that of a run, not that of a daemon, not
+    that of a daemon which was started again.
+    """
     if context.native:
         return
     hostile(context, "truncate")
@@ -104,7 +119,10 @@ def truncate(context):
     program, inside = daemon.program(80, "--group", "/a")
     env = environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"])
     hostile(context, "truncate", env=env)
-    context.expect(daemon.process.poll() is None and program.process.poll() is None, "somebody ended with the segment")
+    context.expect(
+        daemon.process.poll() is None and program.process.poll() is None,
+        "somebody ended with the segment",
+    )
     daemon.kill()
     daemon.start()
     until(context, "its process", lambda: daemon.ctl.value("/a", "processes") >= 1)
@@ -116,7 +134,9 @@ def truncate(context):
 
 
 def maps(context):
-    """A process that is a set-uid program when its request is answered: nobody is handed that program's mappings."""
+    """A process that is a set-uid program when its request is answered: nobody is handed that
+    program's mappings.
+    """
     if context.native:
         return
     need_root()
@@ -127,19 +147,31 @@ def maps(context):
 
 
 def requests(context):
-    """Requests of every kind from the wrong process, half, too long, with descriptors, or never sent: a program beside them works on."""
+    """Requests of every kind from the wrong process, half, too long, with descriptors, or never
+    sent: a program beside them works on.
+    """
     if context.native:
         return
     need_root()
     heap = f"{context.binary('heap')} 64 4 {context.seed} threads"
     attack = f"{context.binary('hostile')} requests 3000 {context.seed}"
-    # Its own name in the environment of the shell: the hostile program is of another user, in the same run.
-    done = context.run(["sh", "-c", f"{attack} & {heap}; h=$?; wait $!; echo $? $h"], env=environment(), status=0)
-    context.expect("OK requests" in done.text() and "OK heap threads" in done.text() and done.text().endswith("0 0\n"), f"{done.text()!r}")
+    # Its own name in the environment of the shell: the hostile program is of another user, in the
+    # same run.
+    done = context.run(
+        ["sh", "-c", f"{attack} & {heap}; h=$?; wait $!; echo $? $h"], env=environment(), status=0
+    )
+    context.expect(
+        "OK requests" in done.text()
+        and "OK heap threads" in done.text()
+        and done.text().endswith("0 0\n"),
+        f"{done.text()!r}",
+    )
 
 
 def scribble(context):
-    """Random words all over the segment of a run, and of a daemon: its own run may suffer; supervisor, daemon and everybody else live on."""
+    """Random words all over the segment of a run, and of a daemon: its own run may suffer;
+    supervisor, daemon and everybody else live on.
+    """
     if context.native:
         return
     need_root()
@@ -147,24 +179,75 @@ def scribble(context):
     try:
         for seed in (context.seed, context.seed + 1):
             report = context.directory / f"report-{seed}.json"
-            words = [context.swaptide, "run", "--ram", "32M", "--strict", "--quiet", "--report", report, "--swap", "zram:4M"]
-            words += ["--swap", f"file:{context.directory}:64M", "--", context.binary("hostile"), "scribble", "2", seed]
-            done = subprocess.run([str(word) for word in words], env=environment(VICTIM=str(victim.pid)), capture_output=True, text=True,
-                                  stdin=subprocess.DEVNULL, timeout=60)
-            context.expect(report.exists() and json.loads(report.read_text())["exit_status"] == done.returncode,
-                           f"no report: the supervisor has ended: {done.returncode}, {done.stdout!r}, {done.stderr!r}")
+            words = [
+                context.swaptide,
+                "run",
+                "--ram",
+                "32M",
+                "--strict",
+                "--quiet",
+                "--report",
+                report,
+                "--swap",
+                "zram:4M",
+            ]
+            words += [
+                "--swap",
+                f"file:{context.directory}:64M",
+                "--",
+                context.binary("hostile"),
+                "scribble",
+                "2",
+                seed,
+            ]
+            done = subprocess.run(
+                [str(word) for word in words],
+                env=environment(VICTIM=str(victim.pid)),
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=60,
+            )
+            context.expect(
+                report.exists()
+                and json.loads(report.read_text())["exit_status"] == done.returncode,
+                f"no report: the supervisor has ended: {done.returncode}, {done.stdout!r}, "
+                f"{done.stderr!r}",
+            )
             context.expect(victim.lives(), "a process outside of the run was ended")
         daemon = with_daemon(context)
-        env = {**environment(VICTIM=str(victim.pid)), "SWAPTIDE_DIRECTORY": daemon.env["SWAPTIDE_DIRECTORY"]}
-        words = [context.swaptide, "run", "--quiet", "--strict", "--", context.binary("hostile"), "scribble", "3", str(context.seed)]
-        attack = subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                  stderr=subprocess.DEVNULL)
+        env = {
+            **environment(VICTIM=str(victim.pid)),
+            "SWAPTIDE_DIRECTORY": daemon.env["SWAPTIDE_DIRECTORY"],
+        }
+        words = [
+            context.swaptide,
+            "run",
+            "--quiet",
+            "--strict",
+            "--",
+            context.binary("hostile"),
+            "scribble",
+            "3",
+            str(context.seed),
+        ]
+        attack = subprocess.Popen(
+            [str(word) for word in words],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         while attack.poll() is None:
-            context.expect(daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}")
+            context.expect(
+                daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}"
+            )
             for question in ("list", "tiers", "devices"):
                 ask(context, question, env=daemon.env)
             time.sleep(0.1)
-        context.expect(daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}")
+        context.expect(
+            daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}"
+        )
         context.expect(victim.lives(), "a process outside of the runs was ended")
         status, text, errors = ask(context, "list", env=daemon.env)
         context.expect(status == 0, f"the daemon does not answer: {text!r} {errors!r}")
@@ -175,55 +258,113 @@ def scribble(context):
 
 
 def doors(context):
-    """The run's socket is for those that descend from its supervisor: not for others of its user, nor for root in a container with its network."""
+    """The run's socket is for those that descend from its supervisor: not for others of its user,
+    nor for root in a container with its network.
+    """
     if context.native:
         return
     program = context.start([context.python, PRESSURE, 60, "wait"], env=environment())
     inside = wait_for_line(context, program, "ready").split()[1]
     variables = Path(f"/proc/{inside}/environ").read_bytes().split(b"\0")
-    name = next(v.split(b"=", 1)[1].decode() for v in variables if v.startswith(b"SWAPTIDE_SOCKET="))
+    name = next(
+        v.split(b"=", 1)[1].decode() for v in variables if v.startswith(b"SWAPTIDE_SOCKET=")
+    )
     context.expect(f"@{name}" in Path("/proc/net/unix").read_text(), "the name of the socket")
     ways = {"another process of the user": []}
     if os.geteuid() == 0:
-        ways["a process of nobody's"] = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+        ways["a process of nobody's"] = [
+            "setpriv",
+            "--reuid",
+            "65534",
+            "--regid",
+            "65534",
+            "--clear-groups",
+        ]
         ways["root of another pid namespace"] = ["unshare", "--pid", "--fork", "--mount-proc"]
     os.chmod(context.binary("hostile").parent, 0o755)
     for who, prefix in ways.items():
         for kind in "SAUMPTI":
             words = [*prefix, str(context.binary("hostile")), "ask", name, kind]
             done = subprocess.run(words, env=environment(), capture_output=True, text=True)
-            context.expect(done.stdout == "refused\n", f"{who} asks {kind}: {done.stdout!r} {done.stderr!r}")
+            context.expect(
+                done.stdout == "refused\n", f"{who} asks {kind}: {done.stdout!r} {done.stderr!r}"
+            )
     # The doors of ctl.
     if os.geteuid() == 0:
         for path in ("/run/swaptide", os.environ.get("SWAPTIDE_DIRECTORY", "")):
             for door in Path(path).glob("*.sock") if path else ():
-                words = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "python3", "-c",
-                         "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])", str(door)]
+                words = [
+                    "setpriv",
+                    "--reuid",
+                    "65534",
+                    "--regid",
+                    "65534",
+                    "--clear-groups",
+                    "python3",
+                    "-c",
+                    "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])",
+                    str(door),
+                ]
                 done = subprocess.run(words, capture_output=True, text=True)
-                context.expect("PermissionError" in done.stderr, f"nobody opens {door}: {done.stderr!r}")
+                context.expect(
+                    "PermissionError" in done.stderr, f"nobody opens {door}: {done.stderr!r}"
+                )
     ended(context, program)
 
 
 def fsize(context):
-    """One process with a limit on the size of files, whether or not it ignores the signal: it keeps its data, and the swap file stays for the others."""
+    """One process with a limit on the size of files, whether or not it ignores the signal: it keeps
+    its data, and the swap file stays for the others.
+    """
     if context.native:
         return
     report = context.directory / "report.json"
     binary = context.binary("hostile")
     script = f"{binary} fill 40 1 && {binary} fill 40 0 && {context.binary('heap')} 80 1 {context.seed} threads"
-    words = [context.swaptide, "run", "--ram", "24M", "--quiet", "--swap", "zram:2M", "--swap", f"file:{context.directory}:256M",
-             "--report", report, "--", "sh", "-c", script]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment())
+    words = [
+        context.swaptide,
+        "run",
+        "--ram",
+        "24M",
+        "--quiet",
+        "--swap",
+        "zram:2M",
+        "--swap",
+        f"file:{context.directory}:256M",
+        "--report",
+        report,
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]
+    done = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=environment(),
+    )
     said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
-    context.expect(done.returncode == 0 and done.stdout.count("OK fill") == 2 and "OK heap threads" in done.stdout, said)
+    context.expect(
+        done.returncode == 0
+        and done.stdout.count("OK fill") == 2
+        and "OK heap threads" in done.stdout,
+        said,
+    )
     seen = json.loads(report.read_text())
     area = next(area for area in seen["devices"] if area["type"] == "file")
-    context.expect(area["state"] == "open" and area["errors"] == 0, f"the limit of one process counts against the device: {area}")
+    context.expect(
+        area["state"] == "open" and area["errors"] == 0,
+        f"the limit of one process counts against the device: {area}",
+    )
     context.expect(area["peak_used_bytes"] > 16 * MIB, f"others do not use it: {area}")
 
 
 def strict(context):
-    """--strict ends a run whose memory stays above its budget for 5 s, whatever it is, and none that peaks for a moment."""
+    """--strict ends a run whose memory stays above its budget for 5 s, whatever it is, and none
+    that peaks for a moment.
+    """
     if context.native:
         return
     # All at the same time: most of it is waiting.
@@ -239,8 +380,16 @@ def strict(context):
     started = []
     for words, options, _ in ways:
         argv = [context.swaptide, "run", "--ram", "24M", "--quiet", *options, "--", *words]
-        started.append(subprocess.Popen([str(word) for word in argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                        stdin=subprocess.DEVNULL, env=environment()))
+        started.append(
+            subprocess.Popen(
+                [str(word) for word in argv],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                env=environment(),
+            )
+        )
     for (words, options, status), process in zip(ways, started):
         stdout, stderr = process.communicate()
         said = f"{words[1:]} {options}: status {process.returncode}, {stdout!r}, {stderr!r}"
@@ -269,11 +418,18 @@ PUNCHED = """if True:
 
 
 def punched(context):
-    """What parent and child had in common goes from the swap file when the last of them frees it, while it lives; the file shrinks."""
+    """What parent and child had in common goes from the swap file when the last of them frees it,
+    while it lives; the file shrinks.
+    """
     if context.native:
         return
     device = f"file:{context.directory}:512M,cipher=none"
-    program = context.start([context.python, "-c", PUNCHED], stdin=subprocess.PIPE, options=["--swap", "zram:4M", "--swap", device], env=environment())
+    program = context.start(
+        [context.python, "-c", PUNCHED],
+        stdin=subprocess.PIPE,
+        options=["--swap", "zram:4M", "--swap", device],
+        env=environment(),
+    )
 
     def go_on():
         program.process.stdin.write(b"\n")
@@ -286,18 +442,28 @@ def punched(context):
                     target = os.readlink(fd)
                 except OSError:
                     continue
-                if str(context.directory) in target and target.endswith("(deleted)") and os.stat(fd).st_size > 100 * MIB:
+                if (
+                    str(context.directory) in target
+                    and target.endswith("(deleted)")
+                    and os.stat(fd).st_size > 100 * MIB
+                ):
                     return open(fd, "rb")
         raise Failure("the swap file is not open in the supervisor")
 
     wait_for_line(context, program, "ready")
     with file() as swap:
+
         def found():
             swap.seek(0)
             os.fsync(swap.fileno())
-            return sum(block.count(b"the secret that is searched for") for block in iter(lambda: swap.read(1 << 20), b""))
+            return sum(
+                block.count(b"the secret that is searched for")
+                for block in iter(lambda: swap.read(1 << 20), b"")
+            )
 
-        until(context, "pages in the file", lambda: os.fstat(swap.fileno()).st_blocks * 512 > 24 * MIB)
+        until(
+            context, "pages in the file", lambda: os.fstat(swap.fileno()).st_blocks * 512 > 24 * MIB
+        )
         before, blocks = found(), os.fstat(swap.fileno()).st_blocks
         context.expect(before > 1000, f"the text is there {before} times")
         go_on()
@@ -307,7 +473,10 @@ def punched(context):
         time.sleep(0.5)
         after, less = found(), os.fstat(swap.fileno()).st_blocks
         # What is left lies in extents with pages of the program's own.
-        context.expect(after < before / 4 and less < blocks / 2, f"the text was there {before} times and is {after}; blocks {blocks}, then {less}")
+        context.expect(
+            after < before / 4 and less < blocks / 2,
+            f"the text was there {before} times and is {after}; blocks {blocks}, then {less}",
+        )
     go_on()
     done = program.finish()
     context.expect(done.text().endswith("OK\n"), f"{done.text()!r}")
@@ -324,34 +493,77 @@ DROPPED = """if True:
 
 
 def helped(context):
-    """--userfaultfd=same-user: no process of another user is given a userfaultfd, and none of them is managed; else those of all users are."""
+    """--userfaultfd=same-user: no process of another user is given a userfaultfd, and none of them
+    is managed; else those of all users are.
+    """
     if context.native:
         return
     need_root()
-    if not Path("/dev/userfaultfd").exists() or Path("/proc/sys/vm/unprivileged_userfaultfd").read_text().strip() != "0":
+    if (
+        not Path("/dev/userfaultfd").exists()
+        or Path("/proc/sys/vm/unprivileged_userfaultfd").read_text().strip() != "0"
+    ):
         raise Skip("users need no help to a userfaultfd here, or there is none to be had")
     for users, managed in (("all", True), ("same-user", False)):
         report = context.directory / f"report-{users}.json"
-        words = [context.swaptide, "run", "--ram", "32M", "--quiet", f"--userfaultfd={users}", "--report", report, "--",
-                 "setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3", "-c", DROPPED]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        context.expect(done.stdout == "OK\n" and done.returncode == 0, f"{users}: {done.returncode} {done.stdout!r} {done.stderr!r}")
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            "32M",
+            "--quiet",
+            f"--userfaultfd={users}",
+            "--report",
+            report,
+            "--",
+            "setpriv",
+            "--reuid",
+            "65534",
+            "--regid",
+            "65534",
+            "--clear-groups",
+            "/usr/bin/python3",
+            "-c",
+            DROPPED,
+        ]
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        context.expect(
+            done.stdout == "OK\n" and done.returncode == 0,
+            f"{users}: {done.returncode} {done.stdout!r} {done.stderr!r}",
+        )
         stats = json.loads(report.read_text())["stats"]
         out = stats["zswpout"] + stats["pswpout"]
         context.expect((out > 0) == managed, f"{users}: {out} pages went out")
-    wrong = subprocess.run([context.swaptide, "run", "--userfaultfd=none", "--", "true"], capture_output=True, text=True)
-    context.expect(wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "same-user" in wrong.stderr, f"{wrong}")
+    wrong = subprocess.run(
+        [context.swaptide, "run", "--userfaultfd=none", "--", "true"],
+        capture_output=True,
+        text=True,
+    )
+    context.expect(
+        wrong.returncode == 2
+        and len(wrong.stderr.splitlines()) == 1
+        and "same-user" in wrong.stderr,
+        f"{wrong}",
+    )
 
 
 def reopened(context):
-    """A link in place of a swap file, put there while no daemon is there: the daemon does not write to what it leads to, and says so."""
+    """A link in place of a swap file, put there while no daemon is there: the daemon does not write
+    to what it leads to, and says so.
+    """
     if context.native:
         return
     daemon = with_daemon(context)
     place = context.directory / "swap"
     program, inside = daemon.program(120, "--group", "/a")
     daemon.ctl("group", "/a", "ram.max=32M")
-    until(context, "pages on the file", lambda: json.loads(daemon.ctl("devices", "--json"))[0]["used_bytes"] > 8 * MIB)
+    until(
+        context,
+        "pages on the file",
+        lambda: json.loads(daemon.ctl("devices", "--json"))[0]["used_bytes"] > 8 * MIB,
+    )
     names = [path for path in place.iterdir() if path.name.startswith(".swaptide-")]
     context.expect(len(names) == 1, f"{names}")
     daemon.kill()
@@ -362,7 +574,9 @@ def reopened(context):
     names[0].symlink_to(target)
     daemon.start()
     said = daemon.errors.read_text()
-    context.expect("takes no more pages" in said and "is not what was used before" in said, f"{said!r}")
+    context.expect(
+        "takes no more pages" in said and "is not what was used before" in said, f"{said!r}"
+    )
     os.kill(inside, signal.SIGUSR1)
     wait_for_line(context, program, "USR1 number 1")
     other, _ = daemon.program(60)
@@ -375,7 +589,9 @@ def reopened(context):
 
 
 def kept(context):
-    """A daemon that has only systemd's store to find its segment by: it is handed the descriptor, and knows what it knew."""
+    """A daemon that has only systemd's store to find its segment by: it is handed the descriptor,
+    and knows what it knew.
+    """
     if context.native:
         return
     store = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -402,10 +618,21 @@ def kept(context):
             os.ftruncate(handed, os.fstat(fds[0]).st_size)
         start = f'LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=swaptide-segment exec "$0" daemon --config "$1" 3<&{handed} {handed}<&-'
         with open(daemon.errors, "ab") as errors:
-            daemon.process = subprocess.Popen(["bash", "-c", start, context.swaptide, str(daemon.config)], env=daemon.env, pass_fds=[handed],
-                                              stdin=subprocess.DEVNULL, stderr=errors)
-        until(context, "a daemon that answers", lambda: ask(context, "tiers", env=daemon.env)[0] == 0)
-        held = {os.stat(fd).st_ino for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if "memfd:swaptide" in os.readlink(fd)}
+            daemon.process = subprocess.Popen(
+                ["bash", "-c", start, context.swaptide, str(daemon.config)],
+                env=daemon.env,
+                pass_fds=[handed],
+                stdin=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        until(
+            context, "a daemon that answers", lambda: ask(context, "tiers", env=daemon.env)[0] == 0
+        )
+        held = {
+            os.stat(fd).st_ino
+            for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir()
+            if "memfd:swaptide" in os.readlink(fd)
+        }
         # This process has it open, too: what it was handed instead is not taken.
         context.expect(held == {inode}, f"{held}, not {inode}; lie: {lie}")
         context.expect(daemon.ctl.value("/b", "ram.max") == 48 * MIB, "its settings are gone")

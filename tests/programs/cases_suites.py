@@ -15,13 +15,17 @@ TRIES = 2
 
 
 def outcomes(path):
-    """What became of every test in a JUnit file: `ok`, `skipped` or the first line of what went wrong."""
+    """What became of every test in a JUnit file: `ok`, `skipped` or the first line of what went
+    wrong.
+    """
     found = {}
     for case in xml.parse(path).iter("testcase"):
         name = f"{case.get('classname') or ''}.{case.get('name')}".lstrip(".")
         wrong = next((child for kind in ("failure", "error") for child in case.iter(kind)), None)
         if wrong is not None:
-            found[name] = ((wrong.text or wrong.get("message") or "").strip().splitlines() or ["it failed"])[-1]
+            found[name] = (
+                (wrong.text or wrong.get("message") or "").strip().splitlines() or ["it failed"]
+            )[-1]
         else:
             found[name] = "skipped" if case.find("skipped") is not None else "ok"
     return found
@@ -30,13 +34,23 @@ def outcomes(path):
 def interpreter(module):
     """A Python that has `module` of CPython's own tests: this one, or Debian's."""
     for python in (sys.executable, "/usr/bin/python3"):
-        if shutil.which(python) and subprocess.run([python, "-c", f"import test.{module}"], capture_output=True).returncode == 0:
+        if (
+            shutil.which(python)
+            and subprocess.run(
+                [python, "-c", f"import test.{module}"], capture_output=True
+            ).returncode
+            == 0
+        ):
             return python
-    raise Failure(f"no Python here has {module}; Debian's package libpython3.N-testsuite has it, N as in python3 --version (./check --full installs it)")
+    raise Failure(
+        f"no Python here has {module}; Debian's package libpython3.N-testsuite has it, N as in "
+        f"python3 --version (./check --full installs it)"
+    )
 
 
 def cpython(module, *which):
     """A module of CPython's own tests, or what `which` leaves of it (options of `-m test`)."""
+
     def run(context):
         python = interpreter(module)
 
@@ -44,21 +58,39 @@ def cpython(module, *which):
             only = [word for name in names for word in ("-m", name)]
             made = context.directory / "tests.xml"
             made.unlink(missing_ok=True)
-            done = context.run([python, "-m", "test", "--junit-xml", made, *which, *only, module], native=native, status=None)
-            context.expect(made.exists(), f"{module} wrote no results: status {done.status}, {done.errors()[-300:]!r}")
+            done = context.run(
+                [python, "-m", "test", "--junit-xml", made, *which, *only, module],
+                native=native,
+                status=None,
+            )
+            context.expect(
+                made.exists(),
+                f"{module} wrote no results: status {done.status}, {done.errors()[-300:]!r}",
+            )
             return outcomes(made)
 
         plain = tests(native=True)
         if not any(outcome == "ok" for outcome in plain.values()):
             raise Failure(f"no test of {module} passes without swaptide")
         swapped = tests(native=False)
-        worse = {name: swapped.get(name, "it is not there") for name, outcome in plain.items()
-                 if outcome == "ok" and swapped.get(name) != "ok"}
+        worse = {
+            name: swapped.get(name, "it is not there")
+            for name, outcome in plain.items()
+            if outcome == "ok" and swapped.get(name) != "ok"
+        }
         for _ in range(TRIES):
             if worse:
                 again = tests(native=False, names=[name.rsplit(".", 1)[-1] for name in worse])
-                worse = {name: again.get(name, why) for name, why in worse.items() if again.get(name) != "ok"}
-        context.expect(not worse, f"{len(worse)} of {len(plain)} tests of {module} pass without swaptide alone: {worse}")
+                worse = {
+                    name: again.get(name, why)
+                    for name, why in worse.items()
+                    if again.get(name) != "ok"
+                }
+        context.expect(
+            not worse,
+            f"{len(worse)} of {len(plain)} tests of {module} pass without swaptide alone: {worse}",
+        )
+
     return run
 
 
@@ -78,7 +110,10 @@ def passed_of_redis(text):
 
 
 def redis_suite(units):
-    """Redis's own tests, from Debian's source package, with Debian's server: the tests, their servers and what those fork are one tree."""
+    """Redis's own tests, from Debian's source package, with Debian's server: the tests, their
+    servers and what those fork are one tree.
+    """
+
     def run(context):
         source = debian_source("redis", context.directory / "source")
         for name in REDIS:
@@ -89,7 +124,9 @@ def redis_suite(units):
             files = [word for unit in units for word in ("--single", unit)]
             # One test at a time, and an error in one does not end the others.
             words = ["tclsh", "tests/test_helper.tcl", "--clients", "1", "--durable", *files]
-            return passed_of_redis(context.run(words, native=native, status=None, cwd=source).text())
+            return passed_of_redis(
+                context.run(words, native=native, status=None, cwd=source).text()
+            )
 
         plain = tests(True, units)
         without = set(units) - {unit for unit, _ in plain}
@@ -99,27 +136,84 @@ def redis_suite(units):
         for _ in range(TRIES):
             if worse:
                 again = sorted({unit for unit, _ in worse})
-                worse = Counter({test: count for test, count in plain.items() if test in worse}) - tests(False, again)
-        context.expect(not worse, f"{len(worse)} of {len(plain)} tests pass without swaptide alone: {sorted(worse)}")
+                worse = Counter(
+                    {test: count for test, count in plain.items() if test in worse}
+                ) - tests(False, again)
+        context.expect(
+            not worse,
+            f"{len(worse)} of {len(plain)} tests pass without swaptide alone: {sorted(worse)}",
+        )
+
     return run
 
 
-# These start interpreters that start interpreters: with less, half a dozen processes exchange a few pages each.
+# These start interpreters that start interpreters: with less, half a dozen processes exchange a few
+# pages each.
 TREES = 48
 
-# The tests of multiprocessing need 139 MiB without swaptide, and in a budget theirs and the engines' come to 320. test_many_processes forks a hundred
-# interpreters at a moment (174 MiB, 840 with their engines): below that they exchange their few megabytes with each other and get nowhere.
+# The tests of multiprocessing need 139 MiB without swaptide, and in a budget theirs and the
+# engines' come to 320. test_many_processes forks a hundred interpreters at a moment (174 MiB, 840
+# with their engines): below that they exchange their few megabytes with each other and get nowhere.
 MULTIPROCESSING = 64
 
 # 146 MiB without swaptide, 191 with engines. A server forks whenever it saves.
-REDIS_UNITS = ("unit/protocol", "unit/keyspace", "unit/info", "unit/dump", "unit/other", "unit/multi", "unit/sort", "unit/expire", "unit/aofrw",
-               "unit/scripting", "unit/functions", "unit/lazyfree", "unit/type/incr", "unit/type/list", "unit/type/set",
-               "unit/type/zset", "unit/type/hash", "unit/type/stream", "integration/rdb")
+REDIS_UNITS = (
+    "unit/protocol",
+    "unit/keyspace",
+    "unit/info",
+    "unit/dump",
+    "unit/other",
+    "unit/multi",
+    "unit/sort",
+    "unit/expire",
+    "unit/aofrw",
+    "unit/scripting",
+    "unit/functions",
+    "unit/lazyfree",
+    "unit/type/incr",
+    "unit/type/list",
+    "unit/type/set",
+    "unit/type/zset",
+    "unit/type/hash",
+    "unit/type/stream",
+    "integration/rdb",
+)
 
 CASES = [
-    *[Case(f"full-cpython-{module}", cpython(f"test_{module}"), budget, full=True, limit=1200, allowance=32, forks=True)
-      for module, budget in (("mmap", 24), ("io", 24), ("threading", TREES), ("subprocess", TREES))],
-    Case("full-cpython-multiprocessing", cpython("test_multiprocessing_fork", "-i", "test_many_processes"), MULTIPROCESSING, full=True, limit=1800,
-         allowance=32, forks=True),
-    Case("full-redis-suite", redis_suite(REDIS_UNITS), 64, full=True, limit=2400, needs=("tclsh", *REDIS), allowance=16, forks=True),
+    *[
+        Case(
+            f"full-cpython-{module}",
+            cpython(f"test_{module}"),
+            budget,
+            full=True,
+            limit=1200,
+            allowance=32,
+            forks=True,
+        )
+        for module, budget in (
+            ("mmap", 24),
+            ("io", 24),
+            ("threading", TREES),
+            ("subprocess", TREES),
+        )
+    ],
+    Case(
+        "full-cpython-multiprocessing",
+        cpython("test_multiprocessing_fork", "-i", "test_many_processes"),
+        MULTIPROCESSING,
+        full=True,
+        limit=1800,
+        allowance=32,
+        forks=True,
+    ),
+    Case(
+        "full-redis-suite",
+        redis_suite(REDIS_UNITS),
+        64,
+        full=True,
+        limit=2400,
+        needs=("tclsh", *REDIS),
+        allowance=16,
+        forks=True,
+    ),
 ]

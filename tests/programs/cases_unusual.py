@@ -28,14 +28,22 @@ BEYOND = {
 
 
 def every_stressor(context):
-    """Each stressor ends as it does without swaptide, verifies what it did, and stays within its bound."""
+    """Each stressor ends as it does without swaptide, verifies what it did, and stays within its
+    bound.
+    """
     rows, wrong = [stressors.HEADING], []
     for name in stressors.stressors():
         plain = stressors.run(name, 4)
         under = stressors.run(name, 4, context.swaptide, 64)
         rows.append(stressors.row(name, plain, under))
-        if (under.status, under.hung) != (plain.status, plain.hung) or under.failures > plain.failures:
-            wrong.append(f"{name}: status {under.status} instead of {plain.status}, {under.said or 'nothing said'}")
+        if (under.status, under.hung) != (
+            plain.status,
+            plain.hung,
+        ) or under.failures > plain.failures:
+            wrong.append(
+                f"{name}: status {under.status} instead of {plain.status}, "
+                f"{under.said or 'nothing said'}"
+            )
         bound = 64 + 8 + BEYOND.get(name, 0)
         if under.peak > bound * MIB:
             wrong.append(f"{name}: peak {under.peak / MIB:.1f} MiB, allowed {bound}")
@@ -66,10 +74,25 @@ def said(context):
     if context.native:
         return
     for kind in ("locked", "read-only"):
-        words = [context.swaptide, "run", "--ram", f"{context.budget}M", "--", context.python, "-c", STAYS, kind]
+        words = [
+            context.swaptide,
+            "run",
+            "--ram",
+            f"{context.budget}M",
+            "--",
+            context.python,
+            "-c",
+            STAYS,
+            kind,
+        ]
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
-        named = f"M of {kind} memory cannot be swapped" in done.stderr and "WENT PAST THE BUDGET" in done.stderr
-        context.expect(done.returncode == 0 and named, f"{kind}: {done.returncode}, {done.stderr!r}")
+        named = (
+            f"M of {kind} memory cannot be swapped" in done.stderr
+            and "WENT PAST THE BUDGET" in done.stderr
+        )
+        context.expect(
+            done.returncode == 0 and named, f"{kind}: {done.returncode}, {done.stderr!r}"
+        )
 
 
 CASES = [
@@ -89,5 +112,13 @@ CASES = [
     Case("unusual-sysv", shape("sysv", megabytes=48), 32, allowance=16, forks=True),
     Case("unusual-posix", shape("posix", megabytes=48), 32, allowance=16, forks=True),
     Case("unusual-forktree", shape("forktree", megabytes=256), 32, forks=True),
-    Case("full-stressors", every_stressor, 64, full=True, limit=3600, needs=("stress-ng",), swaps=False),
+    Case(
+        "full-stressors",
+        every_stressor,
+        64,
+        full=True,
+        limit=3600,
+        needs=("stress-ng",),
+        swaps=False,
+    ),
 ]

@@ -11,7 +11,9 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryCgroup:
-    """One cgroup; `enter` puts the calling process there. What is read of it is the same for both versions of the kernel's interface."""
+    """One cgroup; `enter` puts the calling process there. What is read of it is the same for both
+    versions of the kernel's interface.
+    """
 
     def __init__(self, place, is_old):
         self.place, self.is_old = place, is_old
@@ -31,7 +33,11 @@ class MemoryCgroup:
         while not self._over.wait(0.02):
             stat = self._words("memory.stat")
             if self.is_old:
-                now = {"anon": stat["rss"], "file": stat["cache"], "kernel": (self.place / "memory.kmem.usage_in_bytes").read_text()}
+                now = {
+                    "anon": stat["rss"],
+                    "file": stat["cache"],
+                    "kernel": (self.place / "memory.kmem.usage_in_bytes").read_text(),
+                }
             else:
                 now = {"anon": stat["anon"], "file": stat["file"], "kernel": stat.get("kernel", 0)}
             for name, value in now.items():
@@ -43,11 +49,19 @@ class MemoryCgroup:
 
     def killed(self):
         """Processes that the kernel ended for memory."""
-        return int(self._words("memory.oom_control" if self.is_old else "memory.events")["oom_kill"])
+        return int(
+            self._words("memory.oom_control" if self.is_old else "memory.events")["oom_kill"]
+        )
 
     def failed(self):
-        """Times a charge met the limit: something was reclaimed (a page of a file, say), or somebody was ended."""
-        return int((self.place / "memory.failcnt").read_text()) if self.is_old else int(self._words("memory.events")["max"])
+        """Times a charge met the limit: something was reclaimed (a page of a file, say), or
+        somebody was ended.
+        """
+        return (
+            int((self.place / "memory.failcnt").read_text())
+            if self.is_old
+            else int(self._words("memory.events")["max"])
+        )
 
     def peak(self):
         """Most of what was charged at one time, pages of files included; never more than the limit."""

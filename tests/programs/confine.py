@@ -1,7 +1,9 @@
-"""Runs a command under a seccomp profile in the format of container engines: `confine.py PROFILE [--without NAME] COMMAND...`.
+"""Runs a command under a seccomp profile in the format of container engines:
+`confine.py PROFILE [--without NAME] COMMAND...`.
 
-Reads of the profile what it has: a default action, and names that are allowed. Calls that are not allowed fail with EPERM, as they do in a
-container. Numbers of system calls come from the C compiler's headers.
+Reads of the profile what it has: a default action, and names that are allowed. Calls that are not
+allowed fail with EPERM, as they do in a container. Numbers of system calls come from the C
+compiler's headers.
 """
 
 import ctypes
@@ -19,13 +21,24 @@ ARCH_X86_64 = 0xC000003E
 
 def numbers():
     source = "#include <sys/syscall.h>\n"
-    macros = subprocess.run(["cc", "-E", "-dM", "-x", "c", "-"], input=source, capture_output=True, text=True, check=True).stdout
+    macros = subprocess.run(
+        ["cc", "-E", "-dM", "-x", "c", "-"],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", macros)}
 
 
 def program(profile, without):
     known = numbers()
-    allowed = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]} - set(without)
+    allowed = {
+        name
+        for rule in profile["syscalls"]
+        if rule["action"] == "SCMP_ACT_ALLOW"
+        for name in rule["names"]
+    } - set(without)
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCH_X86_64), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for number in sorted(known[name] for name in allowed if name in known):

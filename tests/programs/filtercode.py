@@ -56,8 +56,12 @@ def program(name, otherwise=None):
     given = json.loads((LISTS / f"{name}.json").read_text())
     otherwise = otherwise or given["otherwise"]
     known = numbers()
-    code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCH_X86_64), (RETURN, 0, 0, ACTIONS["kill"]),
-            (LOAD, 0, 0, 0)]
+    code = [
+        (LOAD, 0, 0, 4),
+        (EQUAL, 1, 0, ARCH_X86_64),
+        (RETURN, 0, 0, ACTIONS["kill"]),
+        (LOAD, 0, 0, 0),
+    ]
     for rule in [{"calls": given["allow"]}, *given.get("rules", [])]:
         inner = block(rule, otherwise)
         for number in sorted(known[call] for call in rule["calls"] if call in known):

@@ -1,8 +1,9 @@
-"""The frame every case runs in: starting a program under swaptide, judging its report, its peak and its end.
+"""The frame every case runs in: starting a program under swaptide, judging its report, its peak and
+its end.
 
-A case is a function that gets a `Context`. It calls `Context.run` or `Context.compare` and raises `Failure` (usually through
-`Context.expect`) when something is not as it must be. One watchdog per case kills whatever is left when the case's time is
-up, so no case needs time-outs of its own.
+A case is a function that gets a `Context`. It calls `Context.run` or `Context.compare` and raises
+`Failure` (usually through `Context.expect`) when something is not as it must be. One watchdog per
+case kills whatever is left when the case's time is up, so no case needs time-outs of its own.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 import unprivileged
-from processes import Sampler, describe_tree, descendants, is_zombie, kill_tree, reap_orphans
+from processes import Sampler, descendants, describe_tree, is_zombie, kill_tree, reap_orphans
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -37,8 +38,8 @@ class Skip(Exception):
 
 
 class TooMuch(Failure):
-    """All was right but the peak. How far a program gets before its engine is at work is a race with everything else on the machine, so
-    such a case has a second try."""
+    """All was right but the peak. How far a program gets before its engine is at work is a race
+    with everything else on the machine, so such a case has a second try."""
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Case:
     needs: tuple = ()
     """Programs it cannot do without; one that is missing fails the case."""
     allowance: int = 0
-    """MiB over the budget that are allowed: memory which is not pageable in this program (stacks, code made at run time)."""
+    """MiB over the budget that are allowed: memory which is not pageable in this program (stacks,
+    code made at run time).
+"""
     swaps: bool = True
     """The data is larger than the budget: the report must show pages going out."""
     unprivileged: bool = False
@@ -64,7 +67,9 @@ class Case:
     complaint: str = ""
     """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
     forks: bool = False
-    """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the report alone is judged."""
+    """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the
+    report alone is judged.
+    """
 
 
 @dataclass
@@ -86,7 +91,9 @@ class Finished:
 
 
 class Program:
-    """A program that has been started; `finish` waits for it and judges what swaptide says about it."""
+    """A program that has been started; `finish` waits for it and judges what swaptide says about
+    it.
+    """
 
     def __init__(self, context, process, directory, report_path, native):
         self.process = process
@@ -99,7 +106,9 @@ class Program:
         self._sampler = Sampler(process.pid)
 
     def finish(self, status=0):
-        """Waits for the end; checks the exit status (None: any), the error stream, the report and the peak."""
+        """Waits for the end; checks the exit status (None: any), the error stream, the report and
+        the peak.
+        """
         context = self._context
         try:
             code = self.process.wait(timeout=context.remaining() + 30)
@@ -110,7 +119,9 @@ class Program:
         if self.process.stdin is not None:
             self.process.stdin.close()
         code = 128 - code if code < 0 else code
-        done = Finished(code, self.directory / "stdout", self.directory / "stderr", wall, self.directory)
+        done = Finished(
+            code, self.directory / "stdout", self.directory / "stderr", wall, self.directory
+        )
         if context.hung is None:
             context.judge(done, status, self._native, self.report_path, sampled)
         return done
@@ -130,7 +141,9 @@ class Context:
         self.hung = None
         self.python = sys.executable
         self.enter = None
-        """What each process that is started under swaptide does before anything else, where the case does not say."""
+        """What each process that is started under swaptide does before anything else, where the
+        case does not say.
+"""
         self._binaries = binaries
         self._deadline = time.monotonic() + case.limit
         self._runs = 0
@@ -138,8 +151,21 @@ class Context:
 
     # Starting programs
 
-    def start(self, argv, *, native=False, budget=None, stdin=subprocess.DEVNULL, stdout=None, stderr=None, env=None, cwd=None,
-              options=(), preexec=None, quiet=True):
+    def start(
+        self,
+        argv,
+        *,
+        native=False,
+        budget=None,
+        stdin=subprocess.DEVNULL,
+        stdout=None,
+        stderr=None,
+        env=None,
+        cwd=None,
+        options=(),
+        preexec=None,
+        quiet=True,
+    ):
         """Starts `argv` under swaptide (or as it is, with `native`). `stdin` may be a path."""
         self._runs += 1
         directory = self.directory / f"run{self._runs}"
@@ -156,7 +182,15 @@ class Context:
             os.chown(directory, unprivileged.NOBODY, unprivileged.NOBODY)
             preexec = partial(unprivileged.become_nobody, directory / "device")
         if not native:
-            prefix = [swaptide, "run", "--ram", f"{budget or self.budget}M", "--report", str(report), *options]
+            prefix = [
+                swaptide,
+                "run",
+                "--ram",
+                f"{budget or self.budget}M",
+                "--report",
+                str(report),
+                *options,
+            ]
             argv = prefix + (["--quiet"] if quiet else []) + ["--"] + argv
         opened = []
 
@@ -191,25 +225,36 @@ class Context:
         return self.start(argv, **how).finish(status)
 
     def compare(self, argv, *, files=(), **how):
-        """Runs `argv` without and with swaptide; it must succeed, and its output and the `files` it writes
-        must be the same. Something must be there to compare."""
+        """Runs `argv` without and with swaptide; it must succeed, and its output and the `files` it
+        writes must be the same. Something must be there to compare."""
         plain = self.run(argv, native=True, **how)
         swapped = self.run(argv, **how)
         sizes = [(plain.directory / name).stat().st_size for name in ("stdout", *files)]
-        self.expect(any(sizes) and all(sizes[1:]), f"nothing to compare in stdout, {', '.join(files)}: {sizes}")
+        self.expect(
+            any(sizes) and all(sizes[1:]),
+            f"nothing to compare in stdout, {', '.join(files)}: {sizes}",
+        )
         for name in ("stdout", *files):
             left, right = digest(plain.directory / name), digest(swapped.directory / name)
-            self.expect(left == right, f"{name} differs: sha256 {left} without swaptide, {right} with it"
-                        + first_difference(plain.directory / name, swapped.directory / name))
+            self.expect(
+                left == right,
+                f"{name} differs: sha256 {left} without swaptide, {right} with it"
+                + first_difference(plain.directory / name, swapped.directory / name),
+            )
         return plain, swapped
 
     def c(self, name, *arguments, seconds=5, megabytes=128, last=None, **how):
-        """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says all was verified."""
+        """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says
+        all was verified.
+        """
         argv = [self.binary(name), megabytes, seconds, self.seed, *arguments]
         done = self.run(argv, **how)
         lines = done.text().splitlines()
         expected = last or " ".join(["OK", name, *[str(word) for word in arguments[:1]]])
-        self.expect(lines and lines[-1] == expected, f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}")
+        self.expect(
+            lines and lines[-1] == expected,
+            f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}",
+        )
         return done
 
     def binary(self, name):
@@ -230,15 +275,23 @@ class Context:
         tail = ("; stderr ends: " + " | ".join(errors.splitlines()[-5:])) if errors.strip() else ""
         if done.stdout.exists() and status is not None and done.status != status:
             output = done.text().splitlines()[-3:]
-            tail += ("; stdout ends: " + " | ".join(line[:200] for line in output)) if output else ""
-        self.expect(status is None or done.status == status, f"exit status {done.status} instead of {status}{tail}")
+            tail += (
+                ("; stdout ends: " + " | ".join(line[:200] for line in output)) if output else ""
+            )
+        self.expect(
+            status is None or done.status == status,
+            f"exit status {done.status} instead of {status}{tail}",
+        )
         if native:
             if self.native:
                 self.peak = max(self.peak, sampled)
             return
         complaints = [line for line in errors.splitlines() if line.startswith("swaptide")]
         expected = self.case.complaint
-        self.expect(not expected or any(expected in line for line in complaints), f"swaptide does not say {expected!r}")
+        self.expect(
+            not expected or any(expected in line for line in complaints),
+            f"swaptide does not say {expected!r}",
+        )
         complaints = [line for line in complaints if not expected or expected not in line]
         self.expect(not complaints, f"swaptide complained: {' | '.join(complaints[:3])}")
         self.expect(report_path.exists(), f"it wrote no report{tail}")
@@ -248,22 +301,32 @@ class Context:
             stats = done.report["stats"]
             said = int(done.report["exit_status"])
         except (ValueError, KeyError, TypeError) as error:
-            raise Failure(f"the report is not what it must be: {error!r}: {report_path.read_text()[:300]}") from None
-        self.expect(said == done.status, f"the report says exit status {said}, it was {done.status}")
+            raise Failure(
+                f"the report is not what it must be: {error!r}: {report_path.read_text()[:300]}"
+            ) from None
+        self.expect(
+            said == done.status, f"the report says exit status {said}, it was {done.status}"
+        )
         most = self.budget * MIB * 1.05 + (2 + self.case.allowance) * MIB
-        # On a loaded machine a program that fills memory at full speed gets further before its engine is at work, and behind a fork two
-        # processes hold pages that neither can give up alone. Without a budget these programs take 100 to 250 MiB.
+        # On a loaded machine a program that fills memory at full speed gets further before its
+        # engine is at work, and behind a fork two processes hold pages that neither can give up
+        # alone. Without a budget these programs take 100 to 250 MiB.
         most += (16 if self.case.forks else 12) * MIB
         self.peak = max(self.peak, reported)
         if self.hung is None and reported > most:
             raise TooMuch(f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
-        # Measured from outside, the supervisor's own megabytes count too, and the processes are not read at one instant.
+        # Measured from outside, the supervisor's own megabytes count too, and the processes are not
+        # read at one instant.
         slack = most + 4 * MIB
-        self.expect(self.case.forks or sampled <= slack,
-                    f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
-                    f"the report says {reported / MIB:.1f}")
+        self.expect(
+            self.case.forks or sampled <= slack,
+            f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
+            f"the report says {reported / MIB:.1f}",
+        )
         out = sum(int(stats.get(name, 0)) for name in ("pswpout", "zswpout"))
-        self.expect(out > 0 or not self.case.swaps, "nothing was swapped out (pswpout and zswpout are 0)")
+        self.expect(
+            out > 0 or not self.case.swaps, "nothing was swapped out (pswpout and zswpout are 0)"
+        )
 
     def check_leftovers(self):
         """Nothing of the case may go on running after it."""
@@ -298,7 +361,17 @@ class Binaries:
             compiler = shutil.which("cc") or shutil.which("gcc")
             if compiler is None:
                 raise Failure("no C compiler (cc) is installed")
-            command = [compiler, "-O2", "-g", "-Wall", "-Wextra", "-pthread", "-o", str(path), str(HERE / "c" / f"{name}.c")]
+            command = [
+                compiler,
+                "-O2",
+                "-g",
+                "-Wall",
+                "-Wextra",
+                "-pthread",
+                "-o",
+                str(path),
+                str(HERE / "c" / f"{name}.c"),
+            ]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode != 0:
                 raise Failure(f"{name}.c does not compile: {result.stderr.strip()[:600]}")
@@ -320,8 +393,11 @@ def first_difference(left, right):
         while True:
             a, b = one.read(1 << 16), two.read(1 << 16)
             if a != b:
-                at = next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), min(len(a), len(b)))
-                return f"; first at byte {offset + at}: {a[at:at + 40]!r} and {b[at:at + 40]!r}"
+                at = next(
+                    (i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]),
+                    min(len(a), len(b)),
+                )
+                return f"; first at byte {offset + at}: {a[at : at + 40]!r} and {b[at : at + 40]!r}"
             if not a:
                 return ""
             offset += len(a)
@@ -363,7 +439,9 @@ def run_once(case, swaptide, root, seed, binaries, keep):
     started = time.monotonic()
 
     def time_is_up():
-        context.hung = f"no end after {case.limit} s; what was running:\n{describe_tree(os.getpid())}"
+        context.hung = (
+            f"no end after {case.limit} s; what was running:\n{describe_tree(os.getpid())}"
+        )
         kill_tree(os.getpid())
 
     watchdog = threading.Timer(case.limit, time_is_up)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""An NBD server on a Unix socket that misbehaves: `nbd_server.py SOCKET IMAGE SEED [NAME=N]... [away=SECONDS]
-[hangs=SECONDS] [latest=SECONDS] [structured=1]`.
+"""An NBD server on a Unix socket that misbehaves:
+`nbd_server.py SOCKET IMAGE SEED [NAME=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS] [structured=1]`.
 
 `NAME=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
 
@@ -11,9 +11,11 @@
     shutdown    the server says that it shuts down, and hangs up             flipped    a read's answer has wrong bits; the next one is right
     lost        a write is answered, and not done                            damaged    a write is done with wrong bits
 
-With `away` it is gone every other second or so, socket and all connections, for up to so many seconds; with `hangs` it answers nobody for as long. Late
-answers are at most `latest` seconds late (0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in chunks, in any order.
-Nothing goes wrong before the first write. On SIGTERM it prints how often what happened, as JSON, and ends.
+With `away` it is gone every other second or so, socket and all connections, for up to so many
+seconds; with `hangs` it answers nobody for as long. Late answers are at most `latest` seconds late
+(0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in
+chunks, in any order. Nothing goes wrong before the first write. On SIGTERM it prints how often what
+happened, as JSON, and ends.
 """
 
 import json
@@ -166,7 +168,9 @@ class Connection:
             self.receive(size)
             if magic != b"IHAVEOPT" or option == ABORT:
                 raise Gone
-            answer = lambda kind, data=b"": self.send(struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)), data)
+            answer = lambda kind, data=b"": self.send(
+                struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)), data
+            )
             if option == EXPORT_NAME:
                 self.send(struct.pack(">QH", self.server.size, FLAGS), zeroes)
                 return
@@ -181,7 +185,9 @@ class Connection:
                 answer(1 << 31 | 1)
 
     def mishap(self, kinds):
-        """What goes wrong with a request, if anything does. Nothing before the first write: who looks whether the export is empty is told so."""
+        """What goes wrong with a request, if anything does. Nothing before the first write: who
+        looks whether the export is empty is told so.
+        """
         if not self.server.counts.get("writes"):
             return None
         for kind in kinds:
@@ -198,34 +204,46 @@ class Connection:
         payload = self.receive(size) if command == WRITE else b""
         if command in (READ, WRITE, TRIM) and offset + size > self.server.size:
             raise Gone
-        mishap = self.mishap(OF_READS if command == READ else OF_WRITES if command == WRITE else OF_ANY)
+        mishap = self.mishap(
+            OF_READS if command == READ else OF_WRITES if command == WRITE else OF_ANY
+        )
         self.server.count(("reads", "writes", "", "flushes", "trims")[command])
         # Sometimes it is done, and nobody hears of it.
-        done = mishap not in ("refused", "full", "shutdown", "lost") and not (mishap == "cut" and self.chance.random() < 0.5)
+        done = mishap not in ("refused", "full", "shutdown", "lost") and not (
+            mishap == "cut" and self.chance.random() < 0.5
+        )
         if done and command == WRITE:
             if mishap == "torn":
-                payload = payload[:size // 2]
+                payload = payload[: size // 2]
             if mishap == "damaged":
                 payload = self.flip(payload)
-            self.server.data[offset:offset + len(payload)] = payload
+            self.server.data[offset : offset + len(payload)] = payload
         if done and command == TRIM:
-            self.server.data[offset:offset + size] = b"\xa5" * size
-        data = self.server.data[offset:offset + size] if command == READ else None
+            self.server.data[offset : offset + size] = b"\xa5" * size
+        data = self.server.data[offset : offset + size] if command == READ else None
         self.server.answers.wait()
         if mishap == "flipped":
             data = self.flip(data)
         if mishap == "cut":
             raise Gone
         if mishap in ("noise", "stranger"):
-            self.send(self.chance.randbytes(24) if mishap == "noise" else self.reply(cookie ^ 1 << 40, None, 0, 0))
+            self.send(
+                self.chance.randbytes(24)
+                if mishap == "noise"
+                else self.reply(cookie ^ 1 << 40, None, 0, 0)
+            )
         if mishap == "short":
             whole = self.reply(cookie, data, offset, 0)
-            self.send(whole[:self.chance.randrange(1, len(whole))])
+            self.send(whole[: self.chance.randrange(1, len(whole))])
             raise Gone
         error = {"refused": EIO, "torn": EIO, "full": ENOSPC, "shutdown": SHUTDOWN}.get(mishap, 0)
         reply = self.reply(cookie, data, offset, error)
         if mishap == "late":
-            timer = threading.Timer(self.chance.uniform(0.02, float(self.server.settings.get("latest", 0.4))), self.send_late, [reply])
+            timer = threading.Timer(
+                self.chance.uniform(0.02, float(self.server.settings.get("latest", 0.4))),
+                self.send_late,
+                [reply],
+            )
             timer.daemon = True
             timer.start()
             return
@@ -247,18 +265,30 @@ class Connection:
 
     def reply(self, cookie, data, offset, error):
         if not self.structured:
-            return struct.pack(">IIQ", 0x67446698, error, cookie) + (data if data and not error else b"")
-        chunk = lambda kind, last, payload: struct.pack(">IHHQI", 0x668E33EF, last, kind, cookie, len(payload)) + payload
+            return struct.pack(">IIQ", 0x67446698, error, cookie) + (
+                data if data and not error else b""
+            )
+        chunk = lambda kind, last, payload: (
+            struct.pack(">IHHQI", 0x668E33EF, last, kind, cookie, len(payload)) + payload
+        )
         if error:
             return chunk(1 << 15 | 1, 1, struct.pack(">IH", error, 4) + b"oops")
         if not data:
             return chunk(0, 1, b"")
         # In pieces, and in any order.
-        cuts = sorted({0, len(data), *(self.chance.randrange(len(data)) for _ in range(self.chance.randrange(4)))})
+        cuts = sorted(
+            {
+                0,
+                len(data),
+                *(self.chance.randrange(len(data)) for _ in range(self.chance.randrange(4))),
+            }
+        )
         pieces = list(zip(cuts, cuts[1:]))
         self.chance.shuffle(pieces)
-        return b"".join(chunk(1, int(n + 1 == len(pieces)), struct.pack(">Q", offset + start) + data[start:end])
-                        for n, (start, end) in enumerate(pieces))
+        return b"".join(
+            chunk(1, int(n + 1 == len(pieces)), struct.pack(">Q", offset + start) + data[start:end])
+            for n, (start, end) in enumerate(pieces)
+        )
 
 
 def main():
@@ -270,7 +300,8 @@ def main():
     server = Server(path, image, seed, settings)
 
     def ends(_number, _frame):
-        # Not print: the signal may have come in the middle of one. Daemon threads end with the process.
+        # Not print: the signal may have come in the middle of one. Daemon threads end with the
+        # process.
         os.write(1, json.dumps(server.counts).encode() + b"\n")
         os._exit(0)
 

@@ -1,8 +1,9 @@
-"""What the suite knows about running processes: the tree below it, their state, their memory, and how to end them.
+"""What the suite knows about running processes: the tree below it, their state, their memory, and
+how to end them.
 
-Only fields that the kernel answers without taking a process's memory lock are read. The command line, the environment and
-smaps need that lock, or the memory itself, and a process that hangs in a fault holds both: reading them would hang the suite
-with it.
+Only fields that the kernel answers without taking a process's memory lock are read. The command
+line, the environment and smaps need that lock, or the memory itself, and a process that hangs in a
+fault holds both: reading them would hang the suite with it.
 """
 
 import ctypes
@@ -67,7 +68,9 @@ def is_zombie(pid):
 
 
 def describe_tree(pid, most=60):
-    """A list like ps: one line per thread below `pid` with its state and the kernel function it waits in."""
+    """A list like ps: one line per thread below `pid` with its state and the kernel function it
+    waits in.
+    """
     lines = ["    pid   tid  ppid S wchan                    RSS      name"]
     for process in descendants(pid):
         process_fields = status_fields(process)
@@ -81,7 +84,8 @@ def describe_tree(pid, most=60):
             fields = status_fields(f"{process}/task/{thread}")
             wchan = _read(f"{base}/wchan") or "-"
             lines.append(
-                f"{process:>7} {thread:>5} {process_fields.get('PPid', '?'):>5} {fields.get('State', '?')[:1]} "
+                f"{process:>7} {thread:>5} {process_fields.get('PPid', '?'):>5} "
+                f"{fields.get('State', '?')[:1]} "
                 f"{wchan:<24} {rss:<8} {fields.get('Name', '?')}"
             )
     if len(lines) > most:
@@ -90,7 +94,9 @@ def describe_tree(pid, most=60):
 
 
 def kill_tree(pid):
-    """Kills every process below `pid`, by its id; they are stopped first, so that none forks its way out."""
+    """Kills every process below `pid`, by its id; they are stopped first, so that none forks its
+    way out.
+    """
     for _ in range(20):
         alive = [process for process in descendants(pid) if not is_zombie(process)]
         if not alive:
@@ -105,7 +111,9 @@ def kill_tree(pid):
 
 
 def reap_orphans(but=()):
-    """Collects the zombies that became children of the suite, except those in `but`, which somebody waits for."""
+    """Collects the zombies that became children of the suite, except those in `but`, which somebody
+    waits for.
+    """
     for child in children(os.getpid()):
         if child not in but and is_zombie(child):
             try:
@@ -117,9 +125,9 @@ def reap_orphans(but=()):
 class Sampler:
     """Measures the memory of a tree from outside, beside what the report claims.
 
-    Anonymous memory is added up over the processes of the tree; of shared memory, which several processes may map, only the
-    largest one counts. Pages that a parent and its child share after a fork are counted twice: cases that fork say so and are
-    judged by the report alone.
+    Anonymous memory is added up over the processes of the tree; of shared memory, which several
+    processes may map, only the largest one counts. Pages that a parent and its child share after a
+    fork are counted twice: cases that fork say so and are judged by the report alone.
     """
 
     def __init__(self, pid, interval=0.025):

@@ -8,7 +8,9 @@ class Redis:
     """A connection; `many` sends commands in one go and returns their answers."""
 
     def __init__(self, path, alive, seconds):
-        """Connects as soon as the server at `path` listens and has loaded its data, while `alive()` says it runs."""
+        """Connects as soon as the server at `path` listens and has loaded its data, while `alive()`
+        says it runs.
+        """
         end = time.monotonic() + seconds
         while True:
             try:

@@ -1,10 +1,11 @@
-# Sourced by ./check and ./demo: finds cargo, installs the Debian packages whose programs are missing.
-# It says what it does and asks nothing.
+# Sourced by ./check and ./demo: finds cargo, installs the Debian packages whose programs are
+# missing. It says what it does and asks nothing.
 
 # Where rustup puts cargo, for shells that did not read its profile.
 command -v cargo >/dev/null 2>&1 || PATH="$HOME/.cargo/bin:$PATH"
 
-# need PROGRAM:PACKAGE... installs the packages of the programs that are not there; status 1 if that cannot be done.
+# need PROGRAM:PACKAGE... installs the packages of the programs that are not there; status 1 if that
+# cannot be done.
 need() {
     local pair missing=()
     if ! command -v cargo >/dev/null 2>&1; then

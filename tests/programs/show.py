@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Runs one program without swaptide and with it, shows the memory of both as they go, and compares what they print.
+"""Runs one program without swaptide and with it, shows the memory of both as they go, and compares
+what they print.
 
-    show.py --swaptide PATH --ram MIB [--bar MIB] -- PROGRAM ARGUMENTS...
+show.py --swaptide PATH --ram MIB [--bar MIB] -- PROGRAM ARGUMENTS...
 """
 
 import argparse
@@ -52,7 +53,11 @@ class Bar:
         if self.budget:
             cells[min(WIDTH - 1, int(self.budget * scale))] = "|"
         line = f"  {seconds:5.1f} s  [{''.join(cells)}] {used:6.0f} MiB  {said[:44]}"
-        print(f"\r{line:<125}" if self.terminal else line, end="" if self.terminal else "\n", flush=True)
+        print(
+            f"\r{line:<125}" if self.terminal else line,
+            end="" if self.terminal else "\n",
+            flush=True,
+        )
 
     def end(self):
         if self.terminal:
@@ -71,7 +76,11 @@ def watch(command, full, budget):
                 used = resident(process.pid)
                 peak = max(peak, used)
                 said = os.pread(err.fileno(), 1 << 16, max(0, os.fstat(err.fileno()).st_size - 200))
-                bar.show(time.monotonic() - started, used, said.decode(errors="replace").strip().split("\n")[-1].strip())
+                bar.show(
+                    time.monotonic() - started,
+                    used,
+                    said.decode(errors="replace").strip().split("\n")[-1].strip(),
+                )
                 time.sleep(0.02)
         except KeyboardInterrupt:
             process.terminate()
@@ -95,7 +104,17 @@ def main():
     print(f"  with swaptide:    the same in a budget of {options.ram} MiB (the | in the bar)")
     with tempfile.TemporaryDirectory() as directory:
         report_path = os.path.join(directory, "report.json")
-        run = [options.swaptide, "run", "--ram", f"{options.ram}M", "--quiet", "--report", report_path, "--", *options.command]
+        run = [
+            options.swaptide,
+            "run",
+            "--ram",
+            f"{options.ram}M",
+            "--quiet",
+            "--report",
+            report_path,
+            "--",
+            *options.command,
+        ]
         swapped, wall, peak = watch(run, max(options.bar, plain_peak), options.ram)
         with open(report_path, encoding="utf-8") as file:
             report = json.load(file)
@@ -105,8 +124,15 @@ def main():
     back = stats["zswpin"] + stats["pswpin"] + stats["swpin_zero"]
     rows = [
         ("its output", "the same, byte for byte" if same else "DIFFERENT"),
-        ("memory it uses", f"{plain_peak:.0f} MiB, {plain_peak / options.ram:.1f} times the budget"),
-        ("peak resident", f"{report['peak_resident_bytes'] / MIB:.0f} MiB of {options.ram} MiB (from outside: {peak:.0f} MiB)"),
+        (
+            "memory it uses",
+            f"{plain_peak:.0f} MiB, {plain_peak / options.ram:.1f} times the budget",
+        ),
+        (
+            "peak resident",
+            f"{report['peak_resident_bytes'] / MIB:.0f} MiB of {options.ram} MiB (from outside: "
+            f"{peak:.0f} MiB)",
+        ),
         ("resident + swapped", f"{report['peak_footprint_bytes'] / MIB:.0f} MiB"),
         ("pages out, in", f"{out:,} out, {back:,} in"),
         ("time", f"{wall:.1f} s; {plain_wall:.1f} s without swaptide and with all the memory"),

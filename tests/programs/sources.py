@@ -8,22 +8,42 @@ from harness import Skip
 
 
 def debian_source(package, directory):
-    """Unpacks the source of `package` as its authors gave it out into `directory`, and gives its path there. Apt is asked with settings and a state of
-    its own, so that nothing of the machine's changes and nobody needs to be root. Raises Skip where it is not to be had."""
+    """Unpacks the source of `package` as its authors gave it out into `directory`, and gives its
+    path there. Apt is asked with settings and a state of its own, so that nothing of the machine's
+    changes and nobody needs to be root. Raises Skip where it is not to be had."""
     for name in ("sources", "lists/partial", "cache/archives/partial"):
         (directory / name).mkdir(parents=True)
     parts = directory / "sources"
     for path in [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]:
         if path.suffix == ".sources":
-            (parts / path.name).write_text(re.sub(r"(?m)^Types:.*$", "Types: deb-src", path.read_text()))
+            (parts / path.name).write_text(
+                re.sub(r"(?m)^Types:.*$", "Types: deb-src", path.read_text())
+            )
         elif path.suffix == ".list" and path.exists():
             (parts / path.name).write_text(re.sub(r"(?m)^deb\s", "deb-src ", path.read_text()))
-    options = ["Dir::Etc::SourceList=/dev/null", f"Dir::Etc::SourceParts={parts}/", f"Dir::State::Lists={directory}/lists/",
-               f"Dir::Cache={directory}/cache/", "APT::Sandbox::User=", "Acquire::Languages=none"]
+    options = [
+        "Dir::Etc::SourceList=/dev/null",
+        f"Dir::Etc::SourceParts={parts}/",
+        f"Dir::State::Lists={directory}/lists/",
+        f"Dir::Cache={directory}/cache/",
+        "APT::Sandbox::User=",
+        "Acquire::Languages=none",
+    ]
     for words in (["update"], ["source", "--download-only", package]):
         try:
-            done = subprocess.run(["apt-get", "-qq", *[word for option in options for word in ("-o", option)], *words], cwd=directory,
-                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                [
+                    "apt-get",
+                    "-qq",
+                    *[word for option in options for word in ("-o", option)],
+                    *words,
+                ],
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
             said = done.stderr.strip().splitlines()
             why = [line for line in said if line.startswith("E:")] + said if done.returncode else []
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,6 +1,8 @@
-"""What a process does to itself to be an ordinary user's, who has access to /dev/userfaultfd and no capability at all.
+"""What a process does to itself to be an ordinary user's, who has access to /dev/userfaultfd and no
+capability at all.
 
-Only root can: the device is one of this process's own, in a mount namespace of its own, so that nothing changes for the machine.
+Only root can: the device is one of this process's own, in a mount namespace of its own, so that
+nothing changes for the machine.
 """
 
 import ctypes
@@ -41,7 +43,9 @@ def become_nobody(scratch):
         if result != 0:
             raise OSError(ctypes.get_errno(), "becoming an ordinary user")
 
-    minor = int(re.search(r"^\s*(\d+) userfaultfd$", Path("/proc/misc").read_text(), re.MULTILINE)[1])
+    minor = int(
+        re.search(r"^\s*(\d+) userfaultfd$", Path("/proc/misc").read_text(), re.MULTILINE)[1]
+    )
     node = scratch / "userfaultfd"
     must(libc.unshare(CLONE_NEWNS))
     must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))

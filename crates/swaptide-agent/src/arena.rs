@@ -1,4 +1,5 @@
-//! Memory for swaptide inside a program: an allocator over its own mapping, which is never the program's heap.
+//! Memory for swaptide inside a program: an allocator over its own mapping, which is never the
+//! program's heap.
 //!
 //! Locks: the arena's, the last but one in the lock order: its mapping is made under it.
 
@@ -9,8 +10,8 @@ use swaptide_sys::lock::Lock;
 use swaptide_sys::mem::Mapping;
 use talc::{OomHandler, Span, Talc};
 
-/// Address space of the arena: more than tables for the largest program need; only what is touched costs memory. Where the address space is
-/// limited, the first of these that can be had.
+/// Address space of the arena: more than tables for the largest program need; only what is touched
+/// costs memory. Where the address space is limited, the first of these that can be had.
 const RESERVED: [usize; 4] = [32 << 30, 4 << 30, 512 << 20, 64 << 20];
 /// The arena grows in steps of this.
 const STEP: usize = 256 << 10;
@@ -51,8 +52,8 @@ impl OomHandler for Grow {
         let first = grow.claimed == 0;
         grow.claimed += more;
         let whole = Span::new(grow.base as *mut u8, (old_end + more) as *mut u8);
-        // SAFETY: the span lies in the mapping made above, which is never unmapped and used by nothing else; when extended, the old heap is
-        // what was claimed before.
+        // SAFETY: the span lies in the mapping made above, which is never unmapped and used by
+        // nothing else; when extended, the old heap is what was claimed before.
         unsafe {
             if first {
                 talc.claim(whole)?;
@@ -67,7 +68,8 @@ impl OomHandler for Grow {
 
 struct Arena(Lock<Talc<Grow>>);
 
-// SAFETY: allocations come from the allocator under its lock; sizes and alignments are passed through as they came.
+// SAFETY: allocations come from the allocator under its lock; sizes and alignments are passed
+// through as they came.
 unsafe impl GlobalAlloc for Arena {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's layout has a size above 0.
@@ -82,7 +84,8 @@ unsafe impl GlobalAlloc for Arena {
     }
 }
 
-/// Makes sure there is an arena. False where the address space is too small for one: nothing may be allocated then.
+/// Makes sure there is an arena. False where the address space is too small for one: nothing may be
+/// allocated then.
 pub fn ready() -> bool {
     ARENA.0.lock().oom_handler.reserve()
 }
@@ -98,7 +101,8 @@ mod tests {
     fn what_is_allocated_is_apart_and_comes_back() {
         let mut kept: Vec<(*mut u8, Layout, u8)> = Vec::new();
         for round in 0..2000usize {
-            let layout = Layout::from_size_align(1 + (round * 7919) % 20_000, 1 << (round % 8)).expect("a layout");
+            let layout = Layout::from_size_align(1 + (round * 7919) % 20_000, 1 << (round % 8))
+                .expect("a layout");
             // SAFETY: the size is above 0; the bytes written are the allocation's.
             let ptr = unsafe { ARENA.alloc(layout) };
             assert!(!ptr.is_null() && (ptr as usize).is_multiple_of(layout.align()));

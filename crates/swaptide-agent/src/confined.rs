@@ -13,8 +13,8 @@
 //! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
 //!
 //! Owns: the flag. It is the process's: a thread that makes another one passes its filter on, and
-//! which threads have one is not known. A filter that is set by a bare instruction is looked for when
-//! management begins, and not seen later.
+//! which threads have one is not known. A filter that is set by a bare instruction is looked for
+//! when management begins, and not seen later.
 //!
 //! Locks: none.
 
@@ -43,7 +43,8 @@ pub fn set(call: impl FnOnce() -> isize) -> isize {
     if is() {
         return call();
     }
-    // The child of a vfork has its parent's memory: what it does to itself does not concern the parent.
+    // The child of a vfork has its parent's memory: what it does to itself does not concern the
+    // parent.
     let ours = start::is_own_process();
     if ours {
         CONFINED.store(true, Relaxed);
@@ -115,8 +116,14 @@ mod tests {
     #[test]
     fn lines_are_found_by_name() {
         let old = b"NoNewPrivs:\t0\nSeccomp:\t2\nSpeculation_Store_Bypass:\tvulnerable\nCpus_allowed:\t3\n";
-        assert_eq!((number_of(old, b"Seccomp:"), number_of(old, b"Seccomp_filters:")), (Some(2), None));
+        assert_eq!(
+            (number_of(old, b"Seccomp:"), number_of(old, b"Seccomp_filters:")),
+            (Some(2), None)
+        );
         let new = b"Seccomp:\t0\nSeccomp_filters:\t12\nCpus_allowed:\t3\n";
-        assert_eq!((number_of(new, b"Seccomp:"), number_of(new, b"Seccomp_filters:")), (Some(0), Some(12)));
+        assert_eq!(
+            (number_of(new, b"Seccomp:"), number_of(new, b"Seccomp_filters:")),
+            (Some(0), Some(12))
+        );
     }
 }

@@ -1,11 +1,13 @@
 //! Without fork events: where a forked child begins.
 //!
-//! The supervisor follows the forking thread through its fork and has the child begin at [`entry`], on a stack of this library's, before it runs
-//! any code of the program's or libc's: what is swapped would be zeros there as long as the child has no userfaultfd. When it has one, every register is as fork(2)
-//! has left it, and the child goes on.
+//! The supervisor follows the forking thread through its fork and has the child begin at [`entry`],
+//! on a stack of this library's, before it runs any code of the program's or libc's: what is
+//! swapped would be zeros there as long as the child has no userfaultfd. When it has one, every
+//! register is as fork(2) has left it, and the child goes on.
 //!
-//! Owns: the child's first stack, and the connection on which the supervisor waits. One fork at a time uses them, under
-//! [`crate::start::FORK_LOCK`]; what a child leaves in its copy is never read again.
+//! Owns: the child's first stack, and the connection on which the supervisor waits. One fork at a
+//! time uses them, under [`crate::start::FORK_LOCK`]; what a child leaves in its copy is never read
+//! again.
 //!
 //! Locks: none.
 
@@ -32,17 +34,22 @@ struct Cradle {
     words: UnsafeCell<[u8; WORDS]>,
 }
 
-// SAFETY: written to by the supervisor and by the first and only thread of a child, in the child's own copy.
+// SAFETY: written to by the supervisor and by the first and only thread of a child, in the child's
+// own copy.
 unsafe impl Sync for Cradle {}
 
-static CRADLE: Cradle =
-    Cradle { registers: UnsafeCell::new([0; REGISTERS]), stack: UnsafeCell::new([0; STACK]), words: UnsafeCell::new([0; WORDS]) };
+static CRADLE: Cradle = Cradle {
+    registers: UnsafeCell::new([0; REGISTERS]),
+    stack: UnsafeCell::new([0; STACK]),
+    words: UnsafeCell::new([0; WORDS]),
+};
 
 const NONE: i32 = -1;
 /// The connection to the supervisor, in the forking thread's table and in its child's.
 static FOLLOWER: AtomicI32 = AtomicI32::new(NONE);
 
-/// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not, or may not.
+/// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not,
+/// or may not.
 pub fn follow(engine: &Engine) -> bool {
     engine.fork.open_ends();
     let conn = engine.fork.child_end().and_then(|_| {
@@ -96,7 +103,8 @@ extern "C" fn begin() {
     }
 }
 
-/// Where the supervisor has the child begin: no register but the stack's is another one than fork(2) has left.
+/// Where the supervisor has the child begin: no register but the stack's is another one than
+/// fork(2) has left.
 ///
 /// # Safety
 /// Begun by nobody else, with the stack at [`Cradle::words`].

@@ -1,17 +1,20 @@
 //! The end of a program that ends thread by thread.
 //!
-//! A process ends with its last thread, and the engine's threads are threads. A program whose threads all end by themselves (`SYS_exit`, which
-//! libc does not see) would leave a process behind in which only swaptide lives. So somebody looks whether the program's threads are gone: as
-//! long as nothing is managed the thread that waits, and from then on a thread of its own, when the supervisor sees that the first thread has
-//! ended.
+//! A process ends with its last thread, and the engine's threads are threads. A program whose
+//! threads all end by themselves (`SYS_exit`, which libc does not see) would leave a process behind
+//! in which only swaptide lives. So somebody looks whether the program's threads are gone: as long
+//! as nothing is managed the thread that waits, and from then on a thread of its own, when the
+//! supervisor sees that the first thread has ended.
 //!
-//! The status is the one that the last thread ended with, as far as it is known: by the hook of `syscall`, or, if that was never used, from the
-//! first thread.
+//! The status is the one that the last thread ended with, as far as it is known: by the hook of
+//! `syscall`, or, if that was never used, from the first thread.
 //!
 //! Owns: the ids of the engine's threads, and the last status. Locks: none; nothing is allocated.
 
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::time::Duration;
 
 use rustix::fs::{Mode, OFlags, RawDir};
@@ -29,7 +32,8 @@ const KNOWN: u64 = 1 << 32;
 
 /// Notes a thread of the engine.
 pub fn note(tid: Tid) {
-    // More than there are places for would keep the process alive after its end, as if nobody looked.
+    // More than there are places for would keep the process alive after its end, as if nobody
+    // looked.
     let _ = OURS.iter().any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
 }
 
@@ -59,7 +63,8 @@ pub fn ending(status: usize) {
 /// True for a worker of io_uring, which the kernel lists among the threads of who uses it.
 fn is_kernels(tid: u32) -> bool {
     let mut name = [0u8; 16];
-    read_file(PathBuf::task(tid, "comm").as_c_str(), &mut name).is_ok_and(|name| name.starts_with(b"iou-"))
+    read_file(PathBuf::task(tid, "comm").as_c_str(), &mut name)
+        .is_ok_and(|name| name.starts_with(b"iou-"))
 }
 
 /// True when only the engine's threads are left, besides the first one, which has ended.
@@ -71,7 +76,10 @@ fn alone() -> bool {
     while let Some(entry) = entries.next() {
         let Ok(entry) = entry else { return false };
         let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
-        if tid as u32 != getpid().0 && !OURS.iter().any(|place| place.load(Acquire) == tid as u32) && !is_kernels(tid as u32) {
+        if tid as u32 != getpid().0
+            && !OURS.iter().any(|place| place.load(Acquire) == tid as u32)
+            && !is_kernels(tid as u32)
+        {
             return false;
         }
     }
@@ -93,10 +101,12 @@ pub fn end_if_alone() {
     }
 }
 
-/// The thread that waits for the end of the first one. `PIDFD_THREAD` does not tell of it: newer kernels keep that to themselves until all threads
-/// have ended. So the supervisor tells; if it is gone, this thread looks for itself, now and then.
+/// The thread that waits for the end of the first one. `PIDFD_THREAD` does not tell of it: newer
+/// kernels keep that to themselves until all threads have ended. So the supervisor tells; if it is
+/// gone, this thread looks for itself, now and then.
 ///
-/// It is also the one thread of the engine that never waits for another: `look` is called now and then, to see whether they are there.
+/// It is also the one thread of the engine that never waits for another: `look` is called now and
+/// then, to see whether they are there.
 pub fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
     set_name(c"swaptide-end");
     loop {

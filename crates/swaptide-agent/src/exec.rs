@@ -1,11 +1,13 @@
 //! exec: what a program starts belongs to its tree, whatever environment it is given.
 //!
-//! The agent comes into a process by three variables of its environment. A program that starts another one with an environment of its own
-//! making would start it without them, outside of the budget; so they are put back on the way. Nothing is put back when a program names
-//! another run's socket (a run inside a run), and what is there already stays as it is.
+//! The agent comes into a process by three variables of its environment. A program that starts
+//! another one with an environment of its own making would start it without them, outside of the
+//! budget; so they are put back on the way. Nothing is put back when a program names another run's
+//! socket (a run inside a run), and what is there already stays as it is.
 //!
-//! Owns: the texts of the variables, written once by the constructor. Locks: none; nothing is allocated, for all of this also runs in the
-//! child of a vfork, on its parent's memory: the new array stands on the stack, or, if it is very long, in a mapping that is gone with the call.
+//! Owns: the texts of the variables, written once by the constructor. Locks: none; nothing is
+//! allocated, for all of this also runs in the child of a vfork, on its parent's memory: the new
+//! array stands on the stack, or, if it is very long, in a mapping that is gone with the call.
 
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_char, c_int};
@@ -27,7 +29,8 @@ struct Text {
     len: AtomicUsize,
 }
 
-// SAFETY: the bytes are written by the constructor alone, before the length that lets others read them.
+// SAFETY: the bytes are written by the constructor alone, before the length that lets others read
+// them.
 unsafe impl Sync for Text {}
 
 impl Text {
@@ -103,7 +106,9 @@ unsafe fn missing(envp: Strings) -> Option<Missing> {
             // SAFETY: as above.
             let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
             for (place, name) in has.iter_mut().zip([PRELOAD, ENV_SOCKET, ENV_AGENT_LOG]) {
-                if let Some(value) = entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"=")) {
+                if let Some(value) =
+                    entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"="))
+                {
                     *place = Some((entries, value));
                 }
             }
@@ -117,7 +122,10 @@ unsafe fn missing(envp: Strings) -> Option<Missing> {
     let path = AGENT.value(PRELOAD);
     let mut found = Missing { entries, preload_at: None, text: 0, add: [None; 3] };
     match preload {
-        Some((_, value)) if value.split(|b| *b == b':' || b.is_ascii_whitespace()).any(|entry| entry == path) => {}
+        Some((_, value))
+            if value
+                .split(|b| *b == b':' || b.is_ascii_whitespace())
+                .any(|entry| entry == path) => {}
         Some((at, value)) => {
             found.preload_at = Some(at);
             found.text = agent.to_bytes().len() + 1 + value.len() + 1;
@@ -181,7 +189,11 @@ unsafe fn write(envp: Strings, missing: &Missing, room: *mut usize) {
 
 /// Calls `f` with an array on the stack.
 #[inline(never)]
-unsafe fn on_stack<const WORDS: usize>(envp: Strings, missing: &Missing, f: &mut dyn FnMut(Strings) -> c_int) -> c_int {
+unsafe fn on_stack<const WORDS: usize>(
+    envp: Strings,
+    missing: &Missing,
+    f: &mut dyn FnMut(Strings) -> c_int,
+) -> c_int {
     let mut room = [const { std::mem::MaybeUninit::<usize>::uninit() }; WORDS];
     // SAFETY: the caller has chosen a room that is large enough.
     unsafe { write(envp, missing, room.as_mut_ptr().cast()) };
@@ -227,7 +239,8 @@ mod tests {
     use std::ffi::CString;
 
     fn given(entries: &[&str]) -> Vec<String> {
-        let texts: Vec<CString> = entries.iter().map(|entry| CString::new(*entry).expect("no NUL")).collect();
+        let texts: Vec<CString> =
+            entries.iter().map(|entry| CString::new(*entry).expect("no NUL")).collect();
         let mut array: Vec<*const c_char> = texts.iter().map(|text| text.as_ptr()).collect();
         array.push(std::ptr::null());
         let mut seen = Vec::new();
@@ -235,7 +248,8 @@ mod tests {
             // SAFETY: the array that `with_environment` passes on.
             let entry = |at: usize| unsafe { *envp.add(at) };
             // SAFETY: a string of it.
-            let text = |e: *const c_char| unsafe { CStr::from_ptr(e) }.to_string_lossy().into_owned();
+            let text =
+                |e: *const c_char| unsafe { CStr::from_ptr(e) }.to_string_lossy().into_owned();
             seen.extend((0..).map(entry).take_while(|e| !e.is_null()).map(text));
             7
         };
@@ -249,8 +263,14 @@ mod tests {
         remember(b"/lib/agent.so", b"name", None);
         let ours = "SWAPTIDE_SOCKET=name";
         assert_eq!(given(&[]), ["LD_PRELOAD=/lib/agent.so", ours]);
-        assert_eq!(given(&["A=1", "LD_PRELOAD=", "B="]), ["A=1", "LD_PRELOAD=/lib/agent.so", "B=", ours]);
-        assert_eq!(given(&["LD_PRELOAD=x.so /y.so", ours]), ["LD_PRELOAD=/lib/agent.so:x.so /y.so", ours]);
+        assert_eq!(
+            given(&["A=1", "LD_PRELOAD=", "B="]),
+            ["A=1", "LD_PRELOAD=/lib/agent.so", "B=", ours]
+        );
+        assert_eq!(
+            given(&["LD_PRELOAD=x.so /y.so", ours]),
+            ["LD_PRELOAD=/lib/agent.so:x.so /y.so", ours]
+        );
         let whole = ["LD_PRELOAD=a:/lib/agent.so", ours, "Z=z"];
         assert_eq!(given(&whole), whole);
         let inner = ["SWAPTIDE_SOCKET=another"];

@@ -1,9 +1,12 @@
 //! The functions of libc that the program calls through us.
 //!
-//! They must work at any moment of a program's life, in a signal handler or a vforked child too: they allocate nothing and take no lock.
+//! They must work at any moment of a program's life, in a signal handler or a vforked child too:
+//! they allocate nothing and take no lock.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
 use swaptide_engine::bell::Hint;
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -68,7 +71,8 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
     if advice == DONTNEED { 0 } else { advise(addr as usize, len, advice) }
 }
 
-/// Stands in front of libc's `prctl`: after a filter of system calls, some of swaptide's own are not made any more.
+/// Stands in front of libc's `prctl`: after a filter of system calls, some of swaptide's own are
+/// not made any more.
 ///
 /// # Safety
 /// As for prctl(2).
@@ -77,7 +81,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
     const SYS_PRCTL: u32 = 157;
     // SAFETY: the program's own arguments.
     let call = || unsafe { syscall6(SYS_PRCTL, [option as usize, a, b, c, d, 0]) } as isize;
-    real::libc_result(if option == confined::PR_SET_SECCOMP { confined::set(call) } else { call() }) as c_int
+    real::libc_result(if option == confined::PR_SET_SECCOMP { confined::set(call) } else { call() })
+        as c_int
 }
 
 type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
@@ -90,19 +95,28 @@ struct Waiting {
     argument: AtomicUsize,
 }
 
-static WAITING: [Waiting; 256] =
-    [const { Waiting { taken: AtomicU32::new(0), routine: AtomicUsize::new(0), argument: AtomicUsize::new(0) } }; 256];
+static WAITING: [Waiting; 256] = [const {
+    Waiting {
+        taken: AtomicU32::new(0),
+        routine: AtomicUsize::new(0),
+        argument: AtomicUsize::new(0),
+    }
+}; 256];
 
-/// A place for what a thread about to be made shall run; `None` when more than 256 are being born at once.
+/// A place for what a thread about to be made shall run; `None` when more than 256 are being born
+/// at once.
 fn waiting_place(routine: usize, argument: *mut c_void) -> Option<usize> {
-    let free = |w: &Waiting| w.taken.load(Relaxed) == 0 && w.taken.compare_exchange(0, 1, Acquire, Relaxed).is_ok();
+    let free = |w: &Waiting| {
+        w.taken.load(Relaxed) == 0 && w.taken.compare_exchange(0, 1, Acquire, Relaxed).is_ok()
+    };
     let place = WAITING.iter().position(free)?;
     WAITING[place].routine.store(routine, Release);
     WAITING[place].argument.store(argument as usize, Release);
     Some(place)
 }
 
-/// In the new thread: frees the place, pins the thread's control block, and tells what to run with what.
+/// In the new thread: frees the place, pins the thread's control block, and tells what to run with
+/// what.
 fn begin(place: *mut c_void) -> (usize, *mut c_void) {
     let waiting = &WAITING[place as usize];
     let (routine, argument) = (waiting.routine.load(Acquire), waiting.argument.load(Acquire));
@@ -125,7 +139,8 @@ extern "C" fn run_c11_thread(place: *mut c_void) -> c_int {
     routine(argument)
 }
 
-/// Stands in front of libc's `pthread_create`: the new thread pins its control block before it does anything else.
+/// Stands in front of libc's `pthread_create`: the new thread pins its control block before it does
+/// anything else.
 ///
 /// # Safety
 /// As for pthread_create(3).
@@ -148,7 +163,8 @@ pub unsafe extern "C" fn pthread_create(
         // SAFETY: the caller's own arguments.
         return unsafe { real(thread, attr, routine, argument) };
     };
-    // SAFETY: the caller's own thread and attributes; `run_thread` calls the caller's routine with the caller's argument.
+    // SAFETY: the caller's own thread and attributes; `run_thread` calls the caller's routine with
+    // the caller's argument.
     let result = unsafe { real(thread, attr, run_thread, place as *mut c_void) };
     if result != 0 {
         WAITING[place].taken.store(0, Release);
@@ -159,12 +175,17 @@ pub unsafe extern "C" fn pthread_create(
 type C11Routine = extern "C" fn(*mut c_void) -> c_int;
 type C11Create = unsafe extern "C" fn(*mut c_void, C11Routine, *mut c_void) -> c_int;
 
-/// Stands in front of libc's `thrd_create`, as `pthread_create` does: libc's own way from the one to the other does not lead past here.
+/// Stands in front of libc's `thrd_create`, as `pthread_create` does: libc's own way from the one
+/// to the other does not lead past here.
 ///
 /// # Safety
 /// As for thrd_create(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn thrd_create(thread: *mut c_void, routine: C11Routine, argument: *mut c_void) -> c_int {
+pub unsafe extern "C" fn thrd_create(
+    thread: *mut c_void,
+    routine: C11Routine,
+    argument: *mut c_void,
+) -> c_int {
     const THRD_ERROR: c_int = 2;
     let real = real::THRD_CREATE.address();
     if real.is_null() {
@@ -176,7 +197,8 @@ pub unsafe extern "C" fn thrd_create(thread: *mut c_void, routine: C11Routine, a
         // SAFETY: the caller's own arguments.
         return unsafe { real(thread, routine, argument) };
     };
-    // SAFETY: the caller's own thread; `run_c11_thread` calls the caller's routine with the caller's argument.
+    // SAFETY: the caller's own thread; `run_c11_thread` calls the caller's routine with the
+    // caller's argument.
     let result = unsafe { real(thread, run_c11_thread, place as *mut c_void) };
     if result != 0 {
         WAITING[place].taken.store(0, Release);
@@ -184,9 +206,10 @@ pub unsafe extern "C" fn thrd_create(thread: *mut c_void, routine: C11Routine, a
     result
 }
 
-/// Maps memory as asked; what is private and anonymous and large (where small mappings are managed and room is short, whatever its size:
-/// [`swaptide_engine::small`]) is under management before the program has it. Filling it at once would make all of
-/// it memory before anybody could manage it, so that is left out: it is only a wish.
+/// Maps memory as asked; what is private and anonymous and large (where small mappings are managed
+/// and room is short, whatever its size: [`swaptide_engine::small`]) is under management before the
+/// program has it. Filling it at once would make all of it memory before anybody could manage it,
+/// so that is left out: it is only a wish.
 fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
     const SYS_MMAP: u32 = 9;
     const PRIVATE: c_int = 0x02;
@@ -199,25 +222,32 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     const WRITE: c_int = 0x2;
     if confined::is() {
         // SAFETY: the arguments are the program's own.
-        return unsafe { syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset]) } as isize;
+        return unsafe {
+            syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset])
+        } as isize;
     }
     if let Some(at) = shared::map(addr, len, prot, flags) {
         return at;
     }
-    let plain = flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
+    let plain =
+        flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
     if plain && prot & WRITE != 0 && start::engine().is_none() {
         start::begin_before(len, flags & NORESERVE != 0);
     }
     let engine = start::engine().filter(|engine| plain && engine.small.reports(len));
     let flags = if engine.is_some() { flags & !POPULATE } else { flags };
-    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
-    let at = unsafe { syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset]) } as isize;
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
+    let at = unsafe {
+        syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, fd as usize, offset])
+    } as isize;
     if let Some(engine) = engine
         && !(-4095..0).contains(&at)
     {
         let start = VirtAddr(at as usize);
         if engine.small.is_small(len) {
-            // Threads that make many wait for one another here; a hint that meets another one would be dropped.
+            // Threads that make many wait for one another here; a hint that meets another one would
+            // be dropped.
             engine.bells.fence(start);
         } else {
             engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
@@ -231,7 +261,14 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
 /// # Safety
 /// As for mmap(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn mmap(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
+pub unsafe extern "C" fn mmap(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
     real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
 }
 
@@ -240,11 +277,19 @@ pub unsafe extern "C" fn mmap(addr: *mut c_void, len: usize, prot: c_int, flags:
 /// # Safety
 /// As for mmap(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn mmap64(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
+pub unsafe extern "C" fn mmap64(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
     real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
 }
 
-/// From this size on libc may keep a block in a mapping of its own, and move it by a system call that does not come through `mremap`.
+/// From this size on libc may keep a block in a mapping of its own, and move it by a system call
+/// that does not come through `mremap`.
 const OWN_MAPPING: usize = 128 << 10;
 
 type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
@@ -268,7 +313,8 @@ fn end_of(block: *mut c_void) -> usize {
 /// As for realloc(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn realloc(block: *mut c_void, len: usize) -> *mut c_void {
-    // SAFETY: the pointer is that of the allocator's function of this type; there is no program without one.
+    // SAFETY: the pointer is that of the allocator's function of this type; there is no program
+    // without one.
     let real: Realloc = unsafe { std::mem::transmute(real::REALLOC.address()) };
     let matters = len >= OWN_MAPPING && !block.is_null() && moves::matter();
     let end = if matters { end_of(block) } else { 0 };
@@ -301,8 +347,15 @@ pub unsafe extern "C" fn reallocarray(block: *mut c_void, count: usize, len: usi
 /// # Safety
 /// As for mremap(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn mremap(old: *mut c_void, old_len: usize, new_len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
-    real::libc_result(moves::remap(old as usize, old_len, new_len, flags, to as usize)) as *mut c_void
+pub unsafe extern "C" fn mremap(
+    old: *mut c_void,
+    old_len: usize,
+    new_len: usize,
+    flags: c_int,
+    to: *mut c_void,
+) -> *mut c_void {
+    real::libc_result(moves::remap(old as usize, old_len, new_len, flags, to as usize))
+        as *mut c_void
 }
 
 type Text = *const c_char;
@@ -319,14 +372,19 @@ unsafe extern "C" {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
     const SYS_EXECVE: u32 = 59;
-    // SAFETY: the program's own arguments; the address, if there is one, is that of libc's function of this type.
+    // SAFETY: the program's own arguments; the address, if there is one, is that of libc's function
+    // of this type.
     unsafe {
         with_environment(envp, |envp| match real::EXECVE.address() {
-            none if none.is_null() => {
-                real::libc_result(syscall6(SYS_EXECVE, [path as usize, argv as usize, envp as usize, 0, 0, 0])) as c_int
-            }
+            none if none.is_null() => real::libc_result(syscall6(
+                SYS_EXECVE,
+                [path as usize, argv as usize, envp as usize, 0, 0, 0],
+            )) as c_int,
             // SAFETY: as above.
-            real => std::mem::transmute::<*mut c_void, unsafe extern "C" fn(Text, Texts, Texts) -> c_int>(real)(path, argv, envp),
+            real => std::mem::transmute::<
+                *mut c_void,
+                unsafe extern "C" fn(Text, Texts, Texts) -> c_int,
+            >(real)(path, argv, envp),
         })
     }
 }
@@ -353,7 +411,8 @@ pub unsafe extern "C" fn execvpe(file: Text, argv: Texts, envp: Texts) -> c_int 
         return -1;
     }
     // SAFETY: the address is that of libc's function of this type.
-    let real: unsafe extern "C" fn(Text, Texts, Texts) -> c_int = unsafe { std::mem::transmute(real) };
+    let real: unsafe extern "C" fn(Text, Texts, Texts) -> c_int =
+        unsafe { std::mem::transmute(real) };
     // SAFETY: the program's own arguments.
     unsafe { with_environment(envp, |envp| real(file, argv, envp)) }
 }
@@ -380,7 +439,8 @@ pub unsafe extern "C" fn fexecve(fd: c_int, argv: Texts, envp: Texts) -> c_int {
         return -1;
     }
     // SAFETY: the address is that of libc's function of this type.
-    let real: unsafe extern "C" fn(c_int, Texts, Texts) -> c_int = unsafe { std::mem::transmute(real) };
+    let real: unsafe extern "C" fn(c_int, Texts, Texts) -> c_int =
+        unsafe { std::mem::transmute(real) };
     // SAFETY: the program's own arguments.
     unsafe { with_environment(envp, |envp| real(fd, argv, envp)) }
 }
@@ -390,18 +450,32 @@ pub unsafe extern "C" fn fexecve(fd: c_int, argv: Texts, envp: Texts) -> c_int {
 /// # Safety
 /// As for execveat(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn execveat(directory: c_int, path: Text, argv: Texts, envp: Texts, flags: c_int) -> c_int {
+pub unsafe extern "C" fn execveat(
+    directory: c_int,
+    path: Text,
+    argv: Texts,
+    envp: Texts,
+    flags: c_int,
+) -> c_int {
     const SYS_EXECVEAT: u32 = 322;
     // SAFETY: the program's own arguments.
     unsafe {
         with_environment(envp, |envp| {
-            let words = [directory as usize, path as usize, argv as usize, envp as usize, flags as usize, 0];
+            let words = [
+                directory as usize,
+                path as usize,
+                argv as usize,
+                envp as usize,
+                flags as usize,
+                0,
+            ];
             real::libc_result(syscall6(SYS_EXECVEAT, words)) as c_int
         })
     }
 }
 
-type Spawn = unsafe extern "C" fn(*mut c_int, Text, *const c_void, *const c_void, Texts, Texts) -> c_int;
+type Spawn =
+    unsafe extern "C" fn(*mut c_int, Text, *const c_void, *const c_void, Texts, Texts) -> c_int;
 
 /// Stands in front of libc's `posix_spawn`.
 ///
@@ -463,8 +537,9 @@ unsafe extern "C" fn execle_list(path: Text, argv: Texts) -> c_int {
     unsafe { execve(path, argv, *argv.add(end + 1).cast::<Texts>()) }
 }
 
-/// The body of a function `(path, arg0, arg1, ..., NULL)`: the arguments that came in registers are pushed in front of those that are on the
-/// stack already, where the return address was; so they are an array, and `$list` is called with the path and that.
+/// The body of a function `(path, arg0, arg1, ..., NULL)`: the arguments that came in registers are
+/// pushed in front of those that are on the stack already, where the return address was; so they
+/// are an array, and `$list` is called with the path and that.
 #[cfg(target_arch = "x86_64")]
 macro_rules! list {
     ($list:path) => {

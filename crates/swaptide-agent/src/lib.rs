@@ -1,16 +1,20 @@
-//! The preloaded library: it waits until the supervisor asks, then puts the program's memory under management.
+//! The preloaded library: it waits until the supervisor asks, then puts the program's memory under
+//! management.
 //!
-//! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that waits and becomes the fault handler
-//! ([`start`]), and the functions of libc it stands in front of: hints and new threads ([`hooks`]), everything that starts another program
-//! ([`exec`]), `mremap` ([`moves`]), where forked children begin that the kernel tells nobody of ([`cradle`]), shared memory ([`shared`]),
-//! calls of which the kernel tells nobody enough ([`shapes`]), `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
+//! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that
+//! waits and becomes the fault handler ([`start`]), and the functions of libc it stands in front
+//! of: hints and new threads ([`hooks`]), everything that starts another program ([`exec`]),
+//! `mremap` ([`moves`]), where forked children begin that the kernel tells nobody of ([`cradle`]),
+//! shared memory ([`shared`]), calls of which the kernel tells nobody enough ([`shapes`]),
+//! `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
 //!
 //! Invariants
-//! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered, read or counted.
-//! 2. The program's threads take one lock of swaptide's ([`start::FORK_LOCK`], in fork handlers only) and allocate nothing of it: a fork finds every
-//!    other lock free.
-//! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor closes none of swaptide's, and swaptide
-//!    keeps none of the program's open.
+//! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered,
+//!    read or counted.
+//! 2. The program's threads take one lock of swaptide's ([`start::FORK_LOCK`], in fork handlers
+//!    only) and allocate nothing of it: a fork finds every other lock free.
+//! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor
+//!    closes none of swaptide's, and swaptide keeps none of the program's open.
 
 // Everything here is private: its documentation is for who works on it.
 #![allow(rustdoc::private_intra_doc_links)]

@@ -4,7 +4,8 @@ use rustix::fs::{Mode, OFlags};
 use swaptide_sys::lock::Lock;
 use swaptide_sys::thread::getpid;
 
-/// Path of the log, NUL-terminated, and its length; empty without one. Set by the constructor, which must not allocate.
+/// Path of the log, NUL-terminated, and its length; empty without one. Set by the constructor,
+/// which must not allocate.
 static PATH: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 
 /// Remembers where the log is. A path of 512 bytes and more is not taken.

@@ -1,15 +1,19 @@
 //! mremap over what swaptide has split.
 //!
-//! The kernel joins neighbouring anonymous mappings of a program, and `mremap` takes only one mapping. Management keeps a mapping apart from a
-//! newer neighbour that is not managed yet, and once both have pages of their own the kernel never joins them again. So a call that would
-//! succeed without swaptide is refused with `EFAULT`. It is then carried out piece by piece: the last piece grows in place, or all
-//! pieces move to a place that was reserved for them.
+//! The kernel joins neighbouring anonymous mappings of a program, and `mremap` takes only one
+//! mapping. Management keeps a mapping apart from a newer neighbour that is not managed yet, and
+//! once both have pages of their own the kernel never joins them again. So a call that would
+//! succeed without swaptide is refused with `EFAULT`. It is then carried out piece by piece: the
+//! last piece grows in place, or all pieces move to a place that was reserved for them.
 //!
-//! Since Linux 6.17 a call that moves several mappings to a fixed place takes one after the other, and refuses those that are managed. Where one that is
-//! not managed comes first, that has moved when the call fails. So there the pieces are looked for before the call is made; but never for a call that
-//! the kernel refuses for its arguments, since what is carried out here gives up what is at the target first.
+//! Since Linux 6.17 a call that moves several mappings to a fixed place takes one after the other,
+//! and refuses those that are managed. Where one that is not managed comes first, that has moved
+//! when the call fails. So there the pieces are looked for before the call is made; but never for a
+//! call that the kernel refuses for its arguments, since what is carried out here gives up what is
+//! at the target first.
 //!
-//! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own table.
+//! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own
+//! table.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -38,11 +42,13 @@ const TRIES: usize = 64;
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
     const ENOMEM: isize = -12;
-    shared::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to)).unwrap_or(ENOMEM)
+    shared::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to))
+        .unwrap_or(ENOMEM)
 }
 
 fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
-    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked for.
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
     let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
     if crate::confined::is() {
         let word = call([old, old_len, new_len, flags as usize, to]);
@@ -52,19 +58,27 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         return word;
     }
     let flags = flags as usize;
-    let range = VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
+    let range =
+        VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
     let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
     let len = VirtAddr(new_len).page_up().0;
-    let may_tear = flags == MAYMOVE | FIXED && is_moved_whole(range, len, to) && crate::start::engine().is_some();
+    let may_tear = flags == MAYMOVE | FIXED
+        && is_moved_whole(range, len, to)
+        && crate::start::engine().is_some();
     let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
         Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
         _ => call([old, old_len, new_len, flags, to]),
     };
     for _ in 0..TRIES {
-        if word != EFAULT || crate::start::engine().is_none() || flags & !(MAYMOVE | FIXED) != 0 || old_len == 0 {
+        if word != EFAULT
+            || crate::start::engine().is_none()
+            || flags & !(MAYMOVE | FIXED) != 0
+            || old_len == 0
+        {
             break;
         }
-        // Management joins and splits mappings while they are looked at: what was refused for two may be one by now, and the other way round.
+        // Management joins and splits mappings while they are looked at: what was refused for two
+        // may be one by now, and the other way round.
         word = match pieces_of(range, &mut pieces) {
             None => break,
             Some(1) => call([old, old_len, new_len, flags, to]),
@@ -77,15 +91,16 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     word
 }
 
-/// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has arguments that the kernel takes.
+/// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has
+/// arguments that the kernel takes.
 fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
     let aligned = (range.start.0 | to).is_multiple_of(PAGE_SIZE);
     let apart = to.checked_add(len).is_some_and(|end| end <= range.start.0 || range.end.0 <= to);
     len == range.len() && aligned && apart
 }
 
-/// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the engine knows. A program with one thread need not wait: its
-/// changes are told in their order.
+/// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the
+/// engine knows. A program with one thread need not wait: its changes are told in their order.
 pub fn settle(at: usize) {
     if crate::confined::is() {
         if let Some(engine) = crate::start::engine_unasked().filter(|_| has_threads()) {
@@ -100,7 +115,8 @@ pub fn settle(at: usize) {
 
 /// Whether somebody would have to wait in [`settle`].
 pub fn matter() -> bool {
-    let managed = if crate::confined::is() { crate::start::engine_unasked() } else { crate::start::engine() };
+    let managed =
+        if crate::confined::is() { crate::start::engine_unasked() } else { crate::start::engine() };
     managed.is_some() && has_threads()
 }
 
@@ -116,7 +132,8 @@ fn has_threads() -> bool {
     CLONED.load(Relaxed) || crate::real::has_threads()
 }
 
-/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where they are not.
+/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where
+/// they are not.
 fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {
     let maps = MapsFile::open_self().ok()?;
     let mut count = 0;
@@ -136,7 +153,13 @@ fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize
     Some(count)
 }
 
-fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call: impl Fn([usize; 5]) -> isize) -> isize {
+fn in_pieces(
+    pieces: &[VirtRange],
+    new_len: usize,
+    flags: usize,
+    to: usize,
+    call: impl Fn([usize; 5]) -> isize,
+) -> isize {
     let (first, last) = (pieces[0], pieces[pieces.len() - 1]);
     let old = first.start.0;
     let old_len = last.end.0 - old;
@@ -154,8 +177,11 @@ fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call
     }
     // Reserved, so that nobody else's mapping comes in between the pieces.
     let place = if flags & FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
-    // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named them to be mapped over.
-    let target = unsafe { syscall6(SYS_MMAP, [place[0], new_len, PROT_NONE, MAP_RESERVE | place[1], usize::MAX, 0]) };
+    // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named
+    // them to be mapped over.
+    let target = unsafe {
+        syscall6(SYS_MMAP, [place[0], new_len, PROT_NONE, MAP_RESERVE | place[1], usize::MAX, 0])
+    };
     if target < 0 {
         return target;
     }
@@ -171,8 +197,15 @@ fn in_pieces(pieces: &[VirtRange], new_len: usize, flags: usize, to: usize, call
         settle(target + offset);
         if word < 0 {
             for moved in &pieces[..at] {
-                // What cannot go back stays where it is: the program is told of an error and its data is nowhere else.
-                let _ = call([target + moved.start.0 - old, moved.len(), moved.len(), MAYMOVE | FIXED, moved.start.0]);
+                // What cannot go back stays where it is: the program is told of an error and its
+                // data is nowhere else.
+                let _ = call([
+                    target + moved.start.0 - old,
+                    moved.len(),
+                    moved.len(),
+                    MAYMOVE | FIXED,
+                    moved.start.0,
+                ]);
             }
             return word;
         }

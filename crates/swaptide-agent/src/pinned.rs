@@ -2,9 +2,9 @@
 //!
 //! For some accesses the kernel does not wait for a userfaultfd. A thread that is exiting clears a
 //! word in its control block and walks its list of robust mutexes; a page that is out ends that
-//! walk, or leaves the word as it was, and whoever waits for it waits for ever. The futex operations
-//! that write (`FUTEX_LOCK_PI` and others) fail with `EFAULT`. So the pages of such words are never
-//! taken out:
+//! walk, or leaves the word as it was, and whoever waits for it waits for ever. The futex
+//! operations that write (`FUTEX_LOCK_PI` and others) fail with `EFAULT`. So the pages of such
+//! words are never taken out:
 //!
 //! | page of | pinned | until |
 //! |---|---|---|
@@ -19,14 +19,18 @@
 //! 1. A page is pinned if any level has an entry for it. A lookup reads a whole window of each
 //!    level in use, so that an entry may be removed by storing 0.
 //! 2. An entry with a thread id ends with its thread. Nobody removes it then: whoever meets it and
-//!    finds the thread gone does. The kernel has cleared the words of a thread before its id is gone.
+//!    finds the thread gone does. The kernel has cleared the words of a thread before its id is
+//!    gone.
 //! 3. Who pins a page then waits until the engine chooses no pages ([`settle`]), and touches the
 //!    page. From that moment on it is in memory.
 //!
 //! Locks: none. Nothing is allocated. When a page finds no place (more than 200,000 pinned pages),
 //! it is not pinned.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{
+    AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::SeqCst,
+};
 
 use swaptide_engine::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
@@ -44,8 +48,8 @@ static LEVELS: [&[AtomicU64]; 3] = [&FIRST, &SECOND, &THIRD];
 /// The deepest level that has had an entry.
 static DEEPEST: AtomicUsize = AtomicUsize::new(0);
 
-/// An entry: the page above 23 bits, of which the highest says that the others are a thread's id. Otherwise
-/// they are a count. Never 0.
+/// An entry: the page above 23 bits, of which the highest says that the others are a thread's id.
+/// Otherwise they are a count. Never 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Entry(u64);
 
@@ -92,7 +96,10 @@ fn window(level: &'static [AtomicU64], chunk: ChunkNo) -> impl Iterator<Item = &
 }
 
 /// Changes the first entry that `change` has another value for. False if there is none.
-fn update(places: impl Iterator<Item = &'static AtomicU64>, change: impl Fn(Option<Entry>) -> Option<u64>) -> bool {
+fn update(
+    places: impl Iterator<Item = &'static AtomicU64>,
+    change: impl Fn(Option<Entry>) -> Option<u64>,
+) -> bool {
     for place in places {
         let mut found = place.load(Acquire);
         while let Some(new) = change((found != 0).then_some(Entry(found))) {
@@ -112,10 +119,13 @@ fn insert(page: PageNo, change: impl Fn(Option<Entry>) -> Option<u64>) {
     }
     for (depth, level) in LEVELS.iter().enumerate() {
         DEEPEST.fetch_max(depth, SeqCst);
-        // The second round takes the places of threads that are gone, which costs a system call each.
+        // The second round takes the places of threads that are gone, which costs a system call
+        // each.
         if update(window(level, page.chunk()), &change)
             || !confined::is()
-                && update(window(level, page.chunk()), |found| found.filter(|entry| entry.is_over()).and_then(|_| change(None)))
+                && update(window(level, page.chunk()), |found| {
+                    found.filter(|entry| entry.is_over()).and_then(|_| change(None))
+                })
         {
             return;
         }
@@ -131,11 +141,15 @@ fn pages_of(addr: usize, len: usize) -> impl Iterator<Item = PageNo> {
 pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
     for page in pages_of(addr, len) {
         let new = Entry::of_thread(page, tid);
-        // The place of a thread that is gone is the caller's now. One that lives may have a word of its
-        // own in this page, and keeps its entry.
+        // The place of a thread that is gone is the caller's now. One that lives may have a word of
+        // its own in this page, and keeps its entry.
         insert(page, |found| match found {
             None => Some(new.0),
-            Some(entry) if entry == new || entry.page() == page && !confined::is() && entry.is_over() => Some(new.0),
+            Some(entry)
+                if entry == new || entry.page() == page && !confined::is() && entry.is_over() =>
+            {
+                Some(new.0)
+            }
             Some(_) => None,
         });
     }
@@ -146,7 +160,9 @@ pub fn pin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         insert(page, |found| match found {
             None => Some(Entry::counted(page, 1).0),
-            Some(entry) if entry.page() == page => entry.count().map(|count| Entry::counted(page, (count + 1).min(FOR_GOOD)).0),
+            Some(entry) if entry.page() == page => {
+                entry.count().map(|count| Entry::counted(page, (count + 1).min(FOR_GOOD)).0)
+            }
             Some(_) => None,
         });
     }
@@ -156,11 +172,12 @@ pub fn pin(addr: usize, len: usize) {
 pub fn unpin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         for level in &LEVELS[..=DEEPEST.load(Acquire)] {
-            let reduced = |found: Option<Entry>| match found.filter(|entry| entry.page() == page)?.count()? {
-                FOR_GOOD => None,
-                1 => Some(0),
-                count => Some(Entry::counted(page, count - 1).0),
-            };
+            let reduced =
+                |found: Option<Entry>| match found.filter(|entry| entry.page() == page)?.count()? {
+                    FOR_GOOD => None,
+                    1 => Some(0),
+                    count => Some(Entry::counted(page, count - 1).0),
+                };
             if update(window(level, page.chunk()), reduced) {
                 break;
             }
@@ -194,8 +211,8 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
     let mut mask = 0;
     for level in &LEVELS[..=DEEPEST.load(Acquire)] {
         for place in window(level, chunk) {
-            // With [`settle`]: the engine says that it chooses and then looks, the other pins and then
-            // looks whether it chooses. One of them sees the other.
+            // With [`settle`]: the engine says that it chooses and then looks, the other pins and
+            // then looks whether it chooses. One of them sees the other.
             let entry = Entry(place.load(SeqCst));
             let at = entry.page().0.wrapping_sub(first);
             if entry.0 == 0 || at >= PAGES_PER_CHUNK {

@@ -2,11 +2,13 @@
 //!
 //! Owns: a table of ranges. Locks: none.
 //!
-//! Invariant: what was excluded stays covered by some place of the table while it is mapped, so that
-//! whoever looks finds it. A place only grows. It is freed only if nothing was mapped in its range
-//! and no thread has named it since that look: its count tells.
+//! Invariant: what was excluded stays covered by some place of the table while it is mapped, so
+//! that whoever looks finds it. A place only grows. It is freed only if nothing was mapped in its
+//! range and no thread has named it since that look: its count tells.
 
-use std::sync::atomic::{AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
 use swaptide_engine::ids::MANAGED_END;
 use swaptide_sys::maps::MapsFile;
@@ -37,7 +39,8 @@ impl Apart {
     fn range(&self) -> Option<VirtRange> {
         let end = self.end.load(Acquire) & !COUNT;
         let start = self.start.load(Acquire);
-        (start < end && end != TAKEN).then_some(VirtRange { start: VirtAddr(start), end: VirtAddr(end) })
+        (start < end && end != TAKEN)
+            .then_some(VirtRange { start: VirtAddr(start), end: VirtAddr(end) })
     }
 
     /// Takes it for a range, if it is free.
@@ -58,7 +61,8 @@ impl Apart {
             (word != 0 && word != TAKEN).then_some(end | word.wrapping_add(1) & COUNT)
         };
         // It may have been freed and taken for another range in between.
-        self.end.fetch_update(AcqRel, Acquire, grown).is_ok() && self.start.load(Acquire) <= range.start.0
+        self.end.fetch_update(AcqRel, Acquire, grown).is_ok()
+            && self.start.load(Acquire) <= range.start.0
     }
 
     /// Frees it if nothing is mapped there, and nobody has named it since that was looked at.
@@ -85,20 +89,26 @@ fn distance(a: VirtRange, b: VirtRange) -> usize {
     a.start.0.saturating_sub(b.end.0).max(b.start.0.saturating_sub(a.end.0))
 }
 
-/// Keeps a range out of management from now on. A range that is known, or touches a known one, takes no place. Where all places are
-/// taken those go whose memory is unmapped; then the nearest range grows to hold this one as well, and what lies between them is kept out, too.
+/// Keeps a range out of management from now on. A range that is known, or touches a known one,
+/// takes no place. Where all places are taken those go whose memory is unmapped; then the nearest
+/// range grows to hold this one as well, and what lies between them is kept out, too.
 pub fn exclude(range: VirtRange) {
     exclude_in(&APART, range);
 }
 
 fn exclude_in(places: &[Apart], range: VirtRange) {
-    let range = VirtRange { start: range.start.page_down(), end: VirtAddr(range.end.0.min(MANAGED_END.0)).page_up() };
+    let range = VirtRange {
+        start: range.start.page_down(),
+        end: VirtAddr(range.end.0.min(MANAGED_END.0)).page_up(),
+    };
     if range.start >= range.end {
         return;
     }
     let touches = |place: &&Apart| place.range().is_some_and(|known| distance(known, range) == 0);
     for is_tidy in [false, true] {
-        if places.iter().filter(touches).any(|place| place.grow(range)) || places.iter().any(|place| place.claim(range)) {
+        if places.iter().filter(touches).any(|place| place.grow(range))
+            || places.iter().any(|place| place.claim(range))
+        {
             return;
         }
         if !is_tidy
@@ -127,7 +137,8 @@ impl Drop for ForNow {
     }
 }
 
-/// Keeps a range out of management for the time of a call; for good where more than [`FOR_NOW`] threads make one.
+/// Keeps a range out of management for the time of a call; for good where more than [`FOR_NOW`]
+/// threads make one.
 pub fn exclude_for_now(range: VirtRange) -> ForNow {
     let place = PASSING.iter().find(|place| place.claim(range));
     if place.is_none() {
@@ -138,7 +149,10 @@ pub fn exclude_for_now(range: VirtRange) -> ForNow {
 
 /// True for a range that touches an excluded one.
 pub fn is_excluded(range: VirtRange) -> bool {
-    APART.iter().chain(&PASSING).any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
+    APART
+        .iter()
+        .chain(&PASSING)
+        .any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
 }
 
 #[cfg(test)]
@@ -161,8 +175,13 @@ mod tests {
         }
         exclude_in(&places, range(0x8000, 0x2000));
         exclude_in(&places, range(0x6000, 0x1000));
-        assert_eq!(places.iter().filter_map(Apart::range).collect::<Vec<_>>(), [range(0x6000, 0x4000)]);
-        assert!(!is_apart(&places, range(0x5000, 0x1000)) && !is_apart(&places, range(0xa000, 0x1000)));
+        assert_eq!(
+            places.iter().filter_map(Apart::range).collect::<Vec<_>>(),
+            [range(0x6000, 0x4000)]
+        );
+        assert!(
+            !is_apart(&places, range(0x5000, 0x1000)) && !is_apart(&places, range(0xa000, 0x1000))
+        );
     }
 
     #[test]
@@ -173,14 +192,23 @@ mod tests {
             exclude_in(&places, range(0x1_0000 + n * 0x2000, 0x1000));
         }
         assert!(is_apart(&places, range(0x1_0000 + 63 * 0x2000, 0x1000)));
-        assert!(!is_apart(&places, range(0x1_0000, 0x1000)), "it is not mapped, and another one needed the place");
+        assert!(
+            !is_apart(&places, range(0x1_0000, 0x1000)),
+            "it is not mapped, and another one needed the place"
+        );
         let map = swaptide_sys::mem::Mapping::reserve(64 * 0x1000).expect("memory");
         let base = map.range().start.0;
         for n in 0..32 {
             exclude_in(&places, range(base + n * 0x2000, 0x1000));
         }
-        assert!((0..32).all(|n| is_apart(&places, range(base + n * 0x2000, 0x1000))), "what is mapped is never dropped");
-        assert!(!is_apart(&places, range(base + 64 * 0x1000, 0x1000)) && !is_apart(&places, range(base - 0x1000, 0x1000)));
+        assert!(
+            (0..32).all(|n| is_apart(&places, range(base + n * 0x2000, 0x1000))),
+            "what is mapped is never dropped"
+        );
+        assert!(
+            !is_apart(&places, range(base + 64 * 0x1000, 0x1000))
+                && !is_apart(&places, range(base - 0x1000, 0x1000))
+        );
     }
 
     #[test]

@@ -23,13 +23,20 @@ pub fn read(addr: usize, buf: &mut [u8]) -> bool {
     read_each(buf, &[[addr, buf.len()]]) == Some(buf.len())
 }
 
-/// Copies ranges (address, bytes) one behind the other. The bytes that were copied; `None` where the
-/// kernel does not do this for the process at all.
+/// Copies ranges (address, bytes) one behind the other. The bytes that were copied; `None` where
+/// the kernel does not do this for the process at all.
 fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
     const EFAULT: isize = -14;
     debug_assert!(ranges.iter().map(|range| range[1]).sum::<usize>() <= buf.len());
     let local = [buf.as_mut_ptr() as usize, buf.len()];
-    let a = [getpid().0 as usize, local.as_ptr() as usize, 1, ranges.as_ptr() as usize, ranges.len(), 0];
+    let a = [
+        getpid().0 as usize,
+        local.as_ptr() as usize,
+        1,
+        ranges.as_ptr() as usize,
+        ranges.len(),
+        0,
+    ];
     // SAFETY: the kernel writes to the buffer and checks the other addresses.
     match unsafe { syscall6(SYS_PROCESS_VM_READV, a) } as isize {
         EFAULT => Some(0),
@@ -47,7 +54,9 @@ pub fn are_strings(array: *const *const c_char) -> bool {
     loop {
         let mut words = [0usize; RANGES];
         // SAFETY: any bytes are words.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), size_of_val(&words)) };
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), size_of_val(&words))
+        };
         // What follows a page may not be there.
         let within = (PAGE_SIZE - at % PAGE_SIZE).min(size_of_val(&words));
         let Some(copied) = read_each(bytes, &[[at, within]]) else { return true };
@@ -56,7 +65,11 @@ pub fn are_strings(array: *const *const c_char) -> bool {
         let strings = &words[..end.unwrap_or(copied)];
         let mut first_bytes = [[0; 2]; RANGES];
         first_bytes.iter_mut().zip(strings).for_each(|(range, string)| *range = [*string, 1]);
-        let found = if strings.is_empty() { Some(0) } else { read_each(&mut [0; RANGES], &first_bytes[..strings.len()]) };
+        let found = if strings.is_empty() {
+            Some(0)
+        } else {
+            read_each(&mut [0; RANGES], &first_bytes[..strings.len()])
+        };
         match found {
             Some(found) if found < strings.len() => return false,
             _ if end.is_some() => return true,

@@ -1,7 +1,7 @@
 //! The functions of libc behind ours.
 //!
-//! Owns: their addresses, found once by the constructor. Locks: none. A call that comes earlier (another library's constructor) looks its
-//! function up itself.
+//! Owns: their addresses, found once by the constructor. Locks: none. A call that comes earlier
+//! (another library's constructor) looks its function up itself.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Acquire, Ordering::Release};
@@ -90,7 +90,8 @@ pub struct Object {
 
 /// The object that an address lies in.
 pub fn object_of(address: *const c_void) -> Option<Object> {
-    let mut object = Object { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
+    let mut object =
+        Object { path: std::ptr::null(), base: 0, symbol: std::ptr::null(), address: 0 };
     // SAFETY: any address may be asked for; the struct is the one that dladdr fills.
     (unsafe { dladdr(address, &raw mut object) } != 0).then_some(object)
 }
@@ -114,11 +115,14 @@ pub fn has_threads() -> bool {
 pub fn thread_pointer() -> usize {
     let block: usize;
     // SAFETY: on x86-64 the first word of the control block is its own address.
-    unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly)) };
+    unsafe {
+        std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly))
+    };
     block
 }
 
-/// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has none.
+/// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has
+/// none.
 pub fn rseq_offset() -> Option<isize> {
     let at = RSEQ_OFFSET.found.load(Acquire).cast::<isize>();
     // SAFETY: not null, it is the address of libc's constant, a ptrdiff_t.

@@ -1,9 +1,9 @@
 //! Calls by which the kernel takes references to the program's pages that are no pins, or writes
 //! through such references.
 //!
-//! References for reading (`vmsplice`, `MSG_ZEROCOPY`, io_uring's `SEND_ZC`) are noted for the engine
-//! before the call is made ([`References`]): it writes to no frame from then on that came from the
-//! program. The note is per process and outlives forks, not exec.
+//! References for reading (`vmsplice`, `MSG_ZEROCOPY`, io_uring's `SEND_ZC`) are noted for the
+//! engine before the call is made ([`References`]): it writes to no frame from then on that came
+//! from the program. The note is per process and outlives forks, not exec.
 //!
 //! References for writing exist where a file system or a protocol takes the pages of a read without
 //! pinning them. What arrives on a page after that was taken out is lost. So the process is let go
@@ -11,8 +11,8 @@
 //!
 //! docs/kernel-references.md lists who takes which kind, and what goes past these hooks.
 //!
-//! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call libc's
-//! function, which is a cancellation point where ours would not be.
+//! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call
+//! libc's function, which is a cancellation point where ours would not be.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
@@ -59,7 +59,8 @@ pub fn before(number: usize, second: usize, third: usize, fourth: usize) {
     match number {
         SYS_VMSPLICE => REFERENCES.note(),
         // The engine reads swap areas by a ring of its own, whose calls come through here as well.
-        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER if REFERENCES.are_possible() || ends::is_ours(gettid()) => {}
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER
+            if REFERENCES.are_possible() || ends::is_ours(gettid()) => {}
         SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => REFERENCES.note(),
         SYS_SENDTO | SYS_SENDMMSG => with_flags(fourth as c_int),
         SYS_SENDMSG => with_flags(third as c_int),
@@ -97,7 +98,8 @@ fn is_unpinned(fd: c_int) -> bool {
     const SYS_FSTATFS: u32 = 138;
     let mut buf = [0u64; 16];
     // SAFETY: the buffer is longer than the structure, whose first word is the type.
-    let result = unsafe { syscall6(SYS_FSTATFS, [fd as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0]) };
+    let result =
+        unsafe { syscall6(SYS_FSTATFS, [fd as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0]) };
     result == 0 && UNPINNED.contains(&buf[0])
 }
 
@@ -127,7 +129,10 @@ pub fn look_at_inherited() -> bool {
         // SAFETY: the path ends with a zero, the buffer is as long as said.
         let len = unsafe {
             const SYS_READLINK: u32 = 89;
-            syscall6(SYS_READLINK, [path.0.as_ptr() as usize, target.as_mut_ptr() as usize, target.len(), 0, 0, 0])
+            syscall6(
+                SYS_READLINK,
+                [path.0.as_ptr() as usize, target.as_mut_ptr() as usize, target.len(), 0, 0, 0],
+            )
         } as isize;
         let target = &target[..len.clamp(0, 32) as usize];
         if target == b"anon_inode:[io_uring]" {
@@ -172,7 +177,9 @@ fn is_direct(fd: u64) -> bool {
     let Ok(path) = CStr::from_bytes_until_nul(&path.0) else { return false };
     let Ok(text) = read_file(path, &mut text) else { return false };
     let line = text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"flags:"));
-    let octal = |flags: u64, byte: &u8| if byte.is_ascii_digit() { flags << 3 | u64::from(byte - b'0') } else { flags };
+    let octal = |flags: u64, byte: &u8| {
+        if byte.is_ascii_digit() { flags << 3 | u64::from(byte - b'0') } else { flags }
+    };
     line.is_some_and(|line| line.iter().fold(0, octal) & O_DIRECT as u64 != 0)
 }
 
@@ -180,11 +187,14 @@ fn is_unpinned_path(path: &Path) -> bool {
     const SYS_STATFS: u32 = 137;
     let mut buf = [0u64; 16];
     // SAFETY: the path ends with a zero; the buffer is longer than the structure.
-    let result = unsafe { syscall6(SYS_STATFS, [path.0.as_ptr() as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0]) };
+    let result = unsafe {
+        syscall6(SYS_STATFS, [path.0.as_ptr() as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0])
+    };
     result == 0 && UNPINNED.contains(&buf[0])
 }
 
-/// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's word.
+/// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's
+/// word.
 pub fn instead(number: usize, words: [usize; 6]) -> isize {
     // SAFETY: the program's own call.
     let result = unsafe { syscall6(number as u32, words) } as isize;
@@ -270,8 +280,10 @@ macro_rules! changes_flags {
                 real::set_errno(ENOSYS);
                 return -1;
             }
-            // SAFETY: the address is that of libc's function; its third argument is read as one word.
-            let real: unsafe extern "C" fn(c_int, c_int, ...) -> c_int = unsafe { std::mem::transmute(real) };
+            type Real = unsafe extern "C" fn(c_int, c_int, ...) -> c_int;
+            // SAFETY: the address is that of libc's function; its third argument is read as one
+            // word.
+            let real: Real = unsafe { std::mem::transmute(real) };
             // SAFETY: the program's own arguments.
             let result = unsafe { real(fd, command, argument) };
             if command == F_SETFL && result == 0 {

@@ -52,7 +52,8 @@ const EAGAIN: c_int = 11;
 /// The pages of a range that can be managed; `None` where there are none.
 pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
     let end = addr.checked_add(len)?.min(MANAGED_END.0);
-    (addr < end).then(|| VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() })
+    (addr < end)
+        .then(|| VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() })
 }
 
 /// Has a range brought in and let go. False when some of it could not be brought in: where a fork
@@ -61,7 +62,9 @@ pub fn let_range_go(range: VirtRange) -> bool {
     const TRIES: usize = 200;
     if confined::is() {
         const KNOCKS: usize = 10_000;
-        return (0..KNOCKS).any(|_| start::engine_unasked().is_none_or(|engine| engine.bells.knock(Knock::Release, range)));
+        return (0..KNOCKS).any(|_| {
+            start::engine_unasked().is_none_or(|engine| engine.bells.knock(Knock::Release, range))
+        });
     }
     (0..TRIES).any(|_| {
         let is_gone = start::engine().is_none_or(|engine| engine.bells.release(range));
@@ -81,11 +84,15 @@ fn matters(advice: c_int) -> bool {
 pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
-    let call = |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
+    let call =
+        |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
     match advice {
         _ if !matters(advice) => call(advice as usize),
         // Under a filter no other advice may be given.
-        _ if advice == APART || advice == KEPT || confined::is() && start::engine_unasked().is_some() => {
+        _ if advice == APART
+            || advice == KEPT
+            || confined::is() && start::engine_unasked().is_some() =>
+        {
             if let Some(range) = pages(addr, len) {
                 pins::exclude(range);
                 if !let_range_go(range) {
@@ -120,9 +127,17 @@ struct IoVec {
 }
 
 /// process_madvise(2) with the same. Answers with the kernel's word.
-pub fn advise_process(pidfd: usize, iov: usize, count: usize, advice: c_int, flags: usize) -> isize {
+pub fn advise_process(
+    pidfd: usize,
+    iov: usize,
+    count: usize,
+    advice: c_int,
+    flags: usize,
+) -> isize {
     // SAFETY: the arguments are the program's own.
-    let call = |count: usize| unsafe { syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize };
+    let call = |count: usize| unsafe {
+        syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize
+    };
     const MOST: usize = 1024;
     if confined::is() && matters(advice) {
         start::let_go();
@@ -135,7 +150,9 @@ pub fn advise_process(pidfd: usize, iov: usize, count: usize, advice: c_int, fla
     // All of it before anything is done, as the kernel reads it.
     let mut ranges = [const { IoVec { start: 0, len: 0 } }; MOST];
     // SAFETY: any bytes are words.
-    let bytes = unsafe { std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>()) };
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>())
+    };
     if !probe::read(iov, bytes) {
         return call(count);
     }
@@ -155,8 +172,15 @@ pub fn advise_process(pidfd: usize, iov: usize, count: usize, advice: c_int, fla
 /// # Safety
 /// As for process_madvise(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn process_madvise(pidfd: c_int, iov: *const c_void, count: usize, advice: c_int, flags: u32) -> isize {
-    real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize)) as isize
+pub unsafe extern "C" fn process_madvise(
+    pidfd: c_int,
+    iov: *const c_void,
+    count: usize,
+    advice: c_int,
+    flags: u32,
+) -> isize {
+    real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize))
+        as isize
 }
 
 /// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once,
@@ -192,7 +216,9 @@ fn segment_len(id: usize) -> Option<usize> {
     const SIZE_AT: usize = 6;
     let mut about = [0usize; 32];
     // SAFETY: the kernel writes 112 bytes.
-    let result = unsafe { syscall6(SYS_SHMCTL, [id, IPC_STAT, about.as_mut_ptr() as usize, 0, 0, 0]) as isize };
+    let result = unsafe {
+        syscall6(SYS_SHMCTL, [id, IPC_STAT, about.as_mut_ptr() as usize, 0, 0, 0]) as isize
+    };
     (result == 0 && about[SIZE_AT] > 0).then_some(about[SIZE_AT])
 }
 
@@ -201,7 +227,9 @@ fn segment_len(id: usize) -> Option<usize> {
 pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.
-    let call = |addr: usize, flags: usize| unsafe { syscall6(SYS_SHMAT, [id, addr, flags, 0, 0, 0]) as isize };
+    let call = |addr: usize, flags: usize| unsafe {
+        syscall6(SYS_SHMAT, [id, addr, flags, 0, 0, 0]) as isize
+    };
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
     if confined::is() {
         if flags & SHM_REMAP != 0 {
@@ -209,8 +237,12 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
         }
         return call(addr, flags);
     }
-    let is_over = flags & SHM_REMAP != 0 && at != 0 && at.is_multiple_of(PAGE_SIZE) && start::engine().is_some();
-    let Some(range) = is_over.then(|| segment_len(id)).flatten().and_then(|len| pages(at, len)) else {
+    let is_over = flags & SHM_REMAP != 0
+        && at != 0
+        && at.is_multiple_of(PAGE_SIZE)
+        && start::engine().is_some();
+    let Some(range) = is_over.then(|| segment_len(id)).flatten().and_then(|len| pages(at, len))
+    else {
         return call(addr, flags);
     };
     // Elsewhere first: refused, it leaves what is mapped here as it is.
@@ -264,7 +296,9 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
     } else {
         let mut words = [0usize; 3];
         // SAFETY: any bytes are words.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words)) };
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
+        };
         // What cannot be read is the kernel's to refuse.
         probe::read(arg, bytes).then_some(words)?
     };
@@ -323,7 +357,10 @@ mod tests {
 
     #[test]
     fn ranges_end_where_management_does() {
-        assert_eq!(pages(0x1001, 0x1000), Some(VirtRange { start: VirtAddr(0x1000), end: VirtAddr(0x3000) }));
+        assert_eq!(
+            pages(0x1001, 0x1000),
+            Some(VirtRange { start: VirtAddr(0x1000), end: VirtAddr(0x3000) })
+        );
         assert_eq!(pages(0x1000, usize::MAX), None);
         assert_eq!(pages(MANAGED_END.0, 4096), None);
         assert_eq!(pages(usize::MAX - 100, 50), None);

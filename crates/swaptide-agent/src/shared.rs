@@ -1,15 +1,20 @@
 //! Shared memory of the program: what it asks for becomes a region of the run's pager.
 //!
-//! Large mappings that are `MAP_SHARED|MAP_ANONYMOUS` are made of a memory file that comes from the supervisor and that the program has no
-//! descriptor of. This process registers them, and keeps a guard: a thread that holds the userfaultfd open, so that what is out is waited for,
-//! and that stops the process when the supervisor ends with some of it ([`swaptide_ipc::shared`]).
+//! Large mappings that are `MAP_SHARED|MAP_ANONYMOUS` are made of a memory file that comes from the
+//! supervisor and that the program has no descriptor of. This process registers them, and keeps a
+//! guard: a thread that holds the userfaultfd open, so that what is out is waited for, and that
+//! stops the process when the supervisor ends with some of it ([`swaptide_ipc::shared`]).
 //!
-//! Owns: the ranges that were ever mapped so, and the guard. What fails here fails quietly: the memory is then the program's as without swaptide.
+//! Owns: the ranges that were ever mapped so, and the guard. What fails here fails quietly: the
+//! memory is then the program's as without swaptide.
 //!
-//! Locks: none; nothing is allocated. Descriptors are open in the program's table for moments only, and closed when it executes another program.
+//! Locks: none; nothing is allocated. Descriptors are open in the program's table for moments only,
+//! and closed when it executes another program.
 
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 use std::time::Duration;
 
 use swaptide_ipc::ProcState;
@@ -41,7 +46,8 @@ struct Known {
     end: AtomicUsize,
 }
 
-static KNOWN: [Known; RANGES] = [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
+static KNOWN: [Known; RANGES] =
+    [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// The process that the guard stands for; 0 while there is none.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
@@ -74,11 +80,15 @@ fn concerns(start: usize, len: usize) -> bool {
     known.iter().any(|known| known.start.load(Acquire) < end && start < known.end.load(Relaxed))
 }
 
-/// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel shall do it.
+/// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel
+/// shall do it.
 pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
     const SYS_MMAP: u32 = 9;
-    let kind = flags & KIND == SHARED && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
-    // The child of a vfork has its parent's memory, and is not the process that the supervisor would see.
+    let kind = flags & KIND == SHARED
+        && flags & ANONYMOUS != 0
+        && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
+    // The child of a vfork has its parent's memory, and is not the process that the supervisor
+    // would see.
     let ours = start::is_own_process() && !confined::is() && !REFUSED.load(Relaxed);
     if !kind || (len as u64) < SMALLEST_REGION || prot & PROT_EXEC != 0 || !ours {
         return None;
@@ -92,7 +102,10 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
     let flags = flags & !(ANONYMOUS | POPULATE);
     // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
     let at = unsafe {
-        syscall6(SYS_MMAP, [addr, len, prot as usize, flags as usize, memory.as_fd().as_raw_fd() as usize, 0]) as isize
+        syscall6(
+            SYS_MMAP,
+            [addr, len, prot as usize, flags as usize, memory.as_fd().as_raw_fd() as usize, 0],
+        ) as isize
     };
     if (-4095..0).contains(&at) {
         return None;
@@ -127,7 +140,8 @@ pub fn hint(addr: usize, len: usize, advice: c_int) {
     }
 }
 
-/// Runs `change`, which moves or grows a mapping, with nothing going out of regions meanwhile. `None`: it must not run.
+/// Runs `change`, which moves or grows a mapping, with nothing going out of regions meanwhile.
+/// `None`: it must not run.
 pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option<isize> {
     if !concerns(addr, len) {
         return Some(change());
@@ -148,7 +162,8 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
 /// In a forked child, before it goes on: nothing that is out may be lost to it.
 pub fn forked() {
     if GUARDED.load(Relaxed) == 0 || confined::is() {
-        // Without regions; or it is brought all that is out by and by, as one that comes through no hook.
+        // Without regions; or it is brought all that is out by and by, as one that comes through no
+        // hook.
         return;
     }
     GUARDED.store(getpid().0, Relaxed);
@@ -157,9 +172,9 @@ pub fn forked() {
         GUARD.store(FAILED, Relaxed);
     }
     let pager = PAGER.load(Relaxed).checked_sub(1);
-    let idle = pager
-        .zip(start::known_segment())
-        .is_some_and(|(index, segment)| segment.slot(swaptide_ipc::SlotIndex(index)).state() != ProcState::Engaged);
+    let idle = pager.zip(start::known_segment()).is_some_and(|(index, segment)| {
+        segment.slot(swaptide_ipc::SlotIndex(index)).state() != ProcState::Engaged
+    });
     if idle {
         // Nothing goes out before the guard stands.
         return;
@@ -169,7 +184,8 @@ pub fn forked() {
     }
     if GUARD.load(Acquire) == FAILED && pager.is_some() {
         abort_with(&[
-            b"swaptide: a forked child has shared memory that is swapped, and the supervisor does not answer; it is stopped rather than given \
+            b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
+            not answer; it is stopped rather than given \
               wrong data",
         ]);
     }
@@ -198,13 +214,15 @@ extern "C" fn guard(_: usize) {
     loop {
         match poll_readable(&[guard.conn.as_fd()], None) {
             Ok(0) => {}
-            Ok(_) if guard.conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) => {}
+            Ok(_)
+                if guard.conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) => {}
             _ => break,
         }
     }
     if guard.has_lost(segment) {
         abort_with(&[
-            b"swaptide: the supervisor was killed, and shared memory of this process that was swapped with it; the process is stopped rather \
+            b"swaptide: the supervisor was killed, and shared memory of this process that was \
+            swapped with it; the process is stopped rather \
               than given wrong data",
         ]);
     }
@@ -219,7 +237,8 @@ mod tests {
 
     #[test]
     fn what_was_mapped_once_is_asked_about_and_too_much_rather_than_too_little() {
-        let range = |n: usize| VirtRange { start: VirtAddr(n << 32), end: VirtAddr((n << 32) + (1 << 20)) };
+        let range =
+            |n: usize| VirtRange { start: VirtAddr(n << 32), end: VirtAddr((n << 32) + (1 << 20)) };
         assert!(!concerns(1 << 32, 4096));
         for n in 1..=RANGES + 10 {
             note(range(n));

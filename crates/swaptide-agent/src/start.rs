@@ -7,13 +7,14 @@
 //! | `DETACHED` | the program was let go: there is no engine any more, and this process gets none |
 //! | `OFF` | there is no supervisor, or management was refused: the program runs as it would without swaptide |
 //!
-//! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it from its prepare handler to its parent or
-//! child handler.
+//! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it
+//! from its prepare handler to its parent or child handler.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::{FromRawFd, IntoRawFd};
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 use std::time::Duration;
 
@@ -23,7 +24,9 @@ use swaptide_engine::handler::Handler;
 use swaptide_engine::patience::{TURN, Waited};
 use swaptide_engine::reclaim::Worker;
 use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
+use swaptide_ipc::{
+    AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex,
+};
 use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
@@ -31,8 +34,8 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::patron::{self, Patron};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
-    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name, sleep, spawn_engine_thread, tell,
-    unshare_files_and_close_all, unshare_fs,
+    abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name,
+    sleep, spawn_engine_thread, tell, unshare_files_and_close_all, unshare_fs,
 };
 use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
@@ -50,9 +53,11 @@ static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
 /// Process id of the forking parent, for its child.
 static PARENT: AtomicU32 = AtomicU32::new(0);
-/// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that nobody will free.
+/// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that
+/// nobody will free.
 static FORKER_PID: AtomicU32 = AtomicU32::new(0);
-/// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the engine.
+/// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
+/// engine.
 static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
 /// See [`is_own_process`].
 static OWN_PID: AtomicU32 = AtomicU32::new(0);
@@ -60,7 +65,8 @@ static OWN_PID: AtomicU32 = AtomicU32::new(0);
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
 const STACK: usize = 512 << 10;
-/// The engine's threads have descriptors of their own, but the limit is the process's: with less, a fork could not be told of.
+/// The engine's threads have descriptors of their own, but the limit is the process's: with less, a
+/// fork could not be told of.
 const FEWEST_FILES: u64 = 32;
 
 #[cfg(not(test))]
@@ -69,7 +75,11 @@ const FEWEST_FILES: u64 = 32;
 static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
 
 unsafe extern "C" {
-    fn pthread_atfork(prepare: extern "C" fn(), parent: extern "C" fn(), child: extern "C" fn()) -> c_int;
+    fn pthread_atfork(
+        prepare: extern "C" fn(),
+        parent: extern "C" fn(),
+        child: extern "C" fn(),
+    ) -> c_int;
 }
 
 /// The engine, if the program's memory is managed.
@@ -86,7 +96,8 @@ pub fn engine_unasked() -> Option<&'static Engine> {
     unsafe { ENGINE.load(Acquire).as_ref() }
 }
 
-/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to the swap file.
+/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
+/// the swap file.
 fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
     unshare_fs()?;
     unshare_files_and_close_all(keep.as_slice())?;
@@ -100,15 +111,18 @@ fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
     Ok(())
 }
 
-/// True in the process-id namespace of the supervisor: in another one, process ids mean other processes.
+/// True in the process-id namespace of the supervisor: in another one, process ids mean other
+/// processes.
 fn same_pid_namespace(segment: &Segment) -> bool {
     let theirs = segment.header.pid_namespace.load(Relaxed);
     match rustix::fs::stat(c"/proc/self/ns/pid") {
         Ok(ours) => theirs == 0 || ours.st_ino == theirs,
-        // Under another root there may be no /proc: what counts is whether both mean the same process.
+        // Under another root there may be no /proc: what counts is whether both mean the same
+        // process.
         Err(_) => {
             let mut reply = [0u8; 8];
-            exchange(&[Request::Identity as u8], &[], &mut reply).is_some_and(|(length, _)| length == 5)
+            exchange(&[Request::Identity as u8], &[], &mut reply)
+                .is_some_and(|(length, _)| length == 5)
                 && reply[1..5] == getpid().0.to_le_bytes()
         }
     }
@@ -155,14 +169,17 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
         return None;
     }
     loop {
-        // SAFETY: the loader passes a null-terminated array of NUL-terminated strings that live as long as the process.
+        // SAFETY: the loader passes a null-terminated array of NUL-terminated strings that live as
+        // long as the process.
         let entry = unsafe { *envp };
         if entry.is_null() {
             return None;
         }
         // SAFETY: as above.
         let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
-        if let Some(value) = entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"=")) {
+        if let Some(value) =
+            entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"="))
+        {
             return Some(value);
         }
         // SAFETY: the array goes on until its null.
@@ -175,7 +192,8 @@ fn spawn(entry: extern "C" fn(usize)) -> bool {
 }
 
 fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
-    // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own allocator.
+    // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own
+    // allocator.
     match unsafe { spawn_engine_thread(stack, entry, argument) } {
         Ok(tid) => {
             ends::note(tid);
@@ -195,7 +213,8 @@ pub fn own_table() -> Option<()> {
     empty_table(None).ok()
 }
 
-/// True in the process that the constructor or libc's fork made, and not in one that runs on its memory.
+/// True in the process that the constructor or libc's fork made, and not in one that runs on its
+/// memory.
 pub fn is_own_process() -> bool {
     OWN_PID.load(Relaxed) == getpid().0
 }
@@ -215,7 +234,8 @@ fn ask(request: Request) -> Option<OwnedFd> {
     exchange(&[request as u8], &[], &mut [0u8; 8])?.1
 }
 
-/// Asks the supervisor to follow a thread of this process through its fork; the connection on which it waits for the end of that.
+/// Asks the supervisor to follow a thread of this process through its fork; the connection on which
+/// it waits for the end of that.
 pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
     let mut request = [Request::Fork as u8; 21];
     request[1..5].copy_from_slice(&tid.to_le_bytes());
@@ -241,7 +261,11 @@ fn open_area(id: AreaId) -> Option<OwnedFd> {
 }
 
 /// Asks the supervisor; the length of its answer, and the descriptor that came with it.
-fn exchange(request: &[u8], fds: &[BorrowedFd<'_>], reply: &mut [u8]) -> Option<(usize, Option<OwnedFd>)> {
+fn exchange(
+    request: &[u8],
+    fds: &[BorrowedFd<'_>],
+    reply: &mut [u8],
+) -> Option<(usize, Option<OwnedFd>)> {
     let (name, len) = *SOCKET.lock();
     let conn = Conn::connect_abstract(&name[..len]).ok()?;
     conn.send(request, fds).ok()?;
@@ -288,13 +312,14 @@ pub fn segment() -> Option<&'static Segment> {
     }
 }
 
-/// The connection by which the supervisor holds this process's userfaultfd, in the engine's table; -1: there is none. A forked child's copy is its
-/// parent's number, and replaced before it is used.
+/// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
+/// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
 static HOLD: AtomicI32 = AtomicI32::new(-1);
 /// How long the supervisor may take to close it.
 const UNHOLDS: Duration = Duration::from_millis(200);
 
-/// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when the process ends. Refused, the end is as without.
+/// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
+/// the process ends. Refused, the end is as without.
 fn hold(engine: &Engine) {
     let (name, len) = *SOCKET.lock();
     let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
@@ -310,12 +335,14 @@ fn unhold() -> bool {
     if number < 0 {
         return true;
     }
-    // SAFETY: the number is that of a descriptor of this thread's table, which `hold` left open for this.
+    // SAFETY: the number is that of a descriptor of this thread's table, which `hold` left open for
+    // this.
     let conn = Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) });
     let asked = conn.send(b"-", &[]);
     // Where a limit on files forbids to poll, the answer is waited for.
     let has_answer = || poll_readable(&[conn.as_fd()], Some(UNHOLDS)) != Ok(0);
-    let is_closed = asked.is_err() || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
+    let is_closed = asked.is_err()
+        || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
     if is_closed {
         HOLD.store(-1, Relaxed);
         return true;
@@ -331,7 +358,10 @@ extern "C" fn sleeper(_: usize) {
         // A program that grows does not wait for its engine to start.
         go_first();
         match segment() {
-            None => log::line("the supervisor does not answer (another network namespace?): this process is not managed"),
+            None => log::line(
+                "the supervisor does not answer (another network namespace?): this process is not \
+                managed",
+            ),
             Some(segment) if !same_pid_namespace(segment) => {
                 log::line("a process-id namespace of its own: this process is not managed");
             }
@@ -341,7 +371,8 @@ extern "C" fn sleeper(_: usize) {
     PLACE.store(NOBODY, Release);
 }
 
-/// What has become of this process's way to its supervisor: [`NOBODY`], [`COMING`], or its slot's number plus one.
+/// What has become of this process's way to its supervisor: [`NOBODY`], [`COMING`], or its slot's
+/// number plus one.
 static PLACE: AtomicU32 = AtomicU32::new(NOBODY);
 const NOBODY: u32 = 0;
 const COMING: u32 = u32::MAX;
@@ -357,9 +388,10 @@ fn start_sleeper() {
     }
 }
 
-/// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole budget is not made before the process is
-/// managed: filled at full speed, or by the kernel at once, it would be past the budget before the supervisor looked. What is `reserved` beyond
-/// all memory of the machine is address space, and not to be filled.
+/// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
+/// budget is not made before the process is managed: filled at full speed, or by the kernel at
+/// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
+/// memory of the machine is address space, and not to be filled.
 pub fn begin_before(len: usize, reserved: bool) {
     if len < SMALLEST_BUDGET || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
         return;
@@ -371,7 +403,9 @@ pub fn begin_before(len: usize, reserved: bool) {
     };
     while PLACE.load(Acquire) == COMING && pause() {}
     let place = PLACE.load(Acquire);
-    let Some(segment) = known_segment().filter(|_| place != NOBODY && place != COMING) else { return };
+    let Some(segment) = known_segment().filter(|_| place != NOBODY && place != COMING) else {
+        return;
+    };
     let slot = segment.slot(SlotIndex(place - 1));
     let budget = segment.header.budget_bytes.load(Relaxed);
     if budget == 0 || (len as u64) < budget || slot.state() != ProcState::Watching {
@@ -396,7 +430,10 @@ fn wait_for_supervisor(segment: &'static Segment) {
         Some(index) => index,
         None => {
             PLACE.store(NOBODY, Release);
-            log::line("the supervisor's table of processes is full: this process is not managed before another one ends");
+            log::line(
+                "the supervisor's table of processes is full: this process is not managed before \
+                another one ends",
+            );
             loop {
                 sleep(Duration::from_secs(1));
                 if let Some(index) = segment.claim(getpid().0, forked_from) {
@@ -424,7 +461,8 @@ fn wait_for_supervisor(segment: &'static Segment) {
 fn serve(handler: &mut Handler) {
     loop {
         handler.run();
-        // Who forks has the lock and waits for the handler, or comes for it later and finds no engine.
+        // Who forks has the lock and waits for the handler, or comes for it later and finds no
+        // engine.
         let Some(_quiet) = FORK_LOCK.try_lock() else { continue };
         let Some(engine) = engine() else { return };
         if handler.let_go() {
@@ -436,14 +474,17 @@ fn serve(handler: &mut Handler) {
     }
 }
 
-/// Has everything brought back, and this process let go for good; returns when that is done. Called by the program's threads.
+/// Has everything brought back, and this process let go for good; returns when that is done. Called
+/// by the program's threads.
 pub fn let_go() {
     if confined::is() {
         return let_go_unasked();
     }
     let this = getpid().0;
     let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
-    let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else { return };
+    let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else {
+        return;
+    };
     slot.detach.store(1, Release);
     slot.limit_bytes.store(NO_LIMIT, Release);
     slot.ring();
@@ -484,7 +525,8 @@ fn let_go_unasked() {
 /// Stored before, and read under, [`FORK_LOCK`].
 static KEPT_FREE: AtomicBool = AtomicBool::new(false);
 
-/// Takes the program's memory under management; returns when that was refused, or the program was let go.
+/// Takes the program's memory under management; returns when that was refused, or the program was
+/// let go.
 fn engage(segment: &'static Segment, index: SlotIndex) {
     let slot = segment.slot(index);
     if !crate::arena::ready() {
@@ -513,29 +555,48 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
     serve(handler);
 }
 
-/// A failed check in the engine ends the process with a message on the program's standard error: the engine's own leads nowhere.
+/// A failed check in the engine ends the process with a message on the program's standard error:
+/// the engine's own leads nowhere.
 fn tell_panics() {
     std::panic::set_hook(Box::new(|info| {
         let payload = info.payload();
-        let what = payload.downcast_ref::<&str>().copied().or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+        let what = payload
+            .downcast_ref::<&str>()
+            .copied()
+            .or_else(|| payload.downcast_ref::<String>().map(String::as_str));
         let what = what.unwrap_or("a check failed");
-        let place = info.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
-        abort_with(&[b"swaptide: ", what.as_bytes(), place.as_bytes(), b"; the process is stopped rather than given wrong data"])
+        let place =
+            info.location().map(|l| format!(" ({}:{})", l.file(), l.line())).unwrap_or_default();
+        abort_with(&[
+            b"swaptide: ",
+            what.as_bytes(),
+            place.as_bytes(),
+            b"; the process is stopped rather than given wrong data",
+        ])
     }));
 }
 
-fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'static mut Handler, String> {
+fn prepare_engine(
+    segment: &'static Segment,
+    index: SlotIndex,
+) -> Result<&'static mut Handler, String> {
     let began = now();
     tell_panics();
     confined::look();
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     if files.is_some_and(|files| files < FEWEST_FILES) {
-        return Err(format!("the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit -n)"));
+        return Err(format!(
+            "the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit \
+            -n)"
+        ));
     }
     if !sends::look_at_inherited() {
-        return Err("a file is open for direct I/O on NFS or Ceph, which do not pin what they read into: this process is not \
+        return Err(
+            "a file is open for direct I/O on NFS or Ceph, which do not pin what they read \
+            into: this process is not \
                     managed (close it, or open it without O_DIRECT)"
-            .into());
+                .into(),
+        );
     }
     {
         let mut path = MAIN_OBJECT.lock();
@@ -560,7 +621,8 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
         unhold,
         references: &sends::REFERENCES,
     };
-    let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
+    let engine: &'static Engine =
+        Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
     let handler = match Handler::new(engine) {
         Ok(handler) => Box::leak(Box::new(handler)),
         Err(error) => {
@@ -571,10 +633,15 @@ fn prepare_engine(segment: &'static Segment, index: SlotIndex) -> Result<&'stati
     hold(engine);
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
-    // Nobody who could be stopped with a lock in his hand is there before the program's growth is seen.
+    // Nobody who could be stopped with a lock in his hand is there before the program's growth is
+    // seen.
     handler.adopt();
     start_workers(engine);
-    log::line(&format!("managed after {:?}, {} pages present", now().since(began), engine.mm.lock().table.present()));
+    log::line(&format!(
+        "managed after {:?}, {} pages present",
+        now().since(began),
+        engine.mm.lock().table.present()
+    ));
     engine.count(Counter::Engaged, 1);
     engine.slot().set_state(ProcState::Engaged);
     Ok(handler)
@@ -591,7 +658,9 @@ fn salt() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
         Ok(8) => u64::from_le_bytes(bytes),
-        _ => abort_with(&[b"swaptide: the kernel gives no random numbers, which the swap file's cipher needs"]),
+        _ => abort_with(&[
+            b"swaptide: the kernel gives no random numbers, which the swap file's cipher needs",
+        ]),
     }
 }
 
@@ -645,7 +714,8 @@ extern "C" fn worker(index: usize) {
 /// The thread that is between its prepare handler and the other end, if one is.
 static FORKING: AtomicU32 = AtomicU32::new(0);
 
-/// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is within a fork already.
+/// Does with a fork what libc's handlers do, where libc calls none. Not where the forking thread is
+/// within a fork already.
 pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
     if !confined::is() && FORKING.load(Relaxed) == gettid().0 {
         return fork();
@@ -663,7 +733,8 @@ pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
 /// The fork under way is one of a program that is [`confined`]. Guarded by [`FORK_LOCK`].
 static FORKS_CONFINED: AtomicBool = AtomicBool::new(false);
 
-/// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would wait for this thread's own lock.
+/// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would
+/// wait for this thread's own lock.
 extern "C" fn prepare() {
     if confined::is() {
         // Nothing may begin meanwhile, and nothing is managed: neither end has anything to do.
@@ -675,7 +746,8 @@ extern "C" fn prepare() {
         };
         take();
         while engine_unasked().is_some() {
-            // SAFETY: this thread took the lock and forgot its guard; who waits for it looks again by itself.
+            // SAFETY: this thread took the lock and forgot its guard; who waits for it looks again
+            // by itself.
             unsafe { FORK_LOCK.force_unlock() };
             let_go_unasked();
             take();
@@ -697,7 +769,8 @@ extern "C" fn prepare() {
     if engine().is_some_and(|engine| engine.followed && !cradle::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
         let_go_before_fork(
-            "a fork could not be followed (ptrace is not permitted, or the table of descriptors is full): the process is let go",
+            "a fork could not be followed (ptrace is not permitted, or the table of descriptors is \
+            full): the process is let go",
         );
     }
     if let Some(engine) = engine() {
@@ -711,7 +784,8 @@ extern "C" fn prepare() {
             engine.fork.close_end(false);
             engine.fork.close_end(true);
             let_go_before_fork(
-                "a child could not be told of, for the limit on open files is too low (ulimit -n): the process is let go",
+                "a child could not be told of, for the limit on open files is too low (ulimit -n): \
+                the process is let go",
             );
         }
     }
@@ -741,7 +815,10 @@ extern "C" fn parent() {
         engine.bells.ring(Ring::ForkDone);
         engine.fork.wait(NONE, FORK_MASK.load(Relaxed));
         if engine.fork.was_child_killed() {
-            tell(b"swaptide: a forked child did not take its memory over within half a minute and was killed\n");
+            tell(
+                b"swaptide: a forked child did not take its memory over within half a minute and \
+                was killed\n",
+            );
         }
     }
     let mask = FORK_MASK.load(Relaxed);
@@ -766,12 +843,15 @@ extern "C" fn child() {
     // This thread has another id here.
     words::pin_own_block();
     let mask = FORK_MASK.load(Relaxed);
-    // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other thread exists here.
+    // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other
+    // thread exists here.
     unsafe { FORK_LOCK.force_unlock() };
-    // Whoever holds it from now on is a thread of this process: the one that begins management, say. The next fork must wait for it.
+    // Whoever holds it from now on is a thread of this process: the one that begins management,
+    // say. The next fork must wait for it.
     FORKER_PID.store(getpid().0, Relaxed);
     // SAFETY: null, or the engine this process has a copy of.
-    let inherited = unsafe { ENGINE.load(Acquire).as_ref() }.filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
+    let inherited = unsafe { ENGINE.load(Acquire).as_ref() }
+        .filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed));
     match inherited {
         None => start_sleeper(),
         Some(engine) => {
@@ -780,17 +860,20 @@ extern "C" fn child() {
             TAKEN_OVER.store(0, Relaxed);
             engine.fork.close_end(false);
             if engine.fork.is_shut() {
-                // The parent's handler serves this process until it has all its memory, and waits for no word.
+                // The parent's handler serves this process until it has all its memory, and waits
+                // for no word.
                 engine.fork.close_end(true);
                 ENGINE.store(std::ptr::null_mut(), Release);
             } else if spawn(heir) {
                 let mut waited = Waited::default();
                 while TAKEN_OVER.load(Acquire) == 0 {
-                    waited.turn(futex::wait(&TAKEN_OVER, 0, Some(TURN), futex::Scope::Private), mask);
+                    waited
+                        .turn(futex::wait(&TAKEN_OVER, 0, Some(TURN), futex::Scope::Private), mask);
                 }
                 engine.fork.close_end(true);
             } else {
-                // This thread asks for everything itself; the parent's handler serves its faults until then.
+                // This thread asks for everything itself; the parent's handler serves its faults
+                // until then.
                 let declined = engine.decline(engine.fork.take_child_end(), Decline::NoThread);
                 ENGINE.store(std::ptr::null_mut(), Release);
                 if let Err(errno) = declined {
@@ -813,7 +896,8 @@ fn stop(errno: swaptide_sys::Errno) -> ! {
         64 - rest.len()
     };
     abort_with(&[
-        b"swaptide: a forked child could not take its memory over, and its parent does not answer (",
+        b"swaptide: a forked child could not take its memory over, and its parent does not answer \
+        (",
         &why[..len],
         b"); it is stopped rather than given wrong data",
     ])
@@ -831,7 +915,8 @@ fn disown() {
     child_is_served();
 }
 
-/// A slot, if there is one within a moment: the supervisor may not have cleared those of the dead yet.
+/// A slot, if there is one within a moment: the supervisor may not have cleared those of the dead
+/// yet.
 fn claim_soon(segment: &Segment) -> Option<SlotIndex> {
     for _ in 0..10 {
         if let Some(index) = segment.claim(getpid().0, PARENT.load(Relaxed)) {
@@ -858,7 +943,8 @@ fn stand_still_as_told(stage: u32) {
 extern "C" fn heir(_: usize) {
     // SAFETY: null, or the engine this process has a copy of.
     let Some(engine) = (unsafe { ENGINE.load(Acquire).as_ref() }) else { return disown() };
-    // Without a table of its own it would answer through the program's, which it must not close: it says so and ends.
+    // Without a table of its own it would answer through the program's, which it must not close: it
+    // says so and ends.
     let end = match empty_table(engine.fork.child_end()) {
         // SAFETY: the table is this thread's own.
         Ok(()) => unsafe { engine.fork.own_child_end() },

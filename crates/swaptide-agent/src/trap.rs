@@ -1,13 +1,17 @@
-//! libc's ways past its own fork handlers, `syscall`, `clone` and `_Fork`. The first two pass through untouched but for the few calls that concern swaptide.
+//! libc's ways past its own fork handlers, `syscall`, `clone` and `_Fork`. The first two pass
+//! through untouched but for the few calls that concern swaptide.
 //!
-//! Both go on by a jump with every register and the stack as they were, because what they start may return twice, or on another stack.
+//! Both go on by a jump with every register and the stack as they were, because what they start may
+//! return twice, or on another stack.
 //!
-//! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live longer. The engine ends with its
-//! process, and what is swapped then would read as zeros in the other: so everything is brought back first, and stays unmanaged. Where forks are
-//! followed (see [`crate::cradle`]), so it is before a fork of this kind, which nobody follows.
+//! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live
+//! longer. The engine ends with its process, and what is swapped then would read as zeros in the
+//! other: so everything is brought back first, and stays unmanaged. Where forks are followed (see
+//! [`crate::cradle`]), so it is before a fork of this kind, which nobody follows.
 //!
-//! A filter of system calls for all threads binds the engine's, and may end them. With the last of them the userfaultfd would be closed, and what is
-//! swapped read as zeros: so before one is set the process is let go ([`start::let_go`]).
+//! A filter of system calls for all threads binds the engine's, and may end them. With the last of
+//! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
+//! the process is let go ([`start::let_go`]).
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 
@@ -61,7 +65,15 @@ static KINDS: [u8; CALLS] = {
         SYS_SECCOMP,
         words::SYS_FUTEX,
     ];
-    let before = [SYS_CLONE, SYS_FORK, SYS_CLONE3, SYS_EXIT, SYS_SET_TID_ADDRESS, SYS_SET_ROBUST_LIST, SYS_RSEQ];
+    let before = [
+        SYS_CLONE,
+        SYS_FORK,
+        SYS_CLONE3,
+        SYS_EXIT,
+        SYS_SET_TID_ADDRESS,
+        SYS_SET_ROBUST_LIST,
+        SYS_RSEQ,
+    ];
     let sends = [
         sends::SYS_VMSPLICE,
         sends::SYS_SENDTO,
@@ -99,7 +111,8 @@ const CLONE_VM: u64 = 0x100;
 const CLONE_VFORK: u64 = 0x4000;
 const CLONE_THREAD: u64 = 0x1_0000;
 
-/// Before a new task: if it will share the memory and not end with this process, nothing may be swapped any more.
+/// Before a new task: if it will share the memory and not end with this process, nothing may be
+/// swapped any more.
 fn before_clone(flags: u64) {
     if flags & CLONE_VM != 0 {
         moves::will_have_threads();
@@ -124,7 +137,8 @@ fn before_clone(flags: u64) {
     pins::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
     let Ok(maps) = MapsFile::open_self() else {
         swaptide_sys::thread::abort_with(&[
-            b"swaptide: a process that shares this one's memory needs all of it in RAM, and /proc/self/maps cannot be read; stopped \
+            b"swaptide: a process that shares this one's memory needs all of it in RAM, and \
+            /proc/self/maps cannot be read; stopped \
               rather than given wrong data",
         ])
     };
@@ -135,7 +149,8 @@ fn before_clone(flags: u64) {
             program_parts(vma.range, |part| {
                 if !shapes::let_range_go(part) {
                     swaptide_sys::thread::abort_with(&[
-                        b"swaptide: a process that shares this one's memory needs all of it in RAM, and some cannot be brought back; \
+                        b"swaptide: a process that shares this one's memory needs all of it in \
+                        RAM, and some cannot be brought back; \
                           stopped rather than given wrong data",
                     ])
                 }
@@ -164,8 +179,15 @@ extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
     real::CLONE.address()
 }
 
-/// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with what it goes on to.
-extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: usize, fourth: usize) -> *mut c_void {
+/// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with
+/// what it goes on to.
+extern "C" fn syscall_next(
+    number: usize,
+    first: usize,
+    second: usize,
+    third: usize,
+    fourth: usize,
+) -> *mut c_void {
     match number {
         SYS_CLONE => {
             before_clone(first as u64 & 0xffff_ffff);
@@ -173,8 +195,8 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
         }
         SYS_FORK => before_clone(0),
         SYS_CLONE3 => {
-            // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's to
-            // refuse; under a filter the read itself may be one call too many.
+            // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's
+            // to refuse; under a filter the read itself may be one call too many.
             let mut words = [0u64; 3];
             let is_read = if confined::is() && first != 0 {
                 // SAFETY: the program's argument, which the kernel is about to read as well.
@@ -182,7 +204,9 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
                 true
             } else {
                 // SAFETY: any bytes are words.
-                probe::read(first, unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words)) })
+                probe::read(first, unsafe {
+                    std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
+                })
             };
             if is_read {
                 before_clone(words[0]);
@@ -203,7 +227,15 @@ extern "C" fn syscall_next(number: usize, first: usize, second: usize, third: us
 
 /// Called by [`syscall`] for the calls that have a hook of their own ([`INSTEAD`]), which
 /// goes there by a jump: the seventh parameter is the call's sixth argument.
-unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+unsafe extern "C" fn hooked(
+    number: usize,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
     real::libc_result(match number {
         SYS_PRCTL | SYS_SECCOMP => {
             // SAFETY: the program's own arguments.
@@ -213,26 +245,34 @@ unsafe extern "C" fn hooked(number: usize, a: usize, b: usize, c: usize, d: usiz
             if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
                 start::let_go();
             }
-            let sets = if number == SYS_PRCTL { a == confined::PR_SET_SECCOMP as usize } else { confined::SETS.contains(&a) };
+            let sets = if number == SYS_PRCTL {
+                a == confined::PR_SET_SECCOMP as usize
+            } else {
+                confined::SETS.contains(&a)
+            };
             if sets { confined::set(call) } else { call() }
         }
         words::SYS_FUTEX => words::futex([a, b, c, d, e, f]),
         SYS_MADVISE => -(hooks::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => moves::remap(a, b, c, d as c_int, e),
-        sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => sends::instead(number, [a, b, c, d, e, 0]),
+        sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => {
+            sends::instead(number, [a, b, c, d, e, 0])
+        }
         SYS_IOCTL => shapes::control_raw(a, b, c),
         SYS_SHMAT => shapes::attach(a, b, c),
         SYS_MLOCKALL => shapes::lock_all(a),
         SYS_PROCESS_MADVISE => shapes::advise_process(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
-            exec::with_environment(c as *const *const c_char, |envp| syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int)
-                as isize
+            exec::with_environment(c as *const *const c_char, |envp| {
+                syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int
+            }) as isize
         },
         // SAFETY: as above.
         _ => unsafe {
-            exec::with_environment(d as *const *const c_char, |envp| syscall6(322, [a, b, c, envp as usize, e, 0]) as c_int)
-                as isize
+            exec::with_environment(d as *const *const c_char, |envp| {
+                syscall6(322, [a, b, c, envp as usize, e, 0]) as c_int
+            }) as isize
         },
     })
 }
@@ -289,7 +329,8 @@ pub unsafe extern "C" fn syscall() {
     )
 }
 
-/// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not be managed.
+/// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not
+/// be managed.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[allow(non_snake_case, reason = "libc's name")]
 pub extern "C" fn _Fork() -> c_int {

@@ -3,18 +3,21 @@
 //! Finds them at the calls that announce them, and has their pages pinned ([`crate::pinned`]):
 //!
 //! - the control block of a thread: `clear_child_tid`, the head of its robust list, its rseq area;
-//! - mutexes that are robust or inherit priorities, from `pthread_mutex_init` on. A mutex made by an
-//!   initialiser is neither;
-//! - what `set_tid_address`, `set_robust_list`, `rseq` and `clone` name, through libc's `syscall` and
-//!   `clone`;
-//! - what a futex operation that writes is called for through `syscall`. Such an operation fails with
-//!   `EFAULT` on a page that is out. It is then made again; for a PI futex the page is pinned first.
+//! - mutexes that are robust or inherit priorities, from `pthread_mutex_init` on. A mutex made by
+//!   an initialiser is neither;
+//! - what `set_tid_address`, `set_robust_list`, `rseq` and `clone` name, through libc's `syscall`
+//!   and `clone`;
+//! - what a futex operation that writes is called for through `syscall`. Such an operation fails
+//!   with `EFAULT` on a page that is out. It is then made again; for a PI futex the page is pinned
+//!   first.
 //!
-//! Owns: two flags. Locks: none; nothing is allocated. The same calls made by a bare instruction are
-//! not seen (`docs/limits.md`).
+//! Owns: two flags. Locks: none; nothing is allocated. The same calls made by a bare instruction
+//! are not seen (`docs/limits.md`).
 
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+};
 
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::{Tid, gettid};
@@ -22,7 +25,8 @@ use swaptide_sys::thread::{Tid, gettid};
 use crate::probe::read;
 use crate::{confined, pinned, real, start};
 
-/// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq area.
+/// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq
+/// area.
 const BLOCK: usize = 0x900;
 const RSEQ_BYTES: usize = 32;
 
@@ -150,7 +154,11 @@ pub fn futex(a: [usize; 6]) -> isize {
         Writes::Second | Writes::PiSecond => a[4],
     };
     let is_pi = writes(a[1]) != Writes::Second;
-    if is_pi && word % 4 == 0 && RAW_PINNED.load(Relaxed) < RAW_PAGES && pinned::pin_for_good(word, 4) {
+    if is_pi
+        && word % 4 == 0
+        && RAW_PINNED.load(Relaxed) < RAW_PAGES
+        && pinned::pin_for_good(word, 4)
+    {
         RAW_PINNED.fetch_add(1, Relaxed);
         pinned::await_taking();
         fetch(word, a[1]);
@@ -166,13 +174,15 @@ pub fn futex(a: [usize; 6]) -> isize {
 }
 
 /// Has the page of a futex word in memory, by an operation that only reads it: one that the program
-/// may use where it may use the other. A wait of no time would read it as well, but be a waiter for a
-/// moment, whom others' operations on a PI futex answer with `EINVAL`, and whom a wake-up may be
+/// may use where it may use the other. A wait of no time would read it as well, but be a waiter for
+/// a moment, whom others' operations on a PI futex answer with `EINVAL`, and whom a wake-up may be
 /// spent on. A requeue of nobody queues nobody. False if the word cannot be read.
 fn fetch(word: usize, operation: usize) -> bool {
     const CMP_REQUEUE: usize = 4;
     // SAFETY: the kernel reads the word; nobody is woken and nobody requeued.
-    let result = unsafe { syscall6(SYS_FUTEX as u32, [word, CMP_REQUEUE | operation & PRIVATE, 0, 0, word, 0]) } as isize;
+    let result = unsafe {
+        syscall6(SYS_FUTEX as u32, [word, CMP_REQUEUE | operation & PRIVATE, 0, 0, word, 0])
+    } as isize;
     result != EFAULT
 }
 
@@ -191,7 +201,8 @@ pub fn named(addr: usize, len: usize) {
         if confined::is() {
             return;
         }
-        // By the call that the engine needs anyway: a filter of the program's may end it for another.
+        // By the call that the engine needs anyway: a filter of the program's may end it for
+        // another.
         fetch(addr & !3, PRIVATE);
         fetch(addr.wrapping_add(len - 1) & !3, PRIVATE);
     }
@@ -216,9 +227,11 @@ fn call_at_end() {
         return;
     }
     // SAFETY: the addresses are those of libc's functions of these types.
-    let create: unsafe extern "C" fn(*mut u32, Destructor) -> c_int = unsafe { std::mem::transmute(create) };
+    let create: unsafe extern "C" fn(*mut u32, Destructor) -> c_int =
+        unsafe { std::mem::transmute(create) };
     // SAFETY: as above.
-    let set: unsafe extern "C" fn(u32, *const c_void) -> c_int = unsafe { std::mem::transmute(set) };
+    let set: unsafe extern "C" fn(u32, *const c_void) -> c_int =
+        unsafe { std::mem::transmute(set) };
     if KEY.load(Acquire) == 0 {
         let mut key = 0;
         // SAFETY: `key` is written; the destructor is a function of this type.
@@ -236,8 +249,8 @@ extern "C" fn end_of_thread(_value: *mut c_void) {
     ending();
 }
 
-/// The calling thread is about to end: the kernel must find the entries of a robust list that is the
-/// program's own. They are pinned until the thread is gone.
+/// The calling thread is about to end: the kernel must find the entries of a robust list that is
+/// the program's own. They are pinned until the thread is gone.
 pub fn ending() {
     if !OWN_LISTS.load(Relaxed) || confined::is() || start::engine().is_none() {
         return;
@@ -260,7 +273,8 @@ fn pin_entries(head: usize, tid: Option<Tid>) {
     if !read(head, &mut words) {
         return;
     }
-    let word = |at: usize| usize::from_ne_bytes(words[at * 8..at * 8 + 8].try_into().expect("8 bytes"));
+    let word =
+        |at: usize| usize::from_ne_bytes(words[at * 8..at * 8 + 8].try_into().expect("8 bytes"));
     let offset = word(1);
     let see = |entry: usize| {
         let (entry, mut next) = (entry & !1, [0u8; 8]);

@@ -1,6 +1,8 @@
-//! The core alone: look-up, allocation in an empty and an almost full device, exchanges, a page's whole cycle.
+//! The core alone: look-up, allocation in an empty and an almost full device, exchanges, a page's
+//! whole cycle.
 //!
-//! `cargo bench -p swaptide-core`. Against what came before: `cargo bench -p swaptide-lab`, `swaptide lab swap-table`.
+//! `cargo bench -p swaptide-core`. Against what came before: `cargo bench -p swaptide-lab`,
+//! `swaptide lab swap-table`.
 #![allow(missing_docs)]
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
@@ -38,7 +40,8 @@ fn lookup(c: &mut Criterion) {
         out(&d, Order::MAX);
     }
     let mut random = Random(1);
-    let offs: Vec<SwapOffset> = (0..1 << 16).map(|_| SwapOffset(random.below(SLOTS as usize) as u32)).collect();
+    let offs: Vec<SwapOffset> =
+        (0..1 << 16).map(|_| SwapOffset(random.below(SLOTS as usize) as u32)).collect();
     let mut group = c.benchmark_group("look-up");
     let mut i = 0;
     group.bench_function("random in 1 GiB", |b| {
@@ -57,7 +60,8 @@ fn alloc(c: &mut Criterion) {
     group.throughput(Throughput::Elements(BATCH as u64));
     for percent in [5, 50, 95] {
         let d = device();
-        let mut used: Vec<SwapOffset> = (0..SLOTS / 100 * percent).map(|_| out(&d, Order::ZERO)).collect();
+        let mut used: Vec<SwapOffset> =
+            (0..SLOTS / 100 * percent).map(|_| out(&d, Order::ZERO)).collect();
         let mut random = Random(3);
         let mut free = |used: &mut Vec<SwapOffset>| {
             for _ in 0..BATCH {
@@ -117,13 +121,19 @@ fn compact(c: &mut Criterion) {
             let off = out(&d, Order::ZERO);
             d.folio_to_shadow(off, 1, F, Shadow(i), ZeroMask::None).unwrap();
         }
-        (0..USED).step_by(2).for_each(|off| _ = d.free(SwapOffset(off), 1, Expect::Shadow).unwrap());
+        (0..USED)
+            .step_by(2)
+            .for_each(|off| _ = d.free(SwapOffset(off), 1, Expect::Shadow).unwrap());
         d
     };
     let mut group = c.benchmark_group("compact");
     group.throughput(Throughput::Elements(u64::from(USED / 4)));
     group.bench_function("every second slot of 64 clusters free", |b| {
-        b.iter_batched(torn, |d| assert_eq!(d.compact(u32::MAX, false, &mut Anyone).moved, USED / 4), BatchSize::PerIteration);
+        b.iter_batched(
+            torn,
+            |d| assert_eq!(d.compact(u32::MAX, false, &mut Anyone).moved, USED / 4),
+            BatchSize::PerIteration,
+        );
     });
     group.finish();
 }

@@ -3,31 +3,40 @@
 //! The search, for a run of order `o`:
 //! 1. the lane's current cluster of that order, from where the last allocation ended;
 //! 2. on a device with discard, or told so ([`crate::SearchOrder`]): an empty cluster;
-//! 3. nonfull[o], each once: what does not serve moves to frag[o]. While there are empty clusters and `o` > 0, a few of them: the others are the first next
-//!    time;
-//! 4. an empty cluster: one that was used before rather than a fresh one, so that the device's footprint stays small;
-//! 5. when more than half of the device is used: a full cluster's slots that only the swap cache holds, then nonfull[o] again
-//!    ([`crate::reclaim`]); then a few of frag[o];
-//! 6. an empty cluster that still waits for its discard: the discard is a favour, the slot is needed;
-//! 7. order 0 only: any other cluster with a free slot, by frag[1], nonfull[1], frag[2], ..., frag[0].
+//! 3. nonfull[o], each once: what does not serve moves to frag[o]. While there are empty clusters
+//!    and `o` > 0, a few of them: the others are the first next time;
+//! 4. an empty cluster: one that was used before rather than a fresh one, so that the device's
+//!    footprint stays small;
+//! 5. when more than half of the device is used: a full cluster's slots that only the swap cache
+//!    holds, then nonfull[o] again ([`crate::reclaim`]); then a few of frag[o];
+//! 6. an empty cluster that still waits for its discard: the discard is a favour, the slot is
+//!    needed;
+//! 7. order 0 only: any other cluster with a free slot, by frag[1], nonfull[1], frag[2], ...,
+//!    frag[0].
 //!
-//! (kernel-facts A1 to A4; seed: mthp-swap-allocator.) On a rotational device step 1 is the cursor: from where the last allocation of any
-//! CPU and order ended, cluster by cluster in the order of their numbers, a bounded number of them; clusters are not devoted to
-//! orders there. (kernel-facts A8)
+//! (kernel-facts A1 to A4; seed: mthp-swap-allocator.) On a rotational device step 1 is the cursor:
+//! from where the last allocation of any CPU and order ended, cluster by cluster in the order of
+//! their numbers, a bounded number of them; clusters are not devoted to orders there. (kernel-facts
+//! A8)
 //!
 //! Invariants:
-//! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing does not change its order).
-//! 2. `holes` says that a part of the cluster was freed after the last scan passed it: such a cluster stays on nonfull[o]
-//!    though a lane fills it, and a lane that reaches its end looks at it once more from the start. (With the kernel's rule,
-//!    any scan moves it to frag[o], and the holes are forgotten.)
-//! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search is repeated for a while when
-//!    it was hidden (its cluster locked by somebody else for a moment).
+//! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing
+//!    does not change its order).
+//! 2. `holes` says that a part of the cluster was freed after the last scan passed it: such a
+//!    cluster stays on nonfull[o] though a lane fills it, and a lane that reaches its end looks at
+//!    it once more from the start. (With the kernel's rule, any scan moves it to frag[o], and the
+//!    holes are forgotten.)
+//! 3. Order 0 does not fail while a slot is free: the reservation says that one is, so the search
+//!    is repeated for a while when it was hidden (its cluster locked by somebody else for a
+//!    moment).
 
 use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::Entry;
 use crate::error::AllocError;
-use crate::ids::{ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset};
+use crate::ids::{
+    ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
+};
 use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::ListId;
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
@@ -42,7 +51,8 @@ const FRAG_SCANS: u32 = 4;
 /// Clusters that the cursor of a rotational device passes in one search.
 const SWEEP: u32 = 64;
 
-/// Searches by order 0 before it believes that the free slot it reserved is out of reach (in clusters being discarded).
+/// Searches by order 0 before it believes that the free slot it reserved is out of reach (in
+/// clusters being discarded).
 #[cfg(not(loom))]
 const ORDER_0_ROUNDS: u32 = 1024;
 #[cfg(loom)]
@@ -54,7 +64,8 @@ const NOWHERE: u64 = u64::MAX;
 struct Search<'a> {
     device: &'a SwapDevice,
     order: Order,
-    /// The order of the clusters that serve it: its own, or 0 where clusters are not devoted to orders.
+    /// The order of the clusters that serve it: its own, or 0 where clusters are not devoted to
+    /// orders.
     class: u8,
     entry: Entry,
     /// The lane it is for.
@@ -67,13 +78,19 @@ struct Search<'a> {
 type Locked<'a> = (ClusterIndex, Guard<'a, State>);
 
 impl SwapDevice {
-    /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of 1, the page table that is about
-    /// to point to it. `cpu` chooses the lane.
+    /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
+    /// 1, the page table that is about to point to it. `cpu` chooses the lane.
     ///
     /// # Errors
-    /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last free slots are in clusters that
-    /// are being discarded.
-    pub fn alloc_folio(&self, cpu: CpuId, order: Order, folio: FolioId, group: GroupId) -> Result<SwapOffset, AllocError> {
+    /// [`AllocError`]; nothing was changed. Order 0 gets [`AllocError::NoRun`] only while the last
+    /// free slots are in clusters that are being discarded.
+    pub fn alloc_folio(
+        &self,
+        cpu: CpuId,
+        order: Order,
+        folio: FolioId,
+        group: GroupId,
+    ) -> Result<SwapOffset, AllocError> {
         let own = self.lanes.of(cpu.0.into());
         self.reserve_or_reclaim(own, order.pages())?;
         let entry = Entry::new_folio(folio, group);
@@ -126,7 +143,11 @@ impl<'a> Search<'a> {
             state.holes = false;
             found = self.take(index, &mut state, 0);
         }
-        let home = if own && !(found.is_some() && state.holes) { ListId::Frag(state.order) } else { state.list };
+        let home = if own && !(found.is_some() && state.holes) {
+            ListId::Frag(state.order)
+        } else {
+            state.list
+        };
         self.settle(index, state, home, found)
     }
 
@@ -135,7 +156,9 @@ impl<'a> Search<'a> {
         let own = self.class;
         let early = if self.device.discard || self.device.free_first { self.empty() } else { None };
         early
-            .or_else(|| self.scan(ListId::Nonfull(own), self.nonfull_scans(), Some(ListId::Frag(own))))
+            .or_else(|| {
+                self.scan(ListId::Nonfull(own), self.nonfull_scans(), Some(ListId::Frag(own)))
+            })
             .or_else(|| self.empty())
             .or_else(|| self.reclaimed())
             .or_else(|| self.scan(ListId::Frag(own), FRAG_SCANS, None))
@@ -144,14 +167,20 @@ impl<'a> Search<'a> {
             .or_else(|| self.steal())
     }
 
-    /// How many clusters with room are looked at before an empty one is taken. Where slots are freed one by one nearly every cluster has room, and hardly
-    /// one a run: to look at all of them for each folio costs more than the rest of the allocation. Who was not looked at is the first next time.
+    /// How many clusters with room are looked at before an empty one is taken. Where slots are
+    /// freed one by one nearly every cluster has room, and hardly one a run: to look at all of them
+    /// for each folio costs more than the rest of the allocation. Who was not looked at is the
+    /// first next time.
     fn nonfull_scans(&self) -> u32 {
         if self.order == Order::ZERO {
             return u32::MAX;
         }
         let lists = self.device.lists.lock();
-        if lists.len(ListId::Free) > 0 || lists.fresh != lists.fresh_end { NONFULL_SCANS } else { u32::MAX }
+        if lists.len(ListId::Free) > 0 || lists.fresh != lists.fresh_end {
+            NONFULL_SCANS
+        } else {
+            u32::MAX
+        }
     }
 
     /// An empty cluster.
@@ -173,7 +202,11 @@ impl<'a> Search<'a> {
     /// Step 5, its first half.
     fn reclaimed(&mut self) -> Option<SwapOffset> {
         let won = self.device.crowded() && self.device.reclaim_cached(1) > 0;
-        let found = if won { self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class))) } else { None };
+        let found = if won {
+            self.scan(ListId::Nonfull(self.class), u32::MAX, Some(ListId::Frag(self.class)))
+        } else {
+            None
+        };
         found.or_else(|| self.emptied())
     }
 
@@ -240,16 +273,23 @@ impl<'a> Search<'a> {
     fn fill(&mut self, (index, mut state): Locked<'a>) -> Option<SwapOffset> {
         self.device.open(index, &mut state, self.class);
         let found = self.take(index, &mut state, 0);
-        assert!(found.is_some(), "{index} of {} is empty and has no free run of {}", self.device.ty, self.order);
+        assert!(
+            found.is_some(),
+            "{index} of {} is empty and has no free run of {}",
+            self.device.ty,
+            self.order
+        );
         self.settle(index, state, ListId::Frag(self.class), found)
     }
 
-    /// Scans up to `max` clusters of a list, each from its start. `to`: where a scanned cluster goes; `None` is back to its list.
+    /// Scans up to `max` clusters of a list, each from its start. `to`: where a scanned cluster
+    /// goes; `None` is back to its list.
     fn scan(&self, list: ListId, max: u32, to: Option<ListId>) -> Option<SwapOffset> {
         if self.order == Order::MAX && self.order != Order::ZERO {
             return None;
         }
-        // Of a rotational device's clusters, none of which is devoted to an order, many may have no run of it.
+        // Of a rotational device's clusters, none of which is devoted to an order, many may have no
+        // run of it.
         let max = if self.device.cursor.is_some() { max.min(SWEEP) } else { max };
         let rounds = max.min(self.device.lists.lock().len(list));
         for _ in 0..rounds {
@@ -259,8 +299,14 @@ impl<'a> Search<'a> {
                 state.holes = false;
             }
             let found = self.take(index, &mut state, 0);
-            let cached = if found.is_none() && self.device.crowded() { self.cached_run(index) } else { None };
-            let off = self.settle(index, state, to.unwrap_or(list), found).or_else(|| self.win(index, cached?));
+            let cached = if found.is_none() && self.device.crowded() {
+                self.cached_run(index)
+            } else {
+                None
+            };
+            let off = self
+                .settle(index, state, to.unwrap_or(list), found)
+                .or_else(|| self.win(index, cached?));
             if off.is_some() {
                 return off;
             }
@@ -278,7 +324,8 @@ impl<'a> Search<'a> {
         (0..SLOTS_PER_CLUSTER).step_by(n).find(|&at| (at..at + n).all(good))
     }
 
-    /// Asks for the cached slots of a run of a cluster that was let go, and takes the run if that made it free.
+    /// Asks for the cached slots of a run of a cluster that was let go, and takes the run if that
+    /// made it free.
     fn win(&self, index: ClusterIndex, at: usize) -> Option<SwapOffset> {
         self.device.reclaim_in(index, at..at + self.order.pages() as usize);
         let mut state = self.device.cluster(index).lock();
@@ -296,7 +343,8 @@ impl<'a> Search<'a> {
         if self.order != Order::ZERO {
             return None;
         }
-        let others = (1..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
+        let others =
+            (1..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
         others.chain([ListId::Frag(0)]).find_map(|list| self.scan(list, u32::MAX, None))
     }
 
@@ -313,19 +361,31 @@ impl<'a> Search<'a> {
             state.open &= !(lines_of(n) << (at / SLOTS_PER_LINE));
         } else if n == 1 && start <= at / SLOTS_PER_LINE * SLOTS_PER_LINE {
             // The search came by every line from its start on up to this one's.
-            state.open &= !(((1 << (at / SLOTS_PER_LINE)) - 1) & !((1 << start.div_ceil(SLOTS_PER_LINE)) - 1));
+            state.open &= !(((1 << (at / SLOTS_PER_LINE)) - 1)
+                & !((1 << start.div_ceil(SLOTS_PER_LINE)) - 1));
         }
         Some(at)
     }
 
     /// After an attempt: the cluster goes to its list, the lane remembers where it was.
     #[inline]
-    fn settle(&self, index: ClusterIndex, mut state: Guard<'_, State>, home: ListId, found: Option<usize>) -> Option<SwapOffset> {
+    fn settle(
+        &self,
+        index: ClusterIndex,
+        mut state: Guard<'_, State>,
+        home: ListId,
+        found: Option<usize>,
+    ) -> Option<SwapOffset> {
         let full = usize::from(state.used) == SLOTS_PER_CLUSTER;
         self.device.move_to(index, &mut state, if full { ListId::Full } else { home });
-        let next = found.map(|at| at + self.order.pages() as usize).filter(|&next| !full && next < SLOTS_PER_CLUSTER);
+        let next = found
+            .map(|at| at + self.order.pages() as usize)
+            .filter(|&next| !full && next < SLOTS_PER_CLUSTER);
         // A lane is a hint: a lost update costs a search, nothing else.
-        self.lane.store(next.map_or(NOWHERE, |next| u64::from(index.0) << 32 | next as u64), Ordering::Relaxed);
+        self.lane.store(
+            next.map_or(NOWHERE, |next| u64::from(index.0) << 32 | next as u64),
+            Ordering::Relaxed,
+        );
         found.map(|at| index.slot(at))
     }
 }
@@ -336,7 +396,8 @@ fn lines_of(n: usize) -> u64 {
     u64::MAX >> (u64::BITS as usize - n.div_ceil(SLOTS_PER_LINE))
 }
 
-/// The first free, aligned run of `n` slots at or after slot `start` of a locked cluster with a table.
+/// The first free, aligned run of `n` slots at or after slot `start` of a locked cluster with a
+/// table.
 #[inline]
 pub(crate) fn free_run(table: &Table, state: &State, n: usize, start: usize) -> Option<usize> {
     if usize::from(state.used) + n > SLOTS_PER_CLUSTER {
@@ -348,12 +409,16 @@ pub(crate) fn free_run(table: &Table, state: &State, n: usize, start: usize) -> 
         let line = at / SLOTS_PER_LINE;
         let open = state.open >> line;
         if open & lines != lines {
-            // The next line with a free slot; the run's own first line may be open and another one not.
+            // The next line with a free slot; the run's own first line may be open and another one
+            // not.
             let skip = (open & !1).trailing_zeros() as usize;
-            at = ((line + skip) * SLOTS_PER_LINE).next_multiple_of(n).max((at + 1).next_multiple_of(n));
+            at = ((line + skip) * SLOTS_PER_LINE)
+                .next_multiple_of(n)
+                .max((at + 1).next_multiple_of(n));
             continue;
         }
-        // From the back: a used slot near the end of the run is as good a reason as one near its start.
+        // From the back: a used slot near the end of the run is as good a reason as one near its
+        // start.
         if (at..at + n).rev().all(|i| table.get_locked(i).is_free()) {
             return Some(at);
         }

@@ -1,14 +1,19 @@
 //! The record of one cluster, and the counts too large for their words. (kernel-facts A1, B2)
 //!
 //! Invariants (cluster lock):
-//! 1. The table is in use exactly while `used > 0`, or while the allocator holds the lock and is filling the cluster.
+//! 1. The table is in use exactly while `used > 0`, or while the allocator holds the lock and is
+//!    filling the cluster.
 //! 2. `used` is the number of words that are not free; bad slots count as used.
-//! 3. `order` is set by the first allocation into an empty cluster and stands until the cluster is empty again.
-//! 4. `list` names the list the cluster is on; [`ListId::None`] with the lock free means: being discarded, or never used.
-//! 5. A line of eight words without its bit in `open` has no free slot. (With the bit it may have one.)
+//! 3. `order` is set by the first allocation into an empty cluster and stands until the cluster is
+//!    empty again.
+//! 4. `list` names the list the cluster is on; [`ListId::None`] with the lock free means: being
+//!    discarded, or never used.
+//! 5. A line of eight words without its bit in `open` has no free slot. (With the bit it may have
+//!    one.)
 //! 6. A word whose count is 255 has an entry in `overflow`, and no other word has.
 //!
-//! Locks: `state` is the cluster lock. A folio is locked before it, the lists lock and the pool's lock after it.
+//! Locks: `state` is the cluster lock. A folio is locked before it, the lists lock and the pool's
+//! lock after it.
 
 use crate::entry::{COUNT_OVERFLOW, Entry};
 use crate::lists::ListId;
@@ -43,7 +48,8 @@ pub(crate) struct State {
     /// The lane that took slots of it last: a hint.
     pub lane: u8,
     pub list: ListId,
-    /// Lines of the table that may have a free slot; a line is [`SLOTS_PER_LINE`] words, one cache line.
+    /// Lines of the table that may have a free slot; a line is [`SLOTS_PER_LINE`] words, one cache
+    /// line.
     pub open: u64,
     /// Something was freed since the last scan of the whole cluster for its own order.
     pub holes: bool,
@@ -91,12 +97,20 @@ impl State {
     }
 
     fn rest(&self, i: usize) -> u32 {
-        let found = self.overflow.iter().flat_map(|o| &o.counts).find(|(slot, _)| usize::from(*slot) == i);
+        let found =
+            self.overflow.iter().flat_map(|o| &o.counts).find(|(slot, _)| usize::from(*slot) == i);
         found.map_or(0, |(_, rest)| *rest)
     }
 
-    /// Makes sure that the count of slot `i` can grow by one. `bytes` keeps account of the overflow tables' memory.
-    pub fn reserve_count(&mut self, i: usize, entry: Entry, more: usize, bytes: &AtomicUsize) -> bool {
+    /// Makes sure that the count of slot `i` can grow by one. `bytes` keeps account of the overflow
+    /// tables' memory.
+    pub fn reserve_count(
+        &mut self,
+        i: usize,
+        entry: Entry,
+        more: usize,
+        bytes: &AtomicUsize,
+    ) -> bool {
         if entry.count() < COUNT_OVERFLOW - 1 {
             return true;
         }
@@ -183,7 +197,8 @@ impl State {
         &mut found.expect("a count of 255 has an overflow entry").1
     }
 
-    /// The cluster is empty: back to the state of a new one, still off every list or on the one it is on.
+    /// The cluster is empty: back to the state of a new one, still off every list or on the one it
+    /// is on.
     pub fn reset(&mut self, bytes: &AtomicUsize) {
         bytes.fetch_sub(self.overflow_bytes(), Ordering::Relaxed);
         self.overflow = None;
@@ -193,7 +208,9 @@ impl State {
     }
 
     fn overflow_bytes(&self) -> usize {
-        self.overflow.as_ref().map_or(0, |o| size_of::<Overflow>() + o.counts.capacity() * size_of::<(u16, u32)>())
+        self.overflow
+            .as_ref()
+            .map_or(0, |o| size_of::<Overflow>() + o.counts.capacity() * size_of::<(u16, u32)>())
     }
 }
 

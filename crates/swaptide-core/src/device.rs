@@ -1,17 +1,20 @@
 //! One swap device: its clusters, tables, lists and counters. (kernel-facts A1, A6)
 //!
-//! What moves slots from state to state is in [`crate::exchange`], what finds free ones in [`crate::alloc`].
+//! What moves slots from state to state is in [`crate::exchange`], what finds free ones in
+//! [`crate::alloc`].
 //!
 //! Invariants:
-//! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds the capacity: an allocation reserves first
-//!    ([`crate::lanes`]) and searches then, so a reservation of one slot always has a free slot to find.
-//! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then reads `used == 0` has the
-//!    device to itself (both sequentially consistent).
-//! 3. A new device holds a few bytes per 16384 slots; records come with the first use of a cluster, 32 at a time, and a table's memory with
-//!    the first slot of its cluster. Addresses for all tables are there from the start: 8 bytes a slot that take no memory.
+//! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds
+//!    the capacity: an allocation reserves first ([`crate::lanes`]) and searches then, so a
+//!    reservation of one slot always has a free slot to find.
+//! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then
+//!    reads `used == 0` has the device to itself (both sequentially consistent).
+//! 3. A new device holds a few bytes per 16384 slots; records come with the first use of a cluster,
+//!    32 at a time, and a table's memory with the first slot of its cluster. Addresses for all
+//!    tables are there from the start: 8 bytes a slot that take no memory.
 //!
-//! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs under the
-//! cluster lock.
+//! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs
+//! under the cluster lock.
 
 use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::entry::{Entry, Slot, SlotInfo};
@@ -28,25 +31,29 @@ use crate::table::{Table, TableDiscard, Tables};
 pub enum Kind {
     /// Any place costs the same: a current cluster per CPU and order.
     Solid,
-    /// Seeks cost: one cursor for all CPUs and orders moves over the device, so that writes follow each other. (kernel-facts A4, A8)
+    /// Seeks cost: one cursor for all CPUs and orders moves over the device, so that writes follow
+    /// each other. (kernel-facts A4, A8)
     Rotational,
 }
 
 /// What a search tries first when its current cluster has no room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SearchOrder {
-    /// Clusters in use that have room, then empty ones: fewer tables, and runs survive longer. (kernel-facts A4, since 6.18)
+    /// Clusters in use that have room, then empty ones: fewer tables, and runs survive longer.
+    /// (kernel-facts A4, since 6.18)
     #[default]
     NonfullFirst,
-    /// Empty clusters first. (kernel-facts A7, 6.12; seed: mthp-swap-allocator) Devices with discard always do that.
+    /// Empty clusters first. (kernel-facts A7, 6.12; seed: mthp-swap-allocator) Devices with
+    /// discard always do that.
     FreeFirst,
 }
 
-/// Called with the first slot and the number of slots that just became free, under their cluster's lock: nobody can be given
-/// them before the hook returns. It must not call back into the device.
+/// Called with the first slot and the number of slots that just became free, under their cluster's
+/// lock: nobody can be given them before the hook returns. It must not call back into the device.
 pub type FreeNotify = Box<dyn Fn(SwapOffset, u32) + Send + Sync>;
 
-/// Numbers about a device. Taken one after the other while others go on, so that they may differ by what happened meanwhile.
+/// Numbers about a device. Taken one after the other while others go on, so that they may differ by
+/// what happened meanwhile.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Slots the device was made with.
@@ -87,11 +94,12 @@ pub struct SwapDevice {
 }
 
 impl SwapDevice {
-    /// A device of `slots` slots (at most [`MAX_SLOTS`], more are cut off), all free, open for allocation. `cpus` is the number of
-    /// allocation lanes; a larger CPU number wraps around.
+    /// A device of `slots` slots (at most [`MAX_SLOTS`], more are cut off), all free, open for
+    /// allocation. `cpus` is the number of allocation lanes; a larger CPU number wraps around.
     ///
-    /// The tables' addresses come from the allocator, as zeros: one that writes these itself makes a large device cost its 8 bytes a
-    /// slot from the start. Where that is so, or nobody knows, [`SwapDevice::new_in`] is the better choice.
+    /// The tables' addresses come from the allocator, as zeros: one that writes these itself makes
+    /// a large device cost its 8 bytes a slot from the start. Where that is so, or nobody knows,
+    /// [`SwapDevice::new_in`] is the better choice.
     ///
     /// # Panics
     /// When there is no memory for the first few KiB.
@@ -99,12 +107,19 @@ impl SwapDevice {
         Self::over(Tables::new(clusters_of(slots)), ty, slots, cpus, kind)
     }
 
-    /// The same with its tables in memory that was reserved for them: at least [`SwapDevice::table_bytes`] of it.
+    /// The same with its tables in memory that was reserved for them: at least
+    /// [`SwapDevice::table_bytes`] of it.
     ///
     /// # Panics
     /// When the memory is too small, or there is none for the first few KiB.
     #[cfg(not(loom))]
-    pub fn new_in(memory: TableMemory, ty: SwapType, slots: u32, cpus: usize, kind: Kind) -> SwapDevice {
+    pub fn new_in(
+        memory: TableMemory,
+        ty: SwapType,
+        slots: u32,
+        cpus: usize,
+        kind: Kind,
+    ) -> SwapDevice {
         Self::over(Tables::new_in(clusters_of(slots), memory), ty, slots, cpus, kind)
     }
 
@@ -138,7 +153,8 @@ impl SwapDevice {
         device
     }
 
-    /// Emptied clusters wait on a list until [`SwapDevice::next_discard`] and [`SwapDevice::discard_done`] took them off.
+    /// Emptied clusters wait on a list until [`SwapDevice::next_discard`] and
+    /// [`SwapDevice::discard_done`] took them off.
     pub fn with_discard(mut self, discard: bool) -> Self {
         self.discard = discard;
         self
@@ -150,31 +166,39 @@ impl SwapDevice {
         self
     }
 
-    /// At most `limit` slots are used at one time, though `slots` numbers exist. A store that maps slots to places itself (all of
-    /// swaptide's do) gives the slot space room to spare, and no run of slots is ever hard to find.
+    /// At most `limit` slots are used at one time, though `slots` numbers exist. A store that maps
+    /// slots to places itself (all of swaptide's do) gives the slot space room to spare, and no run
+    /// of slots is ever hard to find.
     pub fn with_limit(self, limit: u32) -> Self {
         self.set_limit(limit);
         self
     }
 
-    /// Tells the owner of the slots' data when slots become free, before anybody can be given them again.
+    /// Tells the owner of the slots' data when slots become free, before anybody can be given them
+    /// again.
     pub fn with_free_notify(mut self, notify: FreeNotify) -> Self {
         self.notify = Some(notify);
         self
     }
 
-    /// Gives the memory of unused tables back through `discard`; without it the memory is kept for later use by the same clusters.
+    /// Gives the memory of unused tables back through `discard`; without it the memory is kept for
+    /// later use by the same clusters.
     ///
     /// # Panics
     /// When the device has been used, or slots were marked bad.
     pub fn with_table_discard(mut self, discard: TableDiscard) -> Self {
-        assert!(self.used() == 0 && self.bad.load(Ordering::Relaxed) == 0, "{} is in use already", self.ty);
+        assert!(
+            self.used() == 0 && self.bad.load(Ordering::Relaxed) == 0,
+            "{} is in use already",
+            self.ty
+        );
         // A last cluster that is not whole is in use from the start.
         self.tables.set_discard(discard, SwapOffset(self.slots).cluster());
         self
     }
 
-    /// Changes the limit of [`SwapDevice::with_limit`]. Below what is used, nothing is allocated until enough was freed.
+    /// Changes the limit of [`SwapDevice::with_limit`]. Below what is used, nothing is allocated
+    /// until enough was freed.
     pub fn set_limit(&self, limit: u32) {
         self.limit.store(limit, Ordering::Relaxed);
     }
@@ -236,8 +260,8 @@ impl SwapDevice {
             + self.overflow_bytes.load(Ordering::Relaxed)
     }
 
-    /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and whoever acts on it says in
-    /// the exchange what he expects. A slot beyond the end is bad.
+    /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and
+    /// whoever acts on it says in the exchange what he expects. A slot beyond the end is bad.
     #[inline]
     pub fn lookup(&self, off: SwapOffset) -> Slot {
         self.word(off).slot()
@@ -261,8 +285,8 @@ impl SwapDevice {
         self.tables.word(off).unwrap_or(Entry::BAD)
     }
 
-    /// Calls `f` for every used slot of a cluster (bad ones are not used). Takes no lock: what is allocated or freed meanwhile may
-    /// be seen or not.
+    /// Calls `f` for every used slot of a cluster (bad ones are not used). Takes no lock: what is
+    /// allocated or freed meanwhile may be seen or not.
     pub fn for_each_used(&self, index: ClusterIndex, mut f: impl FnMut(SwapOffset, SlotInfo)) {
         let Some(table) = self.used_table(index) else { return };
         for i in 0..SLOTS_PER_CLUSTER {
@@ -273,7 +297,8 @@ impl SwapDevice {
         }
     }
 
-    /// The table of a cluster, unless no cluster near it was used yet: walks pass by those without touching their tables.
+    /// The table of a cluster, unless no cluster near it was used yet: walks pass by those without
+    /// touching their tables.
     fn used_table(&self, index: ClusterIndex) -> Option<&Table> {
         self.headers.get(index.0 as usize).and_then(|_| self.tables.get(index))
     }
@@ -283,8 +308,9 @@ impl SwapDevice {
         let mut off = from;
         while off.0 < self.slots {
             let index = off.cluster();
-            let used =
-                self.used_table(index).and_then(|table| (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| table.get(i).is_used()));
+            let used = self.used_table(index).and_then(|table| {
+                (off.in_cluster()..SLOTS_PER_CLUSTER).find(|&i| table.get(i).is_used())
+            });
             match used {
                 Some(i) => return Some(index.slot(i)),
                 None => off = ClusterIndex(index.0 + 1).first(),
@@ -293,8 +319,8 @@ impl SwapDevice {
         None
     }
 
-    /// Every used slot once, in order, as it is met: what swapoff walks after closing the device. It repeats the walk until
-    /// [`SwapDevice::used`] is 0.
+    /// Every used slot once, in order, as it is met: what swapoff walks after closing the device.
+    /// It repeats the walk until [`SwapDevice::used`] is 0.
     pub fn drain(&self) -> impl Iterator<Item = (SwapOffset, SlotInfo)> + '_ {
         let mut at = Some(SwapOffset(0));
         core::iter::from_fn(move || {
@@ -304,8 +330,8 @@ impl SwapDevice {
         })
     }
 
-    /// An emptied cluster to be discarded on the device; give it back with [`SwapDevice::discard_done`]. Until then none of its
-    /// slots is allocated.
+    /// An emptied cluster to be discarded on the device; give it back with
+    /// [`SwapDevice::discard_done`]. Until then none of its slots is allocated.
     pub fn next_discard(&self) -> Option<ClusterIndex> {
         self.lists.lock().pop(&self.headers, ListId::Discard).map(|(index, _state)| index)
     }
@@ -320,8 +346,9 @@ impl SwapDevice {
         self.lists.lock().len(ListId::Discard)
     }
 
-    /// Discards up to `max` emptied clusters in the background: `discard` is called with first slot and number of slots of each stretch
-    /// of neighbours, so that one call covers as much as it can; then they are free. Returns how many clusters it were. (kernel-facts A2)
+    /// Discards up to `max` emptied clusters in the background: `discard` is called with first slot
+    /// and number of slots of each stretch of neighbours, so that one call covers as much as it
+    /// can; then they are free. Returns how many clusters it were. (kernel-facts A2)
     pub fn discard_batch(&self, max: usize, mut discard: impl FnMut(SwapOffset, u32)) -> usize {
         let mut batch = self.take_emptied(max);
         batch.sort_unstable();
@@ -350,13 +377,15 @@ impl SwapDevice {
         self.move_to(index, &mut state, ListId::Free);
     }
 
-    /// The cluster of `order` most worth emptying, among the first few of the fragmented ones: the one with the fewest used slots.
-    /// Moving its pages elsewhere (swap in, swap out) wins back a whole cluster and its table.
+    /// The cluster of `order` most worth emptying, among the first few of the fragmented ones: the
+    /// one with the fewest used slots. Moving its pages elsewhere (swap in, swap out) wins back a
+    /// whole cluster and its table.
     pub fn fragmented_candidate(&self, order: Order) -> Option<ClusterIndex> {
         self.candidate([ListId::Frag(order.index() as u8), ListId::Nonfull(order.index() as u8)])
     }
 
-    /// The full cluster looked at least recently: its slots that only the swap cache holds can be won back without any I/O.
+    /// The full cluster looked at least recently: its slots that only the swap cache holds can be
+    /// won back without any I/O.
     pub fn full_candidate(&self) -> Option<ClusterIndex> {
         self.turn(ListId::Full)
     }
@@ -366,7 +395,9 @@ impl SwapDevice {
         let mut best: Option<(u16, ClusterIndex)> = None;
         for list in from {
             for _ in 0..LOOK_AT {
-                let Some((index, mut state)) = self.lists.lock().pop(&self.headers, list) else { break };
+                let Some((index, mut state)) = self.lists.lock().pop(&self.headers, list) else {
+                    break;
+                };
                 if best.is_none_or(|(used, _)| state.used < used) {
                     best = Some((state.used, index));
                 }
@@ -376,11 +407,13 @@ impl SwapDevice {
         best.map(|(_, index)| index)
     }
 
-    /// Takes `n` slots out of the capacity; the error says why not. While a large allocation still searches, and before it fails,
-    /// a small one may find its slots reserved: "full" is exact but for allocations under way.
+    /// Takes `n` slots out of the capacity; the error says why not. While a large allocation still
+    /// searches, and before it fails, a small one may find its slots reserved: "full" is exact but
+    /// for allocations under way.
     #[inline]
     pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
-        // Looked at before, too: who tries on a closed device again and again must not show as use of it.
+        // Looked at before, too: who tries on a closed device again and again must not show as use
+        // of it.
         if !self.allocation_enabled() {
             return Err(crate::AllocError::Disabled);
         }
@@ -396,9 +429,15 @@ impl SwapDevice {
 
     /// The same; when the device is full, slots that only the swap cache holds are asked for first.
     #[inline]
-    pub(crate) fn reserve_or_reclaim(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
+    pub(crate) fn reserve_or_reclaim(
+        &self,
+        lane: LaneIndex,
+        n: u32,
+    ) -> Result<(), crate::AllocError> {
         match self.reserve(lane, n) {
-            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => self.reserve(lane, n),
+            Err(crate::AllocError::Full) if self.reclaim.is_some() && self.reclaim_when_full(n) => {
+                self.reserve(lane, n)
+            }
             done => done,
         }
     }
@@ -428,7 +467,8 @@ impl SwapDevice {
         state.order = order;
     }
 
-    /// Takes the table from a locked cluster in which no slot is used any more, and puts the cluster where empty ones go.
+    /// Takes the table from a locked cluster in which no slot is used any more, and puts the
+    /// cluster where empty ones go.
     pub(crate) fn close(&self, index: ClusterIndex, state: &mut State) {
         debug_assert_eq!(state.used, 0);
         debug_assert!((0..SLOTS_PER_CLUSTER).all(|i| self.table(index).get_locked(i).is_free()));
@@ -437,7 +477,8 @@ impl SwapDevice {
         self.move_to(index, state, if self.discard { ListId::Discard } else { ListId::Free });
     }
 
-    /// Marks free slots as bad: they are never allocated. The cluster keeps a table from now on and serves order 0 first.
+    /// Marks free slots as bad: they are never allocated. The cluster keeps a table from now on and
+    /// serves order 0 first.
     ///
     /// # Errors
     /// Nothing is changed when a slot is not free, or the range leaves its cluster.
@@ -455,7 +496,11 @@ impl SwapDevice {
         let table = self.table(index);
         let range = start..start + n as usize;
         if let Some(i) = range.clone().find(|&i| !table.get_locked(i).is_free()) {
-            return Err(self.mismatch(index.slot(i), crate::Expected::Free, table.get_locked(i).info()));
+            return Err(self.mismatch(
+                index.slot(i),
+                crate::Expected::Free,
+                table.get_locked(i).info(),
+            ));
         }
         range.for_each(|i| table.set(i, Entry::BAD));
         state.used += n as u16;
@@ -466,19 +511,22 @@ impl SwapDevice {
         Ok(())
     }
 
-    /// Makes the records of all clusters up to `index`; those that were never used go to the free list.
+    /// Makes the records of all clusters up to `index`; those that were never used go to the free
+    /// list.
     fn make_up_to(&self, index: ClusterIndex) {
         loop {
             let mut lists = self.lists.lock();
             if lists.fresh > index.0 {
                 return;
             }
-            let (made, mut state) = lists.pop_fresh(&self.headers).expect("no memory for the records of clusters");
+            let (made, mut state) =
+                lists.pop_fresh(&self.headers).expect("no memory for the records of clusters");
             lists.push(&self.headers, made, &mut state, ListId::Free);
         }
     }
 
-    /// The slots behind the end in the last cluster are bad. They count neither as slots nor as bad ones.
+    /// The slots behind the end in the last cluster are bad. They count neither as slots nor as bad
+    /// ones.
     fn close_last_cluster(&self, clusters: u32) {
         let tail = (clusters as usize * SLOTS_PER_CLUSTER) - self.slots as usize;
         if tail == 0 {
@@ -486,7 +534,10 @@ impl SwapDevice {
         }
         let index = ClusterIndex(clusters - 1);
         self.lists.lock().fresh_end = index.0;
-        let cluster = self.headers.make(index.0 as usize).expect("no memory for the record of the last cluster");
+        let cluster = self
+            .headers
+            .make(index.0 as usize)
+            .expect("no memory for the record of the last cluster");
         let mut state = cluster.lock();
         self.open(index, &mut state, 0);
         let table = self.table(index);

@@ -1,5 +1,5 @@
-//! One word of the swap table: everything that is known about one slot, in 8 bytes. (kernel-facts B2, B3;
-//! seed: swap-table-phase1)
+//! One word of the swap table: everything that is known about one slot, in 8 bytes. (kernel-facts
+//! B2, B3; seed: swap-table-phase1)
 //!
 //! | bits   | field   | meaning |
 //! |--------|---------|---------|
@@ -74,7 +74,12 @@ impl Entry {
     pub const BAD: Entry = Entry(BAD);
 
     pub const fn new_folio(folio: FolioId, group: GroupId) -> Entry {
-        Entry((folio.0 as u64) << PAYLOAD_SHIFT | (group.0 as u64) << GROUP_SHIFT | 1 << COUNT_SHIFT | FOLIO)
+        Entry(
+            (folio.0 as u64) << PAYLOAD_SHIFT
+                | (group.0 as u64) << GROUP_SHIFT
+                | 1 << COUNT_SHIFT
+                | FOLIO,
+        )
     }
 
     pub const fn is_free(self) -> bool {
@@ -159,7 +164,8 @@ mod tests {
 
     #[test]
     fn flags_survive_every_exchange() {
-        let e = Entry::new_folio(FolioId(u32::MAX), GroupId(0xabcd)).with_zero(true).with_count(254);
+        let e =
+            Entry::new_folio(FolioId(u32::MAX), GroupId(0xabcd)).with_zero(true).with_count(254);
         let s = e.with_shadow(Shadow(0x8000_0001));
         assert_eq!(s.slot(), Slot::Shadow { shadow: Shadow(0x8000_0001), zero: true });
         assert_eq!((s.count(), s.group(), s.zero()), (254, GroupId(0xabcd), true));

@@ -1,4 +1,5 @@
-//! What can go wrong: an allocation that finds no place, an exchange that finds another state than it was told.
+//! What can go wrong: an allocation that finds no place, an exchange that finds another state than
+//! it was told.
 
 use crate::entry::{Slot, SlotInfo};
 use crate::ids::{ClusterIndex, FolioId, SwapEntry};
@@ -68,8 +69,9 @@ pub enum Expect {
 
 /// A slot was not in the state the caller expected. Nothing was changed.
 ///
-/// Where the caller lost a race that its protocol allows ([`Mismatch::exists`], [`Mismatch::gone`]), it tries again; everywhere
-/// else a mismatch is corruption and the process should stop with this message.
+/// Where the caller lost a race that its protocol allows ([`Mismatch::exists`],
+/// [`Mismatch::gone`]), it tries again; everywhere else a mismatch is corruption and the process
+/// should stop with this message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// The first slot that did not match.

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Invariants:
-//! 1. An exchange covers 1 to 512 slots of one cluster and is atomic: every slot is checked under the cluster lock before the
-//!    first one is changed, and the check runs in every build.
+//! 1. An exchange covers 1 to 512 slots of one cluster and is atomic: every slot is checked under
+//!    the cluster lock before the first one is changed, and the check runs in every build.
 //! 2. No exchange allocates memory, except [`SwapDevice::dup`] past a count of 254.
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
@@ -17,7 +17,9 @@ use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
 use crate::error::{Expect, Expected, Mismatch};
-use crate::ids::{ClusterIndex, FolioId, GroupId, MAX_SLOTS, SLOTS_PER_CLUSTER, Shadow, SwapEntry, SwapOffset};
+use crate::ids::{
+    ClusterIndex, FolioId, GroupId, MAX_SLOTS, SLOTS_PER_CLUSTER, Shadow, SwapEntry, SwapOffset,
+};
 use crate::lists::ListId;
 use crate::sync::Guard;
 use crate::table::Table;
@@ -42,7 +44,9 @@ impl ZeroMask<'_> {
             ZeroMask::Keep => entry,
             ZeroMask::None => entry.with_zero(false),
             ZeroMask::All => entry.with_zero(true),
-            ZeroMask::Bits(words) => entry.with_zero(words.get(i / 64).is_some_and(|word| word >> (i % 64) & 1 == 1)),
+            ZeroMask::Bits(words) => {
+                entry.with_zero(words.get(i / 64).is_some_and(|word| word >> (i % 64) & 1 == 1))
+            }
         }
     }
 }
@@ -57,8 +61,8 @@ struct Run<'a> {
 }
 
 impl SwapDevice {
-    /// A folio leaves the swap cache: its slots get `shadow` and their zero flags. Slots with count 0 become free. The number of
-    /// freed slots is returned.
+    /// A folio leaves the swap cache: its slots get `shadow` and their zero flags. Slots with count
+    /// 0 become free. The number of freed slots is returned.
     ///
     /// # Errors
     /// Nothing is changed unless every slot holds `folio`.
@@ -78,12 +82,12 @@ impl SwapDevice {
         }))
     }
 
-    /// A folio enters the swap cache for swapped-out slots (swap-in): all at once, without allocating. The shadows that were there
-    /// are written to `shadows`.
+    /// A folio enters the swap cache for swapped-out slots (swap-in): all at once, without
+    /// allocating. The shadows that were there are written to `shadows`.
     ///
     /// # Errors
-    /// Nothing is changed unless every slot holds a shadow. A folio that was there first shows as [`Mismatch::exists`], a slot that
-    /// was freed as [`Mismatch::gone`].
+    /// Nothing is changed unless every slot holds a shadow. A folio that was there first shows as
+    /// [`Mismatch::exists`], a slot that was freed as [`Mismatch::gone`].
     pub fn shadow_to_folio(
         &self,
         off: SwapOffset,
@@ -106,14 +110,21 @@ impl SwapDevice {
     ///
     /// # Errors
     /// Nothing is changed unless every slot holds `from`.
-    pub fn replace_folio(&self, off: SwapOffset, n: u32, from: FolioId, to: FolioId) -> Result<(), Mismatch> {
+    pub fn replace_folio(
+        &self,
+        off: SwapOffset,
+        n: u32,
+        from: FolioId,
+        to: FolioId,
+    ) -> Result<(), Mismatch> {
         let run = self.run(off, n, Expected::Folio(from))?;
         run.check(Expected::Folio(from), |_, _, entry| entry.holds(from))?;
         run.exchange(|_, _, _, entry| entry.with_folio(to));
         Ok(())
     }
 
-    /// One more page table points to each of the slots (fork). A count of 0 is raised too: the caller holds the folio.
+    /// One more page table points to each of the slots (fork). A count of 0 is raised too: the
+    /// caller holds the folio.
     ///
     /// # Errors
     /// Nothing is changed unless every slot is used, and every count can grow.
@@ -130,8 +141,8 @@ impl SwapDevice {
         Ok(())
     }
 
-    /// One page table less points to each of the slots. Swapped-out slots with count 0 become free, cached ones stay until their
-    /// folio leaves. The number of freed slots is returned.
+    /// One page table less points to each of the slots. Swapped-out slots with count 0 become free,
+    /// cached ones stay until their folio leaves. The number of freed slots is returned.
     ///
     /// # Errors
     /// Nothing is changed unless every slot is used and has a count of at least 1.
@@ -144,11 +155,12 @@ impl SwapDevice {
         }))
     }
 
-    /// Frees slots whose last user goes away, whatever they hold as long as it is as `expect` says. The number of freed slots is
-    /// returned: `n`.
+    /// Frees slots whose last user goes away, whatever they hold as long as it is as `expect` says.
+    /// The number of freed slots is returned: `n`.
     ///
     /// # Errors
-    /// Nothing is changed unless every slot matches and nobody else uses it (count 1, or 0 in the cache).
+    /// Nothing is changed unless every slot matches and nobody else uses it (count 1, or 0 in the
+    /// cache).
     pub fn free(&self, off: SwapOffset, n: u32, expect: Expect) -> Result<u32, Mismatch> {
         let expected = match expect {
             Expect::Folio(folio) => Expected::Folio(folio),
@@ -165,13 +177,16 @@ impl SwapDevice {
         Ok(run.exchange(|_, _, _, _| Entry::FREE))
     }
 
-    /// A folio that nobody needs on the device any more gives its slots back. The number of freed slots is returned: `n`.
+    /// A folio that nobody needs on the device any more gives its slots back. The number of freed
+    /// slots is returned: `n`.
     ///
     /// # Errors
     /// Nothing is changed unless every slot holds `folio` with a count of 0.
     pub fn folio_release(&self, off: SwapOffset, n: u32, folio: FolioId) -> Result<u32, Mismatch> {
         let run = self.run(off, n, Expected::CacheOnly(folio))?;
-        run.check(Expected::CacheOnly(folio), |_, _, entry| entry.holds(folio) && entry.is_cache_only())?;
+        run.check(Expected::CacheOnly(folio), |_, _, entry| {
+            entry.holds(folio) && entry.is_cache_only()
+        })?;
         Ok(run.exchange(|_, _, _, _| Entry::FREE))
     }
 
@@ -193,28 +208,39 @@ impl SwapDevice {
         run.state.count(i, run.table.get_locked(i))
     }
 
-    /// Could one folio of `n` pages be swapped in here? Every slot a shadow, all with one zero flag and one group: these two are
-    /// returned. Takes no lock; [`SwapDevice::shadow_to_folio`] decides.
+    /// Could one folio of `n` pages be swapped in here? Every slot a shadow, all with one zero flag
+    /// and one group: these two are returned. Takes no lock; [`SwapDevice::shadow_to_folio`]
+    /// decides.
     pub fn swap_in_range(&self, off: SwapOffset, n: u32) -> Option<(bool, GroupId)> {
         self.check_range(off, n).ok()?;
         let first = self.word(off);
-        let alike = |entry: Entry| entry.is_shadow() && entry.zero() == first.zero() && entry.group() == first.group();
+        let alike = |entry: Entry| {
+            entry.is_shadow() && entry.zero() == first.zero() && entry.group() == first.group()
+        };
         (0..n).all(|i| alike(self.word(off.plus(i)))).then(|| (first.zero(), first.group()))
     }
 
     #[inline]
     pub(crate) fn check_range(&self, off: SwapOffset, n: u32) -> Result<(), Mismatch> {
-        let fits = n > 0 && off.in_cluster() + n as usize <= SLOTS_PER_CLUSTER && off.0.saturating_add(n) <= self.slots();
+        let fits = n > 0
+            && off.in_cluster() + n as usize <= SLOTS_PER_CLUSTER
+            && off.0.saturating_add(n) <= self.slots();
         if fits { Ok(()) } else { Err(self.mismatch(off, Expected::Range, self.info(off))) }
     }
 
     #[cold]
-    pub(crate) fn mismatch(&self, off: SwapOffset, expected: Expected, found: SlotInfo) -> Mismatch {
+    pub(crate) fn mismatch(
+        &self,
+        off: SwapOffset,
+        expected: Expected,
+        found: SlotInfo,
+    ) -> Mismatch {
         let entry = SwapEntry::new(self.ty, SwapOffset(off.0.min(MAX_SLOTS - 1)));
         Mismatch { entry, cluster: off.cluster(), expected, found }
     }
 
-    // Inlined with `check` and `exchange`: a `Run` handed over in memory costs a single slot more than its exchange.
+    // Inlined with `check` and `exchange`: a `Run` handed over in memory costs a single slot more
+    // than its exchange.
     #[inline(always)]
     fn run(&self, off: SwapOffset, n: u32, expected: Expected) -> Result<Run<'_>, Mismatch> {
         self.check_range(off, n)?;
@@ -223,14 +249,24 @@ impl SwapDevice {
         let state = cluster.lock();
         let table = self.tables.get(off.cluster()).ok_or_else(free)?;
         let start = off.in_cluster();
-        Ok(Run { device: self, index: off.cluster(), state, table, slots: start..start + n as usize })
+        Ok(Run {
+            device: self,
+            index: off.cluster(),
+            state,
+            table,
+            slots: start..start + n as usize,
+        })
     }
 }
 
 impl Run<'_> {
     /// The first slot for which `right` does not hold, as an error.
     #[inline(always)]
-    fn check(&self, expected: Expected, right: impl Fn(&State, usize, Entry) -> bool) -> Result<(), Mismatch> {
+    fn check(
+        &self,
+        expected: Expected,
+        right: impl Fn(&State, usize, Entry) -> bool,
+    ) -> Result<(), Mismatch> {
         for i in self.slots.clone() {
             let entry = self.table.get_locked(i);
             if !right(&self.state, i, entry) {
@@ -241,8 +277,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Replaces every word by what `new` makes of it (given the state, the first slot, the slot, the word), then puts the cluster
-    /// where it belongs. Returns how many slots became free.
+    /// Replaces every word by what `new` makes of it (given the state, the first slot, the slot,
+    /// the word), then puts the cluster where it belongs. Returns how many slots became free.
     #[inline(always)]
     fn exchange(mut self, mut new: impl FnMut(&mut State, usize, usize, Entry) -> Entry) -> u32 {
         let start = self.slots.start;

@@ -1,12 +1,13 @@
-//! The identifiers of the swap layer. Every id is a newtype, so a slot number, a cluster number and a folio number
-//! never meet in one bare integer.
+//! The identifiers of the swap layer. Every id is a newtype, so a slot number, a cluster number and
+//! a folio number never meet in one bare integer.
 //!
-//! Units: a slot is one 4 KiB page of swap; an order `k` run is `2^k` slots; a cluster is [`SLOTS_PER_CLUSTER`] slots.
-//! (kernel-facts A1)
+//! Units: a slot is one 4 KiB page of swap; an order `k` run is `2^k` slots; a cluster is
+//! [`SLOTS_PER_CLUSTER`] slots. (kernel-facts A1)
 
 use core::fmt;
 
-/// log2 of [`SLOTS_PER_CLUSTER`]. Models under loom use tiny clusters: a model explores every interleaving.
+/// log2 of [`SLOTS_PER_CLUSTER`]. Models under loom use tiny clusters: a model explores every
+/// interleaving.
 #[cfg(not(loom))]
 pub const CLUSTER_SHIFT: u32 = 9;
 /// log2 of [`SLOTS_PER_CLUSTER`] (model size).
@@ -83,7 +84,8 @@ impl SwapOffset {
     }
 }
 
-/// Swap entry: the stable handle that stands in a page table for a swapped page. `type << 28 | offset`, 30 bits, never all ones.
+/// Swap entry: the stable handle that stands in a page table for a swapped page.
+/// `type << 28 | offset`, 30 bits, never all ones.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SwapEntry(u32);
 
@@ -99,7 +101,11 @@ impl SwapEntry {
 
     /// The entry with these 30 bits; `None` when they are not an entry's.
     pub const fn from_raw(raw: u32) -> Option<Self> {
-        if raw >> ENTRY_BITS == 0 && raw & MAX_SLOTS != MAX_SLOTS { Some(SwapEntry(raw)) } else { None }
+        if raw >> ENTRY_BITS == 0 && raw & MAX_SLOTS != MAX_SLOTS {
+            Some(SwapEntry(raw))
+        } else {
+            None
+        }
     }
 
     /// The 30 bits, for storing in a page table.
@@ -188,12 +194,14 @@ impl Order {
     }
 }
 
-/// Number of a folio. The core never looks behind it; `u32::MAX` is its own, for slots that wait for a move.
+/// Number of a folio. The core never looks behind it; `u32::MAX` is its own, for slots that wait
+/// for a move.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FolioId(pub u32);
 show!(FolioId, "folio ");
 
-/// What stays in the table when a folio left: refault information, 32 bits chosen by the caller (the eviction clock).
+/// What stays in the table when a folio left: refault information, 32 bits chosen by the caller
+/// (the eviction clock).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Shadow(pub u32);
 show!(Shadow, "shadow ");
@@ -203,7 +211,8 @@ show!(Shadow, "shadow ");
 pub struct GroupId(pub u16);
 show!(GroupId, "group ");
 
-/// Number of the CPU, or of any other lane, that allocates. A hint: it decides only which current cluster is used.
+/// Number of the CPU, or of any other lane, that allocates. A hint: it decides only which current
+/// cluster is used.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct CpuId(pub u16);
 show!(CpuId, "cpu ");

@@ -1,17 +1,24 @@
-//! What each CPU has of a device for itself: where its last allocation ended, and slots counted in advance.
+//! What each CPU has of a device for itself: where its last allocation ended, and slots counted in
+//! advance.
 //!
-//! One counter of the slots in use, written for every slot that comes and goes, is a cache line that all CPUs fight for: two of them were no faster
-//! together than one. So a lane counts [`BATCH`] slots at a time as taken and keeps those that it does not use yet as *credit*; what is freed
-//! becomes credit of the lane that allocated from that cluster last. Slots in use are those taken without the credits.
+//! One counter of the slots in use, written for every slot that comes and goes, is a cache line
+//! that all CPUs fight for: two of them were no faster together than one. So a lane counts
+//! [`BATCH`] slots at a time as taken and keeps those that it does not use yet as *credit*; what is
+//! freed becomes credit of the lane that allocated from that cluster last. Slots in use are those
+//! taken without the credits.
 //!
 //! Invariants:
-//! 1. `taken` never exceeds the capacity it was raised under, and never falls below the sum of all credits.
-//! 2. [`Lanes::take`] fails only when taken slots without credits, and with those of calls under way, leave no room: before it fails, all credits are gathered.
-//! 3. `moves` says when slots move between `taken` and a credit: [`Lanes::used`] never counts any of them twice or not at all. What is taken in vain goes
-//!    back to `taken`, never to a credit, so that on a device closed for allocation, too, what is in use is never overlooked.
+//! 1. `taken` never exceeds the capacity it was raised under, and never falls below the sum of all
+//!    credits.
+//! 2. [`Lanes::take`] fails only when taken slots without credits, and with those of calls under
+//!    way, leave no room: before it fails, all credits are gathered.
+//! 3. `moves` says when slots move between `taken` and a credit: [`Lanes::used`] never counts any
+//!    of them twice or not at all. What is taken in vain goes back to `taken`, never to a credit,
+//!    so that on a device closed for allocation, too, what is in use is never overlooked.
 //! 4. No credit is used while more is taken than the capacity allows (it was lowered).
 //!
-//! Under `cfg(loom)` a device counts every slot at once, or its models would have no end; this module has a model of its own.
+//! Under `cfg(loom)` a device counts every slot at once, or its models would have no end; this
+//! module has a model of its own.
 
 use crate::ids::ORDERS;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, OwnLine, relax};
@@ -27,7 +34,8 @@ const BEGUN: u64 = 1;
 const DONE: u64 = (1 << 32) - BEGUN;
 
 struct Lane {
-    /// Per order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the cluster lock decides.
+    /// Per order: where the last allocation ended, `cluster << 32 | slot in cluster`. Hints: the
+    /// cluster lock decides.
     current: [AtomicU64; ORDERS],
     credit: AtomicU32,
 }
@@ -41,7 +49,8 @@ struct Taken {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LaneIndex(usize);
 
-/// A counter's value. (Under loom a write that changes nothing: it forgets reads, and then misses the race with the write that follows.)
+/// A counter's value. (Under loom a write that changes nothing: it forgets reads, and then misses
+/// the race with the write that follows.)
 #[inline]
 fn seen(counter: &AtomicU32) -> u32 {
     #[cfg(loom)]
@@ -60,7 +69,10 @@ pub(crate) struct Lanes<const N: u32> {
 impl<const N: u32> Lanes<N> {
     /// So many lanes without credit; nothing is taken.
     pub fn new(lanes: usize) -> Self {
-        let lane = || Lane { current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)), credit: AtomicU32::new(0) };
+        let lane = || Lane {
+            current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)),
+            credit: AtomicU32::new(0),
+        };
         let taken = Taken { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
         Lanes { lanes: (0..lanes.max(1)).map(|_| OwnLine(lane())).collect(), taken: OwnLine(taken) }
     }
@@ -96,7 +108,11 @@ impl<const N: u32> Lanes<N> {
     pub fn take(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
         if N > 0 && seen(&self.taken.slots) <= capacity {
             let rest = |credit: u32| credit.checked_sub(n);
-            if self.lanes[index.0].credit.fetch_update(Ordering::SeqCst, Ordering::Relaxed, rest).is_ok() {
+            if self.lanes[index.0]
+                .credit
+                .fetch_update(Ordering::SeqCst, Ordering::Relaxed, rest)
+                .is_ok()
+            {
                 return true;
             }
         }
@@ -105,11 +121,16 @@ impl<const N: u32> Lanes<N> {
 
     #[cold]
     fn take_more(&self, index: LaneIndex, n: u32, capacity: u32) -> bool {
-        let within = |taken: u32, more: u32| taken.checked_add(more).filter(|&taken| taken <= capacity);
+        let within =
+            |taken: u32, more: u32| taken.checked_add(more).filter(|&taken| taken <= capacity);
         loop {
             if N > 0 && within(seen(&self.taken.slots), n + N).is_some() {
                 let ahead = self.moving(|| {
-                    let done = self.taken.slots.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n + N));
+                    let done = self.taken.slots.fetch_update(
+                        Ordering::SeqCst,
+                        Ordering::Relaxed,
+                        |taken| within(taken, n + N),
+                    );
                     if done.is_ok() {
                         self.lanes[index.0].credit.fetch_add(N, Ordering::SeqCst);
                     }
@@ -119,7 +140,12 @@ impl<const N: u32> Lanes<N> {
                     return true;
                 }
             }
-            if self.taken.slots.fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n)).is_ok() {
+            if self
+                .taken
+                .slots
+                .fetch_update(Ordering::SeqCst, Ordering::Relaxed, |taken| within(taken, n))
+                .is_ok()
+            {
                 return true;
             }
             if !self.gather() {
@@ -152,27 +178,30 @@ impl<const N: u32> Lanes<N> {
         });
     }
 
-    /// `n` slots that [`Lanes::take`] counted were not found, or must not be used. Not as credit: who reads `taken` before and the credits after this call would
-    /// miss as many that are in use.
+    /// `n` slots that [`Lanes::take`] counted were not found, or must not be used. Not as credit:
+    /// who reads `taken` before and the credits after this call would miss as many that are in use.
     #[cold]
     pub fn undo(&self, n: u32) {
         self.taken.slots.fetch_sub(n, Ordering::SeqCst);
     }
 
-    /// Takes every lane's credit back; `false` when there was none. (Looks first: who asks a full device again and again must not keep [`Lanes::used`] waiting.)
+    /// Takes every lane's credit back; `false` when there was none. (Looks first: who asks a full
+    /// device again and again must not keep [`Lanes::used`] waiting.)
     #[cold]
     fn gather(&self) -> bool {
         N > 0
             && self.lanes.iter().any(|lane| seen(&lane.credit) > 0)
             && self.moving(|| {
-                let all: u32 = self.lanes.iter().map(|lane| lane.credit.swap(0, Ordering::SeqCst)).sum();
+                let all: u32 =
+                    self.lanes.iter().map(|lane| lane.credit.swap(0, Ordering::SeqCst)).sum();
                 self.taken.slots.fetch_sub(all, Ordering::SeqCst);
                 all > 0
             })
     }
 
-    /// Changes `taken` and credits together. What is added to `moves` before and after is what [`Lanes::used`] compares; all of it is sequentially consistent, so
-    /// whoever saw the same number twice, with nothing begun, saw none of the changes by half.
+    /// Changes `taken` and credits together. What is added to `moves` before and after is what
+    /// [`Lanes::used`] compares; all of it is sequentially consistent, so whoever saw the same
+    /// number twice, with nothing begun, saw none of the changes by half.
     fn moving<T>(&self, change: impl FnOnce() -> T) -> T {
         self.taken.moves.fetch_add(BEGUN, Ordering::SeqCst);
         let done = change();
@@ -188,7 +217,8 @@ impl<const N: u32> Lanes<N> {
         self.taken.moves.load(Ordering::SeqCst)
     }
 
-    /// Slots counted as used. While others take and give, each of those may be counted or not; with nobody who takes, it is never too low.
+    /// Slots counted as used. While others take and give, each of those may be counted or not; with
+    /// nobody who takes, it is never too low.
     pub fn used(&self) -> u32 {
         if N == 0 {
             return seen(&self.taken.slots);
@@ -293,8 +323,15 @@ mod tests {
     use super::*;
     use loom::sync::Arc;
 
-    /// Two lanes, `used` slots of `capacity` in use, and all ways in which two threads can go about them. `last` is told what both said.
-    fn model(used: u32, capacity: u32, own: fn(&Lanes<1>) -> u32, other: fn(&Lanes<1>) -> u32, last: fn(&Lanes<1>, u32, u32)) {
+    /// Two lanes, `used` slots of `capacity` in use, and all ways in which two threads can go about
+    /// them. `last` is told what both said.
+    fn model(
+        used: u32,
+        capacity: u32,
+        own: fn(&Lanes<1>) -> u32,
+        other: fn(&Lanes<1>) -> u32,
+        last: fn(&Lanes<1>, u32, u32),
+    ) {
         let count: &'static _ = Box::leak(Box::new(std::sync::atomic::AtomicU32::new(0)));
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
@@ -343,7 +380,8 @@ mod tests {
         0
     }
 
-    /// A device that is closed: one is in use, others try twice and give up, slot by slot or with credit where there is room for that. Each try may be counted.
+    /// A device that is closed: one is in use, others try twice and give up, slot by slot or with
+    /// credit where there is room for that. Each try may be counted.
     #[test]
     fn what_is_taken_in_vain_hides_nothing() {
         let last = |lanes: &Lanes<1>, seen, _| {

@@ -1,23 +1,30 @@
-//! The swap layer itself: swap entries, clusters, the swap table, the swap cache, the slot allocator.
+//! The swap layer itself: swap entries, clusters, the swap table, the swap cache, the slot
+//! allocator.
 //!
-//! A device's slots are grouped in clusters of 512. Each cluster in use has a table of 512 atomic words; a word says all about its
-//! slot: free, in the swap cache (which folio), swapped out (which shadow), bad, and count, zero flag and group. That table is
-//! the swap cache, the swap map and the zero map in one. All tables of a device have their places in one range of addresses, so looking up an
-//! entry takes no lock and one load, at the slot's number. Changing words takes the cluster's lock and tells what is expected; what is found instead comes back
-//! as [`Mismatch`].
+//! A device's slots are grouped in clusters of 512. Each cluster in use has a table of 512 atomic
+//! words; a word says all about its slot: free, in the swap cache (which folio), swapped out (which
+//! shadow), bad, and count, zero flag and group. That table is the swap cache, the swap map and the
+//! zero map in one. All tables of a device have their places in one range of addresses, so looking
+//! up an entry takes no lock and one load, at the slot's number. Changing words takes the cluster's
+//! lock and tells what is expected; what is found instead comes back as [`Mismatch`].
 //!
-//! The crate does no I/O, no system call, starts no thread and knows no clock: the engine above it does, and the crate can be
-//! model-checked, fuzzed and measured alone. All unsafe code is in one module, `sync`.
+//! The crate does no I/O, no system call, starts no thread and knows no clock: the engine above it
+//! does, and the crate can be model-checked, fuzzed and measured alone. All unsafe code is in one
+//! module, `sync`.
 //!
-//! No fallback, and full tables. A run of slots is hard to find only where slots are places. Here a slot is a name: every store of
-//! swaptide maps slots to places itself. So a device gets more names than places ([`SwapDevice::with_limit`]), and aligned runs stay easy
-//! to find however the small folios lie. What that costs is tables that are not full, 12 bytes a used slot where single pages tear
-//! 64K folios; [`SwapDevice::compact`] wins it back in the background by giving pages of sparse clusters other names, about 8.3 bytes. It was
-//! chosen over moving slots to make room for a run because no allocation ever waits for it, over a table of places beside the names because
-//! the stores have that table anyway (it is where a slot's data lies), and because renaming copies nothing.
+//! No fallback, and full tables. A run of slots is hard to find only where slots are places. Here a
+//! slot is a name: every store of swaptide maps slots to places itself. So a device gets more names
+//! than places ([`SwapDevice::with_limit`]), and aligned runs stay easy to find however the small
+//! folios lie. What that costs is tables that are not full, 12 bytes a used slot where single pages
+//! tear 64K folios; [`SwapDevice::compact`] wins it back in the background by giving pages of
+//! sparse clusters other names, about 8.3 bytes. It was chosen over moving slots to make room for a
+//! run because no allocation ever waits for it, over a table of places beside the names because the
+//! stores have that table anyway (it is where a slot's data lies), and because renaming copies
+//! nothing.
 //!
-//! The rules are those of Linux as kernel-facts (A to C) and the seeds mthp-swap-allocator, swap-cache-search-space and swap-table-phase1
-//! describe them; each module names the sections it follows.
+//! The rules are those of Linux as kernel-facts (A to C) and the seeds mthp-swap-allocator,
+//! swap-cache-search-space and swap-table-phase1 describe them; each module names the sections it
+//! follows.
 //!
 //! | module   | what it owns |
 //! |----------|--------------|
@@ -60,8 +67,8 @@ pub use entry::{Slot, SlotInfo};
 pub use error::{AllocError, Expect, Expected, Mismatch};
 pub use exchange::ZeroMask;
 pub use ids::{
-    CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow,
-    SwapEntry, SwapOffset, SwapType,
+    CLUSTER_SHIFT, ClusterIndex, CpuId, FolioId, GroupId, MAX_SLOTS, ORDERS, Order,
+    SLOTS_PER_CLUSTER, SWAP_TYPES, Shadow, SwapEntry, SwapOffset, SwapType,
 };
 pub use moving::{Compacted, Move, Mover};
 pub use reclaim::CacheReclaim;
@@ -69,4 +76,7 @@ pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
 pub use sync::{Guard, OwnLine, SpinLock, TableMemory, lock_waits, set_yield};
 pub use table::TableDiscard;
-pub use tiers::{Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView, Tiers};
+pub use tiers::{
+    Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView,
+    Tiers,
+};

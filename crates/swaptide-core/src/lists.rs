@@ -1,5 +1,6 @@
-//! The lists a device's clusters are on. All are first in, first out, doubly linked through the clusters' own records, so every
-//! move is O(1) and takes no memory. (kernel-facts A1, A2; seed: mthp-swap-allocator)
+//! The lists a device's clusters are on. All are first in, first out, doubly linked through the
+//! clusters' own records, so every move is O(1) and takes no memory. (kernel-facts A1, A2; seed:
+//! mthp-swap-allocator)
 //!
 //! | list       | what is on it |
 //! |------------|---------------|
@@ -9,8 +10,9 @@
 //! | full       | clusters without a free slot |
 //! | discard    | empty clusters whose place on the device is to be discarded first |
 //!
-//! Invariant: a cluster is on the list its `state.list` names. Lock: the lists lock guards heads, tails and links; it is taken
-//! with a cluster lock held, and to take a cluster from a list the cluster is only try-locked (a contended one is skipped).
+//! Invariant: a cluster is on the list its `state.list` names. Lock: the lists lock guards heads,
+//! tails and links; it is taken with a cluster lock held, and to take a cluster from a list the
+//! cluster is only try-locked (a contended one is skipped).
 
 use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::ids::{ClusterIndex, ORDERS};
@@ -98,7 +100,8 @@ impl Lists {
         state.list = ListId::None;
         let list = &mut self.lists[i];
         let cluster = at(headers, index.0);
-        let (prev, next) = (cluster.prev.load(Ordering::Relaxed), cluster.next.load(Ordering::Relaxed));
+        let (prev, next) =
+            (cluster.prev.load(Ordering::Relaxed), cluster.next.load(Ordering::Relaxed));
         if prev == NO_CLUSTER {
             list.head = next;
         } else {
@@ -112,8 +115,13 @@ impl Lists {
         list.len -= 1;
     }
 
-    /// Takes the first cluster of `id` that nobody has locked. All contended looks like an empty list.
-    pub fn pop<'a>(&mut self, headers: &'a Headers, id: ListId) -> Option<(ClusterIndex, Guard<'a, State>)> {
+    /// Takes the first cluster of `id` that nobody has locked. All contended looks like an empty
+    /// list.
+    pub fn pop<'a>(
+        &mut self,
+        headers: &'a Headers,
+        id: ListId,
+    ) -> Option<(ClusterIndex, Guard<'a, State>)> {
         let mut at_index = self.lists[id.index()?].head;
         while at_index != NO_CLUSTER {
             let cluster = at(headers, at_index);
@@ -127,8 +135,15 @@ impl Lists {
         None
     }
 
-    /// Shows up to `max` clusters of `id` from its head on; those that somebody has locked are skipped.
-    pub fn look(&self, headers: &Headers, id: ListId, max: u32, mut see: impl FnMut(ClusterIndex, &State)) {
+    /// Shows up to `max` clusters of `id` from its head on; those that somebody has locked are
+    /// skipped.
+    pub fn look(
+        &self,
+        headers: &Headers,
+        id: ListId,
+        max: u32,
+        mut see: impl FnMut(ClusterIndex, &State),
+    ) {
         let Some(i) = id.index() else { return };
         let mut at_index = self.lists[i].head;
         for _ in 0..max {
@@ -143,8 +158,12 @@ impl Lists {
         }
     }
 
-    /// Takes the next never-used cluster, making its record. `None` when there is none, or no memory for the record.
-    pub fn pop_fresh<'a>(&mut self, headers: &'a Headers) -> Option<(ClusterIndex, Guard<'a, State>)> {
+    /// Takes the next never-used cluster, making its record. `None` when there is none, or no
+    /// memory for the record.
+    pub fn pop_fresh<'a>(
+        &mut self,
+        headers: &'a Headers,
+    ) -> Option<(ClusterIndex, Guard<'a, State>)> {
         if self.fresh == self.fresh_end {
             return None;
         }
@@ -180,7 +199,9 @@ mod tests {
         lists.unlink(&headers, ClusterIndex(5), &mut middle);
         lists.push(&headers, ClusterIndex(5), &mut middle, ListId::Full);
         drop(middle);
-        let rest: Vec<u32> = core::iter::from_fn(|| lists.pop(&headers, ListId::Nonfull(3)).map(|(i, _)| i.0)).collect();
+        let rest: Vec<u32> =
+            core::iter::from_fn(|| lists.pop(&headers, ListId::Nonfull(3)).map(|(i, _)| i.0))
+                .collect();
         assert_eq!(rest, [2, 3, 4, 6, 7]);
         assert_eq!((lists.len(ListId::Nonfull(3)), lists.len(ListId::Full)), (0, 1));
         assert!(lists.pop(&headers, ListId::Free).is_none());

@@ -1,30 +1,36 @@
-//! Moving slots: out of sparse clusters, so that these empty ([`SwapDevice::compact`]), and off a device that is to be taken away
-//! ([`SwapSpace::swapoff`]).
+//! Moving slots: out of sparse clusters, so that these empty ([`SwapDevice::compact`]), and off a
+//! device that is to be taken away ([`SwapSpace::swapoff`]).
 //!
-//! The core knows a slot's word, its owner knows who points to it: a [`Mover`] is told what goes where and repoints the users. A
-//! unit moves as a whole: a folio in the swap cache with all the slots it has, a swapped-out run of the cluster's own order (so that it
-//! can still come in as one), or a single slot.
+//! The core knows a slot's word, its owner knows who points to it: a [`Mover`] is told what goes
+//! where and repoints the users. A unit moves as a whole: a folio in the swap cache with all the
+//! slots it has, a swapped-out run of the cluster's own order (so that it can still come in as
+//! one), or a single slot.
 //!
 //! Invariants:
-//! 1. A unit moves under the locks of both clusters, and a look-up finds it at every moment: the new words are there before its users
-//!    are switched, the old ones until they are.
+//! 1. A unit moves under the locks of both clusters, and a look-up finds it at every moment: the
+//!    new words are there before its users are switched, the old ones until they are.
 //! 2. A word moves as it is: folio or shadow, zero flag, group, and its exact count.
-//! 3. Compaction takes no slot out of the capacity and never empties into a cluster that is sparser.
+//! 3. Compaction takes no slot out of the capacity and never empties into a cluster that is
+//!    sparser.
 //!
-//! Locks: two cluster locks, by type and cluster number, ascending. (kernel-facts A6 and C3 for swapoff; what is moved where is
-//! swaptide's own)
+//! Locks: two cluster locks, by type and cluster number, ascending. (kernel-facts A6 and C3 for
+//! swapoff; what is moved where is swaptide's own)
 
 use crate::alloc::free_run;
 use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, Slot, SlotInfo};
 use crate::error::{AllocError, Expect};
-use crate::ids::{ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset, SwapType};
+use crate::ids::{
+    ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset,
+    SwapType,
+};
 use crate::lists::ListId;
 use crate::space::{SpaceError, SwapSpace, TypeMask};
 use crate::sync::{Guard, relax};
 
-/// Clusters of each list that [`SwapDevice::compact`] considers at a time: where each has few holes, those of all together must hold one more.
+/// Clusters of each list that [`SwapDevice::compact`] considers at a time: where each has few
+/// holes, those of all together must hold one more.
 const SAMPLE: u32 = 96;
 
 /// Walks of a device that move nothing before [`SwapSpace::swapoff`] gives up.
@@ -33,23 +39,27 @@ const IDLE_PASSES: u32 = 64;
 #[cfg(loom)]
 const IDLE_PASSES: u32 = 4;
 
-/// How long it waits after such a walk: long enough to give up the CPU once ([`crate::set_yield`]) to who holds a page.
+/// How long it waits after such a walk: long enough to give up the CPU once ([`crate::set_yield`])
+/// to who holds a page.
 #[cfg(not(loom))]
 const SPINS: u32 = 512;
 #[cfg(loom)]
 const SPINS: u32 = 1;
 
-/// What the new slots hold while their data is being copied. Nobody has their entries yet, and no folio may have this number.
+/// What the new slots hold while their data is being copied. Nobody has their entries yet, and no
+/// folio may have this number.
 const MOVING: FolioId = FolioId(u32::MAX);
 
 /// Slots that move together.
 #[derive(Clone, Copy, Debug)]
 pub struct Move<'a> {
-    /// The first slot, or the place where it would be: aligned to the number of slots, a power of two.
+    /// The first slot, or the place where it would be: aligned to the number of slots, a power of
+    /// two.
     pub from: SwapEntry,
     /// Where it goes.
     pub to: SwapEntry,
-    /// What each of the slots holds, with its exact count. [`Slot::Free`]: this one is not part of the unit.
+    /// What each of the slots holds, with its exact count. [`Slot::Free`]: this one is not part of
+    /// the unit.
     pub slots: &'a [SlotInfo],
 }
 
@@ -63,15 +73,17 @@ impl Move<'_> {
 
 /// The owner of the slots' data and users.
 pub trait Mover {
-    /// Copies the data to another device ([`SwapSpace::swapoff`] only). May take its time: no lock is held, and the slots may change
-    /// meanwhile, in which case the copy is dropped again (the new slots are freed). `false`: not now.
+    /// Copies the data to another device ([`SwapSpace::swapoff`] only). May take its time: no lock
+    /// is held, and the slots may change meanwhile, in which case the copy is dropped again (the
+    /// new slots are freed). `false`: not now.
     fn copy(&mut self, _slots: &Move<'_>) -> bool {
         true
     }
 
-    /// From now on the users of the old slots use the new ones, and what the owner keeps for each slot is under its new number. No
-    /// [`crate::FreeNotify`] follows for the old slots. Called under the locks of both clusters: it must not wait and not call the
-    /// device. `false`: some of the users cannot be changed now; nothing has happened.
+    /// From now on the users of the old slots use the new ones, and what the owner keeps for each
+    /// slot is under its new number. No [`crate::FreeNotify`] follows for the old slots. Called
+    /// under the locks of both clusters: it must not wait and not call the device. `false`: some of
+    /// the users cannot be changed now; nothing has happened.
     fn switch(&mut self, slots: &Move<'_>) -> bool;
 }
 
@@ -150,9 +162,11 @@ impl<'a> Locked<'a> {
     fn gather(&self, unit: Unit, i: usize, infos: &mut Vec<SlotInfo>) {
         let word = self.get(i);
         infos.clear();
-        infos.extend((unit.start..unit.start + unit.n).map(|at| match belongs(word, self.get(at)) {
-            true => self.info(at),
-            false => Entry::FREE.info(),
+        infos.extend((unit.start..unit.start + unit.n).map(|at| {
+            match belongs(word, self.get(at)) {
+                true => self.info(at),
+                false => Entry::FREE.info(),
+            }
         }));
     }
 
@@ -176,12 +190,19 @@ impl<'a> Locked<'a> {
     }
 }
 
-/// Moves the words of a unit to `at` of another cluster, if the mover switches its users. Returns how many slots moved; 0: it refused,
-/// and the other cluster's slots hold `otherwise` again, as before.
+/// Moves the words of a unit to `at` of another cluster, if the mover switches its users. Returns
+/// how many slots moved; 0: it refused, and the other cluster's slots hold `otherwise` again, as
+/// before.
 ///
-/// The new words are there before the users are switched, and the old ones until after: a look-up finds the page whichever entry
-/// it goes by.
-fn carry(source: &mut Locked<'_>, dest: &mut Locked<'_>, slots: &Move<'_>, otherwise: Entry, mover: &mut dyn Mover) -> u32 {
+/// The new words are there before the users are switched, and the old ones until after: a look-up
+/// finds the page whichever entry it goes by.
+fn carry(
+    source: &mut Locked<'_>,
+    dest: &mut Locked<'_>,
+    slots: &Move<'_>,
+    otherwise: Entry,
+    mover: &mut dyn Mover,
+) -> u32 {
     let (from, to) = (source.device.table(source.index), dest.device.table(dest.index));
     let (start, at) = (slots.from.offset().in_cluster(), slots.to.offset().in_cluster());
     let used = || slots.slots.iter().enumerate().filter(|(_, info)| info.slot != Slot::Free);
@@ -205,11 +226,13 @@ fn carry(source: &mut Locked<'_>, dest: &mut Locked<'_>, slots: &Move<'_>, other
 }
 
 impl SwapDevice {
-    /// Moves up to about `max` slots out of the sparsest clusters into the holes of fuller ones. A cluster that empties gives up its table.
-    /// Where slots are names (a store maps them to places, as all of swaptide's do) nothing is copied: a move costs its owner one changed
-    /// page-table word. `tear` also moves swapped-out runs slot by slot when no run is free for them.
+    /// Moves up to about `max` slots out of the sparsest clusters into the holes of fuller ones. A
+    /// cluster that empties gives up its table. Where slots are names (a store maps them to places,
+    /// as all of swaptide's do) nothing is copied: a move costs its owner one changed page-table
+    /// word. `tear` also moves swapped-out runs slot by slot when no run is free for them.
     ///
-    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and looks at 96 clusters of each list.
+    /// Made for the background: it holds two cluster locks for one pair of clusters at a time, and
+    /// looks at 96 clusters of each list.
     pub fn compact(&self, max: u32, tear: bool, mover: &mut dyn Mover) -> Compacted {
         let mut done = Compacted::default();
         let mut infos = Vec::with_capacity(SLOTS_PER_CLUSTER);
@@ -217,17 +240,21 @@ impl SwapDevice {
         while done.moved < max {
             let mut clusters = self.sample();
             clusters.sort_unstable();
-            let Some(at) = clusters.iter().position(|(_, index)| !stuck.contains(index)) else { break };
+            let Some(at) = clusters.iter().position(|(_, index)| !stuck.contains(index)) else {
+                break;
+            };
             let (used, source) = clusters.remove(at);
             clusters.retain(|(other, _)| *other >= used);
-            let holes: usize = clusters.iter().map(|(used, _)| SLOTS_PER_CLUSTER - usize::from(*used)).sum();
+            let holes: usize =
+                clusters.iter().map(|(used, _)| SLOTS_PER_CLUSTER - usize::from(*used)).sum();
             if holes < usize::from(used) {
                 break;
             }
             let before = done;
             for whole in [true, false] {
                 for &(_, dest) in clusters.iter().rev() {
-                    let full = self.empty_into(source, dest, whole, max, mover, &mut infos, &mut done);
+                    let full =
+                        self.empty_into(source, dest, whole, max, mover, &mut infos, &mut done);
                     if full || done.moved >= max {
                         break;
                     }
@@ -243,7 +270,8 @@ impl SwapDevice {
         done
     }
 
-    /// Would [`SwapDevice::compact`] win at least `clusters` clusters? Counts the tables that the used slots do not need.
+    /// Would [`SwapDevice::compact`] win at least `clusters` clusters? Counts the tables that the
+    /// used slots do not need.
     pub fn worth_compacting(&self, clusters: u32) -> bool {
         let usage = self.usage();
         let tail = (self.slots().next_multiple_of(SLOTS_PER_CLUSTER as u32)) - self.slots();
@@ -255,7 +283,9 @@ impl SwapDevice {
     fn sample(&self) -> Vec<(u16, ClusterIndex)> {
         let mut found = Vec::new();
         let lists = self.lists.lock();
-        for list in (0..ORDERS as u8).flat_map(|order| [ListId::Nonfull(order), ListId::Frag(order)]) {
+        for list in
+            (0..ORDERS as u8).flat_map(|order| [ListId::Nonfull(order), ListId::Frag(order)])
+        {
             lists.look(&self.headers, list, SAMPLE, |index, state| found.push((state.used, index)));
         }
         found
@@ -286,7 +316,8 @@ impl SwapDevice {
             return false;
         }
         let mut moved = 0;
-        // Nothing is freed in the other cluster meanwhile: what was searched for single slots need not be searched again.
+        // Nothing is freed in the other cluster meanwhile: what was searched for single slots need
+        // not be searched again.
         let mut behind = 0;
         // Nor need runs of a length of which there is none.
         let mut too_long = usize::MAX;
@@ -303,7 +334,12 @@ impl SwapDevice {
                 i = next;
                 continue;
             }
-            let at = free_run(self.table(dest.index), &dest.state, unit.n, if unit.n == 1 { behind } else { 0 });
+            let at = free_run(
+                self.table(dest.index),
+                &dest.state,
+                unit.n,
+                if unit.n == 1 { behind } else { 0 },
+            );
             if at.is_none() {
                 too_long = unit.n;
             }
@@ -312,7 +348,13 @@ impl SwapDevice {
                 source.gather(unit, i, infos);
                 let (from, to) = (self.entry(source.index, unit.start), self.entry(dest.index, at));
                 if dest.room_for_counts(infos) {
-                    let n = carry(&mut source, &mut dest, &Move { from, to, slots: infos }, Entry::FREE, mover);
+                    let n = carry(
+                        &mut source,
+                        &mut dest,
+                        &Move { from, to, slots: infos },
+                        Entry::FREE,
+                        mover,
+                    );
                     dest.state.used += n as u16;
                     moved += n;
                 }
@@ -334,14 +376,21 @@ impl SwapDevice {
 }
 
 impl SwapSpace {
-    /// Closes a device and moves everything that is on it to other devices of `mask`, by their priority. The number of moved slots is
-    /// returned; the device is then empty, closed, and can be taken with [`SwapSpace::take`]. Other threads go on meanwhile.
+    /// Closes a device and moves everything that is on it to other devices of `mask`, by their
+    /// priority. The number of moved slots is returned; the device is then empty, closed, and can
+    /// be taken with [`SwapSpace::take`]. Other threads go on meanwhile.
     ///
     /// # Errors
     /// [`SpaceError::NoRoom`]: the others have no room (checked first, and at every allocation); [`SpaceError::Refused`]: users or
-    /// folios could not be changed in several attempts. The device is open again in both cases; what was moved stays where it is now.
+    /// folios could not be changed in several attempts. The device is open again in both cases;
+    /// what was moved stays where it is now.
     /// [`SpaceError::NoDevice`]: there is no such device.
-    pub fn swapoff(&self, ty: SwapType, mask: TypeMask, mover: &mut dyn Mover) -> Result<u32, SpaceError> {
+    pub fn swapoff(
+        &self,
+        ty: SwapType,
+        mask: TypeMask,
+        mover: &mut dyn Mover,
+    ) -> Result<u32, SpaceError> {
         let device = self.device(ty).ok_or(SpaceError::NoDevice(ty))?;
         let mask = mask.without(ty);
         device.set_allocation_enabled(false);
@@ -350,7 +399,11 @@ impl SwapSpace {
             if device.used() == 0 {
                 return Ok(moved);
             }
-            let room: u64 = self.devices().filter(|d| mask.contains(d.ty()) && d.allocation_enabled()).map(room_of).sum();
+            let room: u64 = self
+                .devices()
+                .filter(|d| mask.contains(d.ty()) && d.allocation_enabled())
+                .map(room_of)
+                .sum();
             if room < device.used().into() {
                 break SpaceError::NoRoom(ty, device.used());
             }
@@ -372,13 +425,21 @@ impl SwapSpace {
     }
 
     /// One walk over the device.
-    fn move_all(&self, device: &SwapDevice, mask: TypeMask, mover: &mut dyn Mover, moved: &mut u32) -> Result<(), AllocError> {
+    fn move_all(
+        &self,
+        device: &SwapDevice,
+        mask: TypeMask,
+        mover: &mut dyn Mover,
+        moved: &mut u32,
+    ) -> Result<(), AllocError> {
         let mut infos = Vec::with_capacity(SLOTS_PER_CLUSTER);
         let mut at = SwapOffset(0);
         while let Some(off) = device.next_used(at) {
             let (next, n) = match self.move_unit(device, off, true, mask, mover, &mut infos) {
                 // No run for a swapped-out one elsewhere: slot by slot.
-                Err(AllocError::NoRun) => self.move_unit(device, off, false, mask, mover, &mut infos)?,
+                Err(AllocError::NoRun) => {
+                    self.move_unit(device, off, false, mask, mover, &mut infos)?
+                }
                 other => other?,
             };
             *moved += n;
@@ -387,7 +448,8 @@ impl SwapSpace {
         Ok(())
     }
 
-    /// Moves the unit of one slot to another device. Returns the slot behind the unit, and how many slots moved.
+    /// Moves the unit of one slot to another device. Returns the slot behind the unit, and how many
+    /// slots moved.
     fn move_unit(
         &self,
         device: &SwapDevice,
@@ -413,7 +475,8 @@ impl SwapSpace {
         let to = self.alloc_folio(mask, CpuId(0), order, MOVING, GroupId(0))?;
         let other = self.device(to.ty()).expect("it just gave slots");
         let slots = Move { from: device.entry(index, unit.start), to, slots: infos };
-        let moved = if mover.copy(&slots) { transfer(device, i, unit, &slots, other, mover) } else { 0 };
+        let moved =
+            if mover.copy(&slots) { transfer(device, i, unit, &slots, other, mover) } else { 0 };
         if moved == 0 {
             let freed = other.free(to.offset(), unit.n as u32, Expect::Folio(MOVING));
             assert!(freed.is_ok(), "slots held for a move changed: {freed:?}");
@@ -422,8 +485,16 @@ impl SwapSpace {
     }
 }
 
-/// The second half of a unit's move, when its data has been copied. 0: something changed, or its owner refused.
-fn transfer(device: &SwapDevice, i: usize, unit: Unit, slots: &Move<'_>, other: &SwapDevice, mover: &mut dyn Mover) -> u32 {
+/// The second half of a unit's move, when its data has been copied. 0: something changed, or its
+/// owner refused.
+fn transfer(
+    device: &SwapDevice,
+    i: usize,
+    unit: Unit,
+    slots: &Move<'_>,
+    other: &SwapDevice,
+    mover: &mut dyn Mover,
+) -> u32 {
     let (index, to) = (slots.from.offset().cluster(), slots.to.offset());
     let (mut source, mut dest) = Locked::both((device, index), (other, to.cluster()));
     let range = unit.start..unit.start + unit.n;
@@ -432,7 +503,9 @@ fn transfer(device: &SwapDevice, i: usize, unit: Unit, slots: &Move<'_>, other: 
     let unchanged = source.state.used > 0
         && range.clone().zip(slots.slots).all(same)
         && (source.get(i).is_shadow()
-            || range.zip(slots.slots).all(|(at, info)| belongs(source.get(i), source.get(at)) == (info.slot != Slot::Free)));
+            || range.zip(slots.slots).all(|(at, info)| {
+                belongs(source.get(i), source.get(at)) == (info.slot != Slot::Free)
+            }));
     if !unchanged || !dest.room_for_counts(slots.slots) {
         return 0;
     }

@@ -1,7 +1,8 @@
-//! Winning back slots that only the swap cache holds: count 0, the folio is in memory and nobody maps its swap entry.
-//! (kernel-facts A4 steps d and "scan in a cluster", A5)
+//! Winning back slots that only the swap cache holds: count 0, the folio is in memory and nobody
+//! maps its swap entry. (kernel-facts A4 steps d and "scan in a cluster", A5)
 //!
-//! Only the folio's owner can lock it and see whether it may lose its slots, so the device asks a hook for each folio. It is asked
+//! Only the folio's owner can lock it and see whether it may lose its slots, so the device asks a
+//! hook for each folio. It is asked
 //! - while a scan for a run meets such slots, once more than half of the device is used;
 //! - for one full cluster a search, once more than half of the device is used;
 //! - for a few clusters when the device is full, before an allocation fails;
@@ -18,9 +19,10 @@ use core::ops::Range;
 /// Clusters looked at when the device is full, before an allocation fails.
 const WHEN_FULL: u32 = 4;
 
-/// Asked to give up the slots of a folio that only the swap cache holds. It tries to lock the folio, sees whether the folio still has
-/// the slot, no user and no write under way, and calls [`SwapDevice::folio_release`]; it returns how many slots became free. It is
-/// called from allocations: it must not wait for a lock that an allocating thread may hold.
+/// Asked to give up the slots of a folio that only the swap cache holds. It tries to lock the
+/// folio, sees whether the folio still has the slot, no user and no write under way, and calls
+/// [`SwapDevice::folio_release`]; it returns how many slots became free. It is called from
+/// allocations: it must not wait for a lock that an allocating thread may hold.
 pub type CacheReclaim = Box<dyn Fn(&SwapDevice, SwapOffset, FolioId) -> u32 + Send + Sync>;
 
 impl SwapDevice {
@@ -35,8 +37,8 @@ impl SwapDevice {
         self.reclaim.is_some() && u64::from(self.used()) * 2 > u64::from(self.capacity())
     }
 
-    /// Asks for the slots that only the swap cache holds in up to `clusters` clusters, full ones first, those looked at least recently
-    /// first. Returns how many slots became free.
+    /// Asks for the slots that only the swap cache holds in up to `clusters` clusters, full ones
+    /// first, those looked at least recently first. Returns how many slots became free.
     pub fn reclaim_cached(&self, clusters: u32) -> u32 {
         self.reclaim_until(clusters, u32::MAX)
     }
@@ -50,7 +52,8 @@ impl SwapDevice {
         if self.reclaim.is_none() {
             return 0;
         }
-        let others = (0..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
+        let others =
+            (0..ORDERS as u8).flat_map(|order| [ListId::Frag(order), ListId::Nonfull(order)]);
         let (mut left, mut freed) = (clusters, 0);
         for list in core::iter::once(ListId::Full).chain(others) {
             let mut on_list = self.lists.lock().len(list).min(left);
@@ -70,7 +73,8 @@ impl SwapDevice {
         Some(index)
     }
 
-    /// Asks for the slots of a part of a cluster. Takes no lock: the hook finds out what is still true.
+    /// Asks for the slots of a part of a cluster. Takes no lock: the hook finds out what is still
+    /// true.
     pub(crate) fn reclaim_in(&self, index: ClusterIndex, slots: Range<usize>) -> u32 {
         let (Some(hook), Some(table)) = (&self.reclaim, self.tables.get(index)) else { return 0 };
         let mut freed = 0;

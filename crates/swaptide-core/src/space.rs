@@ -1,17 +1,22 @@
-//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types. (kernel-facts A3, A6)
+//! Several devices as one swap space: priorities, rotation among equals, masks of permitted types.
+//! (kernel-facts A3, A6)
 //!
 //! Invariants:
-//! 1. A device of higher priority is used before one of lower priority, as far as the mask permits it.
-//! 2. Devices of one priority take turns, one cluster's worth of slots each: turns per slot would tear neighbours apart.
-//! 3. A permitted device that has room but no run of the order sends the folio to its peers, never to a lower priority: the
-//!    caller splits the folio instead.
+//! 1. A device of higher priority is used before one of lower priority, as far as the mask permits
+//!    it.
+//! 2. Devices of one priority take turns, one cluster's worth of slots each: turns per slot would
+//!    tear neighbours apart.
+//! 3. A permitted device that has room but no run of the order sends the folio to its peers, never
+//!    to a lower priority: the caller splits the folio instead.
 //!
 //! Lock: `order`, outermost and held only to read or turn the order of devices.
 
 use crate::device::SwapDevice;
 use crate::entry::{Slot, SlotInfo};
 use crate::error::AllocError;
-use crate::ids::{CpuId, FolioId, GroupId, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, SwapEntry, SwapType};
+use crate::ids::{
+    CpuId, FolioId, GroupId, Order, SLOTS_PER_CLUSTER, SWAP_TYPES, SwapEntry, SwapType,
+};
 use crate::sync::{Published, SpinLock};
 use core::fmt;
 
@@ -60,11 +65,13 @@ pub enum SpaceError {
     Exists(SwapType),
     /// There is no device of that type.
     NoDevice(SwapType),
-    /// So many slots of the device are still in use: swap them in, or move them to another device, then try again.
+    /// So many slots of the device are still in use: swap them in, or move them to another device,
+    /// then try again.
     InUse(SwapType, u32),
     /// So many slots of the device find no room on the others: free some, or add a device.
     NoRoom(SwapType, u32),
-    /// So many slots of the device could not be moved, because their owner could not change their users: try again.
+    /// So many slots of the device could not be moved, because their owner could not change their
+    /// users: try again.
     Refused(SwapType, u32),
 }
 
@@ -73,11 +80,19 @@ impl fmt::Display for SpaceError {
         match self {
             SpaceError::Exists(ty) => write!(f, "swap {ty} is taken: choose another number"),
             SpaceError::NoDevice(ty) => write!(f, "there is no swap device of {ty}"),
-            SpaceError::InUse(ty, used) => write!(f, "{used} slots of swap {ty} are in use: bring them back first"),
-            SpaceError::NoRoom(ty, left) => {
-                write!(f, "{left} slots of swap {ty} find no room on the other devices: free some, or add a device")
+            SpaceError::InUse(ty, used) => {
+                write!(f, "{used} slots of swap {ty} are in use: bring them back first")
             }
-            SpaceError::Refused(ty, left) => write!(f, "{left} slots of swap {ty} could not be moved just now: try again"),
+            SpaceError::NoRoom(ty, left) => {
+                write!(
+                    f,
+                    "{left} slots of swap {ty} find no room on the other devices: free some, or \
+                    add a device"
+                )
+            }
+            SpaceError::Refused(ty, left) => {
+                write!(f, "{left} slots of swap {ty} could not be moved just now: try again")
+            }
         }
     }
 }
@@ -119,7 +134,9 @@ impl SwapSpace {
         Ok(ty)
     }
 
-    /// Takes an unused device away, so that its type is free for another one; close it with [`SwapDevice::set_allocation_enabled`] and empty it before ([`SwapSpace::swapoff`] does both).
+    /// Takes an unused device away, so that its type is free for another one; close it with
+    /// [`SwapDevice::set_allocation_enabled`] and empty it before ([`SwapSpace::swapoff`] does
+    /// both).
     ///
     /// # Errors
     /// [`SpaceError::InUse`] with the number of used slots, [`SpaceError::NoDevice`].
@@ -151,7 +168,8 @@ impl SwapSpace {
         self.device(entry.ty()).map_or(Slot::Bad, |device| device.lookup(entry.offset()))
     }
 
-    /// Like [`SwapSpace::lookup`], with count, zero flag and group; `None` when there is no such device.
+    /// Like [`SwapSpace::lookup`], with count, zero flag and group; `None` when there is no such
+    /// device.
     pub fn info(&self, entry: SwapEntry) -> Option<SlotInfo> {
         self.device(entry.ty()).map(|device| device.info(entry.offset()))
     }
@@ -159,7 +177,9 @@ impl SwapSpace {
     /// Used slots and capacity of all permitted devices together.
     pub fn used_of_capacity(&self, mask: TypeMask) -> (u64, u64) {
         let permitted = self.devices().filter(|device| mask.contains(device.ty()));
-        permitted.fold((0, 0), |(used, capacity), d| (used + u64::from(d.used()), capacity + u64::from(d.capacity())))
+        permitted.fold((0, 0), |(used, capacity), d| {
+            (used + u64::from(d.used()), capacity + u64::from(d.capacity()))
+        })
     }
 
     /// Bytes of memory all devices hold.
@@ -168,11 +188,12 @@ impl SwapSpace {
         devices + size_of::<Self>() + self.order.lock().capacity() * size_of::<Place>()
     }
 
-    /// Allocates slots for a folio on the best of the permitted devices. See [`SwapDevice::alloc_folio`].
+    /// Allocates slots for a folio on the best of the permitted devices. See
+    /// [`SwapDevice::alloc_folio`].
     ///
     /// # Errors
-    /// [`AllocError::NoRun`] when a device had room but no run, [`AllocError::Full`] when all were full,
-    /// [`AllocError::Disabled`] when none was open or permitted.
+    /// [`AllocError::NoRun`] when a device had room but no run, [`AllocError::Full`] when all were
+    /// full, [`AllocError::Disabled`] when none was open or permitted.
     pub fn alloc_folio(
         &self,
         mask: TypeMask,

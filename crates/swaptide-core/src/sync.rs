@@ -1,21 +1,29 @@
-//! The primitives everything else is built from, and all the unsafe code of the crate: a spin lock, the publication of
-//! lazily made memory to readers that take no lock, and the memory of the swap tables.
+//! The primitives everything else is built from, and all the unsafe code of the crate: a spin lock,
+//! the publication of lazily made memory to readers that take no lock, and the memory of the swap
+//! tables.
 //!
 //! Invariants:
-//! 1. A chunk of a [`Directory`] (cluster headers) is published once, complete, and stays where it is until the directory is dropped. The
-//!    swap tables ([`Pages`]) all have their places from the start, until the device is dropped. So both are type-stable: a late
-//!    reader reads an old word, never foreign memory. That stands for RCU's grace period (kernel-facts B2): nothing is freed under a reader.
-//! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter that has spun for long calls
-//!    the hook given to [`set_yield`], because a holder may have lost its CPU.
+//! 1. A chunk of a [`Directory`] (cluster headers) is published once, complete, and stays where it
+//!    is until the directory is dropped. The swap tables ([`Pages`]) all have their places from the
+//!    start, until the device is dropped. So both are type-stable: a late reader reads an old word,
+//!    never foreign memory. That stands for RCU's grace period (kernel-facts B2): nothing is freed
+//!    under a reader.
+//! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter
+//!    that has spun for long calls the hook given to [`set_yield`], because a holder may have lost
+//!    its CPU.
 //!
 //! Under `cfg(loom)` the atomics and the lock are loom's, so that the models see every exchange.
 
 #![allow(unsafe_code)]
 
 #[cfg(not(loom))]
-pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use core::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use loom::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+};
 
 use core::ptr;
 #[cfg(not(loom))]
@@ -34,15 +42,16 @@ mod spin {
     use core::cell::UnsafeCell;
     use core::ops::{Deref, DerefMut};
 
-    /// A lock for short critical sections. It knows no owner and no queue. All of the core's are this one; what is to be compared with the
-    /// core should wait in the same way.
+    /// A lock for short critical sections. It knows no owner and no queue. All of the core's are
+    /// this one; what is to be compared with the core should wait in the same way.
     #[derive(Default)]
     pub struct SpinLock<T> {
         locked: AtomicBool,
         value: UnsafeCell<T>,
     }
 
-    // SAFETY: the value is reached only through a guard, and `locked` lets one guard exist at a time.
+    // SAFETY: the value is reached only through a guard, and `locked` lets one guard exist at a
+    // time.
     unsafe impl<T: Send> Sync for SpinLock<T> {}
 
     /// Exclusive access; ends when dropped.
@@ -100,7 +109,8 @@ mod spin {
 
     impl<T> DerefMut for Guard<'_, T> {
         fn deref_mut(&mut self) -> &mut T {
-            // SAFETY: as in `deref`; `&mut self` makes this the only reference taken from this guard.
+            // SAFETY: as in `deref`; `&mut self` makes this the only reference taken from this
+            // guard.
             unsafe { &mut *self.lock.value.get() }
         }
     }
@@ -117,9 +127,10 @@ mod model {
     use core::ops::{Deref, DerefMut};
     use loom::sync::{Condvar, Mutex};
 
-    /// A lock whose waiters sleep: a model cannot follow spinning. (loom's own mutex alone will not do: it lets a thread that only tries
-    /// wait for the holder, and so sees deadlocks where there are none.) The value is in a mutex that nobody ever waits for, so that
-    /// exclusion is checked, too.
+    /// A lock whose waiters sleep: a model cannot follow spinning. (loom's own mutex alone will not
+    /// do: it lets a thread that only tries wait for the holder, and so sees deadlocks where there
+    /// are none.) The value is in a mutex that nobody ever waits for, so that exclusion is checked,
+    /// too.
     #[derive(Default)]
     pub(crate) struct SpinLock<T> {
         locked: Mutex<bool>,
@@ -134,7 +145,11 @@ mod model {
 
     impl<T> SpinLock<T> {
         pub fn new(value: T) -> Self {
-            SpinLock { locked: Mutex::new(false), unlocked: Condvar::new(), value: std::sync::Mutex::new(value) }
+            SpinLock {
+                locked: Mutex::new(false),
+                unlocked: Condvar::new(),
+                value: std::sync::Mutex::new(value),
+            }
         }
 
         fn acquired(&self) -> Guard<'_, T> {
@@ -142,7 +157,8 @@ mod model {
         }
 
         pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-            let free = !core::mem::replace(&mut *self.locked.lock().expect("no holder panics"), true);
+            let free =
+                !core::mem::replace(&mut *self.locked.lock().expect("no holder panics"), true);
             free.then(|| self.acquired())
         }
 
@@ -183,8 +199,8 @@ mod model {
 #[cfg(not(loom))]
 static YIELD: AtomicPtr<fn()> = AtomicPtr::new(ptr::null_mut());
 
-/// Installs what a long waiter calls to give up its CPU (`sched_yield`, usually). The core makes no system call of its own;
-/// without a hook it only spins.
+/// Installs what a long waiter calls to give up its CPU (`sched_yield`, usually). The core makes no
+/// system call of its own; without a hook it only spins.
 #[cfg(not(loom))]
 pub fn set_yield(hook: &'static fn()) {
     YIELD.store(ptr::from_ref(hook).cast_mut(), Ordering::Release);
@@ -193,14 +209,15 @@ pub fn set_yield(hook: &'static fn()) {
 #[cfg(not(loom))]
 static WAITS: AtomicU64 = AtomicU64::new(0);
 
-/// How often any [`SpinLock`] was found taken and had to be waited for, since the process started. For measurements.
+/// How often any [`SpinLock`] was found taken and had to be waited for, since the process started.
+/// For measurements.
 #[cfg(not(loom))]
 pub fn lock_waits() -> u64 {
     WAITS.load(Ordering::Relaxed)
 }
 
-/// A value on cache lines of its own (two: CPUs fetch them in pairs), so that writing it does not slow down readers of its
-/// neighbours.
+/// A value on cache lines of its own (two: CPUs fetch them in pairs), so that writing it does not
+/// slow down readers of its neighbours.
 #[derive(Default)]
 #[repr(align(128))]
 pub struct OwnLine<T>(pub T);
@@ -235,10 +252,11 @@ pub(crate) fn relax(spins: &mut u32) {
     }
 }
 
-/// Reads a word whose writers all hold the lock that the caller holds: the newest value, whatever the ordering.
+/// Reads a word whose writers all hold the lock that the caller holds: the newest value, whatever
+/// the ordering.
 ///
-/// loom forgets another thread's read of a word once the writer has read it too, and then misses the race with the write that
-/// follows; a read that counts as a write keeps it.
+/// loom forgets another thread's read of a word once the writer has read it too, and then misses
+/// the race with the write that follows; a read that counts as a write keeps it.
 #[inline]
 pub(crate) fn read_locked(word: &AtomicU64) -> u64 {
     #[cfg(loom)]
@@ -253,14 +271,16 @@ pub(crate) fn bring_near(word: &AtomicU64) {
     #[cfg(all(target_arch = "x86_64", not(loom)))]
     // SAFETY: a prefetch reads nothing that the program sees.
     unsafe {
-        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(word.as_ptr().cast());
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(
+            word.as_ptr().cast(),
+        );
     }
     #[cfg(not(all(target_arch = "x86_64", not(loom))))]
     let _ = word;
 }
 
-/// An array made chunk by chunk: `N` elements come into being together, at the first use of one of them, and live until the
-/// directory is dropped. Reading takes no lock.
+/// An array made chunk by chunk: `N` elements come into being together, at the first use of one of
+/// them, and live until the directory is dropped. Reading takes no lock.
 pub(crate) struct Directory<T, const N: usize> {
     chunks: Box<[AtomicPtr<T>]>,
     made: AtomicUsize,
@@ -269,23 +289,28 @@ pub(crate) struct Directory<T, const N: usize> {
 impl<T: Default, const N: usize> Directory<T, N> {
     /// Room for `len` elements; none is made yet.
     pub fn new(len: usize) -> Self {
-        Directory { chunks: (0..len.div_ceil(N)).map(|_| AtomicPtr::new(ptr::null_mut())).collect(), made: AtomicUsize::new(0) }
+        Directory {
+            chunks: (0..len.div_ceil(N)).map(|_| AtomicPtr::new(ptr::null_mut())).collect(),
+            made: AtomicUsize::new(0),
+        }
     }
 
     /// Element `i`, if its chunk was made.
     #[inline]
     pub fn get(&self, i: usize) -> Option<&T> {
-        // Acquire pairs with the release in `make`: the chunk's elements were written before its address.
+        // Acquire pairs with the release in `make`: the chunk's elements were written before its
+        // address.
         let chunk = self.chunks.get(i / N)?.load(Ordering::Acquire);
         if chunk.is_null() {
             return None;
         }
-        // SAFETY: a non-null chunk is the start of `N` initialised elements (`make`) that live as long as `self`
-        // (invariant 1), and `i % N` is below `N`.
+        // SAFETY: a non-null chunk is the start of `N` initialised elements (`make`) that live as
+        // long as `self` (invariant 1), and `i % N` is below `N`.
         Some(unsafe { &*chunk.add(i % N) })
     }
 
-    /// Element `i`, making its chunk when need be. `None` when there is no memory, or no such element.
+    /// Element `i`, making its chunk when need be. `None` when there is no memory, or no such
+    /// element.
     pub fn make(&self, i: usize) -> Option<&T> {
         let place = self.chunks.get(i / N)?;
         if place.load(Ordering::Acquire).is_null() {
@@ -293,7 +318,10 @@ impl<T: Default, const N: usize> Directory<T, N> {
             chunk.try_reserve_exact(N).ok()?;
             chunk.extend((0..N).map(|_| T::default()));
             let chunk = Box::into_raw(chunk.into_boxed_slice()).cast::<T>();
-            if place.compare_exchange(ptr::null_mut(), chunk, Ordering::Release, Ordering::Relaxed).is_ok() {
+            if place
+                .compare_exchange(ptr::null_mut(), chunk, Ordering::Release, Ordering::Relaxed)
+                .is_ok()
+            {
                 self.made.fetch_add(1, Ordering::Relaxed);
             } else {
                 // SAFETY: `chunk` came from `into_raw` just above and was not published.
@@ -318,8 +346,9 @@ impl<T: Default, const N: usize> Directory<T, N> {
 #[repr(C, align(4096))]
 pub(crate) struct Paged<U, const M: usize>(pub [U; M]);
 
-/// Memory for all tables of a device: zeros that take no memory of the machine until they are written to. The core makes no system call:
-/// its user reserves the range (`mmap` with `MAP_NORESERVE`, without huge pages, is what is meant) and hands it in
+/// Memory for all tables of a device: zeros that take no memory of the machine until they are
+/// written to. The core makes no system call: its user reserves the range (`mmap` with
+/// `MAP_NORESERVE`, without huge pages, is what is meant) and hands it in
 /// ([`crate::SwapDevice::new_in`]).
 #[cfg(not(loom))]
 pub struct TableMemory {
@@ -333,7 +362,8 @@ impl TableMemory {
     /// `len` bytes from `start` on; dropping `owner` gives them back.
     ///
     /// # Safety
-    /// Until `owner` is dropped the bytes may be read and written, and nobody else does so. They read as zeros. `start` is a multiple of 4096.
+    /// Until `owner` is dropped the bytes may be read and written, and nobody else does so. They
+    /// read as zeros. `start` is a multiple of 4096.
     pub unsafe fn new(start: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>) -> Self {
         assert!(start.as_ptr().addr().is_multiple_of(4096), "tables lie on whole pages");
         TableMemory { start, len, owner }
@@ -344,17 +374,21 @@ impl TableMemory {
         self.start
     }
 
-    /// From the allocator. What it gets for this from the system it need not write zeros to; so with the usual ones only small devices
-    /// hold memory for clusters that they do not use.
+    /// From the allocator. What it gets for this from the system it need not write zeros to; so
+    /// with the usual ones only small devices hold memory for clusters that they do not use.
     pub(crate) fn allocate(len: usize) -> Self {
         // The allocator is not asked for whole pages: for those it would write the zeros itself.
-        let layout = Layout::from_size_align(len + 4095, 16).expect("the tables of 2^28 slots fit an address space");
+        let layout = Layout::from_size_align(len + 4095, 16)
+            .expect("the tables of 2^28 slots fit an address space");
         // SAFETY: the layout's size is not 0.
-        let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
+        let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else {
+            handle_alloc_error(layout)
+        };
         let gap = base.as_ptr().align_offset(4096);
         // SAFETY: the gap is at most 4095 bytes, which were asked for in addition.
         let start = unsafe { base.add(gap) };
-        // SAFETY: `len` bytes are left behind the gap; they are zeros, and stay until `Zeros` is dropped.
+        // SAFETY: `len` bytes are left behind the gap; they are zeros, and stay until `Zeros` is
+        // dropped.
         unsafe { TableMemory::new(start, len, Box::new(Zeros { base, layout })) }
     }
 }
@@ -381,8 +415,9 @@ unsafe impl Send for Zeros {}
 #[cfg(not(loom))]
 unsafe impl Sync for Zeros {}
 
-/// Pages of `M` words each that are all there from the start, as zeros. A word is found by one addition, and those pages that were never
-/// written to take no memory: what keeps them is [`TableMemory`].
+/// Pages of `M` words each that are all there from the start, as zeros. A word is found by one
+/// addition, and those pages that were never written to take no memory: what keeps them is
+/// [`TableMemory`].
 #[cfg(not(loom))]
 pub(crate) struct Pages<const M: usize> {
     first: NonNull<AtomicU64>,
@@ -395,8 +430,17 @@ pub(crate) struct Pages<const M: usize> {
 impl<const M: usize> Pages<M> {
     /// `len` pages.
     pub fn new(len: usize, memory: TableMemory) -> Self {
-        const { assert!(size_of::<Paged<AtomicU64, M>>() == M * size_of::<u64>(), "words lie without gaps") };
-        assert!(len * size_of::<Paged<AtomicU64, M>>() <= memory.len, "{len} tables do not fit {} bytes", memory.len);
+        const {
+            assert!(
+                size_of::<Paged<AtomicU64, M>>() == M * size_of::<u64>(),
+                "words lie without gaps"
+            )
+        };
+        assert!(
+            len * size_of::<Paged<AtomicU64, M>>() <= memory.len,
+            "{len} tables do not fit {} bytes",
+            memory.len
+        );
         Pages { first: memory.start.cast(), words: len * M, _owner: memory.owner }
     }
 
@@ -408,9 +452,11 @@ impl<const M: usize> Pages<M> {
     /// Page `i`.
     #[inline]
     pub fn get(&self, i: usize) -> Option<&Paged<AtomicU64, M>> {
-        // SAFETY: `words / M` pages fit the memory (`new`), which is page-aligned, was zeros, a value of `AtomicU64` like every other, and is written through
-        // references like this one only; it stays as long as `self`.
-        (i < self.words / M).then(|| unsafe { self.first.cast::<Paged<AtomicU64, M>>().add(i).as_ref() })
+        // SAFETY: `words / M` pages fit the memory (`new`), which is page-aligned, was zeros, a
+        // value of `AtomicU64` like every other, and is written through references like this one
+        // only; it stays as long as `self`.
+        (i < self.words / M)
+            .then(|| unsafe { self.first.cast::<Paged<AtomicU64, M>>().add(i).as_ref() })
     }
 
     /// Word `i` of all, counted through the pages.
@@ -464,7 +510,8 @@ impl<T, const N: usize> Drop for Directory<T, N> {
             // Relaxed: `&mut self`, so whoever published did so before.
             let chunk = place.load(Ordering::Relaxed);
             if !chunk.is_null() {
-                // SAFETY: published by `make` from a boxed slice of `N`; `&mut self` says that no reader is left.
+                // SAFETY: published by `make` from a boxed slice of `N`; `&mut self` says that no
+                // reader is left.
                 unsafe { free_chunk::<T, N>(chunk) };
             }
         }
@@ -476,7 +523,8 @@ unsafe impl<T: Send, const N: usize> Send for Directory<T, N> {}
 // SAFETY: as above; `T: Sync` is what sharing references across threads needs.
 unsafe impl<T: Send + Sync, const N: usize> Sync for Directory<T, N> {}
 
-/// A value published once to readers that take no lock, and kept until the cell is dropped or emptied by its only owner.
+/// A value published once to readers that take no lock, and kept until the cell is dropped or
+/// emptied by its only owner.
 pub(crate) struct Published<T>(AtomicPtr<T>);
 
 impl<T> Default for Published<T> {
@@ -488,15 +536,19 @@ impl<T> Default for Published<T> {
 impl<T> Published<T> {
     #[inline]
     pub fn get(&self) -> Option<&T> {
-        // Acquire pairs with the release in `set`. SAFETY: a non-null pointer is a boxed value published by `set`; it is freed
-        // only through `&mut self`.
+        // Acquire pairs with the release in `set`. SAFETY: a non-null pointer is a boxed value
+        // published by `set`; it is freed only through `&mut self`.
         unsafe { self.0.load(Ordering::Acquire).as_ref() }
     }
 
     /// Publishes `value`, or gives it back when one is there already.
     pub fn set(&self, value: T) -> Result<(), T> {
         let value = Box::into_raw(Box::new(value));
-        if self.0.compare_exchange(ptr::null_mut(), value, Ordering::Release, Ordering::Relaxed).is_ok() {
+        if self
+            .0
+            .compare_exchange(ptr::null_mut(), value, Ordering::Release, Ordering::Relaxed)
+            .is_ok()
+        {
             return Ok(());
         }
         // SAFETY: from `into_raw` just above, not published.
@@ -517,7 +569,8 @@ impl<T> Drop for Published<T> {
     }
 }
 
-// SAFETY: the cell owns the value and hands out shared references only (`AtomicPtr` alone would ask nothing of `T`).
+// SAFETY: the cell owns the value and hands out shared references only (`AtomicPtr` alone would ask
+// nothing of `T`).
 unsafe impl<T: Send> Send for Published<T> {}
 // SAFETY: as above; `set` moves a value in from any thread, hence `Send`.
 unsafe impl<T: Send + Sync> Sync for Published<T> {}
@@ -546,7 +599,10 @@ mod tests {
         });
         assert_eq!(*lock.lock(), 80_000);
         let held = lock.lock();
-        assert!(lock.try_lock().is_none() && lock.try_lock().is_none(), "a failed attempt unlocks nothing");
+        assert!(
+            lock.try_lock().is_none() && lock.try_lock().is_none(),
+            "a failed attempt unlocks nothing"
+        );
         let before = lock_waits();
         thread::scope(|s| {
             s.spawn(|| drop(lock.lock()));
@@ -578,7 +634,12 @@ mod tests {
         for page in 0..3 {
             let words = &pages.get(page).unwrap().0;
             assert!(core::ptr::from_ref(words).addr().is_multiple_of(4096));
-            assert!(words.iter().zip(page * 512..).all(|(word, i)| word.load(Ordering::Relaxed) == i as u64));
+            assert!(
+                words
+                    .iter()
+                    .zip(page * 512..)
+                    .all(|(word, i)| word.load(Ordering::Relaxed) == i as u64)
+            );
         }
         let none = Pages::<512>::new(0, TableMemory::allocate(0));
         assert!(none.word(0).is_none() && none.get(0).is_none());
@@ -603,7 +664,9 @@ mod tests {
         // SAFETY: the size is not 0.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
         // SAFETY: zeros of its own, given back by their owner.
-        let pages = Pages::<512>::new(1, unsafe { TableMemory::new(base, 4096, Box::new(Owner(Zeros { base, layout }))) });
+        let pages = Pages::<512>::new(1, unsafe {
+            TableMemory::new(base, 4096, Box::new(Owner(Zeros { base, layout })))
+        });
         pages.word(511).unwrap().store(1, Ordering::Relaxed);
         assert_eq!(DROPPED.load(Ordering::Relaxed), 0);
         drop(pages);
@@ -616,7 +679,11 @@ mod tests {
         assert!(directory.get(3).is_none() && directory.make(64).is_none());
         thread::scope(|s| {
             for _ in 0..4 {
-                s.spawn(|| (0..64).for_each(|i| _ = directory.make(i).unwrap().fetch_add(1, Ordering::Relaxed)));
+                s.spawn(|| {
+                    (0..64).for_each(|i| {
+                        _ = directory.make(i).unwrap().fetch_add(1, Ordering::Relaxed)
+                    })
+                });
             }
         });
         assert_eq!(directory.made(), 64);

@@ -1,10 +1,11 @@
-//! Tiers: named ranges of the priorities of swap devices, and the masks by which groups are kept off some of them. (kernel-facts F;
-//! seed swap-tiers)
+//! Tiers: named ranges of the priorities of swap devices, and the masks by which groups are kept
+//! off some of them. (kernel-facts F; seed swap-tiers)
 //!
-//! A tier is a name and the priority it starts at; it ends below the start of the next higher tier, the highest at [`Priority::MAX`]. What
-//! tier a device is in follows from its priority alone.
+//! A tier is a name and the priority it starts at; it ends below the start of the next higher tier,
+//! the highest at [`Priority::MAX`]. What tier a device is in follows from its priority alone.
 //!
-//! Text that changes tiers is a list of tokens, with blanks or commas between them, carried out from left to right:
+//! Text that changes tiers is a list of tokens, with blanks or commas between them, carried out
+//! from left to right:
 //!
 //! | token        | does | the range |
 //! |--------------|------|-----------|
@@ -12,20 +13,22 @@
 //! | `-NAME`      | removes one | goes to the next lower tier; the lowest tier's to the next higher one |
 //! | `NAME:PRIO`  | moves the start of one | goes to, or comes from, its neighbours |
 //!
-//! Text that changes a mask is a list of `-NAME` (excludes) and `+NAME` (takes the exclusion back), with blanks between; no token at
-//! all takes back every exclusion.
+//! Text that changes a mask is a list of `-NAME` (excludes) and `+NAME` (takes the exclusion back),
+//! with blanks between; no token at all takes back every exclusion.
 //!
 //! Invariants
 //! 1. A text is carried out whole or not at all.
-//! 2. Either there is no tier, or the lowest starts at -1: every priority is in exactly one. Within a text this may be otherwise; it is
-//!    looked at once, after the last token.
-//! 3. No token moves a device in use from its tier to another, or takes its tier away. Devices that were in no tier (there was none) are
-//!    bound by nothing.
-//! 4. A tier keeps its index as long as it lives, and with it its bit in all masks. When it goes, its owner sets the bit in every mask
-//!    ([`Applied::freed`]), so that a later tier of the same index begins permitted.
+//! 2. Either there is no tier, or the lowest starts at -1: every priority is in exactly one. Within
+//!    a text this may be otherwise; it is looked at once, after the last token.
+//! 3. No token moves a device in use from its tier to another, or takes its tier away. Devices that
+//!    were in no tier (there was none) are bound by nothing.
+//! 4. A tier keeps its index as long as it lives, and with it its bit in all masks. When it goes,
+//!    its owner sets the bit in every mask ([`Applied::freed`]), so that a later tier of the same
+//!    index begins permitted.
 //! 5. A child's effective mask is its own one within its parent's effective mask.
 //!
-//! Locks: none. Nothing here is needed to allocate: who writes computes, who allocates compares one word.
+//! Locks: none. Nothing here is needed to allocate: who writes computes, who allocates compares one
+//! word.
 
 use core::fmt;
 
@@ -86,7 +89,8 @@ impl Name {
         if text.len() > MAX_TIER_NAME {
             return Err(Rule::LongName);
         }
-        if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_') {
+        if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        {
             return Err(Rule::BadName);
         }
         let mut bytes = [0; MAX_TIER_NAME];
@@ -162,23 +166,38 @@ impl fmt::Display for TierError {
         if let Rule::Uncovered(start) = rule {
             return write!(
                 f,
-                "the lowest tier, {token}, starts at {start}: priorities from -1 to {} are in no tier; let one start at -1",
+                "the lowest tier, {token}, starts at {start}: priorities from -1 to {} are in no \
+                tier; let one start at -1",
                 start.get() - 1
             );
         }
         write!(f, "token {number}, {token:?}: ")?;
         match rule {
-            Rule::Grammar => {
-                f.write_str("not a change; write +NAME:PRIO, -NAME or NAME:PRIO for tiers, +NAME or -NAME for a group")
-            }
+            Rule::Grammar => f.write_str(
+                "not a change; write +NAME:PRIO, -NAME or NAME:PRIO for tiers, +NAME \
+                    or -NAME for a group",
+            ),
             Rule::BadName => f.write_str("a tier's name has letters, digits and underscores only"),
             Rule::LongName => write!(f, "a tier's name has at most {MAX_TIER_NAME} bytes"),
-            Rule::BadPriority => write!(f, "after the colon comes a priority from {} to {}", Priority::MIN, Priority::MAX),
-            Rule::NameTaken => f.write_str("a tier of this name exists; write it without the + to move its start"),
+            Rule::BadPriority => write!(
+                f,
+                "after the colon comes a priority from {} to \
+                {}",
+                Priority::MIN,
+                Priority::MAX
+            ),
+            Rule::NameTaken => f.write_str(
+                "a tier of this name exists; write it without the + to \
+                move its start",
+            ),
             Rule::StartTaken => f.write_str("another tier starts at this priority"),
             Rule::Full => write!(f, "there are {MAX_TIERS} tiers already; remove one first"),
             Rule::Unknown => f.write_str("there is no tier of this name"),
-            Rule::InUse(at) => write!(f, "a device of priority {at} is in use and would change its tier; take it away first"),
+            Rule::InUse(at) => write!(
+                f,
+                "a device of priority {at} is in use and would change its \
+                tier; take it away first"
+            ),
             Rule::Uncovered(_) => Ok(()),
         }
     }
@@ -250,7 +269,9 @@ impl Tiers {
         let before = *self;
         let mut next = before;
         let mut applied = Applied::default();
-        let tokens = text.split(|c: char| c == ',' || c.is_ascii_whitespace()).filter(|token| !token.is_empty());
+        let tokens = text
+            .split(|c: char| c == ',' || c.is_ascii_whitespace())
+            .filter(|token| !token.is_empty());
         let mut last = 0;
         for (at, token) in tokens.enumerate() {
             last = at + 1;
@@ -265,17 +286,22 @@ impl Tiers {
             }
         }
         if let Some(lowest) = next.iter().last().filter(|lowest| lowest.start > Priority::MIN) {
-            return Err(TierError { token: lowest.name.to_owned(), number: last, rule: Rule::Uncovered(lowest.start) });
+            return Err(TierError {
+                token: lowest.name.to_owned(),
+                number: last,
+                rule: Rule::Uncovered(lowest.start),
+            });
         }
         *self = next;
         Ok(applied)
     }
 
-    /// Has those tiers that a text makes where there are none, instead of these; one that both have keeps its index. `devices` are the priorities of
-    /// those in use.
+    /// Has those tiers that a text makes where there are none, instead of these; one that both have
+    /// keeps its index. `devices` are the priorities of those in use.
     ///
     /// # Errors
-    /// As [`Tiers::apply`]; for a device that would be in a tier of another name, the token is the name of its present one.
+    /// As [`Tiers::apply`]; for a device that would be in a tier of another name, the token is the
+    /// name of its present one.
     pub fn replace(&mut self, text: &str, devices: &[Priority]) -> Result<Applied, TierError> {
         let mut fresh = Tiers::new();
         fresh.apply(text, &[])?;
@@ -285,7 +311,9 @@ impl Tiers {
                 next.places[usize::from(index.0)] = Some(*tier);
             }
         }
-        for tier in fresh.places.iter().flatten().filter(|tier| self.find(tier.name.as_str()).is_none()) {
+        for tier in
+            fresh.places.iter().flatten().filter(|tier| self.find(tier.name.as_str()).is_none())
+        {
             if let Some(free) = next.places.iter_mut().find(|place| place.is_none()) {
                 *free = Some(*tier);
             }
@@ -293,7 +321,11 @@ impl Tiers {
         for device in devices {
             let (old, new) = (self.name_of(*device), next.name_of(*device));
             if let Some(old) = old.filter(|old| new != Some(*old)) {
-                return Err(TierError { token: old.to_owned(), number: 1, rule: Rule::InUse(*device) });
+                return Err(TierError {
+                    token: old.to_owned(),
+                    number: 1,
+                    rule: Rule::InUse(*device),
+                });
             }
         }
         let gone = self.iter().filter(|tier| next.find(tier.name).is_none());
@@ -345,7 +377,8 @@ impl Tiers {
 
     fn remove(&mut self, index: TierIndex) {
         let gone = self.places[usize::from(index.0)].take();
-        // The next lower tier reaches up by itself; below the lowest there is none, so the next higher one reaches down.
+        // The next lower tier reaches up by itself; below the lowest there is none, so the next
+        // higher one reaches down.
         if gone.is_some_and(|tier| tier.start == Priority::MIN)
             && let Some(heir) = self.iter().last().map(|tier| tier.index)
         {
@@ -367,10 +400,15 @@ impl Tiers {
         }
     }
 
-    /// A text that makes these tiers where there are none; with the same indices if no index between theirs is free.
+    /// A text that makes these tiers where there are none; with the same indices if no index
+    /// between theirs is free.
     pub fn spec(&self) -> String {
-        let tokens: Vec<String> =
-            self.places.iter().flatten().map(|tier| format!("+{}:{}", tier.name.as_str(), tier.start)).collect();
+        let tokens: Vec<String> = self
+            .places
+            .iter()
+            .flatten()
+            .map(|tier| format!("+{}:{}", tier.name.as_str(), tier.start))
+            .collect();
         tokens.join(" ")
     }
 }
@@ -380,7 +418,14 @@ impl fmt::Display for Tiers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:<16}{:<5}{:<11}PrioEnd", "Name", "Idx", "PrioStart")?;
         for tier in self.iter() {
-            writeln!(f, "{:<16}{:<5}{:<11}{}", tier.name, tier.index.get(), tier.start.get(), tier.end)?;
+            writeln!(
+                f,
+                "{:<16}{:<5}{:<11}{}",
+                tier.name,
+                tier.index.get(),
+                tier.start.get(),
+                tier.end
+            )?;
         }
         Ok(())
     }
@@ -397,7 +442,8 @@ fn named_start(text: &str) -> Result<(Name, Priority), Rule> {
     Ok((name, start))
 }
 
-/// Which tiers are permitted; a bit for each index, and one for devices in no tier, which nothing excludes.
+/// Which tiers are permitted; a bit for each index, and one for devices in no tier, which nothing
+/// excludes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TierMask(u32);
 
@@ -457,7 +503,11 @@ impl TierMask {
 
     /// Names of the permitted tiers, highest first, with blanks between.
     pub fn names(self, tiers: &Tiers) -> String {
-        let names: Vec<&str> = tiers.iter().filter(|tier| self.permits(Some(tier.index))).map(|tier| tier.name).collect();
+        let names: Vec<&str> = tiers
+            .iter()
+            .filter(|tier| self.permits(Some(tier.index)))
+            .map(|tier| tier.name)
+            .collect();
         names.join(" ")
     }
 }

@@ -19,7 +19,10 @@ fn one_folio_out_and_in_again() {
     assert_eq!(off.0 % 16, 0);
     for i in 0..16 {
         assert_eq!(d.lookup(off.plus(i)), Slot::Folio(FolioId(7)));
-        assert_eq!(d.info(off.plus(i)), SlotInfo { slot: Slot::Folio(FolioId(7)), count: 1, zero: false, group: G });
+        assert_eq!(
+            d.info(off.plus(i)),
+            SlotInfo { slot: Slot::Folio(FolioId(7)), count: 1, zero: false, group: G }
+        );
     }
     assert_eq!(d.folio_to_shadow(off, 16, FolioId(7), Shadow(99), ZeroMask::Bits(&[0b101])), Ok(0));
     assert_eq!(d.lookup(off.plus(2)), Slot::Shadow { shadow: Shadow(99), zero: true });
@@ -125,14 +128,21 @@ fn order_0_steals_from_large_orders_only_when_nothing_else_is_left() {
 #[test]
 fn freed_runs_are_found_again() {
     let d = device(2048);
-    let runs: Vec<_> = (0..128).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
+    let runs: Vec<_> =
+        (0..128).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
     assert_eq!(d.alloc_folio(CPU, order(4), FolioId(0), G), Err(AllocError::Full));
     for round in 0..50 {
-        let some: Vec<_> = runs.iter().enumerate().filter(|(i, _)| (i * 7 + round) % 5 == 0).map(|(_, off)| *off).collect();
+        let some: Vec<_> = runs
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| (i * 7 + round) % 5 == 0)
+            .map(|(_, off)| *off)
+            .collect();
         for off in &some {
             assert_eq!(d.free(*off, 16, Expect::Any), Ok(16));
         }
-        let mut again: Vec<_> = some.iter().map(|_| d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap()).collect();
+        let mut again: Vec<_> =
+            some.iter().map(|_| d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap()).collect();
         again.sort();
         let mut expected = some.clone();
         expected.sort();
@@ -147,7 +157,9 @@ fn cpus_fill_different_clusters_and_rotational_devices_one() {
     let b = solid.alloc_folio(CpuId(1), order(0), FolioId(0), G).unwrap();
     assert_ne!(a.cluster(), b.cluster());
     let rotational = SwapDevice::new(ty(1), 4096, 2, Kind::Rotational);
-    let offs: Vec<_> = (0..600).map(|i| rotational.alloc_folio(CpuId(i % 4), order(0), FolioId(0), G).unwrap().0).collect();
+    let offs: Vec<_> = (0..600)
+        .map(|i| rotational.alloc_folio(CpuId(i % 4), order(0), FolioId(0), G).unwrap().0)
+        .collect();
     assert!(offs.windows(2).all(|w| w[1] == w[0] + 1), "one cursor");
 }
 
@@ -157,7 +169,8 @@ fn bad_slots_are_never_given_out() {
     d.mark_bad(SwapOffset(0), 1).unwrap();
     d.mark_bad(SwapOffset(700), 10).unwrap();
     assert_eq!((d.usage().bad, d.capacity()), (11, 1013));
-    let used: Vec<_> = (0..1013).map(|_| d.alloc_folio(CPU, order(0), FolioId(0), G).unwrap().0).collect();
+    let used: Vec<_> =
+        (0..1013).map(|_| d.alloc_folio(CPU, order(0), FolioId(0), G).unwrap().0).collect();
     assert!(used.iter().all(|&off| off != 0 && !(700..710).contains(&off)));
     assert_eq!(d.lookup(SwapOffset(705)), Slot::Bad);
     assert!(d.mark_bad(SwapOffset(5), 1).is_err(), "in use");
@@ -171,7 +184,8 @@ fn bad_slots_are_never_given_out() {
 #[test]
 fn emptied_clusters_are_discarded_before_reuse() {
     let d = device(2048).with_discard(true);
-    let offs: Vec<_> = (0..2).map(|_| d.alloc_folio(CPU, order(9), FolioId(1), G).unwrap()).collect();
+    let offs: Vec<_> =
+        (0..2).map(|_| d.alloc_folio(CPU, order(9), FolioId(1), G).unwrap()).collect();
     for off in &offs {
         d.free(*off, 512, Expect::Folio(FolioId(1))).unwrap();
     }
@@ -187,7 +201,10 @@ fn emptied_clusters_are_discarded_before_reuse() {
     let off = d.alloc_folio(CPU, order(9), FolioId(2), G).unwrap();
     d.free(off, 512, Expect::Any).unwrap();
     d.alloc_folio(CPU, order(9), FolioId(2), G).unwrap();
-    assert!(d.alloc_folio(CPU, order(9), FolioId(2), G).is_ok(), "a waiting cluster is better than none");
+    assert!(
+        d.alloc_folio(CPU, order(9), FolioId(2), G).is_ok(),
+        "a waiting cluster is better than none"
+    );
 }
 
 #[test]
@@ -202,7 +219,8 @@ fn discard_done_of_a_cluster_in_use_stops() {
 fn the_owner_of_the_data_hears_of_every_freed_slot_first() {
     let heard = Arc::new(Mutex::new(Vec::new()));
     let to = heard.clone();
-    let d = device(4096).with_free_notify(Box::new(move |off, n| to.lock().unwrap().push((off.0, n))));
+    let d =
+        device(4096).with_free_notify(Box::new(move |off, n| to.lock().unwrap().push((off.0, n))));
     let off = d.alloc_folio(CPU, order(3), FolioId(1), G).unwrap();
     d.dup(off.plus(3), 1).unwrap();
     d.folio_to_shadow(off, 8, FolioId(1), Shadow(0), ZeroMask::None).unwrap();
@@ -240,7 +258,11 @@ fn a_closed_device_is_drained() {
 #[test]
 fn memory_follows_use() {
     let tib = SwapDevice::new(ty(0), MAX_SLOTS, 64, Kind::Solid);
-    assert!(tib.metadata_bytes() <= 1 << 20, "{} bytes before the first slot", tib.metadata_bytes());
+    assert!(
+        tib.metadata_bytes() <= 1 << 20,
+        "{} bytes before the first slot",
+        tib.metadata_bytes()
+    );
     let last = SwapOffset(MAX_SLOTS - 1);
     assert_eq!((tib.lookup(last), tib.usage().clusters_free), (Slot::Free, (1 << 19) - 1));
 
@@ -251,7 +273,8 @@ fn memory_follows_use() {
     }
     let d = device(1 << 18).with_table_discard(discard);
     let before = d.metadata_bytes();
-    let offs: Vec<_> = (0..1 << 14).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
+    let offs: Vec<_> =
+        (0..1 << 14).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
     let per_slot = (d.metadata_bytes() - before) as f64 / f64::from(1 << 18);
     assert!(per_slot < 8.2, "{per_slot} bytes per used slot");
     assert_eq!(d.usage().tables, 512);
@@ -259,7 +282,11 @@ fn memory_follows_use() {
     // All when the hook was set, and most of them again when their clusters emptied.
     let discarded = DISCARDED.load(Ordering::Relaxed);
     assert!(d.usage().tables == 0 && (1000..=1024).contains(&discarded), "{discarded}");
-    assert!(d.metadata_bytes() - before < 16 * 4096 + 512 * 48 + 4096, "{}", d.metadata_bytes() - before);
+    assert!(
+        d.metadata_bytes() - before < 16 * 4096 + 512 * 48 + 4096,
+        "{}",
+        d.metadata_bytes() - before
+    );
     // The last cluster of this one is not whole: its table is in use from the start.
     let odd = device(1000).with_table_discard(discard);
     let fixed = odd.metadata_bytes();
@@ -272,10 +299,16 @@ fn memory_follows_use() {
 fn candidates_for_emptying_and_for_cache_reclaim() {
     let d = device(4096);
     assert_eq!((d.fragmented_candidate(order(0)), d.full_candidate()), (None, None));
-    let offs: Vec<_> = (0..1024).map(|_| d.alloc_folio(CPU, order(0), FolioId(1), G).unwrap()).collect();
+    let offs: Vec<_> =
+        (0..1024).map(|_| d.alloc_folio(CPU, order(0), FolioId(1), G).unwrap()).collect();
     let (a, b) = (offs[0].cluster(), offs[1023].cluster());
-    assert_eq!((d.full_candidate(), d.full_candidate(), d.full_candidate()), (Some(a), Some(b), Some(a)));
-    offs.iter().filter(|off| off.cluster() == b && off.0 % 2 == 0).for_each(|off| _ = d.free(*off, 1, Expect::Any).unwrap());
+    assert_eq!(
+        (d.full_candidate(), d.full_candidate(), d.full_candidate()),
+        (Some(a), Some(b), Some(a))
+    );
+    offs.iter()
+        .filter(|off| off.cluster() == b && off.0 % 2 == 0)
+        .for_each(|off| _ = d.free(*off, 1, Expect::Any).unwrap());
     d.free(offs[0], 1, Expect::Any).unwrap();
     assert_eq!(d.fragmented_candidate(order(0)), Some(b));
     assert_eq!(d.fragmented_candidate(order(0)), Some(b));
@@ -293,13 +326,17 @@ fn priorities_masks_and_turns() {
         assert_eq!(alloc(&space, TypeMask::ALL, 4).unwrap().ty(), ty(0));
     }
     // The first is full: the two equals take turns, a cluster's worth each.
-    let types: Vec<_> = (0..128).map(|_| alloc(&space, TypeMask::ALL, 4).unwrap().ty().index()).collect();
+    let types: Vec<_> =
+        (0..128).map(|_| alloc(&space, TypeMask::ALL, 4).unwrap().ty().index()).collect();
     assert_eq!(types, [[1; 32], [2; 32], [1; 32], [2; 32]].concat());
     assert_eq!(alloc(&space, TypeMask::only(ty(2)), 0).unwrap().ty(), ty(2));
     assert_eq!(alloc(&space, TypeMask::only(ty(0)), 0), Err(AllocError::Full));
     assert_eq!(alloc(&space, TypeMask::NONE, 0), Err(AllocError::Disabled));
     assert_eq!(alloc(&space, TypeMask::ALL.without(ty(1)), 0).unwrap().ty(), ty(2));
-    assert_eq!(space.used_of_capacity(TypeMask::only(ty(0)).with(ty(1))), (1024 + 1024, 1024 + 2048));
+    assert_eq!(
+        space.used_of_capacity(TypeMask::only(ty(0)).with(ty(1))),
+        (1024 + 1024, 1024 + 2048)
+    );
     let entry = alloc(&space, TypeMask::only(ty(1)), 0).unwrap();
     assert_eq!(space.lookup(entry), Slot::Folio(FolioId(1)));
     assert_eq!(space.lookup(SwapEntry::new(ty(3), SwapOffset(0))), Slot::Bad);
@@ -323,7 +360,11 @@ fn a_device_with_room_but_no_run_sends_the_folio_to_its_peer_not_down() {
     space.alloc_folio(TypeMask::only(ty(0)), CPU, order(0), FolioId(1), G).unwrap();
     let half = || space.alloc_folio(TypeMask::ALL, CPU, order(8), FolioId(1), G);
     assert_eq!((half().unwrap().ty(), half().unwrap().ty()), (ty(1), ty(1)));
-    assert_eq!(half(), Err(AllocError::NoRun), "the first has 511 free slots, but not in a cluster of that order");
+    assert_eq!(
+        half(),
+        Err(AllocError::NoRun),
+        "the first has 511 free slots, but not in a cluster of that order"
+    );
     assert_eq!(space.device(ty(2)).unwrap().used(), 0);
     space.device(ty(0)).unwrap().set_limit(1);
     assert_eq!(half().unwrap().ty(), ty(2), "all of the higher priority are full");

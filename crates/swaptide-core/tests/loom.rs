@@ -1,5 +1,6 @@
-//! Models of the races that matter, every interleaving: `RUSTFLAGS="--cfg loom" cargo test -p swaptide-core --release --test loom`.
-//! Clusters have 4 slots here, orders go from 0 to 2.
+//! Models of the races that matter, every interleaving:
+//! `RUSTFLAGS="--cfg loom" cargo test -p swaptide-core --release --test loom`. Clusters have 4
+//! slots here, orders go from 0 to 2.
 #![cfg(loom)]
 
 use loom::sync::{Arc, Condvar, Mutex};
@@ -12,7 +13,8 @@ fn device(slots: u32) -> SwapDevice {
     SwapDevice::new(SwapType::new(0).unwrap(), slots, 2, Kind::Solid)
 }
 
-/// Runs a model. Where everything is under one lock there are few interleavings; `at_least` tells that the races are there.
+/// Runs a model. Where everything is under one lock there are few interleavings; `at_least` tells
+/// that the races are there.
 fn model(at_least: usize, f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     // Switches that no thread asks for: more of them only repeat, and take hours.
@@ -34,7 +36,8 @@ fn alloc(d: &SwapDevice, cpu: u16, order: u8, folio: u32) -> Result<SwapOffset, 
     d.alloc_folio(CpuId(cpu), Order::new(order).unwrap(), FolioId(folio), G)
 }
 
-/// A look-up while the cluster's last slot goes, its table is given back, and lent to another cluster.
+/// A look-up while the cluster's last slot goes, its table is given back, and lent to another
+/// cluster.
 #[test]
 fn lookup_against_table_free() {
     model(100, || {
@@ -63,7 +66,8 @@ fn lookup_against_table_free() {
     });
 }
 
-/// A look-up in a cluster that was never used, while it is given out for the first time: it finds nothing, or what comes there.
+/// A look-up in a cluster that was never used, while it is given out for the first time: it finds
+/// nothing, or what comes there.
 #[test]
 fn lookup_against_the_first_table() {
     model(3, || {
@@ -75,7 +79,11 @@ fn lookup_against_the_first_table() {
         };
         assert_eq!(alloc(&d, 0, 2, 1), Ok(SwapOffset(0)));
         let seen = reader.join().unwrap();
-        assert!(seen.iter().all(|slot| [Slot::Free, known(1)].contains(slot)) && seen != [known(1), Slot::Free], "{seen:?}");
+        assert!(
+            seen.iter().all(|slot| [Slot::Free, known(1)].contains(slot))
+                && seen != [known(1), Slot::Free],
+            "{seen:?}"
+        );
     });
 }
 
@@ -95,7 +103,11 @@ fn lookup_shows_what_came_before() {
             })
         };
         if d.lookup(off) == known(2) {
-            assert_eq!(page.load(loom::sync::atomic::Ordering::Relaxed), 7, "a folio without its data");
+            assert_eq!(
+                page.load(loom::sync::atomic::Ordering::Relaxed),
+                7,
+                "a folio without its data"
+            );
         }
         writer.join().unwrap();
     });
@@ -161,7 +173,8 @@ fn alloc_with_stealing() {
     });
 }
 
-/// The last page table lets go of a slot while a swap-in puts a folio there: the slot is freed once, or stays with the folio.
+/// The last page table lets go of a slot while a swap-in puts a folio there: the slot is freed
+/// once, or stays with the folio.
 #[test]
 fn put_to_zero_against_swap_in() {
     model(2, || {
@@ -184,7 +197,8 @@ fn put_to_zero_against_swap_in() {
     });
 }
 
-/// A cluster empties while another CPU looks for space and a third hand discards: nobody gets a slot that is being discarded.
+/// A cluster empties while another CPU looks for space and a third hand discards: nobody gets a
+/// slot that is being discarded.
 #[test]
 fn free_against_discard_and_alloc() {
     model(2, || {
@@ -222,7 +236,11 @@ struct Page {
 
 impl Page {
     fn new(at: SwapEntry) -> Arc<Page> {
-        Arc::new(Page { locked: Mutex::new(false), unlocked: Condvar::new(), at: std::sync::Mutex::new(at) })
+        Arc::new(Page {
+            locked: Mutex::new(false),
+            unlocked: Condvar::new(),
+            at: std::sync::Mutex::new(at),
+        })
     }
 
     fn locked<R>(&self, f: impl FnOnce(&mut SwapEntry) -> R) -> R {
@@ -251,7 +269,8 @@ impl Page {
     }
 }
 
-/// Moves the page's slot if the page is not in somebody's hands: its owner takes the page first and the cluster then.
+/// Moves the page's slot if the page is not in somebody's hands: its owner takes the page first and
+/// the cluster then.
 struct Pages(Arc<Page>);
 
 impl Mover for Pages {
@@ -287,29 +306,43 @@ fn compaction_against_swap_in() {
             assert_eq!(d.free(off, 1, Expect::Folio(FolioId(3))), Ok(1));
         });
         let moved = mover.join().unwrap();
-        assert!(moved.moved <= 1 && (d.used(), d.usage().tables) == (1, 1), "{moved:?} {:?}", d.usage());
+        assert!(
+            moved.moved <= 1 && (d.used(), d.usage().tables) == (1, 1),
+            "{moved:?} {:?}",
+            d.usage()
+        );
     });
 }
 
-/// A device is taken away while a slot of it loses its last user: the slot is freed once, wherever it is.
+/// A device is taken away while a slot of it loses its last user: the slot is freed once, wherever
+/// it is.
 #[test]
 fn swapoff_against_the_last_put() {
     model(30, || {
         let space = SwapSpace::new();
         for n in 0..2 {
-            space.add(SwapDevice::new(SwapType::new(n).unwrap(), 4, 1, Kind::Solid), 1 - i32::from(n)).unwrap();
+            space
+                .add(
+                    SwapDevice::new(SwapType::new(n).unwrap(), 4, 1, Kind::Solid),
+                    1 - i32::from(n),
+                )
+                .unwrap();
         }
         let space = Arc::new(space);
         let at = space.alloc_folio(TypeMask::ALL, CpuId(0), Order::ZERO, FolioId(1), G).unwrap();
         let first = space.device(at.ty()).unwrap();
         first.folio_to_shadow(at.offset(), 1, FolioId(1), Shadow(1), ZeroMask::None).unwrap();
-        // A neighbour that only moves: the cluster does not tell by being empty that the other is gone.
-        let neighbour = space.alloc_folio(TypeMask::ALL, CpuId(0), Order::ZERO, FolioId(2), G).unwrap();
+        // A neighbour that only moves: the cluster does not tell by being empty that the other is
+        // gone.
+        let neighbour =
+            space.alloc_folio(TypeMask::ALL, CpuId(0), Order::ZERO, FolioId(2), G).unwrap();
         assert_eq!(neighbour.offset().cluster(), at.offset().cluster());
         let user = Page::new(at);
         let mover = {
             let (space, user) = (space.clone(), user.clone());
-            thread::spawn(move || space.swapoff(SwapType::new(0).unwrap(), TypeMask::ALL, &mut Pages(user)))
+            thread::spawn(move || {
+                space.swapoff(SwapType::new(0).unwrap(), TypeMask::ALL, &mut Pages(user))
+            })
         };
         user.with(|at| assert_eq!(space.device(at.ty()).unwrap().put(at.offset(), 1), Ok(1)));
         let moved = mover.join().unwrap();

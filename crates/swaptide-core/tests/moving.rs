@@ -44,7 +44,10 @@ impl Mover for Users {
         if slots.each().any(|(from, ..)| self.refuse.contains(&self.at[&from.raw()])) {
             return false;
         }
-        assert!(slots.slots.len().is_power_of_two() && slots.to.offset().0.is_multiple_of(slots.slots.len() as u32));
+        assert!(
+            slots.slots.len().is_power_of_two()
+                && slots.to.offset().0.is_multiple_of(slots.slots.len() as u32)
+        );
         for (from, to, info) in slots.each() {
             let page = self.at.remove(&from.raw()).unwrap();
             assert_eq!(self.pages[&page], (from, info));
@@ -67,7 +70,9 @@ fn space(devices: &[(u8, u32, i32)]) -> SwapSpace {
 fn out(space: &SwapSpace, users: &mut Users, page: u32, o: u8) -> SwapEntry {
     let entry = space.alloc_folio(TypeMask::ALL, CPU, order(o), FolioId(page), G).unwrap();
     let device = space.device(entry.ty()).unwrap();
-    device.folio_to_shadow(entry.offset(), 1 << o, FolioId(page), Shadow(page), ZeroMask::None).unwrap();
+    device
+        .folio_to_shadow(entry.offset(), 1 << o, FolioId(page), Shadow(page), ZeroMask::None)
+        .unwrap();
     for i in 0..1 << o {
         let info = device.info(entry.offset().plus(i));
         users.add(page + i, entry.plus(i), info);
@@ -88,7 +93,9 @@ fn compaction_empties_sparse_clusters() {
     (0..4 * 512).for_each(|page| _ = out(&space, &mut users, page, 0));
     // Three quarters of each cluster go: all that is left fits one.
     (0..4 * 512).filter(|page| page % 4 != 0).for_each(|page| gone(&space, &mut users, page));
-    assert!(device.usage().tables == 4 && device.worth_compacting(3) && !device.worth_compacting(4));
+    assert!(
+        device.usage().tables == 4 && device.worth_compacting(3) && !device.worth_compacting(4)
+    );
     let done = device.compact(u32::MAX, false, &mut users);
     assert_eq!((done, device.usage().tables), (Compacted { moved: 3 * 128, emptied: 3 }, 1));
     users.check(&space);
@@ -102,21 +109,33 @@ fn compaction_keeps_runs_together_unless_told() {
     let device = space.device(ty(0)).unwrap();
     (0..64).for_each(|run| _ = out(&space, &mut users, run * 16, 4));
     assert_eq!(device.usage().tables, 2);
-    // The second cluster keeps four whole runs, and single pages of the others. The first loses whole runs and single pages.
-    (36..64).flat_map(|run| (1..16).map(move |i| run * 16 + i)).for_each(|page| gone(&space, &mut users, page));
-    (0..2).flat_map(|run| (0..16).map(move |i| run * 16 + i)).for_each(|page| gone(&space, &mut users, page));
-    (2..20).flat_map(|run| (0..8).map(move |i| run * 16 + i * 2)).for_each(|page| gone(&space, &mut users, page));
+    // The second cluster keeps four whole runs, and single pages of the others. The first loses
+    // whole runs and single pages.
+    (36..64)
+        .flat_map(|run| (1..16).map(move |i| run * 16 + i))
+        .for_each(|page| gone(&space, &mut users, page));
+    (0..2)
+        .flat_map(|run| (0..16).map(move |i| run * 16 + i))
+        .for_each(|page| gone(&space, &mut users, page));
+    (2..20)
+        .flat_map(|run| (0..8).map(move |i| run * 16 + i * 2))
+        .for_each(|page| gone(&space, &mut users, page));
     let done = device.compact(u32::MAX, false, &mut users);
     assert_eq!((done.emptied, device.usage().tables), (0, 2), "there are two runs for four");
     let together = |users: &Users, run: u32| {
         let first = users.pages[&(run * 16)].0;
-        first.offset().0.is_multiple_of(16) && (0..16).all(|i| users.pages[&(run * 16 + i)].0 == first.plus(i))
+        first.offset().0.is_multiple_of(16)
+            && (0..16).all(|i| users.pages[&(run * 16 + i)].0 == first.plus(i))
     };
     assert!((32..36).all(|run| together(&users, run)));
     users.check(&space);
     let done = device.compact(u32::MAX, true, &mut users);
     assert_eq!((done.emptied, device.usage().tables), (1, 1));
-    assert_eq!((32..36).filter(|run| together(&users, *run)).count(), 2, "only those without a run are torn");
+    assert_eq!(
+        (32..36).filter(|run| together(&users, *run)).count(),
+        2,
+        "only those without a run are torn"
+    );
     users.check(&space);
 }
 
@@ -125,15 +144,19 @@ fn compaction_carries_counts_flags_and_folios_and_respects_refusals() {
     let (space, mut users) = (space(&[(0, 8 * 512, 0)]), Users::default());
     let device = space.device(ty(0)).unwrap();
     (0..1024).for_each(|page| _ = out(&space, &mut users, page, 0));
-    (0..1024).filter(|page| *page >= 600 || page % 4 == 0).for_each(|page| gone(&space, &mut users, page));
+    (0..1024)
+        .filter(|page| *page >= 600 || page % 4 == 0)
+        .for_each(|page| gone(&space, &mut users, page));
     let off = |users: &Users, page: u32| users.pages[&page].0.offset();
-    // One page with a large count, one all zeros, one in the swap cache, in the cluster that will be emptied.
+    // One page with a large count, one all zeros, one in the swap cache, in the cluster that will
+    // be emptied.
     (0..700).for_each(|_| device.dup(off(&users, 599), 1).unwrap());
     device.set_zero(off(&users, 598), 1, ZeroMask::All).unwrap();
     device.shadow_to_folio(off(&users, 597), 1, FolioId(9), None).unwrap();
     for page in [597, 598, 599] {
         let at = off(&users, page);
-        users.pages.get_mut(&page).unwrap().1 = SlotInfo { count: device.count(at), ..device.info(at) };
+        users.pages.get_mut(&page).unwrap().1 =
+            SlotInfo { count: device.count(at), ..device.info(at) };
     }
     users.refuse = BTreeSet::from([590, 591]);
     let bytes = device.metadata_bytes();
@@ -169,13 +192,17 @@ fn compaction_works_in_small_steps_on_a_full_device() {
 
 #[test]
 fn swapoff_moves_everything_by_priority() {
-    let (mut space, mut users) = (space(&[(0, 2048, 9), (1, 1024, 5), (2, 4096, 1)]), Users { copies: true, ..Users::default() });
+    let (mut space, mut users) = (
+        space(&[(0, 2048, 9), (1, 1024, 5), (2, 4096, 1)]),
+        Users { copies: true, ..Users::default() },
+    );
     for run in 0..32 {
         out(&space, &mut users, run * 16, 4);
     }
     (1000..1900).for_each(|page| _ = out(&space, &mut users, page, 0));
     let first = space.device(ty(0)).unwrap();
-    // A folio of 16 pages, of which two were freed, in the swap cache, and a count too large for its word.
+    // A folio of 16 pages, of which two were freed, in the swap cache, and a count too large for
+    // its word.
     let folio = space.alloc_folio(TypeMask::ALL, CPU, order(4), FolioId(7), GroupId(2)).unwrap();
     first.free(folio.offset().plus(3), 2, Expect::Folio(FolioId(7))).unwrap();
     (0..300).for_each(|_| first.dup(folio.offset(), 1).unwrap());
@@ -188,11 +215,17 @@ fn swapoff_moves_everything_by_priority() {
     assert_eq!(space.swapoff(ty(0), TypeMask::ALL, &mut users), Ok(used));
     users.check(&space);
     assert_eq!(users.copied, used);
-    let (second, third) = (space.device(ty(1)).unwrap().used(), space.device(ty(2)).unwrap().used());
+    let (second, third) =
+        (space.device(ty(1)).unwrap().used(), space.device(ty(2)).unwrap().used());
     assert!(second > 1000 && second + third == used, "{second} and {third}: the better one first");
     let now = users.pages[&5000].0;
-    assert!((0..16).filter(|i| !(3..5).contains(i)).all(|i| users.pages[&(5000 + i)].0 == now.plus(i)), "a folio stays together");
-    assert!((0..32).all(|run| (0..16).all(|i| users.pages[&(run * 16 + i)].0 == users.pages[&(run * 16)].0.plus(i))));
+    assert!(
+        (0..16).filter(|i| !(3..5).contains(i)).all(|i| users.pages[&(5000 + i)].0 == now.plus(i)),
+        "a folio stays together"
+    );
+    assert!((0..32).all(|run| {
+        (0..16).all(|i| users.pages[&(run * 16 + i)].0 == users.pages[&(run * 16)].0.plus(i))
+    }));
     let device = space.take(ty(0)).unwrap();
     assert_eq!((device.used(), device.usage().tables), (0, 0));
     assert_eq!(space.swapoff(ty(0), TypeMask::ALL, &mut users), Err(SpaceError::NoDevice(ty(0))));
@@ -200,14 +233,22 @@ fn swapoff_moves_everything_by_priority() {
 
 #[test]
 fn swapoff_fails_cleanly() {
-    let (space, mut users) = (space(&[(0, 2048, 9), (1, 1024, 5)]), Users { copies: true, ..Users::default() });
+    let (space, mut users) =
+        (space(&[(0, 2048, 9), (1, 1024, 5)]), Users { copies: true, ..Users::default() });
     (0..1100).for_each(|page| _ = out(&space, &mut users, page, 0));
     let device = space.device(ty(0)).unwrap();
-    assert_eq!(space.swapoff(ty(0), TypeMask::ALL, &mut users), Err(SpaceError::NoRoom(ty(0), 1100)));
+    assert_eq!(
+        space.swapoff(ty(0), TypeMask::ALL, &mut users),
+        Err(SpaceError::NoRoom(ty(0), 1100))
+    );
     assert!(users.copied == 0 && device.allocation_enabled(), "nothing was touched");
-    assert_eq!(space.swapoff(ty(0), TypeMask::only(ty(0)), &mut users), Err(SpaceError::NoRoom(ty(0), 1100)));
+    assert_eq!(
+        space.swapoff(ty(0), TypeMask::only(ty(0)), &mut users),
+        Err(SpaceError::NoRoom(ty(0), 1100))
+    );
     (0..500).for_each(|page| gone(&space, &mut users, page));
-    // An owner that cannot change one page: the rest is moved, the device is open again, and says what is left.
+    // An owner that cannot change one page: the rest is moved, the device is open again, and says
+    // what is left.
     users.refuse.insert(777);
     let refused = space.swapoff(ty(0), TypeMask::ALL, &mut users).unwrap_err();
     assert_eq!(refused, SpaceError::Refused(ty(0), 1));
@@ -215,7 +256,11 @@ fn swapoff_fails_cleanly() {
     users.check(&space);
     users.copies = false;
     users.refuse.clear();
-    assert_eq!(space.swapoff(ty(0), TypeMask::ALL, &mut users), Err(SpaceError::Refused(ty(0), 1)), "not copied");
+    assert_eq!(
+        space.swapoff(ty(0), TypeMask::ALL, &mut users),
+        Err(SpaceError::Refused(ty(0), 1)),
+        "not copied"
+    );
     users.check(&space);
     // Room enough, but torn: a cached folio must not be.
     let other = space.device(ty(1)).unwrap();
@@ -223,7 +268,8 @@ fn swapoff_fails_cleanly() {
     (0..32).for_each(|i| users.add(9000 + i, entry.plus(i), device.info(entry.offset().plus(i))));
     while other.capacity() - other.used() > 33 {
         let page = 10_000 + other.used();
-        let entry = space.alloc_folio(TypeMask::only(ty(1)), CPU, order(0), FolioId(page), G).unwrap();
+        let entry =
+            space.alloc_folio(TypeMask::only(ty(1)), CPU, order(0), FolioId(page), G).unwrap();
         users.add(page, entry, other.info(entry.offset()));
     }
     let scattered: Vec<u32> = users
@@ -235,7 +281,8 @@ fn swapoff_fails_cleanly() {
     scattered.iter().step_by(20).take(10).for_each(|page| gone(&space, &mut users, *page));
     (0..10).for_each(|i| {
         let page = 20_000 + i;
-        let entry = space.alloc_folio(TypeMask::only(ty(1)), CPU, order(0), FolioId(page), G).unwrap();
+        let entry =
+            space.alloc_folio(TypeMask::only(ty(1)), CPU, order(0), FolioId(page), G).unwrap();
         users.add(page, entry, other.info(entry.offset()));
     });
     users.copies = true;
@@ -266,11 +313,17 @@ fn slots_that_only_the_cache_holds_are_won_back_as_the_device_fills() {
     let runs: Vec<_> = (0..60).map(|i| alloc(4, i * 16).unwrap()).collect();
     for (off, folio) in runs.iter().zip((0..).step_by(16)) {
         // Each page a folio of its own, mapped by nobody.
-        (0..16).for_each(|i| d.replace_folio(off.plus(i), 1, FolioId(folio), FolioId(folio + i)).unwrap());
+        (0..16).for_each(|i| {
+            d.replace_folio(off.plus(i), 1, FolioId(folio), FolioId(folio + i)).unwrap()
+        });
         d.put(*off, 16).unwrap();
     }
     (0..1024).for_each(|i| _ = alloc(0, 10_000 + i).unwrap());
-    assert_eq!((d.used(), asked.lock().unwrap().len()), (60 * 16 + 1024, 0), "nobody is asked while there is room");
+    assert_eq!(
+        (d.used(), asked.lock().unwrap().len()),
+        (60 * 16 + 1024, 0),
+        "nobody is asked while there is room"
+    );
     // A full cluster is asked for when there is no empty one and more than half is used.
     (0..4).for_each(|i| _ = alloc(4, 20_000 + i).unwrap());
     let off = alloc(4, 20_100).unwrap();
@@ -287,7 +340,8 @@ fn slots_that_only_the_cache_holds_are_won_back_as_the_device_fills() {
 #[test]
 fn a_scan_takes_a_run_that_only_the_cache_holds() {
     let (d, asked) = reclaiming(512, Kind::Solid);
-    let runs: Vec<_> = (0..31).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
+    let runs: Vec<_> =
+        (0..31).map(|i| d.alloc_folio(CPU, order(4), FolioId(i), G).unwrap()).collect();
     // One run is half free and half cache; every other run has users.
     let run = runs[7];
     d.free(run, 8, Expect::Any).unwrap();
@@ -306,19 +360,26 @@ fn a_scan_takes_a_run_that_only_the_cache_holds() {
 fn a_cluster_that_empties_by_reclaim_serves_at_once() {
     let (d, _) = reclaiming(1024, Kind::Solid);
     // Two clusters: one full of cached pages that nobody maps, one three quarters full of others.
-    let cached: Vec<_> = (0..512).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
-    let others: Vec<_> = (0..384).map(|i| d.alloc_folio(CPU, order(0), FolioId(1000 + i), G).unwrap()).collect();
+    let cached: Vec<_> =
+        (0..512).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
+    let others: Vec<_> =
+        (0..384).map(|i| d.alloc_folio(CPU, order(0), FolioId(1000 + i), G).unwrap()).collect();
     cached.iter().for_each(|off| _ = d.put(*off, 1).unwrap());
     others[..64].iter().for_each(|off| _ = d.free(*off, 1, Expect::Any).unwrap());
     let off = d.alloc_folio(CPU, order(7), FolioId(5000), G).unwrap();
-    assert_eq!((off.cluster(), d.used()), (cached[0].cluster(), 320 + 128), "the whole cluster was won");
+    assert_eq!(
+        (off.cluster(), d.used()),
+        (cached[0].cluster(), 320 + 128),
+        "the whole cluster was won"
+    );
 }
 
 #[test]
 fn a_full_device_asks_before_it_fails() {
     for kind in [Kind::Solid, Kind::Rotational] {
         let (d, asked) = reclaiming(1024, kind);
-        let offs: Vec<_> = (0..1024).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
+        let offs: Vec<_> =
+            (0..1024).map(|i| d.alloc_folio(CPU, order(0), FolioId(i), G).unwrap()).collect();
         assert_eq!(d.alloc_folio(CPU, order(0), FolioId(5000), G), Err(AllocError::Full));
         d.put(offs[600], 1).unwrap();
         assert_eq!(d.alloc_folio(CPU, order(0), FolioId(5000), G), Ok(offs[600]));
@@ -336,8 +397,14 @@ fn a_rotational_device_is_written_in_one_direction() {
         (d.alloc_folio(CpuId(i as u16 % 4), order(o), FolioId(i), G).unwrap(), 1u32 << o)
     };
     let first: Vec<_> = (0..1000).map(|i| alloc(&d, i)).collect();
-    assert!(first.windows(2).all(|w| w[1].0.0 >= w[0].0.0 + w[0].1), "all orders and CPUs follow one cursor");
-    assert!(first.windows(2).all(|w| w[1].0.0 - w[0].0.0 - w[0].1 < 16), "and leave no more than alignment asks for");
+    assert!(
+        first.windows(2).all(|w| w[1].0.0 >= w[0].0.0 + w[0].1),
+        "all orders and CPUs follow one cursor"
+    );
+    assert!(
+        first.windows(2).all(|w| w[1].0.0 - w[0].0.0 - w[0].1 < 16),
+        "and leave no more than alignment asks for"
+    );
     // Holes behind the cursor are left until it comes round.
     first.iter().step_by(2).for_each(|&(off, n)| _ = d.free(off, n, Expect::Any).unwrap());
     let end = first.last().unwrap().0;
@@ -356,7 +423,8 @@ fn a_rotational_device_is_written_in_one_direction() {
 #[test]
 fn emptied_neighbours_are_discarded_in_one_go() {
     let d = SwapDevice::new(ty(0), 5000, 1, Kind::Solid).with_discard(true);
-    let mut offs: Vec<_> = (0..9).map(|i| d.alloc_folio(CPU, order(9), FolioId(i), G).unwrap()).collect();
+    let mut offs: Vec<_> =
+        (0..9).map(|i| d.alloc_folio(CPU, order(9), FolioId(i), G).unwrap()).collect();
     offs.sort_unstable();
     for i in [4, 1, 8, 2, 0] {
         d.free(offs[i], 512, Expect::Any).unwrap();
@@ -375,7 +443,8 @@ fn the_seed_s_order_takes_empty_clusters_first() {
     for (search, same) in [(SearchOrder::NonfullFirst, true), (SearchOrder::FreeFirst, false)] {
         let d = SwapDevice::new(ty(0), 4096, 2, Kind::Solid).with_search_order(search);
         let off = d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap();
-        let last = (0..31).map(|_| d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap()).last().unwrap();
+        let last =
+            (0..31).map(|_| d.alloc_folio(CPU, order(4), FolioId(1), G).unwrap()).last().unwrap();
         assert_eq!(off.cluster(), last.cluster());
         d.free(off, 16, Expect::Any).unwrap();
         let next = d.alloc_folio(CpuId(1), order(4), FolioId(2), G).unwrap();

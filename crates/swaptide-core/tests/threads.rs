@@ -1,4 +1,5 @@
-//! Many threads on one small device: every slot belongs to one owner at a time, look-ups never see what was never there.
+//! Many threads on one small device: every slot belongs to one owner at a time, look-ups never see
+//! what was never there.
 #![cfg(not(loom))]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -36,7 +37,8 @@ fn owners_never_meet_in_a_minute() {
 }
 
 fn stress(duration: Duration) {
-    let owner: &'static [AtomicU32] = (0..SLOTS).map(|_| AtomicU32::new(0)).collect::<Vec<_>>().leak();
+    let owner: &'static [AtomicU32] =
+        (0..SLOTS).map(|_| AtomicU32::new(0)).collect::<Vec<_>>().leak();
     let device = SwapDevice::new(SwapType::new(0).unwrap(), SLOTS, THREADS as usize, Kind::Solid)
         .with_discard(true)
         .with_free_notify(Box::new(move |off, n| {
@@ -63,7 +65,11 @@ fn stress(duration: Duration) {
                 match device.alloc_folio(CpuId(t as u16), order, folio, GroupId(t as u16)) {
                     Ok(off) => {
                         for slot in off.0..off.0 + order.pages() {
-                            assert_eq!(owner[slot as usize].swap(t + 1, Ordering::Relaxed), 0, "slot {slot} has an owner");
+                            assert_eq!(
+                                owner[slot as usize].swap(t + 1, Ordering::Relaxed),
+                                0,
+                                "slot {slot} has an owner"
+                            );
                         }
                         owned.push(Owned { off, n: order.pages(), folio, cached: true, count: 1 });
                     }
@@ -80,12 +86,16 @@ fn stress(duration: Duration) {
             let page = o.off.plus(next(o.n));
             match (device.lookup(page), o.cached) {
                 (Slot::Folio(folio), true) => assert_eq!(folio, o.folio),
-                (Slot::Shadow { shadow, zero }, false) => assert_eq!((shadow.0, zero), (o.folio.0, true)),
+                (Slot::Shadow { shadow, zero }, false) => {
+                    assert_eq!((shadow.0, zero), (o.folio.0, true))
+                }
                 (other, _) => panic!("{page} of {:?} (cached {}): {other:?}", o.folio, o.cached),
             }
             match next(6) {
                 0 if o.cached => {
-                    device.folio_to_shadow(o.off, o.n, o.folio, Shadow(o.folio.0), ZeroMask::All).unwrap();
+                    device
+                        .folio_to_shadow(o.off, o.n, o.folio, Shadow(o.folio.0), ZeroMask::All)
+                        .unwrap();
                     o.cached = false;
                 }
                 1 if !o.cached => {
@@ -101,7 +111,10 @@ fn stress(duration: Duration) {
                     o.count -= 1;
                     if o.count == 0 {
                         if o.cached {
-                            assert_eq!((freed, device.folio_release(o.off, o.n, o.folio)), (0, Ok(o.n)));
+                            assert_eq!(
+                                (freed, device.folio_release(o.off, o.n, o.folio)),
+                                (0, Ok(o.n))
+                            );
                         }
                         owned.swap_remove(at);
                     }
@@ -130,7 +143,10 @@ fn stress(duration: Duration) {
                     Slot::Free => continue,
                     Slot::Bad => panic!("slot {slot} is bad"),
                 };
-                assert!((1..=THREADS).contains(&by) && u32::from(info.group.0) == by - 1, "{info:?}");
+                assert!(
+                    (1..=THREADS).contains(&by) && u32::from(info.group.0) == by - 1,
+                    "{info:?}"
+                );
             }
         });
         s.spawn(|| {
@@ -143,14 +159,18 @@ fn stress(duration: Duration) {
         let start = Instant::now();
         // On a busy machine it goes on until it has pressed.
         let pressed = || done.load(Ordering::Relaxed) > 10_000 && full.load(Ordering::Relaxed) > 0;
-        while start.elapsed() < duration || !pressed() && start.elapsed() < Duration::from_secs(120) {
+        while start.elapsed() < duration || !pressed() && start.elapsed() < Duration::from_secs(120)
+        {
             assert!(device.used() <= device.capacity());
             thread::sleep(Duration::from_millis(20));
         }
         stop.store(true, Ordering::Relaxed);
     });
     let usage = device.usage();
-    assert_eq!((usage.used, usage.tables, usage.clusters_free + usage.clusters_discard), (0, 0, SLOTS / 512));
+    assert_eq!(
+        (usage.used, usage.tables, usage.clusters_free + usage.clusters_discard),
+        (0, 0, SLOTS / 512)
+    );
     assert!(owner.iter().all(|o| o.load(Ordering::Relaxed) == 0));
     let (done, full) = (done.into_inner(), full.into_inner());
     assert!(done > 10_000 && full > 0, "{done} steps, {full} times full: the test did not press");
@@ -181,14 +201,17 @@ impl Records {
 
 impl Mover for &Records {
     fn switch(&mut self, slots: &Move<'_>) -> bool {
-        let mut users: Vec<u32> = slots.each().map(|(from, ..)| self.user(from).load(Ordering::Relaxed)).collect();
+        let mut users: Vec<u32> =
+            slots.each().map(|(from, ..)| self.user(from).load(Ordering::Relaxed)).collect();
         users.dedup();
         users.sort_unstable();
         users.dedup();
         let mut locked = std::collections::BTreeMap::new();
         for user in users {
             // 0: allocated, and not yet noted by who has it locked.
-            let Some(Ok(record)) = user.checked_sub(1).map(|user| self.all[user as usize].try_lock()) else {
+            let Some(Ok(record)) =
+                user.checked_sub(1).map(|user| self.all[user as usize].try_lock())
+            else {
                 self.refused.fetch_add(1, Ordering::Relaxed);
                 return false;
             };
@@ -196,14 +219,19 @@ impl Mover for &Records {
         }
         for (from, to, info) in slots.each() {
             let user = self.user(from).swap(0, Ordering::Relaxed);
-            let record = locked.get_mut(&user).expect("nobody else changes a locked record's slots");
+            let record =
+                locked.get_mut(&user).expect("nobody else changes a locked record's slots");
             let expected = if record.cached {
                 Slot::Folio(FolioId(record.folio))
             } else {
                 Slot::Shadow { shadow: Shadow(record.folio), zero: false }
             };
             assert_eq!((info.slot, info.count), (expected, 1), "{from}");
-            let slot = record.slots.iter_mut().find(|slot| **slot == from).expect("the slot is its user's");
+            let slot = record
+                .slots
+                .iter_mut()
+                .find(|slot| **slot == from)
+                .expect("the slot is its user's");
             *slot = to;
             assert_eq!(self.user(to).swap(user, Ordering::Relaxed), 0, "{to} has a user");
             self.moved.fetch_add(1, Ordering::Relaxed);
@@ -224,8 +252,8 @@ fn slots_move_under_load_in_a_minute() {
     stress_moves(duration(60));
 }
 
-/// Folios go out, come in and are freed by four threads on two devices, while clusters are compacted and the devices are taken away
-/// in turn.
+/// Folios go out, come in and are freed by four threads on two devices, while clusters are
+/// compacted and the devices are taken away in turn.
 fn stress_moves(duration: Duration) {
     let records = Records {
         all: (0..3000).map(|_| std::sync::Mutex::default()).collect(),
@@ -235,7 +263,9 @@ fn stress_moves(duration: Duration) {
     };
     let space = SwapSpace::new();
     for n in 0..2 {
-        let device = SwapDevice::new(SwapType::new(n).unwrap(), 16384, THREADS as usize, Kind::Solid).with_limit(10_000);
+        let device =
+            SwapDevice::new(SwapType::new(n).unwrap(), 16384, THREADS as usize, Kind::Solid)
+                .with_limit(10_000);
         space.add(device, 0).unwrap();
     }
     let (stop, steps) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -255,28 +285,46 @@ fn stress_moves(duration: Duration) {
             if slots.is_empty() {
                 let order = [0, 0, 2][next(3) as usize];
                 *folio = number << 12 | next(1 << 12);
-                let Ok(entry) =
-                    space.alloc_folio(TypeMask::ALL, CpuId(t as u16), Order::new(order).unwrap(), FolioId(*folio), GroupId(0))
-                else {
+                let Ok(entry) = space.alloc_folio(
+                    TypeMask::ALL,
+                    CpuId(t as u16),
+                    Order::new(order).unwrap(),
+                    FolioId(*folio),
+                    GroupId(0),
+                ) else {
                     continue;
                 };
                 slots.extend((0..1 << order).map(|i| entry.plus(i)));
-                slots.iter().for_each(|slot| assert_eq!(records.user(*slot).swap(number + 1, Ordering::Relaxed), 0));
+                slots.iter().for_each(|slot| {
+                    assert_eq!(records.user(*slot).swap(number + 1, Ordering::Relaxed), 0)
+                });
                 *cached = true;
                 continue;
             }
             for slot in slots.iter() {
-                let expected =
-                    if *cached { Slot::Folio(FolioId(*folio)) } else { Slot::Shadow { shadow: Shadow(*folio), zero: false } };
+                let expected = if *cached {
+                    Slot::Folio(FolioId(*folio))
+                } else {
+                    Slot::Shadow { shadow: Shadow(*folio), zero: false }
+                };
                 assert_eq!(space.lookup(*slot), expected, "{slot}");
             }
             let (first, n) = (slots[0], slots.len() as u32);
             let device = space.device(first.ty()).unwrap();
-            let together = first.offset().0.is_multiple_of(n) && slots.iter().zip(0..).all(|(slot, i)| *slot == first.plus(i));
+            let together = first.offset().0.is_multiple_of(n)
+                && slots.iter().zip(0..).all(|(slot, i)| *slot == first.plus(i));
             assert!(together || !*cached, "a folio's slots stay together");
             match next(3) {
                 0 if *cached => {
-                    device.folio_to_shadow(first.offset(), n, FolioId(*folio), Shadow(*folio), ZeroMask::None).unwrap();
+                    device
+                        .folio_to_shadow(
+                            first.offset(),
+                            n,
+                            FolioId(*folio),
+                            Shadow(*folio),
+                            ZeroMask::None,
+                        )
+                        .unwrap();
                     *cached = false;
                 }
                 1 if !*cached && together => {
@@ -286,7 +334,10 @@ fn stress_moves(duration: Duration) {
                 2 => {
                     for slot in slots.drain(..) {
                         records.user(slot).store(0, Ordering::Relaxed);
-                        assert_eq!(space.device(slot.ty()).unwrap().free(slot.offset(), 1, Expect::Any), Ok(1));
+                        assert_eq!(
+                            space.device(slot.ty()).unwrap().free(slot.offset(), 1, Expect::Any),
+                            Ok(1)
+                        );
                     }
                 }
                 _ => {}
@@ -311,7 +362,9 @@ fn stress_moves(duration: Duration) {
         let _ending = Ending(&stop);
         let start = Instant::now();
         let mut round = 0;
-        while start.elapsed() < duration || swapoffs[0] == 0 && start.elapsed() < Duration::from_secs(120) {
+        while start.elapsed() < duration
+            || swapoffs[0] == 0 && start.elapsed() < Duration::from_secs(120)
+        {
             round += 1;
             for device in space.devices() {
                 emptied += device.compact(2000, round % 2 == 0, &mut &records).emptied;
@@ -341,7 +394,10 @@ fn stress_moves(duration: Duration) {
     }
     assert_eq!(space.used_of_capacity(TypeMask::ALL).0, used);
     let moved = records.moved.into_inner();
-    println!("{} steps, {moved} slots moved, {emptied} clusters emptied, swapoff {swapoffs:?}", steps.into_inner());
+    println!(
+        "{} steps, {moved} slots moved, {emptied} clusters emptied, swapoff {swapoffs:?}",
+        steps.into_inner()
+    );
     assert!(
         moved > 1000 && emptied > 0 && swapoffs[0] > 0,
         "{moved} moved, {emptied} emptied, swapoff {swapoffs:?}: it did not press"

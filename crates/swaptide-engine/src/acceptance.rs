@@ -1,8 +1,11 @@
-//! Whether compressed memory takes a page: zswap's `max_pool_percent` and `accept_threshold_percent`.
+//! Whether compressed memory takes a page: zswap's `max_pool_percent` and
+//! `accept_threshold_percent`.
 //!
-//! Without a threshold compressed memory always takes what comes, and its oldest pages are written back for it: the order of age is kept. With one it
-//! takes nothing more once it has reached its bound, until it has fallen below the threshold: what is refused goes to the swap areas as it is
-//! packed, the oldest pages are written back meanwhile, and nobody waits for that. What it costs is that for a while the areas get what was used last.
+//! Without a threshold compressed memory always takes what comes, and its oldest pages are written
+//! back for it: the order of age is kept. With one it takes nothing more once it has reached its
+//! bound, until it has fallen below the threshold: what is refused goes to the swap areas as it is
+//! packed, the oldest pages are written back meanwhile, and nobody waits for that. What it costs is
+//! that for a while the areas get what was used last.
 //!
 //! Owns: the two figures, and whether the bound was reached.
 //!
@@ -36,7 +39,11 @@ pub enum Answer {
 impl Acceptance {
     /// From the words of a segment's header, 0 where nothing was said.
     pub const fn new(max_percent: u32, threshold_percent: u32) -> Acceptance {
-        let threshold_percent = if max_percent != 0 && threshold_percent == 0 { USUAL_THRESHOLD } else { threshold_percent };
+        let threshold_percent = if max_percent != 0 && threshold_percent == 0 {
+            USUAL_THRESHOLD
+        } else {
+            threshold_percent
+        };
         Acceptance { max_percent, threshold_percent, full: AtomicBool::new(false) }
     }
 
@@ -94,16 +101,23 @@ mod tests {
         let acceptance = Acceptance::new(20, 50);
         let bound = acceptance.bound(1000);
         assert_eq!(bound, 200);
-        let answers = [0, 199, 200, 199, 150, 101, 100, 150, 199, 230, 101, 99].map(|pool| acceptance.ask(pool, bound));
+        let answers = [0, 199, 200, 199, 150, 101, 100, 150, 199, 230, 101, 99]
+            .map(|pool| acceptance.ask(pool, bound));
         use Answer::{AtLimit, NotYet, Takes};
-        let expected = [Takes, Takes, AtLimit, NotYet, NotYet, NotYet, Takes, Takes, Takes, AtLimit, NotYet, Takes];
+        let expected = [
+            Takes, Takes, AtLimit, NotYet, NotYet, NotYet, Takes, Takes, Takes, AtLimit, NotYet,
+            Takes,
+        ];
         assert_eq!(answers, expected);
     }
 
     #[test]
     fn without_a_threshold_or_a_bound_everything_is_taken() {
         let always = Acceptance::new(0, 0);
-        assert_eq!((always.ask(1 << 40, 1 << 20), always.is_full(), always.bound(1 << 30)), (Answer::Takes, false, u64::MAX));
+        assert_eq!(
+            (always.ask(1 << 40, 1 << 20), always.is_full(), always.bound(1 << 30)),
+            (Answer::Takes, false, u64::MAX)
+        );
         let unbounded = Acceptance::new(0, 80);
         assert_eq!(unbounded.ask(1 << 40, u64::MAX), Answer::Takes);
         // A bound of bytes, as `zram:SIZE` sets it, does with a threshold alone.

@@ -1,15 +1,19 @@
 //! How much comes in for one fault.
 //!
-//! Owns the decision, as functions of what is known: no lock, no device, no clock. [`crate::locality`] says what the faults so far foretell,
-//! [`crate::probe`] what backs the pages, and [`admit`] which range is loaded.
+//! Owns the decision, as functions of what is known: no lock, no device, no clock.
+//! [`crate::locality`] says what the faults so far foretell, [`crate::probe`] what backs the pages,
+//! and [`admit`] which range is loaded.
 //!
 //! Rules
-//! 1. Candidates are the aligned ranges of orders 1 to 4 around the fault where its chunk is foretold, and the window, up to order 9, where a
-//!    stream is. A hint of random order leaves order 0 alone, and so does a bound of one page.
-//! 2. A candidate that lies in one place is taken. One that lies in compressed memory *and* in the file is taken where the whole is cheaper than
-//!    its wanted pages one by one: its compressed part is loaded at once and the rest read in one go. Along a stream every page is wanted, so
+//! 1. Candidates are the aligned ranges of orders 1 to 4 around the fault where its chunk is
+//!    foretold, and the window, up to order 9, where a stream is. A hint of random order leaves
+//!    order 0 alone, and so does a bound of one page.
+//! 2. A candidate that lies in one place is taken. One that lies in compressed memory *and* in the
+//!    file is taken where the whole is cheaper than its wanted pages one by one: its compressed
+//!    part is loaded at once and the rest read in one go. Along a stream every page is wanted, so
 //!    that it always is. Elsewhere the next smaller order is asked.
-//! 3. The bound is the window's (a part of the limit), page-cluster's where a swap file stands behind, and the largest order's.
+//! 3. The bound is the window's (a part of the limit), page-cluster's where a swap file stands
+//!    behind, and the largest order's.
 //! 4. A candidate that was refused is counted as a fallback of its order, by the caller.
 
 use std::ops::Range;
@@ -34,8 +38,8 @@ impl Gate {
         Gate { page_cluster: value(page_cluster_plus), largest_order: value(largest_order_plus) }
     }
 
-    /// Most pages of one fault, where `window` is what the limit allows. Without a swap file page-cluster means nothing: compressed memory alone
-    /// answers at once.
+    /// Most pages of one fault, where `window` is what the limit allows. Without a swap file
+    /// page-cluster means nothing: compressed memory alone answers at once.
     pub fn most(self, window: usize, has_file: bool) -> usize {
         let by = |order: Option<u8>| order.map_or(usize::MAX, |order| 1 << order);
         window.min(by(self.page_cluster.filter(|_| has_file))).min(by(self.largest_order))
@@ -86,22 +90,32 @@ pub enum Admitted {
     Onward(usize),
 }
 
-/// Chooses. `probe` gives a snapshot of the page's chunk, if one is needed. The orders that were refused are told to `refused`.
-pub fn admit(ask: &Ask<'_>, probe: impl FnOnce(ChunkNo) -> Snapshot, mut refused: impl FnMut(u8)) -> Admitted {
+/// Chooses. `probe` gives a snapshot of the page's chunk, if one is needed. The orders that were
+/// refused are told to `refused`.
+pub fn admit(
+    ask: &Ask<'_>,
+    probe: impl FnOnce(ChunkNo) -> Snapshot,
+    mut refused: impl FnMut(u8),
+) -> Admitted {
     match ask.evidence {
         _ if ask.most < 2 => Admitted::Page,
         SwapIn::Page => Admitted::Page,
-        SwapIn::Onward(pages) => match pages.min(ask.most).min(ask.region.end.saturating_sub(ask.page.0)) {
-            0 | 1 => Admitted::Page,
-            pages => Admitted::Onward(pages),
-        },
+        SwapIn::Onward(pages) => {
+            match pages.min(ask.most).min(ask.region.end.saturating_sub(ask.page.0)) {
+                0 | 1 => Admitted::Page,
+                pages => Admitted::Onward(pages),
+            }
+        }
         SwapIn::Chunk => {
             let snapshot = probe(ask.page.chunk());
             for order in (1..=CHUNK_ORDER.min(ask.most.ilog2() as u8)).rev() {
                 let first = PageNo(ask.page.0 >> order << order);
-                // A chunk at the region's edge comes in as far as it is managed: its other pages are not swapped.
+                // A chunk at the region's edge comes in as far as it is managed: its other pages
+                // are not swapped.
                 match snapshot.backing(first.in_chunk(), 1 << order) {
-                    Backing::Mixed { pool, file } if !is_cheaper_whole(ask, order, pool, file) => refused(order),
+                    Backing::Mixed { pool, file } if !is_cheaper_whole(ask, order, pool, file) => {
+                        refused(order)
+                    }
                     Backing::Nothing => {}
                     _ => return Admitted::Around { first, order },
                 }
@@ -121,7 +135,8 @@ fn is_cheaper_whole(ask: &Ask<'_>, order: u8, pool: usize, file: usize) -> bool 
     let whole = fault + pool as u64 * from_pool + file as u64 * from_file;
     // The wanted pages lie in both parts alike.
     let wanted_16 = (ask.wanted_16 * (1 << order) / PAGES_PER_CHUNK as u64).min(16 << order);
-    let each = wanted_16 * (fault + (pool as u64 * from_pool + file as u64 * from_file) / pages) / 16;
+    let each =
+        wanted_16 * (fault + (pool as u64 * from_pool + file as u64 * from_file) / pages) / 16;
     whole < each
 }
 
@@ -145,7 +160,9 @@ impl Came {
     pub fn add(&mut self, first: PageNo, n: usize) {
         self.pages += n;
         for page in (first.0..first.0 + n).map(PageNo) {
-            if let Some(chunk) = page.chunk().0.checked_sub(self.base).and_then(|at| self.chunks.get_mut(at)) {
+            if let Some(chunk) =
+                page.chunk().0.checked_sub(self.base).and_then(|at| self.chunks.get_mut(at))
+            {
                 *chunk |= 1 << page.in_chunk();
             }
         }
@@ -194,7 +211,8 @@ mod tests {
         Ask { page: PageNo(165), region: &REGION, evidence, wanted_16: 8 * 16, most, costs: COSTS }
     }
 
-    /// A chunk of which these pages lie in the file and the others in compressed memory; `None`: not swapped.
+    /// A chunk of which these pages lie in the file and the others in compressed memory; `None`:
+    /// not swapped.
     fn chunk(is_in_file: impl Fn(usize) -> Option<bool>) -> impl Fn(ChunkNo) -> Snapshot {
         move |chunk| Snapshot::made_up(chunk.first(), &is_in_file)
     }
@@ -218,15 +236,22 @@ mod tests {
     #[test]
     fn a_window_ends_at_its_bound_and_at_its_region() {
         assert_eq!(decide(ask(SwapIn::Onward(512), 16), unasked).0, Admitted::Onward(16));
-        assert_eq!(decide(Ask { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0, Admitted::Onward(5));
-        assert_eq!(decide(Ask { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0, Admitted::Page);
+        assert_eq!(
+            decide(Ask { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            Admitted::Onward(5)
+        );
+        assert_eq!(
+            decide(Ask { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            Admitted::Page
+        );
     }
 
     #[test]
     fn a_chunk_in_one_place_comes_whole_and_page_cluster_makes_it_smaller() {
         for (most, order, first) in [(512, 4, 160), (8, 3, 160), (4, 2, 164), (2, 1, 164)] {
             for in_file in [false, true] {
-                let (admitted, refused) = decide(ask(SwapIn::Chunk, most), chunk(|_| Some(in_file)));
+                let (admitted, refused) =
+                    decide(ask(SwapIn::Chunk, most), chunk(|_| Some(in_file)));
                 assert_eq!(admitted, Admitted::Around { first: PageNo(first), order });
                 assert!(refused.is_empty());
             }
@@ -238,7 +263,10 @@ mod tests {
         // The second half is in the file; the fault is in the first.
         let half = |k| Some(k >= 8);
         let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(half));
-        assert_eq!((admitted, refused), (Admitted::Around { first: PageNo(160), order: 3 }, vec![4]));
+        assert_eq!(
+            (admitted, refused),
+            (Admitted::Around { first: PageNo(160), order: 3 }, vec![4])
+        );
         let all = Ask { wanted_16: 16 * 16, ..ask(SwapIn::Chunk, 512) };
         assert_eq!(decide(all, chunk(half)).0, Admitted::Around { first: PageNo(160), order: 4 });
         // Every second page: no order helps where half is wanted.
@@ -276,7 +304,8 @@ mod tests {
 
     #[test]
     fn a_table_without_swapped_pages_backs_nothing() {
-        let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), |c| Snapshot::note(&PageTable::new(), c.first(), 16));
+        let (admitted, refused) =
+            decide(ask(SwapIn::Chunk, 512), |c| Snapshot::note(&PageTable::new(), c.first(), 16));
         assert_eq!((admitted, refused.len()), (Admitted::Page, 0));
     }
 }

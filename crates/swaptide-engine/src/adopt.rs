@@ -1,29 +1,37 @@
 //! Adoption: finding the program's memory and putting it under management.
 //!
-//! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split mapping fails.
+//! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split
+//! mapping fails.
 //!
 //! Rules
 //! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] (smaller ones where they
 //!    matter: [`crate::small`]) that are readable and writable, or that are reserved without any
-//!    access (an
-//!    allocator opens them piece by piece, and each piece would be a new mapping otherwise), except the engine's own memory, the main
-//!    thread's stack, and the zero-initialised data of libraries (the engine's threads may use libc's). What lies behind a library is the program's: the
-//!    kernel maps a library right below what was mapped before it. What a program maps above 2^47 by a hint, where the CPU has five levels of
-//!    page tables, is not in the engine's table and stays as it is.
-//! 2. A range enters the list of regions only after: its registration; a check that it is one mapping armed with this userfaultfd while no
-//!    change of mappings is unread ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
-//! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts the mapping then.
+//!    access (an allocator opens them piece by piece, and each piece would be a new mapping
+//!    otherwise), except the engine's own memory, the main thread's stack, and the zero-initialised
+//!    data of libraries (the engine's threads may use libc's). What lies behind a library is the
+//!    program's: the kernel maps a library right below what was mapped before it. What a program
+//!    maps above 2^47 by a hint, where the CPU has five levels of page tables, is not in the
+//!    engine's table and stays as it is.
+//! 2. A range enters the list of regions only after: its registration; a check that it is one
+//!    mapping armed with this userfaultfd while no change of mappings is unread
+//!    ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
+//! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts
+//!    the mapping then.
 //!
-//! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a program fills faster than anybody looks.
+//! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a
+//!    program fills faster than anybody looks.
 //!
-//! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and would answer the first write without a fault that
-//!    anybody sees. What is so in whole chunks goes out at once, so that growth there is seen, too.
+//! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and
+//!    would answer the first write without a fault that anybody sees. What is so in whole chunks
+//!    goes out at once, so that growth there is seen, too.
 //!
-//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on: its changes send events. Its arming is remembered
-//!    for the children of forks that are read later ([`crate::fork::layout`]).
+//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on:
+//!    its changes send events. Its arming is remembered for the children of forks that are read
+//!    later ([`crate::fork::layout`]).
 //!
-//! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone, and the engine's in its place: the last look is taken
-//!    while no thread of the engine maps anything ([`Handler::arm`]).
+//! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone,
+//!    and the engine's in its place: the last look is taken while no thread of the engine maps
+//!    anything ([`Handler::arm`]).
 //!
 //! Only the handler adopts: the order of registration, events and the list is its own.
 
@@ -51,7 +59,8 @@ pub const MIN_BYTES: usize = 64 << 10;
 /// Runs of the kernel's page of zeros that one adoption takes out.
 const MOST_ZERO_RUNS: usize = 4096;
 
-/// What follows a library's written data is its zero-initialised data, up to this size; what is larger is not libc's.
+/// What follows a library's written data is its zero-initialised data, up to this size; what is
+/// larger is not libc's.
 const LIBRARY_BSS_BYTES: usize = 16 << 20;
 
 impl Handler {
@@ -78,7 +87,8 @@ impl Handler {
         let looks = self.unmovable.begin(engine.charge.headroom() < 0);
         let mut last_file_end = VirtAddr(0);
         let mut last_file_main = false;
-        // Where a file was last mapped from its beginning on, with its inode; the same of the file with the written data.
+        // Where a file was last mapped from its beginning on, with its inode; the same of the file
+        // with the written data.
         let mut head = (0, VirtAddr(0));
         let mut last_file_head = None;
         let own_rings = own_ring_mappings();
@@ -97,12 +107,15 @@ impl Handler {
                 return true;
             }
             if looks && let Some(kind) = unmovable::kind(&vma) {
-                let _ = self.pagemap.runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
+                let _ = self
+                    .pagemap
+                    .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
             }
             let behind = vma.range.start == last_file_end && !last_file_main;
             if behind && eligible(&vma) {
                 // An end before its own data is not that library's.
-                let end = last_file_head.and_then(library::end).filter(|end| *end >= vma.range.start);
+                let end =
+                    last_file_head.and_then(library::end).filter(|end| *end >= vma.range.start);
                 let end = end.unwrap_or(vma.range.end).min(vma.range.end);
                 if end.0 - vma.range.start.0 <= LIBRARY_BSS_BYTES {
                     vma.range.start = end;
@@ -111,7 +124,12 @@ impl Handler {
             if eligible(&vma) && !(engine.start.excluded)(vma.range) {
                 program_parts(vma.range, |part| found.push(part));
             } else if is_small(&vma) && !behind && !(engine.start.excluded)(vma.range) {
-                let managed = engine.mm.lock().regions.find(vma.range.start).is_some_and(|region| region.end >= vma.range.end);
+                let managed = engine
+                    .mm
+                    .lock()
+                    .regions
+                    .find(vma.range.start)
+                    .is_some_and(|region| region.end >= vma.range.end);
                 if !managed {
                     candidates.add(vma.range, small_too);
                 }
@@ -129,7 +147,9 @@ impl Handler {
             self.unmovable.end(engine);
         }
         engine.small.found(candidates.bytes(), &engine.charge);
-        engine.small.look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
+        engine
+            .small
+            .look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
         self.candidates = candidates;
         for range in &found {
             let mut gaps = std::mem::take(&mut self.gaps);
@@ -145,7 +165,8 @@ impl Handler {
         self.take_zeros_out();
     }
 
-    /// Takes out the chunks in which the program has nothing but the kernel's page of zeros (rule 5).
+    /// Takes out the chunks in which the program has nothing but the kernel's page of zeros (rule
+    /// 5).
     fn take_zeros_out(&mut self) {
         let engine = self.engine;
         let mut left = 0;
@@ -156,11 +177,14 @@ impl Handler {
                 let pages = pages_of(*run);
                 pages.start.div_ceil(PAGES_PER_CHUNK)..pages.end / PAGES_PER_CHUNK
             };
-            // One chunk of each stretch goes first: a program that writes its memory in order meets one soon, and waits there.
+            // One chunk of each stretch goes first: a program that writes its memory in order meets
+            // one soon, and waits there.
             for is_first in [false, true] {
                 for chunk in self.zeros_mapped.iter().rev().flat_map(|run| chunks_of(run).rev()) {
                     let chunk = ChunkNo(chunk);
-                    if chunk.0.is_multiple_of(CHUNKS_PER_LEAF) == is_first && mm.table.chunk(chunk).present == u16::MAX {
+                    if chunk.0.is_multiple_of(CHUNKS_PER_LEAF) == is_first
+                        && mm.table.chunk(chunk).present == u16::MAX
+                    {
                         mm.queues.first_to_go(&mut mm.table, chunk);
                         left += PAGES_PER_CHUNK;
                     }
@@ -185,7 +209,8 @@ impl Handler {
     pub fn adopt_mapping(&mut self, addr: VirtAddr) {
         let Ok(Some(info)) = self.maps.vma_at(addr) else { return };
         let vma = info.vma();
-        // What follows a file's pages may be the zero-initialised data of a library: the look at all mappings tells.
+        // What follows a file's pages may be the zero-initialised data of a library: the look at
+        // all mappings tells.
         let follows_file = vma.range.start.0 > 0
             && matches!(self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
         let small = self.engine.small.are_managed() && is_small(&vma);
@@ -194,7 +219,9 @@ impl Handler {
         }
         let mut gaps = std::mem::take(&mut self.gaps);
         gaps.clear();
-        program_parts(vma.range, |part| self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap)));
+        program_parts(vma.range, |part| {
+            self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap))
+        });
         for gap in &gaps {
             self.adopt_range(*gap);
         }
@@ -218,7 +245,8 @@ impl Handler {
                     return;
                 }
                 Coverage::Changing => self.drain_events(),
-                // It changed between the listing and the registration. What is armed of it is adopted when it faults or at the next look.
+                // It changed between the listing and the registration. What is armed of it is
+                // adopted when it faults or at the next look.
                 Coverage::NotWhole | Coverage::Gone => {
                     self.disarm_others(gap);
                     break;
@@ -229,7 +257,8 @@ impl Handler {
         engine.mm.lock().armed.insert(range);
     }
 
-    /// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7), or the kernel refuses.
+    /// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7),
+    /// or the kernel refuses.
     pub(crate) fn arm(&self, range: VirtRange) -> bool {
         let engine = self.engine;
         let was_armed = {
@@ -250,8 +279,8 @@ impl Handler {
         is_armed
     }
 
-    /// Where something else was a moment ago: waits until no fork can be older than that, if that comes soon. What a child still has there could not be
-    /// told from what is about to be armed.
+    /// Where something else was a moment ago: waits until no fork can be older than that, if that
+    /// comes soon. What a child still has there could not be told from what is about to be armed.
     fn let_changes_pass(&mut self, range: VirtRange) {
         for _ in 0..16 {
             let engine = self.engine;
@@ -260,7 +289,9 @@ impl Handler {
                 if !mm.recent.iter().any(|change| change.concerns(range)) {
                     return;
                 }
-                if self.strangers.is_empty() && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+                if self.strangers.is_empty()
+                    && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+                {
                     mm.recent.clear();
                     return;
                 }
@@ -269,12 +300,14 @@ impl Handler {
         }
     }
 
-    /// Disarms what of a range is not the program's private memory. That stays armed: it may be a managed mapping that was moved there
-    /// meanwhile, which without its registration would read as zeros where it is swapped.
+    /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
+    /// managed mapping that was moved there meanwhile, which without its registration would read as
+    /// zeros where it is swapped.
     fn disarm_others(&mut self, range: VirtRange) {
         let uffd = self.uffd;
         let disarm = |other: VirtRange| {
-            let part = VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
+            let part =
+                VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
             if part.start < part.end {
                 let _ = uffd.unregister(part);
             }
@@ -288,9 +321,10 @@ impl Handler {
         });
     }
 
-    /// The mapping may have grown since it was listed: then the registration has split it, and the tail is registered at once, which joins
-    /// it again. Returns the whole. A neighbour that does not join is a mapping of its own (another advice was given for it, say): it stays
-    /// armed, and is adopted by itself.
+    /// The mapping may have grown since it was listed: then the registration has split it, and the
+    /// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
+    /// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
+    /// is adopted by itself.
     fn register_tail(&mut self, mut range: VirtRange) -> VirtRange {
         for _ in 0..4 {
             let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
@@ -378,7 +412,8 @@ fn eligible(vma: &Vma<'_>) -> bool {
     vma.range.len() >= MIN_BYTES && vma.read == vma.write && is_plain(vma)
 }
 
-/// A mapping that would be managed if it were larger. One without access is none: it is a guard, whatever follows it.
+/// A mapping that would be managed if it were larger. One without access is none: it is a guard,
+/// whatever follows it.
 fn is_small(vma: &Vma<'_>) -> bool {
     vma.range.len() < MIN_BYTES && vma.read && vma.write && is_plain(vma)
 }
@@ -391,7 +426,8 @@ fn is_plain(vma: &Vma<'_>) -> bool {
         && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))
 }
 
-/// The parts of a mapping that are not the engine's own: the kernel joins neighbouring anonymous mappings.
+/// The parts of a mapping that are not the engine's own: the kernel joins neighbouring anonymous
+/// mappings.
 pub fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
     let mut own = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; 64];
     let mut n = 0;

@@ -2,15 +2,18 @@
 //!
 //! Owns: one slab of staging frames while pages are in it, and what is known of those pages.
 //!
-//! A batch has three parts: [`Batch::take`] (memory lock held: choose chunks, move their pages to the frames of one slab, one after the other
-//! without gaps, give them slots in the swap cache), [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the
-//! swap cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled becomes a shadow; the frames are free).
-//! Whoever takes and whoever stores may be two threads: between the two the batch stands in [`Jobs`].
+//! A batch has three parts: [`Batch::take`] (memory lock held: choose chunks, move their pages to
+//! the frames of one slab, one after the other without gaps, give them slots in the swap cache),
+//! [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the swap
+//! cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled
+//! becomes a shadow; the frames are free). Whoever takes and whoever stores may be two threads:
+//! between the two the batch stands in [`Jobs`].
 //!
 //! Invariants
-//! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and moved by nobody.
-//! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of a mapping that was seen to be armed
-//!    in this batch ([`crate::unarmed`]).
+//! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and
+//!    moved by nobody.
+//! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of
+//!    a mapping that was seen to be armed in this batch ([`crate::unarmed`]).
 //! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
 
 use std::collections::VecDeque;
@@ -28,13 +31,16 @@ use swaptide_sys::uffd::MoveFlags;
 
 use crate::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
-use crate::ids::{CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of};
+use crate::ids::{
+    CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of,
+};
 use crate::pagetable::{PageState, STUCK};
 use crate::place::GivesWay;
 use crate::staging::{FrameNo, SlabNo};
 use crate::unarmed::{self, Answer, Seen};
 
-/// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the program, and all happen under the lock.
+/// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the
+/// program, and all happen under the lock.
 const MOST_MOVES: usize = 128;
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
 const DENSE: usize = 8;
@@ -85,13 +91,15 @@ impl Beyond {
     }
 }
 
-/// A run that is refused because it crosses into another mapping goes chunk by chunk, and such a chunk page by page: how many pages next.
+/// A run that is refused because it crosses into another mapping goes chunk by chunk, and such a
+/// chunk page by page: how many pages next.
 fn within_mapping(page: PageNo, attempt: usize) -> usize {
     let in_chunk = PAGES_PER_CHUNK - page.in_chunk();
     if attempt > in_chunk { in_chunk } else { 1 }
 }
 
-/// One run of pages to move: program page, place in the slab, length, and which chunk of the batch it begins in.
+/// One run of pages to move: program page, place in the slab, length, and which chunk of the batch
+/// it begins in.
 #[derive(Clone, Copy)]
 struct Run {
     page: PageNo,
@@ -136,13 +144,15 @@ pub struct Batch {
     packed: Vec<u8>,
     /// Places whose page is all zeros.
     zeros: Places,
-    /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the order of `leaving`.
+    /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the
+    /// order of `leaving`.
     kept: Vec<(usize, SwapEntry)>,
     /// Places that are the same: their old slots stand.
     unchanged: Places,
     /// The kernel refused a move because an event is unread.
     refused: bool,
-    /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a slab missing.
+    /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a
+    /// slab missing.
     tried: bool,
     /// Where an old slot is loaded to be compared.
     old: Box<Page>,
@@ -160,7 +170,8 @@ impl Default for Batch {
 #[derive(Default)]
 #[allow(
     clippy::vec_box,
-    reason = "a batch goes from hand to hand under the memory lock: a pointer is moved, not its three hundred bytes"
+    reason = "a batch goes from hand to hand under the memory lock: a pointer is moved, not its \
+        three hundred bytes"
 )]
 pub struct Jobs {
     waiting: VecDeque<Box<Batch>>,
@@ -233,7 +244,8 @@ impl Batch {
         self.tried
     }
 
-    /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as empty as before.
+    /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as
+    /// empty as before.
     ///
     /// At most `want` chunks are chosen.
     pub fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> usize {
@@ -279,7 +291,8 @@ impl Batch {
         self.pages
     }
 
-    /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the program go in one, also across chunks.
+    /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the
+    /// program go in one, also across chunks.
     fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
         let mut scanned = 0;
         let bound = mm.queues.resident_len().min(4096);
@@ -300,7 +313,8 @@ impl Batch {
             if info.hot > 0 || info.flags & STUCK != 0 || held || movable == 0 {
                 mm.table.update(chunk, |c| {
                     c.hot = c.hot.saturating_sub(1);
-                    // A reason that lasts may still end: the chunk is tried again when it comes round.
+                    // A reason that lasts may still end: the chunk is tried again when it comes
+                    // round.
                     c.flags &= !STUCK;
                 });
                 mm.queues.arrived(&mut mm.table, chunk);
@@ -320,12 +334,21 @@ impl Batch {
         engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
     }
 
-    /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks' masks.
-    fn move_out(&mut self, engine: &Engine, mm: &mut Mm, slab: SlabNo, run: Run, moves: &mut usize) -> usize {
+    /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks'
+    /// masks.
+    fn move_out(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        slab: SlabNo,
+        run: Run,
+        moves: &mut usize,
+    ) -> usize {
         let mut at = 0;
         let mut moved = 0;
         let mut again = 0;
-        // A move must lie in one mapping: where a run crosses into another, it goes chunk by chunk, and such a chunk page by page.
+        // A move must lie in one mapping: where a run crosses into another, it goes chunk by chunk,
+        // and such a chunk page by page.
         let mut most = run.len;
         while at < run.len {
             let attempt = (run.len - at).min(most);
@@ -339,7 +362,10 @@ impl Batch {
                     most = within_mapping(page, attempt);
                     continue;
                 }
-                Answer::NotOne if mm.regions.find(page.addr()).is_none() || unarmed::forget(engine, mm, source) => {
+                Answer::NotOne
+                    if mm.regions.find(page.addr()).is_none()
+                        || unarmed::forget(engine, mm, source) =>
+                {
                     at += 1;
                     continue;
                 }
@@ -349,14 +375,21 @@ impl Batch {
                 }
             }
             *moves += 1;
-            // SAFETY: the destination is a frame of this batch's own empty slab; the source are pages of the program whose words say
-            // that the program has them, and the move is atomic against its touches.
-            let progress = unsafe { engine.uffd().move_pages(to, page.addr(), attempt * PAGE_SIZE, flags) };
-            let done = mm.staging.moved(progress, VirtRange { start: to, end: to.offset(attempt * PAGE_SIZE) }, true);
+            // SAFETY: the destination is a frame of this batch's own empty slab; the source are
+            // pages of the program whose words say that the program has them, and the move is
+            // atomic against its touches.
+            let progress =
+                unsafe { engine.uffd().move_pages(to, page.addr(), attempt * PAGE_SIZE, flags) };
+            let done = mm.staging.moved(
+                progress,
+                VirtRange { start: to, end: to.offset(attempt * PAGE_SIZE) },
+                true,
+            );
             mm.staging.filled(slab, run.place + at, done);
             for k in at..at + done {
                 let page = run.page.plus(k);
-                self.chunks[run.index + page.chunk().0 - run.page.chunk().0].moved |= 1 << page.in_chunk();
+                self.chunks[run.index + page.chunk().0 - run.page.chunk().0].moved |=
+                    1 << page.in_chunk();
             }
             at += done;
             moved += done;
@@ -369,7 +402,8 @@ impl Batch {
                 _ if done > 0 || at >= run.len => {}
                 None => {}
                 Some(Errno::NOENT) => {
-                    // The program's page is gone without an event: freed lazily. Its next touch gets zeros.
+                    // The program's page is gone without an event: freed lazily. Its next touch
+                    // gets zeros.
                     if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
                         engine.devices.drop_swapped(entry);
                     }
@@ -382,7 +416,8 @@ impl Batch {
                 }
                 Some(Errno::BUSY) => {
                     engine.count(Counter::PagesBusy, 1);
-                    // What was faulted for writing since the last fork is this process's own: somebody holds it (pinned for input or output, say).
+                    // What was faulted for writing since the last fork is this process's own:
+                    // somebody holds it (pinned for input or output, say).
                     let is_own = mm.table.chunk(page.chunk()).own >> page.in_chunk() & 1 == 1;
                     if !is_own {
                         mm.table.share(page);
@@ -413,12 +448,14 @@ impl Batch {
         moved
     }
 
-    /// Puts the moved pages of a chunk into the swap cache, as the largest folios they make; queues what stayed again.
+    /// Puts the moved pages of a chunk into the swap cache, as the largest folios they make; queues
+    /// what stayed again.
     fn give_slots(&mut self, engine: &Engine, mm: &mut Mm, slab: SlabNo, index: usize) {
         let taken = self.chunks[index];
         for (first, order) in folios(taken.moved) {
             // The planned pages before this one lie before it.
-            let place = taken.place + (taken.planned & ((1u32 << first) - 1) as u16).count_ones() as usize;
+            let place =
+                taken.place + (taken.planned & ((1u32 << first) - 1) as u16).count_ones() as usize;
             self.give_folio(
                 engine,
                 mm,
@@ -432,19 +469,35 @@ impl Batch {
         }
     }
 
-    /// Slots for one folio, whose first page is the chunk's `first`-th; for its halves, if there are none of that order.
-    fn give_folio(&mut self, engine: &Engine, mm: &mut Mm, slab: SlabNo, mut leaving: Leaving, first: usize) {
+    /// Slots for one folio, whose first page is the chunk's `first`-th; for its halves, if there
+    /// are none of that order.
+    fn give_folio(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        slab: SlabNo,
+        mut leaving: Leaving,
+        first: usize,
+    ) {
         let Leaving { place, order, chunk, .. } = leaving;
         let frame = slab.frame(place);
         let Some(entry) = engine.devices.alloc_pool(order, FolioId(frame.0)) else {
             if order == 0 {
-                crate::fatal("no swap slot is left for a page that was taken out (256 GiB are swapped out)");
+                crate::fatal(
+                    "no swap slot is left for a page that was taken out (256 GiB are swapped out)",
+                );
             }
             engine.count(Counter::SwpoutFallback, 1);
             engine.count_order(OfOrder::SwpoutFallback, order, 1);
             let half = 1 << (order - 1);
             self.give_folio(engine, mm, slab, Leaving { order: order - 1, ..leaving }, first);
-            self.give_folio(engine, mm, slab, Leaving { order: order - 1, place: place + half, ..leaving }, first + half);
+            self.give_folio(
+                engine,
+                mm,
+                slab,
+                Leaving { order: order - 1, place: place + half, ..leaving },
+                first + half,
+            );
             return;
         };
         leaving.entry = entry;
@@ -455,13 +508,14 @@ impl Batch {
             let frame = FrameNo(frame.0 + k as u32);
             mm.owner[frame.0 as usize] = page;
             engine.uncancel(frame);
-            mm.kept[frame.0 as usize] = match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
-                PageState::Kept(old) => {
-                    self.kept.push((place + k, old));
-                    Some(old)
-                }
-                _ => None,
-            };
+            mm.kept[frame.0 as usize] =
+                match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
+                    PageState::Kept(old) => {
+                        self.kept.push((place + k, old));
+                        Some(old)
+                    }
+                    _ => None,
+                };
         }
         self.leaving.push(leaving);
     }
@@ -491,7 +545,8 @@ impl Batch {
                     kept.next_if(|kept| kept.0 == place);
                     continue;
                 }
-                // SAFETY: the frame is full and this batch's (invariant 1); nobody writes it before `finish`.
+                // SAFETY: the frame is full and this batch's (invariant 1); nobody writes it before
+                // `finish`.
                 let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
                 if let Some((_, old)) = kept.next_if(|kept| kept.0 == place) {
                     // Old slots of frames on their way out belong to this batch until `finish`.
@@ -516,7 +571,12 @@ impl Batch {
                     Packed::Bytes(bytes) if refuses => {
                         let start = self.packed.len();
                         self.packed.extend_from_slice(bytes);
-                        self.beyond.push(Beyond { frame, entry, packed: Some(start..self.packed.len()), place: None });
+                        self.beyond.push(Beyond {
+                            frame,
+                            entry,
+                            packed: Some(start..self.packed.len()),
+                            place: None,
+                        });
                         self.is_beyond.add(place);
                         refused += 1;
                         continue;
@@ -546,8 +606,9 @@ impl Batch {
         }
     }
 
-    /// Pages that do not compress, for which the file is cheaper than compressed memory, and those that it refuses. What the file does not take
-    /// goes there all the same, past its bound. The memory lock is *not* held.
+    /// Pages that do not compress, for which the file is cheaper than compressed memory, and those
+    /// that it refuses. What the file does not take goes there all the same, past its bound. The
+    /// memory lock is *not* held.
     fn store_beyond(&mut self, engine: &Engine) {
         if self.beyond.is_empty() {
             return;
@@ -560,8 +621,11 @@ impl Batch {
         let pages: Vec<(Slot, Packed<'_>)> = self
             .beyond
             .iter()
-            // SAFETY: as in `store`: the frames are this batch's until `finish`.
-            .filter_map(|page| Some((Slot(page.place?.offset().0), unsafe { page.packed(engine, &self.packed) })))
+            .filter_map(|page| {
+                let slot = Slot(page.place?.offset().0);
+                // SAFETY: as in `store`: the frames are this batch's until `finish`.
+                Some((slot, unsafe { page.packed(engine, &self.packed) }))
+            })
             .collect();
         let mut written = pages.len();
         let result = engine.devices.file.device.write(&pages);
@@ -602,10 +666,18 @@ impl Batch {
             let plain = (0..n).all(|k| {
                 let place = leaving.place + k;
                 let frame = slab.frame(place);
-                !engine.is_cancelled(frame) && mm.kept[frame.0 as usize].is_none() && !self.is_beyond.has(place)
+                !engine.is_cancelled(frame)
+                    && mm.kept[frame.0 as usize].is_none()
+                    && !self.is_beyond.has(place)
             });
             if plain {
-                devices.to_shadow_with_zeros(leaving.entry, n as u32, folio, shadow, self.zeros.of(leaving.place, n));
+                devices.to_shadow_with_zeros(
+                    leaving.entry,
+                    n as u32,
+                    folio,
+                    shadow,
+                    self.zeros.of(leaving.place, n),
+                );
                 // The program may have moved them since they were taken.
                 for place in [leaving.place, leaving.place + n - 1] {
                     let page = mm.owner[slab.frame(place).0 as usize];
@@ -642,10 +714,22 @@ impl Batch {
     }
 
     /// The page is what its old slot holds: it gets that entry again.
-    fn back_to_old(&self, engine: &Engine, mm: &mut Mm, frame: FrameNo, entry: SwapEntry, old: SwapEntry, folio: FolioId) {
+    fn back_to_old(
+        &self,
+        engine: &Engine,
+        mm: &mut Mm,
+        frame: FrameNo,
+        entry: SwapEntry,
+        old: SwapEntry,
+        folio: FolioId,
+    ) {
         let page = mm.owner[frame.0 as usize];
         if mm.table.get(page) != PageState::Swapped(entry) {
-            crate::fatal(&format!("page {:?} went out as entry {entry:?} and is {:?}", page.addr(), mm.table.get(page)));
+            crate::fatal(&format!(
+                "page {:?} went out as entry {entry:?} and is {:?}",
+                page.addr(),
+                mm.table.get(page)
+            ));
         }
         mm.table.set(page, PageState::Swapped(old));
         engine.devices.free_slot(entry, Expect::Folio(folio));

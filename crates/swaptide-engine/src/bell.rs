@@ -1,28 +1,32 @@
 //! Bells: how any thread of the process gets the handler's ear.
 //!
-//! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area (`MADV_DONTNEED`) is an event there, and
-//! the caller waits until it is read: so an area of a few pages is registered for that alone, and which page is given up says what is
-//! wanted. Nothing is ever stored in it.
+//! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area
+//! (`MADV_DONTNEED`) is an event there, and the caller waits until it is read: so an area of a few
+//! pages is registered for that alone, and which page is given up says what is wanted. Nothing is
+//! ever stored in it.
 //!
 //! Owns: the area, the mailbox of the one request that carries data, and the reply words.
 //!
 //! Rules
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
-//! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something itself, or never come back.
+//! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
+//!    itself, or never come back.
 //! 3. When the program was let go nobody hears any more, and nobody waits.
-//! 4. A request has a number, and is done when that number was answered: what a dead thread has left there cannot be taken for it.
+//! 4. A request has a number, and is done when that number was answered: what a dead thread has
+//!    left there cannot be taken for it.
 //!
-//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a page
-//! of a second registered area, which it touches. The fault tells the handler, which fills the page
-//! when it has done what was asked, and empties it again before the door is used again. Nothing of
-//! that is a system call of the thread's.
+//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a
+//! page of a second registered area, which it touches. The fault tells the handler, which fills the
+//! page when it has done what was asked, and empties it again before the door is used again.
+//! Nothing of that is a system call of the thread's.
 //!
 //! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
 //!
 //! Locks: none. A ringing thread waits on futex words of the engine's memory only.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
+    Ordering::Relaxed, Ordering::Release,
 };
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, Mapping, advise};
@@ -88,7 +92,8 @@ const BELLS: usize = 7;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
-/// A thread that waits until the table knows of its change: 0 nobody, 1 being written, 2 waiting, 3 answered.
+/// A thread that waits until the table knows of its change: 0 nobody, 1 being written, 2 waiting, 3
+/// answered.
 struct Fence {
     state: AtomicU32,
     at: AtomicUsize,
@@ -123,9 +128,18 @@ pub enum Hint {
 
 impl Hint {
     fn of(word: u32) -> Option<Hint> {
-        [Hint::WillNeed, Hint::Cold, Hint::PageOut, Hint::Sequential, Hint::Random, Hint::Normal, Hint::Release, Hint::Mapped]
-            .into_iter()
-            .find(|h| *h as u32 == word)
+        [
+            Hint::WillNeed,
+            Hint::Cold,
+            Hint::PageOut,
+            Hint::Sequential,
+            Hint::Random,
+            Hint::Normal,
+            Hint::Release,
+            Hint::Mapped,
+        ]
+        .into_iter()
+        .find(|h| *h as u32 == word)
     }
 }
 
@@ -158,8 +172,10 @@ impl Bells {
     /// # Errors
     /// When memory is refused.
     pub fn new() -> Result<Bells, EngineError> {
-        let area = Mapping::reserve(BELLS * PAGE_SIZE).map_err(|e| EngineError::Memory("the bells' pages", e))?;
-        let porch = Mapping::reserve(DOORS * PAGE_SIZE).map_err(|e| EngineError::Memory("the doors' pages", e))?;
+        let area = Mapping::reserve(BELLS * PAGE_SIZE)
+            .map_err(|e| EngineError::Memory("the bells' pages", e))?;
+        let porch = Mapping::reserve(DOORS * PAGE_SIZE)
+            .map_err(|e| EngineError::Memory("the doors' pages", e))?;
         let door = || Door {
             state: AtomicU32::new(FREE),
             knock: AtomicU32::new(0),
@@ -178,7 +194,8 @@ impl Bells {
             hint_end: AtomicUsize::new(0),
             answered: AtomicU32::new(0),
             refused: AtomicBool::new(false),
-            fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } }; FENCES],
+            fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } };
+                FENCES],
             closed: AtomicBool::new(false),
         })
     }
@@ -198,10 +215,11 @@ impl Bells {
         VirtRange::from_len(self.porch().start.offset(index * PAGE_SIZE), PAGE_SIZE)
     }
 
-    /// Asks for something without a system call; returns when it is done, or the program was let go.
-    /// False if a release was refused: the range stays managed.
+    /// Asks for something without a system call; returns when it is done, or the program was let
+    /// go. False if a release was refused: the range stays managed.
     pub fn knock(&self, knock: Knock, range: VirtRange) -> bool {
-        let claim = |door: &Door| door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+        let claim =
+            |door: &Door| door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
         let index = loop {
             match self.doors.iter().position(claim) {
                 Some(index) => break index,
@@ -216,7 +234,8 @@ impl Bells {
         door.state.store(WAITING, Release);
         let page = self.page_of_door(index).start;
         while door.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
-            // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the handler has filled it.
+            // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the
+            // handler has filled it.
             unsafe { page.as_ptr::<u8>().read_volatile() };
         }
         let was_done = door.knock.load(Relaxed) != REFUSED;
@@ -233,7 +252,14 @@ impl Bells {
             1 => Knock::Release,
             _ => Knock::Detach,
         };
-        Some((index, knock, VirtRange { start: VirtAddr(door.start.load(Relaxed)), end: VirtAddr(door.end.load(Relaxed)) }))
+        Some((
+            index,
+            knock,
+            VirtRange {
+                start: VirtAddr(door.start.load(Relaxed)),
+                end: VirtAddr(door.end.load(Relaxed)),
+            },
+        ))
     }
 
     /// What was wanted at a door is done, or was refused.
@@ -244,8 +270,8 @@ impl Bells {
         let _ = self.doors[index].state.compare_exchange(WAITING, ANSWERED, AcqRel, Relaxed);
     }
 
-    /// Fills the pages of the doors that were answered, and empties those whose threads have gone on.
-    /// True while some are not empty.
+    /// Fills the pages of the doors that were answered, and empties those whose threads have gone
+    /// on. True while some are not empty.
     pub(crate) fn tend_doors(&self, uffd: &Uffd) -> bool {
         let mut any = false;
         for (index, door) in self.doors.iter().enumerate() {
@@ -258,13 +284,17 @@ impl Bells {
                     let _ = uffd.wake(page);
                 }
                 LEFT => {
-                    // Registered, giving it up would be an event, which only this thread could read.
+                    // Registered, giving it up would be an event, which only this thread could
+                    // read.
                     let emptied = uffd.unregister(page).and_then(|()| {
                         // SAFETY: the page is the engine's own and holds nothing.
                         unsafe { advise(page, Advice::DontNeedLocked) }
                     });
                     if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
-                        crate::fatal(&format!("a door does not close: {}", swaptide_sys::Why(errno)));
+                        crate::fatal(&format!(
+                            "a door does not close: {}",
+                            swaptide_sys::Why(errno)
+                        ));
                     }
                     door.state.store(FREE, Release);
                 }
@@ -279,7 +309,9 @@ impl Bells {
         crate::place::nudge();
         let start = self.range().start.offset(ring as usize * PAGE_SIZE);
         // SAFETY: the page is the engine's own, holds nothing and is never read.
-        if let Err(errno) = unsafe { advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked) } {
+        if let Err(errno) = unsafe {
+            advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked)
+        } {
             crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::Why(errno)));
         }
     }
@@ -303,7 +335,8 @@ impl Bells {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }
 
-    /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another one is dropped: it is only a hint.
+    /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another
+    /// one is dropped: it is only a hint.
     pub fn hint(&self, hint: Hint, range: VirtRange) {
         let Ok(mask) = block_all_signals() else { return };
         if self.own(hint == Hint::Release) {
@@ -313,7 +346,8 @@ impl Bells {
         restore_signals(mask);
     }
 
-    /// Has a range brought in and let go. False when some of it could not be brought in: that stays managed.
+    /// Has a range brought in and let go. False when some of it could not be brought in: that stays
+    /// managed.
     pub fn release(&self, range: VirtRange) -> bool {
         let Ok(mask) = block_all_signals() else { return false };
         self.own(true);
@@ -325,12 +359,17 @@ impl Bells {
         is_whole
     }
 
-    /// Makes the mailbox the calling thread's. False when it is another's, and not to be waited for.
+    /// Makes the mailbox the calling thread's. False when it is another's, and not to be waited
+    /// for.
     fn own(&self, wait: bool) -> bool {
         let this = gettid();
         loop {
-            let Err(owner) = self.busy.compare_exchange(0, this.0, AcqRel, Acquire) else { return true };
-            if !lives(Tid(owner)) && self.busy.compare_exchange(owner, this.0, AcqRel, Acquire).is_ok() {
+            let Err(owner) = self.busy.compare_exchange(0, this.0, AcqRel, Acquire) else {
+                return true;
+            };
+            if !lives(Tid(owner))
+                && self.busy.compare_exchange(owner, this.0, AcqRel, Acquire).is_ok()
+            {
                 return true;
             }
             if !wait {
@@ -362,7 +401,13 @@ impl Bells {
         let word = self.hint.swap(0, AcqRel);
         let hint = Hint::of((word & 0xff) as u32)?;
         self.taken.store((word >> 8) as u32, Relaxed);
-        Some((hint, VirtRange { start: VirtAddr(self.hint_start.load(Relaxed)), end: VirtAddr(self.hint_end.load(Relaxed)) }))
+        Some((
+            hint,
+            VirtRange {
+                start: VirtAddr(self.hint_start.load(Relaxed)),
+                end: VirtAddr(self.hint_end.load(Relaxed)),
+            },
+        ))
     }
 
     /// True when the mailbox holds no hint that must be done.
@@ -381,10 +426,12 @@ impl Bells {
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
     }
 
-    /// Called by a thread that has moved a mapping, or grown one in place, which now begins at `at`: returns when the handler has applied the change
-    /// and all that happened before it (see [`crate::events`], rule 6).
+    /// Called by a thread that has moved a mapping, or grown one in place, which now begins at
+    /// `at`: returns when the handler has applied the change and all that happened before it (see
+    /// [`crate::events`], rule 6).
     pub fn fence(&self, at: VirtAddr) {
-        // A signal handler of the program's might never come back, and its thread's place would be gone for good.
+        // A signal handler of the program's might never come back, and its thread's place would be
+        // gone for good.
         let Ok(mask) = block_all_signals() else { return };
         let claim = |f: &&Fence| f.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
         let fence = loop {
@@ -405,10 +452,11 @@ impl Bells {
         restore_signals(mask);
     }
 
-    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping begins.
+    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
+    /// begins.
     ///
-    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So the caller, who has applied all that it
-    /// has read, has applied that change.
+    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So
+    /// the caller, who has applied all that it has read, has applied that change.
     pub fn answer_fences(&self, mut known: impl FnMut(VirtAddr)) {
         for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
             known(VirtAddr(fence.at.load(Relaxed)));

@@ -1,8 +1,9 @@
 //! Whether there is time for what nobody waits for.
 //!
-//! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may use CPU time that nobody else wants: as soon as it waits for a
-//! CPU longer than a quarter of the time that it runs, somebody does, and it rests. Only its waiting while it works counts: a thread that hardly runs waits
-//! as long as it runs, for its CPU to wake up.
+//! A process is *calm* when for a while no page of it has come in or gone out. Then a worker may
+//! use CPU time that nobody else wants: as soon as it waits for a CPU longer than a quarter of the
+//! time that it runs, somebody does, and it rests. Only its waiting while it works counts: a thread
+//! that hardly runs waits as long as it runs, for its CPU to wake up.
 //!
 //! Owns: what was seen last. Locks: none; it is worker 0's.
 
@@ -33,7 +34,13 @@ pub struct Calm {
 impl Calm {
     /// For the calling thread.
     pub fn new(now: Nanos) -> Calm {
-        Calm { happened: 0, since: now, times: ThreadTimes::open(swaptide_sys::thread::gettid().0), seen: None, rests_until: now }
+        Calm {
+            happened: 0,
+            since: now,
+            times: ThreadTimes::open(swaptide_sys::thread::gettid().0),
+            seen: None,
+            rests_until: now,
+        }
     }
 
     /// True when there is time. `happened` is any number that changes whenever something happens.
@@ -41,7 +48,12 @@ impl Calm {
         self.has_time(happened, now, |calm| calm.times.as_ref().and_then(ThreadTimes::read))
     }
 
-    fn has_time(&mut self, happened: u64, now: Nanos, times: impl FnOnce(&Calm) -> Option<CpuTimes>) -> bool {
+    fn has_time(
+        &mut self,
+        happened: u64,
+        now: Nanos,
+        times: impl FnOnce(&Calm) -> Option<CpuTimes>,
+    ) -> bool {
         if std::mem::replace(&mut self.happened, happened) != happened {
             self.since = now;
         }
@@ -61,11 +73,13 @@ impl Calm {
         self.seen = None;
     }
 
-    /// False, for a while, when somebody wants the CPU on which the worker runs; where nobody can tell it never has one for itself.
+    /// False, for a while, when somebody wants the CPU on which the worker runs; where nobody can
+    /// tell it never has one for itself.
     fn is_unwanted(&mut self, times: Option<CpuTimes>, now: Nanos) -> bool {
         let Some(times) = times else { return false };
         let Some((then, _)) = self.seen.replace((times, now)) else { return true };
-        let (ran, waited) = (times.ran.saturating_sub(then.ran), times.waited.saturating_sub(then.waited));
+        let (ran, waited) =
+            (times.ran.saturating_sub(then.ran), times.waited.saturating_sub(then.waited));
         if waited > ran / WAITS_PART && waited > LOOK.as_nanos() as u64 / 10 {
             self.rests_until = Nanos(now.0 + REST.as_nanos() as u64);
             self.seen = None;
@@ -83,7 +97,8 @@ mod tests {
     fn it_is_calm_after_a_while_without_anything() {
         let ms = |n: u64| Nanos(n * 1_000_000);
         let mut calm = Calm::new(ms(0));
-        let mut has_time = |happened: u64, at: Nanos| calm.has_time(happened, at, |_| Some(CpuTimes::default()));
+        let mut has_time =
+            |happened: u64, at: Nanos| calm.has_time(happened, at, |_| Some(CpuTimes::default()));
         assert!(!has_time(7, ms(1)) && !has_time(7, ms(200)));
         assert!(has_time(7, ms(202)));
         assert!(!has_time(8, ms(203)) && !has_time(8, ms(402)));
@@ -94,7 +109,9 @@ mod tests {
     fn who_waits_for_a_cpu_rests() {
         let ms = |n: u64| Nanos(n * 1_000_000);
         let mut calm = Calm::new(ms(0));
-        let times = |ran: u64, waited: u64| Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 });
+        let times = |ran: u64, waited: u64| {
+            Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 })
+        };
         assert!(calm.is_unwanted(times(0, 0), ms(0)));
         assert!(calm.is_unwanted(times(9, 1), ms(10)));
         assert!(!calm.is_unwanted(times(15, 5), ms(20)), "4 of 6");
@@ -106,7 +123,9 @@ mod tests {
     fn waiting_before_the_work_does_not_count() {
         let ms = |n: u64| Nanos(n * 1_000_000);
         let mut calm = Calm::new(ms(0));
-        let times = |ran: u64, waited: u64| Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 });
+        let times = |ran: u64, waited: u64| {
+            Some(CpuTimes { ran: ran * 1_000_000, waited: waited * 1_000_000 })
+        };
         assert!(calm.is_unwanted(times(0, 0), ms(0)));
         assert!(!calm.is_unwanted(times(6, 4), ms(10)));
         assert!(calm.is_unwanted(times(7, 9), ms(1020)), "it rested meanwhile");

@@ -1,10 +1,12 @@
 //! What a process costs, against what it may cost.
 //!
-//! Owns: the limit the supervisor set, the parts of the charge that are kept as they change (managed pages, frames, compressed pool) and the
-//! rest, which is measured: everything anonymous that is not under management.
+//! Owns: the limit the supervisor set, the parts of the charge that are kept as they change
+//! (managed pages, frames, compressed pool) and the rest, which is measured: everything anonymous
+//! that is not under management.
 //!
-//! Invariant: `charged()` is at least what the kernel accounts to the process as anonymous memory at the last [`Charge::measure`], give
-//! or take the kernel's own per-CPU slack (a few hundred KiB), plus what was filled since.
+//! Invariant: `charged()` is at least what the kernel accounts to the process as anonymous memory
+//! at the last [`Charge::measure`], give or take the kernel's own per-CPU slack (a few hundred
+//! KiB), plus what was filled since.
 //!
 //! Locks: none; atomics, each read on its own.
 
@@ -24,14 +26,17 @@ const KEPT_PART: u64 = 128;
 /// Where a fault brings in fewer pages than this, on average, they come in one by one.
 const SPARSE: u32 = 2;
 
-/// Where nothing can be put any more, at least this part of what there is to divide stays with the program.
+/// Where nothing can be put any more, at least this part of what there is to divide stays with the
+/// program.
 const LEAST_RESIDENT: u64 = 8;
 
-/// By so much at a time the program may go past its limit where it cannot work within, and to this part of the limit at most.
+/// By so much at a time the program may go past its limit where it cannot work within, and to this
+/// part of the limit at most.
 const GRACE_STEP: u64 = 64 << 10;
 const GRACE_PART: u64 = 20;
 
-/// Compressed memory that a fork shares with its parent, from which on it is worth something to keep it so.
+/// Compressed memory that a fork shares with its parent, from which on it is worth something to
+/// keep it so.
 const WORTH_KEEPING: u64 = 16 << 20;
 
 /// The share of compressed memory in a family, in 1/1024.
@@ -120,10 +125,12 @@ impl Charge {
         self.family.hear(slot.of_family.load(Relaxed));
     }
 
-    /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there is something to keep, it is not heeded at once
-    /// ([`Family::part`]). In both processes, before another limit is taken over.
+    /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
+    /// is something to keep, it is not heeded at once ([`Family::part`]). In both processes, before
+    /// another limit is taken over.
     pub fn part_with(&self) -> u64 {
-        // Of several forks before the supervisor has looked each leaves half of what the last one left.
+        // Of several forks before the supervisor has looked each leaves half of what the last one
+        // left.
         let limit = self.family.parted().unwrap_or_else(|| self.limit());
         let half = (limit / 2).max(LEAST_PARTED.min(limit));
         if self.is_worth_keeping() {
@@ -132,7 +139,8 @@ impl Charge {
         half
     }
 
-    /// The program does not get on within its limit (see [`crate::squeeze`]): it may go a little further past it.
+    /// The program does not get on within its limit (see [`crate::squeeze`]): it may go a little
+    /// further past it.
     pub fn widen(&self) {
         let most = self.limit() / GRACE_PART;
         self.grace.store((self.grace.load(Relaxed) + GRACE_STEP).min(most), Relaxed);
@@ -144,7 +152,8 @@ impl Charge {
         self.grace.store(grace - (grace / 64 + PAGE_SIZE as u64).min(grace), Relaxed);
     }
 
-    /// Publishes managed pages (the program's and full frames), how many of them are free frames, and the pool's bytes.
+    /// Publishes managed pages (the program's and full frames), how many of them are free frames,
+    /// and the pool's bytes.
     pub fn publish(&self, pages: usize, ready: usize, pool_bytes: usize) {
         self.ready.store(ready as u64, Relaxed);
         self.pages.store(pages as u64, Relaxed);
@@ -162,7 +171,8 @@ impl Charge {
         self.aside.store(bytes, Relaxed);
     }
 
-    /// True when there is so much in compressed memory that it is worth something to look after what forks do with it.
+    /// True when there is so much in compressed memory that it is worth something to look after
+    /// what forks do with it.
     pub fn is_worth_keeping(&self) -> bool {
         self.pool() >= WORTH_KEEPING
     }
@@ -189,14 +199,18 @@ impl Charge {
         }
     }
 
-    /// Bytes that may still be filled before the limit is reached; negative beyond it. What the program lately grew by between two looks
-    /// in memory that is not managed yet is kept free, up to an eighth of the limit.
+    /// Bytes that may still be filled before the limit is reached; negative beyond it. What the
+    /// program lately grew by between two looks in memory that is not managed yet is kept free, up
+    /// to an eighth of the limit.
     pub fn headroom(&self) -> i64 {
         let limit = self.limit() as i64;
-        limit + self.grace.load(Relaxed) as i64 - self.charged() as i64 - self.surge.load(Relaxed).min(limit / 8)
+        limit + self.grace.load(Relaxed) as i64
+            - self.charged() as i64
+            - self.surge.load(Relaxed).min(limit / 8)
     }
 
-    /// Bytes that may be filled: the headroom, and the free frames, which are charged already and are filled first.
+    /// Bytes that may be filled: the headroom, and the free frames, which are charged already and
+    /// are filled first.
     pub fn room(&self) -> i64 {
         self.headroom() + (self.ready.load(Relaxed) * PAGE_SIZE as u64) as i64
     }
@@ -206,7 +220,8 @@ impl Charge {
         (self.limit() / 32).clamp(1 << 20, 32 << 20) as i64
     }
 
-    /// The last batch was made of many short moves (or not): so little comes in for a fault, too, and less need be kept free for it.
+    /// The last batch was made of many short moves (or not): so little comes in for a fault, too,
+    /// and less need be kept free for it.
     pub fn set_scattered(&self, scattered: bool) {
         self.scattered.store(scattered, Relaxed);
     }
@@ -217,7 +232,8 @@ impl Charge {
         self.brought_16.store((mean * 15 + 16 * pages as u32) / 16, Relaxed);
     }
 
-    /// True while pages come in one by one: little need be kept free for them, however many go out together.
+    /// True while pages come in one by one: little need be kept free for them, however many go out
+    /// together.
     pub fn is_sparse(&self) -> bool {
         self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE
     }
@@ -231,13 +247,15 @@ impl Charge {
         }
     }
 
-    /// While there is less room than this, workers take something out themselves: dense batches early, scattered ones only when whoever answers
-    /// faults does not keep up (see [`crate::reclaim`]).
+    /// While there is less room than this, workers take something out themselves: dense batches
+    /// early, scattered ones only when whoever answers faults does not keep up (see
+    /// [`crate::reclaim`]).
     pub fn due(&self) -> i64 {
         if self.scattered.load(Relaxed) { self.high() / 16 } else { self.goal() }
     }
 
-    /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its way.
+    /// Chunks that reclaim takes at a time: a small limit must not have a large part of it on its
+    /// way.
     pub fn batch_chunks(&self) -> usize {
         (self.limit() as usize / 128 / CHUNK_BYTES).clamp(2, CHUNKS_PER_LEAF)
     }
@@ -260,12 +278,17 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = if self.family.is_one() { FAMILY_SHARE.max(self.pool_share()) } else { self.pool_share() };
+        let share = if self.family.is_one() {
+            FAMILY_SHARE.max(self.pool_share())
+        } else {
+            self.pool_share()
+        };
         (self.divisible() / 1024 * u64::from(share)).min(self.pool_bound())
     }
 
-    /// Bytes that the compressed pool may take whatever its share is: those of `zram:SIZE` that other processes leave, those of the group, and those
-    /// of `max_pool_percent`; `u64::MAX` where nothing bounds it.
+    /// Bytes that the compressed pool may take whatever its share is: those of `zram:SIZE` that
+    /// other processes leave, those of the group, and those of `max_pool_percent`; `u64::MAX` where
+    /// nothing bounds it.
     pub fn pool_bound(&self) -> u64 {
         let cap = match self.pool_cap() {
             0 => u64::MAX,
@@ -287,11 +310,15 @@ impl Charge {
     /// Bytes down to which the oldest pages of compressed memory go to the swap areas.
     pub fn pool_goal(&self) -> u64 {
         let limit = self.pool_limit();
-        if self.pool_refuses() { limit.min(self.acceptance.threshold(self.pool_bound())) } else { limit }
+        if self.pool_refuses() {
+            limit.min(self.acceptance.threshold(self.pool_bound()))
+        } else {
+            limit
+        }
     }
 
-    /// True when nothing should leave the program that only compressed memory can take: it is past its bound, or so far past its share that
-    /// little stays resident.
+    /// True when nothing should leave the program that only compressed memory can take: it is past
+    /// its bound, or so far past its share that little stays resident.
     pub fn pool_is_full(&self) -> bool {
         let pool = self.pool();
         let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
@@ -299,7 +326,8 @@ impl Charge {
         pool > self.pool_limit() && (bounded || resident < self.divisible() / LEAST_RESIDENT)
     }
 
-    /// Bytes to be divided between managed pages and compressed memory: the limit less what is not under management, but not less than half.
+    /// Bytes to be divided between managed pages and compressed memory: the limit less what is not
+    /// under management, but not less than half.
     pub fn divisible(&self) -> u64 {
         let limit = self.limit();
         limit.saturating_sub(self.rest().max(0) as u64).max(limit / 2)
@@ -315,23 +343,27 @@ impl Charge {
         self.pool_share.store(share, Relaxed);
     }
 
-    /// True when compressed memory is so far above its share that nothing may go to it before something went to the file.
+    /// True when compressed memory is so far above its share that nothing may go to it before
+    /// something went to the file.
     pub fn pool_overflows(&self) -> bool {
         let margin = (self.limit() / 32).min((self.pool_max.load(Relaxed) / 8).max(256 << 10));
         self.pool() > self.pool_limit() + margin
     }
 
-    /// True while compressed memory may hold one more copy of a page that the program has again: `kept` of the `pages` it holds are such. They save
-    /// a compression, and cost room; what they take is bounded, and they are the first to go. In a family they cost nothing: the others have
-    /// the same memory, which giving them up would not free but have copied.
+    /// True while compressed memory may hold one more copy of a page that the program has again:
+    /// `kept` of the `pages` it holds are such. They save a compression, and cost room; what they
+    /// take is bounded, and they are the first to go. In a family they cost nothing: the others
+    /// have the same memory, which giving them up would not free but have copied.
     pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
         let few = bytes < u128::from(self.limit() / KEPT_PART) || self.family.is_one();
         few && self.pool() < self.pool_limit()
     }
 
-    /// True in a fork while compressed memory is well below its share. What comes from the file then goes there when it goes out again, however old it
-    /// is: a child that reads all that its parent had (to save it) would else read much of it twice. Elsewhere that loses more than it gains.
+    /// True in a fork while compressed memory is well below its share. What comes from the file
+    /// then goes there when it goes out again, however old it is: a child that reads all that its
+    /// parent had (to save it) would else read much of it twice. Elsewhere that loses more than it
+    /// gains.
     pub fn takes_what_is_old(&self) -> bool {
         self.family.is_heir() && self.pool() < self.pool_limit() / 8 * 7
     }
@@ -340,13 +372,16 @@ impl Charge {
     pub fn follow_family(&self) {
         self.family.look_for_parent();
         if self.family.follow(self.pool() > self.pool_goal()) {
-            // What grew meanwhile is divided anew, but not by writing away at once what the next child would have as well.
-            let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32 + FAMILY_SLACK;
+            // What grew meanwhile is divided anew, but not by writing away at once what the next
+            // child would have as well.
+            let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32
+                + FAMILY_SLACK;
             self.pool_share.fetch_max(has.min(crate::split::MOST), Relaxed);
         }
     }
 
-    /// This process is a fork of `parent`; what it has, it shares with it. So little that many small forks could have as much again each does not count.
+    /// This process is a fork of `parent`; what it has, it shares with it. So little that many
+    /// small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
         if self.is_worth_keeping() {
             self.family.inherit(parent);
@@ -407,7 +442,11 @@ mod tests {
         assert_eq!(takes(64 << 20), 64);
         charge.publish(0, 0, 16 << 20);
         assert_eq!(charge.part_with(), 32 << 20);
-        assert_eq!((takes(32 << 20), takes(50 << 20), takes(32 << 20)), (64, 50, 32), "until the supervisor has seen the child");
+        assert_eq!(
+            (takes(32 << 20), takes(50 << 20), takes(32 << 20)),
+            (64, 50, 32),
+            "until the supervisor has seen the child"
+        );
         assert_eq!(Charge::new(3 << 20, 75, 0).part_with(), 3 << 20);
     }
 
@@ -418,10 +457,18 @@ mod tests {
         charge.inherit(swaptide_sys::process::parent());
         assert!(!charge.family.is_one(), "so little is not worth it");
         charge.publish(0, 0, 33 << 20);
-        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old() && charge.pool_limit() == 32 << 20);
+        assert!(
+            !charge.keeps_copies(500, 1000)
+                && !charge.takes_what_is_old()
+                && charge.pool_limit() == 32 << 20
+        );
         charge.inherit(swaptide_sys::process::parent());
         charge.follow_family();
-        assert!(charge.keeps_copies(500, 1000) && charge.takes_what_is_old() && charge.pool_limit() == 60 << 20);
+        assert!(
+            charge.keeps_copies(500, 1000)
+                && charge.takes_what_is_old()
+                && charge.pool_limit() == 60 << 20
+        );
         charge.publish(0, 0, 61 << 20);
         assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old(), "past its share");
         charge.publish(0, 0, 40 << 20);
@@ -434,7 +481,10 @@ mod tests {
         std::thread::sleep(std::time::Duration::from_millis(220));
         charge.follow_family();
         assert!(!charge.keeps_copies(500, 1000));
-        assert!((40 << 20..42 << 20).contains(&charge.pool_limit()), "what it has now stays for the next child");
+        assert!(
+            (40 << 20..42 << 20).contains(&charge.pool_limit()),
+            "what it has now stays for the next child"
+        );
         slot.of_family.store(1, Relaxed);
         charge.take_limit(slot);
         assert!(charge.keeps_copies(500, 1000), "the supervisor says so");
@@ -453,7 +503,11 @@ mod tests {
         let dense_again = (charge.goal(), charge.due(), charge.keep_frames());
         assert_eq!(dense, (16 << 20, 16 << 20, 1024));
         assert_eq!(dense_again, dense);
-        assert_eq!(sparse, (2 << 20, 2 << 20, 64), "what comes in is little, though much goes out at once");
+        assert_eq!(
+            sparse,
+            (2 << 20, 2 << 20, 64),
+            "what comes in is little, though much goes out at once"
+        );
         assert_eq!(scattered, (4 << 20, 1 << 20, 64), "the handler begins before the workers do");
     }
 
@@ -474,18 +528,33 @@ mod tests {
     #[test]
     fn a_pool_that_was_full_is_written_back_down_to_its_threshold() {
         let charge = Charge::new(100 << 20, 60, 0).with_acceptance(Acceptance::new(20, 50));
-        assert_eq!((charge.pool_bound(), charge.pool_limit(), charge.pool_goal()), (20 << 20, 20 << 20, 20 << 20));
+        assert_eq!(
+            (charge.pool_bound(), charge.pool_limit(), charge.pool_goal()),
+            (20 << 20, 20 << 20, 20 << 20)
+        );
         assert_eq!(charge.ask_pool(20 << 20), Answer::AtLimit);
         assert_eq!((charge.pool_goal(), charge.pool_refuses()), (10 << 20, true));
-        assert_eq!((charge.ask_pool(11 << 20), charge.ask_pool(10 << 20)), (Answer::NotYet, Answer::Takes));
+        assert_eq!(
+            (charge.ask_pool(11 << 20), charge.ask_pool(10 << 20)),
+            (Answer::NotYet, Answer::Takes)
+        );
         assert_eq!(charge.pool_goal(), 20 << 20);
         charge.set_pool_share(100);
-        assert_eq!(charge.pool_goal(), (100 << 20) / 1024 * 100, "a smaller share is for write-back alone");
+        assert_eq!(
+            charge.pool_goal(),
+            (100 << 20) / 1024 * 100,
+            "a smaller share is for write-back alone"
+        );
     }
 
     fn slot() -> &'static ProcSlot {
-        let fd = swaptide_sys::mem::memfd_create(c"test", swaptide_ipc::Segment::BYTES as u64).expect("memfd");
-        let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), swaptide_ipc::Segment::BYTES).expect("map");
+        let fd = swaptide_sys::mem::memfd_create(c"test", swaptide_ipc::Segment::BYTES as u64)
+            .expect("memfd");
+        let map = swaptide_sys::mem::SharedMap::map(
+            std::os::fd::AsFd::as_fd(&fd),
+            swaptide_ipc::Segment::BYTES,
+        )
+        .expect("map");
         let segment = swaptide_ipc::Segment::raw(map).expect("segment");
         segment.slot(segment.claim(10, 0).expect("slot"))
     }

@@ -1,17 +1,22 @@
-//! Letting the program go: everything is brought back, and the process goes on as if there had been no engine.
+//! Letting the program go: everything is brought back, and the process goes on as if there had been
+//! no engine.
 //!
-//! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so that nothing goes out any more. While
-//! nobody faults, and after every so many answers to those that never cease to, the handler brings in what is swapped, in the order of
-//! addresses; then it parks the workers, stores what is on its way, and looks again. When nothing is out any more, whoever runs the handler
-//! keeps forks away and calls [`Handler::let_go`].
+//! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so
+//! that nothing goes out any more. While nobody faults, and after every so many answers to those
+//! that never cease to, the handler brings in what is swapped, in the order of addresses; then it
+//! parks the workers, stores what is on its way, and looks again. When nothing is out any more,
+//! whoever runs the handler keeps forks away and calls [`Handler::let_go`].
 //!
 //! Invariants
-//! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full, and no change of mappings is read but not
-//!    applied: what the kernel fills from then on with zeros was empty.
+//! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
+//!    and no change of mappings is read but not applied: what the kernel fills from then on with
+//!    zeros was empty.
 //! 2. If the supervisor changes its mind before, the engine goes on as it was.
-//! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd, [`crate::bell::Bells`] all others.
+//! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd,
+//!    [`crate::bell::Bells`] all others.
 //!
-//! A page that is lost is poisoned in the page tables, which closing does not change: it stays a bus error.
+//! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
+//! bus error.
 //!
 //! Locks: the memory lock.
 
@@ -33,7 +38,8 @@ use crate::regions::Regions;
 const GROUPS: usize = 4;
 
 impl Handler {
-    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand still then.
+    /// Brings in some of what is swapped. True when nothing is out any more; the workers stand
+    /// still then.
     pub(crate) fn detach_some(&mut self) -> bool {
         let engine = self.engine;
         for _ in 0..GROUPS {
@@ -42,11 +48,13 @@ impl Handler {
                 self.detaching = None;
                 return false;
             }
-            let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else { return self.is_all_in() };
+            let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else {
+                return self.is_all_in();
+            };
             let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
             let mut came = Came::new(first);
-            // A program that changes its mappings without pause leaves moments only behind the reading of an event. What is not to be had now is met
-            // again at the next round.
+            // A program that changes its mappings without pause leaves moments only behind the
+            // reading of an event. What is not to be had now is met again at the next round.
             let _ = self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came);
             if self.is_any_out(first) {
                 self.drain_events();
@@ -60,10 +68,12 @@ impl Handler {
     /// True when some of a group is swapped.
     fn is_any_out(&self, first: PageNo) -> bool {
         let mm = self.engine.mm.lock();
-        (first.chunk().0..first.plus(GROUP_PAGES).chunk().0).any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
+        (first.chunk().0..first.plus(GROUP_PAGES).chunk().0)
+            .any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
     }
 
-    /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring in; it begins anew then.
+    /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring
+    /// in; it begins anew then.
     fn is_all_in(&mut self) -> bool {
         let engine = self.engine;
         self.detaching = Some(PageNo(0));
@@ -81,7 +91,8 @@ impl Handler {
         false
     }
 
-    /// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or there, and the kernel answers them then.
+    /// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or
+    /// there, and the kernel answers them then.
     fn is_let_go_possible(&self) -> bool {
         let mm = self.engine.mm.lock();
         mm.table.swapped() == 0
@@ -93,14 +104,18 @@ impl Handler {
             && !self.forking
     }
 
-    /// Lets the program go, if nothing is out. False if something is by now: the handler is to be run again. Nobody may be about to fork.
+    /// Lets the program go, if nothing is out. False if something is by now: the handler is to be
+    /// run again. Nobody may be about to fork.
     ///
     /// After that the engine is used no more; its workers end.
     pub fn let_go(&mut self) -> bool {
         let engine = self.engine;
         self.read_within(Some(Duration::ZERO));
         // What is registered stays so until the last descriptor is closed.
-        if !self.is_let_go_possible() || engine.slot().detach.load(Relaxed) == 0 || !(engine.start.unhold)() {
+        if !self.is_let_go_possible()
+            || engine.slot().detach.load(Relaxed) == 0
+            || !(engine.start.unhold)()
+        {
             self.unpark_workers();
             return false;
         }
@@ -121,7 +136,8 @@ impl Handler {
             // Before the doors are open to everybody: who stands there goes on.
             engine.bells.close();
             let _ = self.uffd.unregister(engine.bells.porch());
-            // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand still and end.
+            // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand
+            // still and end.
             unsafe { engine.close_uffd() };
             mm.table = PageTable::new();
             if engine.followed {

@@ -1,11 +1,14 @@
 //! The two devices of a process and the swap layer over them.
 //!
-//! Owns: for compressed memory and for the swap areas behind it, the slots (`swaptide-core`) and the data (`swaptide-store`) of each. The areas
-//! (files, block devices) share one device: on which of them a page's data lies is decided when a piece of it is leased.
+//! Owns: for compressed memory and for the swap areas behind it, the slots (`swaptide-core`) and
+//! the data (`swaptide-store`) of each. The areas (files, block devices) share one device: on which
+//! of them a page's data lies is decided when a piece of it is leased.
 //!
 //! Invariants
-//! 1. A slot's data is stored before its table entry becomes a shadow, and dropped before or together with the slot.
-//! 2. Only one thread at a time works on a slot: the worker whose staging slab holds the folio, or the holder of the memory lock.
+//! 1. A slot's data is stored before its table entry becomes a shadow, and dropped before or
+//!    together with the slot.
+//! 2. Only one thread at a time works on a slot: the worker whose staging slab holds the folio, or
+//!    the holder of the memory lock.
 //!
 //! Locks: the devices' own, taken last (see `lib`).
 
@@ -15,12 +18,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use swaptide_core::{CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType, TableMemory};
-use swaptide_ipc::{AreaId, AreaMask, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport};
+use swaptide_core::{
+    CpuId, FolioId, GroupId, Kind, Order, Shadow, SwapDevice, SwapEntry, SwapOffset, SwapType,
+    TableMemory,
+};
+use swaptide_ipc::{
+    AreaId, AreaMask, AreaState, ExportFacts, ExtentId, Segment, SlotIndex, Transport,
+};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
-    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location, MAX_AREAS, Mishap, Opened, ServerId,
-    Spot,
+    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location,
+    MAX_AREAS, Mishap, Opened, ServerId, Spot,
 };
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
@@ -37,7 +45,8 @@ use crate::EngineError;
 pub const POOL: SwapType = SwapType::new(0).expect("a swap type");
 /// Swap type of all swap areas.
 pub const FILE: SwapType = SwapType::new(1).expect("a swap type");
-/// Slots of the compressed memory's device. They cost nothing until used; no program has more swapped pages (256 GiB).
+/// Slots of the compressed memory's device. They cost nothing until used; no program has more
+/// swapped pages (256 GiB).
 pub const POOL_SLOTS: u32 = 1 << 26;
 
 /// Slots for an extent of 512 blocks: packed pages may be a quarter of a block on average.
@@ -48,9 +57,11 @@ const FEWEST_FILE_SLOTS: u32 = 1 << 24;
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
 const FEWEST_SLOTS: u32 = 1 << 18;
 
-/// An area that did not take a write is left alone for so long, where there is another one. One that fails again and again the supervisor retires.
+/// An area that did not take a write is left alone for so long, where there is another one. One
+/// that fails again and again the supervisor retires.
 const SHUNNED: Duration = Duration::from_millis(200);
-/// How long a process leases nothing of an area where its limit on the size of files forbids it to write: it may have another limit by then.
+/// How long a process leases nothing of an area where its limit on the size of files forbids it to
+/// write: it may have another limit by then.
 const BARRED: Duration = Duration::from_secs(10);
 
 /// The folio that stands in the swap cache while a slot gets another shadow.
@@ -60,7 +71,8 @@ const RENEWING: FolioId = FolioId(u32::MAX >> 9);
 const GROUP: GroupId = GroupId(0);
 const CPU: CpuId = CpuId(0);
 
-/// What the swap areas are to this process: extents leased in the shared segment, and descriptors from the supervisor.
+/// What the swap areas are to this process: extents leased in the shared segment, and descriptors
+/// from the supervisor.
 #[derive(Clone)]
 struct Beyond {
     segment: &'static Segment,
@@ -70,7 +82,8 @@ struct Beyond {
     change: Arc<Lock<()>>,
     /// Until when nothing is leased of an area that did not take a write, if another one has room.
     shunned: Arc<[AtomicU64; MAX_AREAS]>,
-    /// Until when nothing is leased of an area that this process may not write to, as its own limits say.
+    /// Until when nothing is leased of an area that this process may not write to, as its own
+    /// limits say.
     barred: Arc<[AtomicU64; MAX_AREAS]>,
     /// Reads and writes so far, where a test counts them.
     transfers: Arc<[AtomicU32; 2]>,
@@ -88,7 +101,10 @@ impl Beyond {
 
     fn now_in(until: &[AtomicU64; MAX_AREAS]) -> u32 {
         let now = now().0;
-        (0..).zip(until).filter(|(_, until)| now < until.load(Relaxed)).fold(0, |mask, (area, _)| mask | 1 << area)
+        (0..)
+            .zip(until)
+            .filter(|(_, until)| now < until.load(Relaxed))
+            .fold(0, |mask, (area, _)| mask | 1 << area)
     }
 
     /// Goes over to the group that the process belongs to now. Under `change`.
@@ -114,7 +130,8 @@ impl ExtentSource for Beyond {
         if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
             until.store(now().0 + SHUNNED.as_nanos() as u64, Relaxed);
         }
-        self.segment.has_room_in(self.index(), AreaMask(!self.shunned() & !Self::now_in(&self.barred)))
+        self.segment
+            .has_room_in(self.index(), AreaMask(!self.shunned() & !Self::now_in(&self.barred)))
     }
 
     fn bar(&self, extent: Extent) {
@@ -132,7 +149,8 @@ impl ExtentSource for Beyond {
     fn release_shared(&self, extent: Extent) -> bool {
         let _change = self.change.lock();
         let (index, extent) = (self.index(), ExtentId(extent.0));
-        self.segment.release_charged(index, index, extent) && self.segment.retake_charged(index, extent)
+        self.segment.release_charged(index, index, extent)
+            && self.segment.retake_charged(index, extent)
     }
 
     fn is_plain(&self, extent: Extent) -> bool {
@@ -145,7 +163,8 @@ impl ExtentSource for Beyond {
 
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        let is_far = place.mirror.is_none() && self.segment.area(place.area).transport() == Transport::Nbd;
+        let is_far =
+            place.mirror.is_none() && self.segment.area(place.area).transport() == Transport::Nbd;
         is_far.then_some(ServerId(place.area.0))
     }
 }
@@ -153,8 +172,15 @@ impl ExtentSource for Beyond {
 impl Areas for Beyond {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
-        let mirror = place.mirror.map(|spot| Spot { area: spot.area.0, generation: spot.generation, offset: spot.offset });
-        Some(Location { spot: Spot { area: place.area.0, generation: place.generation, offset: place.offset }, mirror })
+        let mirror = place.mirror.map(|spot| Spot {
+            area: spot.area.0,
+            generation: spot.generation,
+            offset: spot.offset,
+        });
+        Some(Location {
+            spot: Spot { area: place.area.0, generation: place.generation, offset: place.offset },
+            mirror,
+        })
     }
 
     fn open(&self, area: u8) -> Option<Opened> {
@@ -164,7 +190,8 @@ impl Areas for Beyond {
             Transport::File => Opened::File(open(id)?),
             Transport::Nbd => {
                 let ExportFacts { bytes, flags, structured, longest, connections } = area.export();
-                let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
+                let export =
+                    Export { size: bytes, flags: Flags(flags), structured, longest, connections };
                 Opened::Nbd { connection: open(id), export, dialer: Box::new(Redial { open, id }) }
             }
         })
@@ -206,13 +233,14 @@ impl Dialer for Redial {
 /// Gives the memory of an empty swap table back.
 fn give_back(page: *const u8, len: usize) {
     let start = VirtAddr(page.addr());
-    // SAFETY: the swap layer passes whole pages of a table of its own that nobody uses; they read as zeros afterwards, as it expects. The
-    // engine's memory is not registered with a userfaultfd: this is no event. On failure the memory is merely kept.
+    // SAFETY: the swap layer passes whole pages of a table of its own that nobody uses; they read
+    // as zeros afterwards, as it expects. The engine's memory is not registered with a userfaultfd:
+    // this is no event. On failure the memory is merely kept.
     let _ = unsafe { advise(VirtRange { start, end: start.offset(len) }, Advice::DontNeed) };
 }
 
-/// A device of `slots` slots, or of fewer where so much address space is refused: its tables lie in a mapping of their own (a word for
-/// each slot), which takes memory only where it is written to.
+/// A device of `slots` slots, or of fewer where so much address space is refused: its tables lie in
+/// a mapping of their own (a word for each slot), which takes memory only where it is written to.
 fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> {
     let mapping = loop {
         match Mapping::reserve(SwapDevice::table_bytes(slots)) {
@@ -222,8 +250,10 @@ fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> 
             Err(errno) => return Err(EngineError::Memory("the swap tables' address space", errno)),
         }
     };
-    let (start, len) = (NonNull::new(mapping.as_ptr()).expect("no mapping starts at zero"), mapping.len());
-    // SAFETY: new private memory, hence zeros on whole pages; nobody else knows of it, and it stays until the mapping is dropped.
+    let (start, len) =
+        (NonNull::new(mapping.as_ptr()).expect("no mapping starts at zero"), mapping.len());
+    // SAFETY: new private memory, hence zeros on whole pages; nobody else knows of it, and it stays
+    // until the mapping is dropped.
     let memory = unsafe { TableMemory::new(start, len, Box::new(mapping)) };
     Ok(SwapDevice::new_in(memory, ty, slots, 1, Kind::Solid).with_table_discard(give_back))
 }
@@ -262,14 +292,20 @@ impl FileTier {
 
     /// Opens the areas that are files: a program may make itself unable to ask for them.
     fn open_files(&self) {
-        let files = self.areas.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
+        let files =
+            self.areas.segment.areas().filter(|(_, area)| area.transport() == Transport::File);
         let opened = files.filter_map(|(id, area)| {
-            Some(HandedOver { area: id.0, generation: area.generation(), opened: Areas::open(&self.areas, id.0)? })
+            Some(HandedOver {
+                area: id.0,
+                generation: area.generation(),
+                opened: Areas::open(&self.areas, id.0)?,
+            })
         });
         self.device.abandon(opened.collect());
     }
 
-    /// In a forked child, before anything else: its parent's other threads may have held the locks at the fork.
+    /// In a forked child, before anything else: its parent's other threads may have held the locks
+    /// at the fork.
     ///
     /// # Safety
     /// As of [`FileDevice::force_unlock`].
@@ -307,12 +343,15 @@ impl FileTier {
         self.look_for_far();
         let closed = |extent: Extent| {
             let place = self.areas.segment.place_of(ExtentId(extent.0));
-            place.is_some_and(|place| self.areas.segment.area(place.area).state() == AreaState::Closed)
+            place.is_some_and(|place| {
+                self.areas.segment.area(place.area).state() == AreaState::Closed
+            })
         };
         self.leaving.store(self.device.set_leaving(closed) > 0, Relaxed);
     }
 
-    /// Moves some of what lies on closed areas to others. False when there is nothing to move, or it cannot be moved at the moment.
+    /// Moves some of what lies on closed areas to others. False when there is nothing to move, or
+    /// it cannot be moved at the moment.
     pub fn leave_areas(&self) -> bool {
         if !self.leaving.load(Relaxed) {
             return false;
@@ -326,7 +365,8 @@ impl FileTier {
 }
 
 impl Devices {
-    /// What compressed memory holds for an entry of it will be loaded soon: has it brought near while there is something else to do.
+    /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
+    /// while there is something else to do.
     pub fn bring_near(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool_slots.bring_near(entry.offset());
@@ -344,13 +384,15 @@ impl Devices {
         open: fn(AreaId) -> Option<OwnedFd>,
         salt: u64,
     ) -> Result<Devices, EngineError> {
-        let pool = Zram::new(POOL_SLOTS).map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
+        let pool = Zram::new(POOL_SLOTS)
+            .map_err(|_| EngineError::Devices("the compressed pool's address space was refused"))?;
         let pool_slots = slot_device(POOL, POOL_SLOTS)?;
         let mut key = [0u8; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
             bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
         }
-        let slots = segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
+        let slots =
+            segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
         let slots = slot_device(FILE, slots)?;
         let areas = Beyond {
             segment,
@@ -362,7 +404,14 @@ impl Devices {
             transfers: Arc::default(),
         };
         let device = FileDevice::over(Box::new(areas.clone()), key, salt, Box::new(areas.clone()));
-        let file = FileTier { slots, device, areas, roomy: true.into(), has_far: false.into(), leaving: false.into() };
+        let file = FileTier {
+            slots,
+            device,
+            areas,
+            roomy: true.into(),
+            has_far: false.into(),
+            leaving: false.into(),
+        };
         file.look_for_far();
         file.open_files();
         Ok(Devices { pool_slots, pool, file, segment })
@@ -380,12 +429,19 @@ impl Devices {
 
     /// Slots for a folio of `2^order` pages in compressed memory.
     pub fn alloc_pool(&self, order: u8, folio: FolioId) -> Option<SwapEntry> {
-        self.pool_slots.alloc_folio(CPU, Order::new(order)?, folio, GROUP).ok().map(|offset| SwapEntry::new(POOL, offset))
+        self.pool_slots
+            .alloc_folio(CPU, Order::new(order)?, folio, GROUP)
+            .ok()
+            .map(|offset| SwapEntry::new(POOL, offset))
     }
 
     /// A slot for one page in the file.
     pub fn alloc_file(&self, folio: FolioId) -> Option<SwapEntry> {
-        self.file.slots.alloc_folio(CPU, Order::ZERO, folio, GROUP).ok().map(|offset| SwapEntry::new(FILE, offset))
+        self.file
+            .slots
+            .alloc_folio(CPU, Order::ZERO, folio, GROUP)
+            .ok()
+            .map(|offset| SwapEntry::new(FILE, offset))
     }
 
     /// Drops the data of a slot that holds a shadow, and the slot.
@@ -396,18 +452,28 @@ impl Devices {
         let held = if ty == FILE { self.file.device.free(slot) } else { self.pool.free(slot) };
         if !held {
             let caller = std::panic::Location::caller();
-            crate::fatal(&format!("swap entry {entry:?} is in use and its device holds nothing for it (found at {caller})"));
+            crate::fatal(&format!(
+                "swap entry {entry:?} is in use and its device holds nothing for it (found at \
+                {caller})"
+            ));
         }
         self.free_slot(entry, swaptide_core::Expect::Shadow);
     }
 
-    /// True while the file has room for what its pages' program has again, at the last [`Devices::metadata_bytes`].
+    /// True while the file has room for what its pages' program has again, at the last
+    /// [`Devices::metadata_bytes`].
     pub fn file_is_roomy(&self) -> bool {
         self.file.roomy.load(Relaxed) && self.is_backed()
     }
 
     /// True when a slot certainly holds what the page is. `buffer` is scratch.
-    pub fn holds(&self, entry: SwapEntry, page: &Page, buffer: &mut Page, unpacker: &mut Unpacker) -> bool {
+    pub fn holds(
+        &self,
+        entry: SwapEntry,
+        page: &Page,
+        buffer: &mut Page,
+        unpacker: &mut Unpacker,
+    ) -> bool {
         let slot = Slot(entry.offset().0);
         if entry.ty() == FILE {
             self.file.device.unchanged(slot, page)
@@ -416,14 +482,17 @@ impl Devices {
         }
     }
 
-    /// Gives a slot that holds a shadow a newer one: its page came in, was not changed, and went out again.
+    /// Gives a slot that holds a shadow a newer one: its page came in, was not changed, and went
+    /// out again.
     pub fn renew_shadow(&self, entry: SwapEntry, shadow: Shadow) {
         let (slots, offset) = (self.slots(entry.ty()), entry.offset());
-        let renewed = slots
-            .shadow_to_folio(offset, 1, RENEWING, None)
-            .and_then(|_| slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::Keep));
+        let renewed = slots.shadow_to_folio(offset, 1, RENEWING, None).and_then(|_| {
+            slots.folio_to_shadow(offset, 1, RENEWING, shadow, swaptide_core::ZeroMask::Keep)
+        });
         if let Err(mismatch) = renewed {
-            crate::fatal(&format!("a page went out as it was before, and its slot was not what it must be: {mismatch}"));
+            crate::fatal(&format!(
+                "a page went out as it was before, and its slot was not what it must be: {mismatch}"
+            ));
         }
     }
 
@@ -439,11 +508,23 @@ impl Devices {
         self.to_shadow_with_zeros(entry, n, folio, shadow, 0);
     }
 
-    /// The same (at most 64 slots), where the pages whose bits are set in `zeros` are all zeros: who brings them back need not ask the device.
-    pub fn to_shadow_with_zeros(&self, entry: SwapEntry, n: u32, folio: FolioId, shadow: Shadow, zeros: u64) {
+    /// The same (at most 64 slots), where the pages whose bits are set in `zeros` are all zeros:
+    /// who brings them back need not ask the device.
+    pub fn to_shadow_with_zeros(
+        &self,
+        entry: SwapEntry,
+        n: u32,
+        folio: FolioId,
+        shadow: Shadow,
+        zeros: u64,
+    ) {
         let mask = swaptide_core::ZeroMask::Bits(std::slice::from_ref(&zeros));
-        if let Err(mismatch) = self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, mask) {
-            crate::fatal(&format!("a folio left the swap cache and its slots were not what they must be: {mismatch}"));
+        if let Err(mismatch) =
+            self.slots(entry.ty()).folio_to_shadow(entry.offset(), n, folio, shadow, mask)
+        {
+            crate::fatal(&format!(
+                "a folio left the swap cache and its slots were not what they must be: {mismatch}"
+            ));
         }
     }
 

@@ -3,7 +3,8 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release, Ordering::SeqCst, fence,
 };
 use std::time::Duration;
 
@@ -38,7 +39,8 @@ use crate::trail::ChildrensBook;
 /// How long the swap file is left alone after it took nothing.
 const FILE_RESTS: Duration = Duration::from_millis(100);
 
-/// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are followed ([`crate::fork`]).
+/// What the engine needs of the kernel. Forks it learns of by [`Features::EVENT_FORK`], or they are
+/// followed ([`crate::fork`]).
 pub const FEATURES: Features = Features::EVENT_REMAP
     .union(Features::EVENT_REMOVE)
     .union(Features::EVENT_UNMAP)
@@ -58,7 +60,8 @@ pub struct Start {
     pub salt: u64,
     /// Writes one line to the log, if there is one.
     pub log: fn(&str),
-    /// True for the name of the program's own file: its zero-initialised data is managed, a library's is not.
+    /// True for the name of the program's own file: its zero-initialised data is managed, a
+    /// library's is not.
     pub main_object: fn(&[u8]) -> bool,
     /// True for a range that the program wants treated apart at a fork: it is never managed.
     pub excluded: fn(VirtRange) -> bool,
@@ -78,30 +81,34 @@ pub struct Mm {
     pub table: PageTable,
     /// What is managed.
     pub regions: Regions,
-    /// What is registered, or about to be, and not listed in `regions` (see [`crate::adopt`]): nothing is taken out there.
+    /// What is registered, or about to be, and not listed in `regions` (see [`crate::adopt`]):
+    /// nothing is taken out there.
     pub armed: Regions,
     /// Staging frames.
     pub staging: Staging,
     /// Orders of reclaim.
     pub queues: Queues,
-    /// For each staging frame in use: its page. This and the next two are as long as frames were ever used ([`Mm::reach`]): what is not touched of their
-    /// memory costs nothing.
+    /// For each staging frame in use: its page. This and the next two are as long as frames were
+    /// ever used ([`Mm::reach`]): what is not touched of their memory costs nothing.
     pub owner: Vec<PageNo>,
     /// For the first frame of each folio in the swap cache: its first swap entry.
     pub base: Vec<SwapEntry>,
-    /// For each staging frame in use: the entry whose slot may hold the same data from before, if any.
+    /// For each staging frame in use: the entry whose slot may hold the same data from before, if
+    /// any.
     pub kept: Vec<Option<SwapEntry>>,
     /// A range that is being let go: nothing of it is taken out.
     pub held: VirtRange,
-    /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not refuse moves for them any more, and where a word says that
-    /// a page is, another may be. Nothing is taken out.
+    /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not
+    /// refuse moves for them any more, and where a word says that a page is, another may be.
+    /// Nothing is taken out.
     pub behind: bool,
     /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
     pub late: Vec<Event>,
-    /// Old places of moves that were read, until it was read as well that they were left (see [`crate::events`]).
+    /// Old places of moves that were read, until it was read as well that they were left (see
+    /// [`crate::events`]).
     pub owed: Vec<VirtRange>,
-    /// Changes that were applied since a moment in which no change was under way: a child whose fork is read later may not have them (see
-    /// [`crate::fork::layout`]).
+    /// Changes that were applied since a moment in which no change was under way: a child whose
+    /// fork is read later may not have them (see [`crate::fork::layout`]).
     pub recent: Vec<Change>,
     /// Batches on their way.
     pub jobs: Jobs,
@@ -163,8 +170,9 @@ pub struct Engine {
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
     pub turns: AtomicU32,
-    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or given up. Changed under the memory lock; who
-    /// stores a batch may look without it, to spare work.
+    /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or
+    /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
+    /// work.
     pub cancelled: Box<[AtomicU64]>,
     /// Pages could not be stored anywhere: told once.
     pub swap_full: AtomicBool,
@@ -196,9 +204,12 @@ impl Engine {
         let followed = start.segment.header.followed_forks.load(Relaxed) != 0;
         let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
         let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
-        uffd.register_missing(bells.range()).map_err(|e| EngineError::Memory("registering the bells", e))?;
-        uffd.register_missing(bells.porch()).map_err(|e| EngineError::Memory("registering the doors", e))?;
-        uffd.register_missing(staging.range()).map_err(|e| EngineError::Memory("registering the staging frames", e))?;
+        uffd.register_missing(bells.range())
+            .map_err(|e| EngineError::Memory("registering the bells", e))?;
+        uffd.register_missing(bells.porch())
+            .map_err(|e| EngineError::Memory("registering the doors", e))?;
+        uffd.register_missing(staging.range())
+            .map_err(|e| EngineError::Memory("registering the staging frames", e))?;
         let header = &start.segment.header;
         let slot = start.segment.slot(start.index);
         let index = Arc::new(AtomicU32::new(start.index.0));
@@ -207,8 +218,15 @@ impl Engine {
             0 => 75,
             percent => u64::from(percent),
         };
-        let acceptance = Acceptance::new(header.pool_max_percent.load(Relaxed), header.pool_accept_percent.load(Relaxed));
-        let charge = Charge::new(slot.limit_bytes.load(Relaxed), percent, header.pool_cap_bytes.load(Relaxed));
+        let acceptance = Acceptance::new(
+            header.pool_max_percent.load(Relaxed),
+            header.pool_accept_percent.load(Relaxed),
+        );
+        let charge = Charge::new(
+            slot.limit_bytes.load(Relaxed),
+            percent,
+            header.pool_cap_bytes.load(Relaxed),
+        );
         let charge = charge.with_acceptance(acceptance);
         swaptide_sys::lock::on_late(crate::place::rescue);
         Ok(Engine {
@@ -240,7 +258,8 @@ impl Engine {
             bells,
             fork: ForkControl::new(),
             followed,
-            far: Far::new().map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
+            far: Far::new()
+                .map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
             taking: AtomicU32::new(0),
             awake: AtomicU32::new(0),
@@ -279,11 +298,13 @@ impl Engine {
 
     /// The program's userfaultfd.
     pub fn uffd(&self) -> &'static Uffd {
-        // SAFETY: the pointer comes from a box that is never freed, and is replaced only in a forked child before its threads start.
+        // SAFETY: the pointer comes from a box that is never freed, and is replaced only in a
+        // forked child before its threads start.
         unsafe { &*self.uffd.load(Acquire) }
     }
 
-    /// In a forked child: its own userfaultfd. The parent's number means nothing here; it is forgotten, not closed.
+    /// In a forked child: its own userfaultfd. The parent's number means nothing here; it is
+    /// forgotten, not closed.
     pub fn set_uffd(&self, uffd: Uffd) {
         self.uffd.store(Box::into_raw(Box::new(uffd)), Release);
     }
@@ -323,7 +344,8 @@ impl Engine {
         }
     }
 
-    /// Publishes the account after a change under the lock, and calls the workers when little is left.
+    /// Publishes the account after a change under the lock, and calls the workers when little is
+    /// left.
     pub fn settle(&self, mm: &Mm) {
         self.charge.publish(
             mm.table.present() + mm.staging.full_frames(),
@@ -372,7 +394,8 @@ impl Engine {
         }
     }
 
-    /// True when there is no place for what would leave the program: it stays, past the limit if need be.
+    /// True when there is no place for what would leave the program: it stays, past the limit if
+    /// need be.
     pub fn is_full(&self) -> bool {
         let full = (!self.devices.is_backed() || self.file_rests()) && self.charge.pool_is_full();
         if full {
@@ -381,7 +404,8 @@ impl Engine {
         full
     }
 
-    /// True when a page that is to be stored shall go past compressed memory, because that is at its bound and there is something behind it.
+    /// True when a page that is to be stored shall go past compressed memory, because that is at
+    /// its bound and there is something behind it.
     pub fn pool_refuses(&self) -> bool {
         match self.charge.ask_pool(self.devices.pool.pool_bytes() as u64) {
             Answer::Takes => return false,
@@ -402,7 +426,12 @@ impl Engine {
     /// Bytes that the pools of the tree's other processes take.
     pub fn pool_of_others(&self) -> u64 {
         let own = self.slot_index();
-        self.start.segment.claimed().filter(|(index, _)| *index != own).map(|(_, slot)| slot.pool_bytes.load(Relaxed)).sum()
+        self.start
+            .segment
+            .claimed()
+            .filter(|(index, _)| *index != own)
+            .map(|(_, slot)| slot.pool_bytes.load(Relaxed))
+            .sum()
     }
 
     /// Wakes idle workers.
@@ -412,8 +441,9 @@ impl Engine {
         }
     }
 
-    /// True while one thread alone faults again and again, for single pages, and the handler is on its CPU: then every microsecond that the two are
-    /// parted counts, and what workers do has time.
+    /// True while one thread alone faults again and again, for single pages, and the handler is on
+    /// its CPU: then every microsecond that the two are parted counts, and what workers do has
+    /// time.
     pub fn converses(&self) -> bool {
         self.handler_cpu.load(Relaxed) != crate::place::NO_CPU && self.charge.is_sparse()
     }
@@ -429,7 +459,8 @@ impl Engine {
             );
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
-        self.charge.set_aside(self.childrens_book.lock().as_ref().map_or(0, ChildrensBook::used_bytes));
+        self.charge
+            .set_aside(self.childrens_book.lock().as_ref().map_or(0, ChildrensBook::used_bytes));
         let populated = self.devices.pool.populated();
         let fresh = populated.saturating_sub(self.pool_populated.swap(populated, Relaxed));
         self.count(Counter::EngineFaults, fresh as usize);
@@ -446,12 +477,14 @@ impl Engine {
         slot.peak_footprint_bytes.fetch_max((present + swapped) as u64 * page + unmanaged, Relaxed);
     }
 
-    /// Notes that the swap file takes nothing. Asking it again and again would cost more than what is to be had.
+    /// Notes that the swap file takes nothing. Asking it again and again would cost more than what
+    /// is to be had.
     pub fn rest_file(&self) {
         self.file_rests_until.store(now().0.saturating_add(FILE_RESTS.as_nanos() as u64), Relaxed);
     }
 
-    /// True for a while after the swap file took nothing, and where the group's pages stay in memory.
+    /// True for a while after the swap file took nothing, and where the group's pages stay in
+    /// memory.
     pub fn file_rests(&self) -> bool {
         if self.slot().no_writeback.load(Relaxed) != 0 {
             return true;
@@ -462,7 +495,9 @@ impl Engine {
 
     /// A write to the swap file failed; nothing is lost.
     pub fn write_failed(&self, error: &swaptide_store::file::WriteError) {
-        (self.start.log)(&format!("writing to the swap file failed, the pages stay in memory: {error}"));
+        (self.start.log)(&format!(
+            "writing to the swap file failed, the pages stay in memory: {error}"
+        ));
         self.count(Counter::WriteErrors, 1);
         self.rest_file();
     }
@@ -482,13 +517,16 @@ impl Engine {
         self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
-    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is storing it.
+    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is
+    /// storing it.
     #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
             TableSlot::Folio(folio) => self.cancel(mm.frame_of(entry, folio)),
             TableSlot::Shadow { .. } => self.devices.drop_swapped(entry),
-            other => crate::fatal(&format!("swap entry {entry:?} is in use and its slot is {other:?}")),
+            other => {
+                crate::fatal(&format!("swap entry {entry:?} is in use and its slot is {other:?}"))
+            }
         }
     }
 
@@ -498,19 +536,24 @@ impl Engine {
         self.devices.free_slot(entry, Expect::Folio(folio));
     }
 
-    /// Ends the process if the thread is gone that answers faults, or one that reads far pages: a filter of system calls may have ended it. Faults would wait
-    /// for ever, workers wait for the handler too, and with the last of the engine's threads the userfaultfd would be closed.
+    /// Ends the process if the thread is gone that answers faults, or one that reads far pages: a
+    /// filter of system calls may have ended it. Faults would wait for ever, workers wait for the
+    /// handler too, and with the last of the engine's threads the userfaultfd would be closed.
     pub fn look_after_threads(&self) {
         if !self.far.are_all_there() && !self.retired.load(Relaxed) {
             crate::fatal("a thread that reads from servers is gone");
         }
         let handler = self.handler_tid.load(Relaxed);
-        if handler != 0 && !self.retired.load(Relaxed) && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler)) {
+        if handler != 0
+            && !self.retired.load(Relaxed)
+            && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler))
+        {
             crate::fatal("the thread that answers faults is gone");
         }
     }
 
-    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half done. False when they shall end.
+    /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half
+    /// done. False when they shall end.
     pub fn stand_still(&self) -> bool {
         if self.park.load(Acquire) == 0 {
             return true;
@@ -526,7 +569,8 @@ impl Engine {
 }
 
 impl Mm {
-    /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is allocated.
+    /// Makes room for what is known of the frames before `end`. The memory is reserved: nothing is
+    /// allocated.
     pub fn reach(&mut self, end: FrameNo) {
         let end = end.0 as usize;
         if self.owner.len() < end {
@@ -537,15 +581,19 @@ impl Mm {
         }
     }
 
-    /// Looks again which pages of a chunk are shared with other processes. Gives those that were known as such and no longer are: they can go once they
-    /// were faulted for writing, which then copies nothing; the kernel does not move them before.
+    /// Looks again which pages of a chunk are shared with other processes. Gives those that were
+    /// known as such and no longer are: they can go once they were faulted for writing, which then
+    /// copies nothing; the kernel does not move them before.
     pub fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {
             return 0;
         }
         let own = were & self.staging.owned(chunk);
-        for page in (0..PAGES_PER_CHUNK).filter(|at| (were & !own) >> at & 1 == 1).map(|at| chunk.first().plus(at)) {
+        for page in (0..PAGES_PER_CHUNK)
+            .filter(|at| (were & !own) >> at & 1 == 1)
+            .map(|at| chunk.first().plus(at))
+        {
             self.table.share(page);
         }
         if were != own {
@@ -559,7 +607,9 @@ impl Mm {
         let base = self.base[folio.0 as usize];
         let step = entry.offset().0.wrapping_sub(base.offset().0);
         if base.ty() != entry.ty() || step >= 512 {
-            crate::fatal(&format!("entry {entry:?} names folio {folio:?}, whose entries start at {base:?}"));
+            crate::fatal(&format!(
+                "entry {entry:?} names folio {folio:?}, whose entries start at {base:?}"
+            ));
         }
         FrameNo(folio.0 + step)
     }
@@ -581,7 +631,8 @@ impl Mm {
         }
     }
 
-    /// How many pages were taken out since the page of an entry went; `None` if its slot holds a folio.
+    /// How many pages were taken out since the page of an entry went; `None` if its slot holds a
+    /// folio.
     pub fn refault_distance(&self, devices: &Devices, entry: SwapEntry) -> Option<u64> {
         match devices.slots(entry.ty()).lookup(entry.offset()) {
             TableSlot::Shadow { shadow, .. } => Some(self.age(shadow)),
@@ -594,37 +645,48 @@ impl Mm {
         u64::from(self.shadow().0.wrapping_sub(shadow.0) & SHADOW_MASK) * SHADOW_STEP
     }
 
-    /// The distance of the page that went to compressed memory longest ago; 0 when that is not known.
+    /// The distance of the page that went to compressed memory longest ago; 0 when that is not
+    /// known.
     fn oldest_pooled(&self, devices: &Devices) -> u64 {
-        let pages = self.queues.oldest_pooled().flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
+        let pages = self
+            .queues
+            .oldest_pooled()
+            .flat_map(|chunk| (0..PAGES_PER_CHUNK).map(move |k| chunk.first().plus(k)));
         pages
             .filter_map(|page| match self.table.get(page) {
-                PageState::Swapped(entry) if entry.ty() == POOL => self.refault_distance(devices, entry),
+                PageState::Swapped(entry) if entry.ty() == POOL => {
+                    self.refault_distance(devices, entry)
+                }
                 _ => None,
             })
             .next()
             .unwrap_or(0)
     }
 
-    /// The distance of the page that went to compressed memory longest ago of those that were not looked at since; `None` when that is not
-    /// known.
+    /// The distance of the page that went to compressed memory longest ago of those that were not
+    /// looked at since; `None` when that is not known.
     pub fn oldest_unsettled(&self, devices: &Devices) -> Option<u64> {
         self.queues.oldest_unsettled().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
     }
 
-    /// The distance of the page of a chunk that went to compressed memory longest ago, 0 when it is on its way; `None` when none is there.
+    /// The distance of the page of a chunk that went to compressed memory longest ago, 0 when it is
+    /// on its way; `None` when none is there.
     fn pooled_for(&self, devices: &Devices, chunk: ChunkNo) -> Option<u64> {
         let pages = (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k));
         pages
             .filter_map(|page| match self.table.get(page) {
-                PageState::Swapped(entry) if entry.ty() == POOL => Some(self.refault_distance(devices, entry).unwrap_or(0)),
+                PageState::Swapped(entry) if entry.ty() == POOL => {
+                    Some(self.refault_distance(devices, entry).unwrap_or(0))
+                }
                 _ => None,
             })
             .max()
     }
 
-    /// Puts chunks that stand at the old end of the unsettled ones for pages that have been back meanwhile behind the others, and drops those that have nothing
-    /// in compressed memory any more. Such a chunk is younger than some further back; were it left, nothing behind it would be old enough to be looked at.
+    /// Puts chunks that stand at the old end of the unsettled ones for pages that have been back
+    /// meanwhile behind the others, and drops those that have nothing in compressed memory any
+    /// more. Such a chunk is younger than some further back; were it left, nothing behind it would
+    /// be old enough to be looked at.
     pub fn put_back_young(&mut self, devices: &Devices) {
         let mut oldest = None;
         for _ in 0..MOST_PUT_BACK {
@@ -634,7 +696,10 @@ impl Mm {
                 continue;
             };
             let oldest = *oldest.get_or_insert_with(|| {
-                self.queues.unsettled_further_back().filter_map(|chunk| self.pooled_for(devices, chunk)).max()
+                self.queues
+                    .unsettled_further_back()
+                    .filter_map(|chunk| self.pooled_for(devices, chunk))
+                    .max()
             });
             if Some(age) >= oldest {
                 return;
@@ -648,7 +713,8 @@ impl Mm {
         Shadow((self.evicted / SHADOW_STEP) as u32 & SHADOW_MASK)
     }
 
-    /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot is the caller's to free.
+    /// Writes the entry of a page whose data moved from compressed memory to the file. The old slot
+    /// is the caller's to free.
     pub fn moved_to_file(&mut self, page: PageNo, entry: SwapEntry) {
         debug_assert_eq!(entry.ty(), FILE);
         self.table.set(page, PageState::Swapped(entry));
@@ -660,7 +726,8 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Chunks put back at a time.
 const MOST_PUT_BACK: usize = 8;
-/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more wake-up hurts less.
+/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more
+/// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.
 const SHADOW_MASK: u32 = (1 << 28) - 1;

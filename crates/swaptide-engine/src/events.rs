@@ -1,25 +1,31 @@
 //! What the program did to its mappings, as the userfaultfd tells it.
 //!
 //! Rules
-//! 1. Events are read and applied under the memory lock, in their order, before any fault read with them. The kernel refuses moves and copies on the
-//!    program's userfaultfd while an event is unread. So whoever holds the lock and moves a page moves the one that the table means, never
+//! 1. Events are read and applied under the memory lock, in their order, before any fault read with
+//!    them. The kernel refuses moves and copies on the program's userfaultfd while an event is
+//!    unread. So whoever holds the lock and moves a page moves the one that the table means, never
 //!    one of another mapping that has taken the address meanwhile.
-//! 2. After `Remove` (`MADV_DONTNEED`) the words of the range are empty although the kernel may not yet have dropped the pages: a page
-//!    whose word is not `Present` is never taken out, so that old contents cannot survive in a slot.
-//! 3. `Unmap` and `Remap` tell of what is done; the addresses may already be something else's, which is not managed before its adoption or
-//!    another `Remap` to that place.
-//! 4. Of two threads' changes the second may be told of first: one gives an address up and is interrupted before it says so, the other moves a
-//!    mapping there. So a `Remap` to where the table still knows something is *late*: it waits until the event that takes that away was read.
-//!    The kernel refuses moves and copies meanwhile, for that event is on its way; the handler reads on before it does anything else
-//!    ([`crate::handler::Handler::read_late`]).
-//! 5. A thread that moves a mapping says so first, and then that it has left the old place: the latter is *owed*. Another thread may have moved something
-//!    there in between, and the `Unmap` that is read after that does not mean it. So a `Remap` to a place that is owed is late until the
-//!    `Unmap` was read, or until no event is on its way: then none is owed (the move left its old place mapped, `MREMAP_DONTUNMAP`). While the move itself
-//!    is late, its `Unmap` waits with it.
-//! 6. Two changes of one thread, read before an older one of another thread, could not be told from that one's. So in a program with several threads
-//!    who moves a mapping goes on only when its change was applied ([`crate::bell::Bells::fence`]). Who grows one in place waits as well, until the
-//!    new part is listed: nothing can be moved to where it was before it is known that it was there. What is armed, or about to be, and not yet listed
-//!    counts as being there, too.
+//! 2. After `Remove` (`MADV_DONTNEED`) the words of the range are empty although the kernel may not
+//!    yet have dropped the pages: a page whose word is not `Present` is never taken out, so that
+//!    old contents cannot survive in a slot.
+//! 3. `Unmap` and `Remap` tell of what is done; the addresses may already be something else's,
+//!    which is not managed before its adoption or another `Remap` to that place.
+//! 4. Of two threads' changes the second may be told of first: one gives an address up and is
+//!    interrupted before it says so, the other moves a mapping there. So a `Remap` to where the
+//!    table still knows something is *late*: it waits until the event that takes that away was
+//!    read. The kernel refuses moves and copies meanwhile, for that event is on its way; the
+//!    handler reads on before it does anything else ([`crate::handler::Handler::read_late`]).
+//! 5. A thread that moves a mapping says so first, and then that it has left the old place: the
+//!    latter is *owed*. Another thread may have moved something there in between, and the `Unmap`
+//!    that is read after that does not mean it. So a `Remap` to a place that is owed is late until
+//!    the `Unmap` was read, or until no event is on its way: then none is owed (the move left its
+//!    old place mapped, `MREMAP_DONTUNMAP`). While the move itself is late, its `Unmap` waits with
+//!    it.
+//! 6. Two changes of one thread, read before an older one of another thread, could not be told from
+//!    that one's. So in a program with several threads who moves a mapping goes on only when its
+//!    change was applied ([`crate::bell::Bells::fence`]). Who grows one in place waits as well,
+//!    until the new part is listed: nothing can be moved to where it was before it is known that it
+//!    was there. What is armed, or about to be, and not yet listed counts as being there, too.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -34,10 +40,12 @@ use crate::ids::{MANAGED_END, PageNo, pages_of};
 use crate::pagetable::PageState;
 use swaptide_core::Slot as TableSlot;
 
-/// Changes that are remembered for the child of a fork that is read later. More are applied only while threads change mappings without pause.
+/// Changes that are remembered for the child of a fork that is read later. More are applied only
+/// while threads change mappings without pause.
 const MOST_RECENT: usize = 4096;
 
-/// Moves whose old place nobody has said to be left. More only pile up where moves leave their old places mapped.
+/// Moves whose old place nobody has said to be left. More only pile up where moves leave their old
+/// places mapped.
 const MOST_OWED: usize = 256;
 
 /// Gives up every page of a range.
@@ -96,17 +104,19 @@ fn in_use(mm: &Mm, range: VirtRange) -> bool {
     false
 }
 
-/// True when an event must wait for another that is late, or for one that was not read yet. `late`: what waits already.
+/// True when an event must wait for another that is late, or for one that was not read yet. `late`:
+/// what waits already.
 fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
-    if remap_target(event).is_some_and(|target| in_use(mm, target) || mm.owed.iter().any(|owed| overlap(*owed, target))) {
+    if remap_target(event).is_some_and(|target| {
+        in_use(mm, target) || mm.owed.iter().any(|owed| overlap(*owed, target))
+    }) {
         return true;
     }
     if owed_by(mm, event).is_some() {
         return false;
     }
     if let Event::Unmap(range) = event {
-        let begins =
-            |e: &&Event| matches!(e, Event::Remap { from, len, .. } if from.offset(*len) == range.end && *from == range.start);
+        let begins = |e: &&Event| matches!(e, Event::Remap { from, len, .. } if from.offset(*len) == range.end && *from == range.start);
         let ends = |e: &&Event| matches!(e, Event::Unmap(other) if other == range);
         if late.iter().filter(begins).count() > late.iter().filter(ends).count() {
             return true;
@@ -127,7 +137,9 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
 /// The place in the list of what is owed that an event fulfils.
 fn owed_by(mm: &Mm, event: &Event) -> Option<usize> {
     match event {
-        Event::Unmap(range) => mm.owed.iter().position(|owed| range.start <= owed.start && owed.end <= range.end),
+        Event::Unmap(range) => {
+            mm.owed.iter().position(|owed| range.start <= owed.start && owed.end <= range.end)
+        }
         _ => None,
     }
 }
@@ -168,7 +180,10 @@ impl Engine {
             Some(change) if owed_by(mm, &event).is_some() => remember(mm, change),
             // Of what the table knew of it: a child of a fork is looked at there.
             Some(Change::Gone(range)) => {
-                let known = [mm.regions.extent(range), mm.armed.extent(range)].into_iter().flatten().reduce(hull);
+                let known = [mm.regions.extent(range), mm.armed.extent(range)]
+                    .into_iter()
+                    .flatten()
+                    .reduce(hull);
                 if let Some(known) = known {
                     remember(mm, Change::Gone(known));
                 }
@@ -187,7 +202,9 @@ impl Engine {
             }
             Event::Remap { from, to, len } => self.remapped(mm, from, to, len),
             Event::Fault { .. } | Event::Fork { .. } => {}
-            Event::Unknown(kind) => crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}")),
+            Event::Unknown(kind) => {
+                crate::fatal(&format!("the userfaultfd sent a message of the unknown kind {kind}"))
+            }
         }
     }
 
@@ -197,7 +214,9 @@ impl Engine {
         let target = VirtRange { start: to, end: to.offset(len) };
         let managed = mm.regions.find(from).is_some();
         if target.end > MANAGED_END {
-            crate::fatal("managed memory was moved to addresses above 2^47, where nothing is managed");
+            crate::fatal(
+                "managed memory was moved to addresses above 2^47, where nothing is managed",
+            );
         }
         drop_pages(mm, self, target);
         mm.armed.remove(target);

@@ -1,15 +1,20 @@
-//! Whether this process is of a *family*: whether others have much of its memory too, since a fork, compressed memory among it.
+//! Whether this process is of a *family*: whether others have much of its memory too, since a fork,
+//! compressed memory among it.
 //!
-//! What one of a family gives up, the others still have: to write compressed memory to the swap areas frees nothing, to copy what is shared in order to take it out
-//! takes room, and the next child would have to read all of it. So in a family compressed memory may have almost all of the limit, copies of pages that came back from it stay, it is
-//! not made smaller by zstd, and what shows how a limit is best divided is not listened to. A process is of one for a while after a fork, and then
-//! as long as the supervisor goes on saying that they share ([`ProcSlot::of_family`](swaptide_ipc::ProcSlot)).
+//! What one of a family gives up, the others still have: to write compressed memory to the swap
+//! areas frees nothing, to copy what is shared in order to take it out takes room, and the next
+//! child would have to read all of it. So in a family compressed memory may have almost all of the
+//! limit, copies of pages that came back from it stay, it is not made smaller by zstd, and what
+//! shows how a limit is best divided is not listened to. A process is of one for a while after a
+//! fork, and then as long as the supervisor goes on saying that they share
+//! ([`ProcSlot::of_family`](swaptide_ipc::ProcSlot)).
 //!
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
 //!
 //! Invariants
 //! 1. A limit that a fork left is heeded after [`PARTS`] at the latest.
-//! 2. Who shares nothing any more is of no family after [`PATIENCE`], and compressed memory that is past its share for so long goes to the swap areas in a family, too.
+//! 2. Who shares nothing any more is of no family after [`PATIENCE`], and compressed memory that is
+//!    past its share for so long goes to the swap areas in a family, too.
 //!
 //! Locks: none; atomics, each read on its own.
 
@@ -20,9 +25,11 @@ use swaptide_sys::thread::now;
 
 /// How long a process waits after a fork for the supervisor to say what each of the two may have.
 const PARTS: Duration = Duration::from_millis(100);
-/// What the supervisor says may change and change back within so long: it carries on what it measures in between.
+/// What the supervisor says may change and change back within so long: it carries on what it
+/// measures in between.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// A fork is of its parent's family for so long, whatever the supervisor says: until then it has measured.
+/// A fork is of its parent's family for so long, whatever the supervisor says: until then it has
+/// measured.
 const HEIR: Duration = Duration::from_secs(1);
 
 /// See the module's description.
@@ -47,9 +54,11 @@ fn after(time: Duration) -> u64 {
 }
 
 impl Family {
-    /// A fork that is worth it left `limit` to each of the two. What they share counts once, which the supervisor alone can tell: until it has seen the
-    /// child and says how much it is, for [`PARTS`] at most, both go on with the whole. (Were they to take half of it out at once, they would copy what they share to do
-    /// so, and have to bring it back.) In both processes, before they take over another limit.
+    /// A fork that is worth it left `limit` to each of the two. What they share counts once, which
+    /// the supervisor alone can tell: until it has seen the child and says how much it is, for
+    /// [`PARTS`] at most, both go on with the whole. (Were they to take half of it out at once,
+    /// they would copy what they share to do so, and have to bring it back.) In both processes,
+    /// before they take over another limit.
     pub fn part(&self, limit: u64) {
         self.parted.store(limit, Relaxed);
         self.parted_until.store(after(PARTS), Relaxed);
@@ -71,7 +80,8 @@ impl Family {
         true
     }
 
-    /// What the supervisor says: 0, or a number that is another one each time it has seen that this process is of a family. (If it is gone, it says nothing.)
+    /// What the supervisor says: 0, or a number that is another one each time it has seen that this
+    /// process is of a family. (If it is gone, it says nothing.)
     pub fn hear(&self, said: u32) {
         if self.said.swap(said, Relaxed) != said && said != 0 {
             self.stay();
@@ -110,7 +120,8 @@ impl Family {
         self.is_one.load(Relaxed)
     }
 
-    /// Looks again, now and then; compressed memory is past its share or not. True when this process has just ceased to be of a family.
+    /// Looks again, now and then; compressed memory is past its share or not. True when this
+    /// process has just ceased to be of a family.
     pub fn follow(&self, overfull: bool) -> bool {
         let is_one = now().0 < self.until.load(Relaxed);
         if !is_one || !overfull {

@@ -1,6 +1,8 @@
-//! Pages that are far: a server alone has them, and how long it takes nobody knows. They are sent for, and the handler goes on.
+//! Pages that are far: a server alone has them, and how long it takes nobody knows. They are sent
+//! for, and the handler goes on.
 //!
-//! Owns: what was sent for and has not landed ([`Far`], and the handler's [`Away`]), and the memory it is read into.
+//! Owns: what was sent for and has not landed ([`Far`], and the handler's [`Away`]), and the memory
+//! it is read into.
 //!
 //! | who | does |
 //! |---|---|
@@ -8,24 +10,35 @@
 //! | reader ([`Engine::read_far`]) | takes what was sent for meanwhile and lies on one server, reads it at once, strikes the gong |
 //! | handler ([`Handler::land`]) | puts in place what is still what it was, and wakes whoever waits |
 //!
-//! So a program's threads wait for the network side by side, readahead is on its way while its stream is worked through, and a server that is away stops
-//! those alone that want what it has: not all readers wait for one server, and none goes to one that keeps another waiting.
+//! So a program's threads wait for the network side by side, readahead is on its way while its
+//! stream is worked through, and a server that is away stops those alone that want what it has: not
+//! all readers wait for one server, and none goes to one that keeps another waiting.
 //!
 //! Invariants
 //! 1. No page is sent for twice at a time.
-//! 2. A page lands only where its word and its slot's stamp are what they were when it was sent for. What else was read is dropped.
-//! 3. Whoever waits for a page that was sent for is woken when it landed, whatever came of it. If it is not there, its thread faults again.
-//! 4. Only a page that a thread had asked for by the time it was sent for is poisoned when it cannot be read: who asked later has not waited long enough.
-//! 5. A seat's memory is the reader's from when its order is sent until it is back, and the handler's else.
-//! 6. Before a fork all has landed, readers allocate nothing, and until its end nothing is sent for: the forking thread may wait for a lock whose holder waits for a page.
+//! 2. A page lands only where its word and its slot's stamp are what they were when it was sent
+//!    for. What else was read is dropped.
+//! 3. Whoever waits for a page that was sent for is woken when it landed, whatever came of it. If
+//!    it is not there, its thread faults again.
+//! 4. Only a page that a thread had asked for by the time it was sent for is poisoned when it
+//!    cannot be read: who asked later has not waited long enough.
+//! 5. A seat's memory is the reader's from when its order is sent until it is back, and the
+//!    handler's else.
+//! 6. Before a fork all has landed, readers allocate nothing, and until its end nothing is sent
+//!    for: the forking thread may wait for a lock whose holder waits for a page.
 //!
-//! A reader that ends takes the process with it, as the handler does ([`Engine::look_after_threads`]): whoever waits for its pages would wait for ever.
+//! A reader that ends takes the process with it, as the handler does
+//! ([`Engine::look_after_threads`]): whoever waits for its pages would wait for ever.
 //!
-//! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server with an inbox of the device locked, and no other lock.
+//! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server
+//! with an inbox of the device locked, and no other lock.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
+};
 use std::time::Duration;
 
 use swaptide_core::SwapEntry;
@@ -53,7 +66,8 @@ use crate::probe::Snapshot;
 /// Orders that can be under way.
 const SEATS: usize = 64;
 const SEAT_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
-/// Readers at most. Each takes all that waits for its server, so that a deep queue does not need many; one less may read from one server.
+/// Readers at most. Each takes all that waits for its server, so that a deep queue does not need
+/// many; one less may read from one server.
 const READERS: usize = 5;
 /// Orders that a reader takes at a time.
 const MOST_ORDERS: usize = 8;
@@ -93,7 +107,11 @@ impl Queue {
     /// Takes orders in, before those that no fault has led to.
     fn send(&mut self, orders: impl Iterator<Item = Order>) {
         for order in orders {
-            let at = if order.unasked { None } else { self.sent.iter().position(|before| before.unasked) };
+            let at = if order.unasked {
+                None
+            } else {
+                self.sent.iter().position(|before| before.unasked)
+            };
             self.sent.insert(at.unwrap_or(self.sent.len()), order);
         }
     }
@@ -110,7 +128,11 @@ impl Queue {
             }
             !late && there < READERS - 1
         };
-        let Some(server) = self.sent.iter().map(|order| order.server).find(|server| may_go(*server)) else { return };
+        let Some(server) =
+            self.sent.iter().map(|order| order.server).find(|server| may_go(*server))
+        else {
+            return;
+        };
         let mut at = 0;
         while at < self.sent.len() && orders.len() < MOST_ORDERS {
             if self.sent[at].server == server {
@@ -128,12 +150,14 @@ pub struct Far {
     queue: Lock<Queue>,
     /// Futex word of idle readers: raised when something was sent for, and when they shall end.
     calls: AtomicU32,
-    /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills no page before an event's thread has gone on.
+    /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills
+    /// no page before an event's thread has gone on.
     gong: Lock<Option<Arc<Gong>>>,
     /// It was struck, and the handler has not looked yet.
     struck: AtomicBool,
     readers: AtomicU32,
-    /// Those of them that have allocated what they need: a fork waits for that ([`Far::is_settled`], which acquires what they release).
+    /// Those of them that have allocated what they need: a fork waits for that
+    /// ([`Far::is_settled`], which acquires what they release).
     settled: AtomicU32,
     /// Their numbers, 0 where there is none.
     tids: [AtomicU32; READERS],
@@ -151,7 +175,11 @@ impl Far {
     /// # Errors
     /// When address space is refused.
     pub(crate) fn new() -> Result<Far, Errno> {
-        let queue = Queue { sent: VecDeque::with_capacity(SEATS), back: VecDeque::with_capacity(SEATS), ..Queue::default() };
+        let queue = Queue {
+            sent: VecDeque::with_capacity(SEATS),
+            back: VecDeque::with_capacity(SEATS),
+            ..Queue::default()
+        };
         Ok(Far {
             queue: Lock::new(queue),
             calls: AtomicU32::new(0),
@@ -181,7 +209,8 @@ impl Far {
     /// # Safety
     /// No other thread exists in this process.
     pub(crate) unsafe fn forked(&self) {
-        // SAFETY: the caller's promise. A reader changes nothing under the lock when there is nothing to take.
+        // SAFETY: the caller's promise. A reader changes nothing under the lock when there is
+        // nothing to take.
         unsafe {
             self.queue.force_unlock();
             self.gong.force_unlock();
@@ -222,17 +251,20 @@ impl Far {
         let base = self.seat(order.seat);
         let (slots, wanted) = (order.slots, order.wanted);
         (0..PAGES_PER_CHUNK).filter(move |k| wanted >> k & 1 != 0).map(move |k| {
-            // SAFETY: the page lies in the order's seat, which nobody else uses while the reader has the order (invariant 5), and each is given once.
+            // SAFETY: the page lies in the order's seat, which nobody else uses while the reader
+            // has the order (invariant 5), and each is given once.
             let page = unsafe { &mut *base.offset(k * PAGE_SIZE).as_ptr::<Page>() };
             (1 << k, slots[k], page)
         })
     }
 
-    /// Reads what was ordered of one server, at once. What fails is tried again, as often and for as long as any other page ([`PAUSES`]), and then lost;
-    /// when the server does not answer, all that is left is lost.
+    /// Reads what was ordered of one server, at once. What fails is tried again, as often and for
+    /// as long as any other page ([`PAUSES`]), and then lost; when the server does not answer, all
+    /// that is left is lost.
     fn read(&self, device: &FileDevice, orders: &mut [Order], log: fn(&str)) {
         // What is still to be had of each order.
-        let mut left: [u16; MOST_ORDERS] = core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
+        let mut left: [u16; MOST_ORDERS] =
+            core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
         let mut pauses = [Duration::ZERO].into_iter().chain(PAUSES);
         loop {
             let answered = self.try_to_read(device, orders, &mut left, log);
@@ -247,24 +279,40 @@ impl Far {
         }
     }
 
-    /// Tries once to read what is left; what has failed is left then. A page that fails is put aside, for the others' sake. False when the server does
-    /// not answer.
-    fn try_to_read(&self, device: &FileDevice, orders: &mut [Order], left: &mut [u16; MOST_ORDERS], log: fn(&str)) -> bool {
+    /// Tries once to read what is left; what has failed is left then. A page that fails is put
+    /// aside, for the others' sake. False when the server does not answer.
+    fn try_to_read(
+        &self,
+        device: &FileDevice,
+        orders: &mut [Order],
+        left: &mut [u16; MOST_ORDERS],
+        log: fn(&str),
+    ) -> bool {
         let mut failed = [0u16; MOST_ORDERS];
         let mut answered = true;
         loop {
-            let mut requests: Vec<(Slot, &mut Page)> = Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
+            let mut requests: Vec<(Slot, &mut Page)> =
+                Vec::with_capacity(orders.len() * PAGES_PER_CHUNK);
             for (order, left) in orders.iter().zip(&*left) {
-                requests.extend(self.pages(order).filter(|(bit, ..)| left & bit != 0).map(|(_, slot, page)| (slot, page)));
+                requests.extend(
+                    self.pages(order)
+                        .filter(|(bit, ..)| left & bit != 0)
+                        .map(|(_, slot, page)| (slot, page)),
+                );
             }
             let Err(ReadError { slot, kind }) = device.read(&mut requests) else { break };
             drop(requests);
-            let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(|((order, left), failed)| {
-                let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
-                let (bit, _) = bits.into_iter().find(|(bit, of)| *left & bit != 0 && *of == slot)?;
-                Some((left, failed, bit))
-            });
-            let Some((of_it, failed_of_it, bit)) = found else { crate::fatal("a slot failed that was not asked for") };
+            let found = orders.iter().zip(&mut *left).zip(&mut failed).find_map(
+                |((order, left), failed)| {
+                    let bits = (0..PAGES_PER_CHUNK).map(|k| (1u16 << k, order.slots[k]));
+                    let (bit, _) =
+                        bits.into_iter().find(|(bit, of)| *left & bit != 0 && *of == slot)?;
+                    Some((left, failed, bit))
+                },
+            );
+            let Some((of_it, failed_of_it, bit)) = found else {
+                crate::fatal("a slot failed that was not asked for")
+            };
             *of_it &= !bit;
             // What was freed meanwhile is nobody's loss.
             if kind == ReadErrorKind::NoSuchSlot {
@@ -301,7 +349,8 @@ impl Engine {
         let (Some(gong), Some(tid)) = (gong, far.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
         loop {
-            // Before the look at `retired`: who ends the readers sets that first, and calls them then.
+            // Before the look at `retired`: who ends the readers sets that first, and calls them
+            // then.
             let calls = far.calls.load(Acquire);
             if self.retired.load(Acquire) {
                 break;
@@ -350,7 +399,8 @@ impl Sent {
     /// True when a page's word and stamp are what they were.
     fn stands(&self, mm: &Mm, device: &FileDevice, k: usize) -> bool {
         let entry = self.entries[k];
-        mm.table.get(self.page(k)) == PageState::Swapped(entry) && device.stamp(Slot(entry.offset().0)) == self.stamps[k]
+        mm.table.get(self.page(k)) == PageState::Swapped(entry)
+            && device.stamp(Slot(entry.offset().0)) == self.stamps[k]
     }
 }
 
@@ -399,7 +449,8 @@ impl Away {
     /// A thread waits for a page. False when it was not sent for.
     pub(crate) fn waits(&mut self, page: PageNo) -> bool {
         let bit = 1 << page.in_chunk();
-        let order = self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
+        let order =
+            self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
         order.map(|sent| sent.waited |= bit).is_some()
     }
 
@@ -410,7 +461,10 @@ impl Away {
 
     /// The pages of a chunk that were sent for.
     fn of_chunk(&self, chunk: ChunkNo) -> u16 {
-        self.sent.iter().filter(|sent| sent.chunk == chunk).fold(0, |pages, sent| pages | sent.wanted)
+        self.sent
+            .iter()
+            .filter(|sent| sent.chunk == chunk)
+            .fold(0, |pages, sent| pages | sent.wanted)
     }
 
     /// Bytes that are under way.
@@ -423,8 +477,8 @@ impl Away {
         SEATS - self.seats.count_ones() as usize >= n
     }
 
-    /// A fault is being answered, or pages are brought in that nobody asked for ([`LAST_PAGE`]); `None`: no more. Gives the pages that were sent for
-    /// since the last call.
+    /// A fault is being answered, or pages are brought in that nobody asked for ([`LAST_PAGE`]);
+    /// `None`: no more. Gives the pages that were sent for since the last call.
     pub(crate) fn asks(&mut self, page: Option<PageNo>) -> usize {
         self.asking = page;
         self.quiet = self.quiet.saturating_add(1);
@@ -441,9 +495,12 @@ impl Away {
         self.crowd.push_back(fault);
     }
 
-    /// The order that is put together for a chunk and a server: the last one, or a new one. None if there is no seat for it.
+    /// The order that is put together for a chunk and a server: the last one, or a new one. None if
+    /// there is no seat for it.
     fn draft(&mut self, chunk: ChunkNo, server: ServerId) -> Option<(&mut Order, &mut Sent)> {
-        if self.drafts.is_empty() || self.sent.last().is_none_or(|sent| (sent.chunk, sent.server) != (chunk, server)) {
+        if self.drafts.is_empty()
+            || self.sent.last().is_none_or(|sent| (sent.chunk, sent.server) != (chunk, server))
+        {
             let seat = (!self.seats).trailing_zeros();
             if seat as usize >= SEATS {
                 return None;
@@ -453,20 +510,44 @@ impl Away {
             let seat = seat as usize;
             let unasked = self.asking == Some(LAST_PAGE);
             let (entries, stamps) = ([NO_ENTRY; PAGES_PER_CHUNK], [None; PAGES_PER_CHUNK]);
-            self.drafts.push(Order { seat, server, slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0, unasked });
-            self.sent.push(Sent { seat, chunk, server, wanted: 0, asked: 0, waited: 0, entries, stamps, at: now() });
+            self.drafts.push(Order {
+                seat,
+                server,
+                slots: [Slot(0); PAGES_PER_CHUNK],
+                wanted: 0,
+                read: 0,
+                lost: 0,
+                unasked,
+            });
+            self.sent.push(Sent {
+                seat,
+                chunk,
+                server,
+                wanted: 0,
+                asked: 0,
+                waited: 0,
+                entries,
+                stamps,
+                at: now(),
+            });
         }
         self.drafts.last_mut().zip(self.sent.last_mut())
     }
 }
 
 impl Handler {
-    /// True when far pages may be sent for rather than waited for: for the fault that is being answered.
+    /// True when far pages may be sent for rather than waited for: for the fault that is being
+    /// answered.
     pub(crate) fn may_send(&self) -> bool {
-        self.away.asking.is_some() && !(self.forking || self.deferring || self.giving || self.engine.far.refused.load(Relaxed))
+        self.away.asking.is_some()
+            && !(self.forking
+                || self.deferring
+                || self.giving
+                || self.engine.far.refused.load(Relaxed))
     }
 
-    /// Sends for the first `n` pages of a snapshot, which are far, as far as there are seats. Gives how many pages that are; at least 1.
+    /// Sends for the first `n` pages of a snapshot, which are far, as far as there are seats. Gives
+    /// how many pages that are; at least 1.
     pub(crate) fn send_for(&mut self, snapshot: &Snapshot, n: usize) -> Result<usize, Stop> {
         let first = snapshot.first();
         let mut at = 0;
@@ -495,7 +576,9 @@ impl Handler {
         let (device, mut new) = (&engine.devices.file.device, 0);
         for (k, entry) in (base..).zip(entries).filter(|(k, _)| there >> k & 1 == 0) {
             let (page, slot) = (chunk.first().plus(k), Slot(entry.offset().0));
-            let (Some(stamp), Some(server)) = (device.stamp(slot), device.server_of(slot)) else { continue };
+            let (Some(stamp), Some(server)) = (device.stamp(slot), device.server_of(slot)) else {
+                continue;
+            };
             if mm.table.get(page) != PageState::Swapped(*entry) {
                 continue;
             }
@@ -549,8 +632,9 @@ impl Handler {
         if self.away.sent.is_empty() || self.deferring || self.giving {
             return;
         }
-        // In this order: who strikes when the word is free again is heard. The queue is looked at in any case: a fork may come in between here, and the one
-        // that had heard is still at its first order.
+        // In this order: who strikes when the word is free again is heard. The queue is looked at
+        // in any case: a fork may come in between here, and the one that had heard is still at its
+        // first order.
         if far.struck.load(Acquire) {
             self.gong.still();
             far.struck.swap(false, AcqRel);
@@ -619,12 +703,14 @@ impl Handler {
         }
     }
 
-    /// Puts `n` neighbours from the `k`-th page on in place. Gives how many; 0 when the first is not what it was.
+    /// Puts `n` neighbours from the `k`-th page on in place. Gives how many; 0 when the first is
+    /// not what it was.
     fn put_down_run(&mut self, sent: &Sent, k: usize, n: usize) -> Result<usize, Stop> {
         let engine = self.engine;
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        let same = (k..k + n).take_while(|k| sent.stands(mm, &engine.devices.file.device, *k)).count();
+        let same =
+            (k..k + n).take_while(|k| sent.stands(mm, &engine.devices.file.device, *k)).count();
         if same == 0 {
             engine.count(Counter::SwpinStale, 1);
             return Ok(0);

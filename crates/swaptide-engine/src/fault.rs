@@ -1,20 +1,27 @@
 //! The fault path: from a page the program waits for to the page in its place.
 //!
-//! [`Handler::serve`] looks at the page's word. Empty: growth, with as many zeroed pages as the stream of first touches bears. Swapped: the page,
-//! an aligned range around it, or a window from it on: [`crate::locality`] foretells, [`crate::probe`] says where the pages are,
+//! [`Handler::serve`] looks at the page's word. Empty: growth, with as many zeroed pages as the
+//! stream of first touches bears. Swapped: the page, an aligned range around it, or a window from
+//! it on: [`crate::locality`] foretells, [`crate::probe`] says where the pages are,
 //! [`crate::admission`] decides. A folio still in the swap cache is copied back from its frame.
 //!
 //! Rules
-//! 1. Room is made before a page is filled: when the workers have not kept up, the handler reclaims itself, and the waiting thread pays.
-//! 2. Runs of four pages and more are moved in from staging frames, recycled from swap-out; fewer are copied in, which needs no
-//!    flush of other CPUs. Growth copies the page asked for alone: two or three are not worth a move.
-//! 3. A slot is released only after its page is in the program. A page whose data is damaged is poisoned.
-//! 4. Fills never wake; [`Handler::answer`] wakes last. Of a window the first chunk is brought in, its thread is woken, and the rest is read then:
-//!    readahead is not waited for, and ends where there is no room.
+//! 1. Room is made before a page is filled: when the workers have not kept up, the handler reclaims
+//!    itself, and the waiting thread pays.
+//! 2. Runs of four pages and more are moved in from staging frames, recycled from swap-out; fewer
+//!    are copied in, which needs no flush of other CPUs. Growth copies the page asked for alone:
+//!    two or three are not worth a move.
+//! 3. A slot is released only after its page is in the program. A page whose data is damaged is
+//!    poisoned.
+//! 4. Fills never wake; [`Handler::answer`] wakes last. Of a window the first chunk is brought in,
+//!    its thread is woken, and the rest is read then: readahead is not waited for, and ends where
+//!    there is no room.
 //! 5. Of a window a page may be left out, to see whether it is wanted ([`crate::sampling`]).
-//! 6. What is copied in is the page that a thread waits for, or is known to hold no guard page ([`crate::guards`]).
-//! 7. Several pages are loaded without the memory lock, by a snapshot. A range that is another one at the second look is dropped whole, counted
-//!    (`swpin_stale`, `swpin_fallback`), and the page asked for comes alone.
+//! 6. What is copied in is the page that a thread waits for, or is known to hold no guard page
+//!    ([`crate::guards`]).
+//! 7. Several pages are loaded without the memory lock, by a snapshot. A range that is another one
+//!    at the second look is dropped whole, counted (`swpin_stale`, `swpin_fallback`), and the page
+//!    asked for comes alone.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -45,7 +52,8 @@ pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
 const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && GROUP_PAGES <= probe::MOST);
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
 const MOST_STALE: u32 = 8;
-/// What a fault costs besides bringing pages in, and what a page from compressed memory costs with the one that goes out for it, in nanoseconds.
+/// What a fault costs besides bringing pages in, and what a page from compressed memory costs with
+/// the one that goes out for it, in nanoseconds.
 const FAULT_NS: u64 = 8_000;
 const POOL_NS: u64 = 6_000;
 
@@ -125,8 +133,9 @@ impl Handler {
         }
     }
 
-    /// Two threads touched the page and the other's fault was answered; or the kernel dropped a page that was freed lazily, and zeros are right.
-    /// The lock is held: a worker must not take the page out between the look at its word and the zeros.
+    /// Two threads touched the page and the other's fault was answered; or the kernel dropped a
+    /// page that was freed lazily, and zeros are right. The lock is held: a worker must not take
+    /// the page out between the look at its word and the zeros.
     fn already_there(&mut self, page: PageNo) -> Served {
         let mm = self.engine.mm.lock();
         if !matches!(mm.table.get(page), PageState::Present | PageState::Kept(_)) {
@@ -139,7 +148,8 @@ impl Handler {
         }
     }
 
-    /// True while events are noted and not applied: only the page asked for is known to be what the table says.
+    /// True while events are noted and not applied: only the page asked for is known to be what the
+    /// table says.
     fn is_alone(&self) -> bool {
         self.deferring || self.giving
     }
@@ -147,8 +157,13 @@ impl Handler {
     /// Answers a first touch.
     fn grow(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
-        // While events are noted and not applied, what surrounds the page may be something else by now.
-        let window = if self.is_alone() { 1 } else { self.locality.growth_window(page, engine.charge.window_pages()) };
+        // While events are noted and not applied, what surrounds the page may be something else by
+        // now.
+        let window = if self.is_alone() {
+            1
+        } else {
+            self.locality.growth_window(page, engine.charge.window_pages())
+        };
         let end = PageNo(pages_of(region).end);
         self.make_room(window);
         let mut guard = engine.mm.lock();
@@ -168,7 +183,11 @@ impl Handler {
         }
         let mut done = 0;
         while done < n {
-            let filled = if n == 1 { self.copy_zeros(page) } else { self.move_zeros(mm, page.plus(done), n - done) };
+            let filled = if n == 1 {
+                self.copy_zeros(page)
+            } else {
+                self.move_zeros(mm, page.plus(done), n - done)
+            };
             match filled {
                 Ok(filled) => {
                     for k in done..done + filled {
@@ -176,9 +195,11 @@ impl Handler {
                     }
                     done += filled;
                 }
-                // Mapped although its word is empty: perhaps about to be dropped (see `events`), so it is left alone.
+                // Mapped although its word is empty: perhaps about to be dropped (see `events`), so
+                // it is left alone.
                 Err(Stop::Exists) if done == 0 => done = 1,
-                // A fill must not reach into another mapping, and a read-only one takes copies alone.
+                // A fill must not reach into another mapping, and a read-only one takes copies
+                // alone.
                 Err(Stop::Gone) if done == 0 && n > 1 => {
                     n = self.in_mapping(page, n).min(n / 2);
                     if n < MOVE_FROM {
@@ -230,10 +251,14 @@ impl Handler {
 
     fn move_in(&self, mm: &Mm, page: PageNo, from: VirtAddr, n: usize) -> Progress {
         let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
-        // SAFETY: the source are the engine's own pages, read by nobody any more; the destination is a missing page of the program, or the
-        // kernel refuses with EEXIST.
+        // SAFETY: the source are the engine's own pages, read by nobody any more; the destination
+        // is a missing page of the program, or the kernel refuses with EEXIST.
         let mut progress = unsafe { self.uffd.move_pages(page.addr(), from, n * PAGE_SIZE, flags) };
-        progress.done = mm.staging.moved(progress, VirtRange { start: from, end: from.offset(n * PAGE_SIZE) }, false) * PAGE_SIZE;
+        progress.done = mm.staging.moved(
+            progress,
+            VirtRange { start: from, end: from.offset(n * PAGE_SIZE) },
+            false,
+        ) * PAGE_SIZE;
         progress
     }
 
@@ -244,13 +269,15 @@ impl Handler {
             self.make_room(1);
             return self.bring_page(page, 1);
         }
-        let window = match self.away.is_usual() || entry.ty() != POOL && engine.devices.file.is_far(entry) {
-            true => engine.charge.far_window_pages(),
-            false => engine.charge.window_pages(),
-        };
+        let window =
+            match self.away.is_usual() || entry.ty() != POOL && engine.devices.file.is_far(entry) {
+                true => engine.charge.far_window_pages(),
+                false => engine.charge.window_pages(),
+            };
         let most = self.gate().most(window, engine.devices.is_backed());
         self.held_came = 0;
-        let evidence = self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
+        let evidence =
+            self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
         let ask = Ask {
             page,
@@ -260,7 +287,11 @@ impl Handler {
             most,
             costs: Costs { fault: FAULT_NS, pool: POOL_NS, file: self.read_ns },
         };
-        let admitted = admit(&ask, |chunk| self.probe(chunk.first(), PAGES_PER_CHUNK), |order| self.refused(order));
+        let admitted = admit(
+            &ask,
+            |chunk| self.probe(chunk.first(), PAGES_PER_CHUNK),
+            |order| self.refused(order),
+        );
         let mut came = Came::new(page);
         match admitted {
             Admitted::Page => {
@@ -290,7 +321,8 @@ impl Handler {
                     self.leaves_out = None;
                 }
                 brought?;
-                // The thread goes on while its window is filled; a fault it meets there waits for the rest.
+                // The thread goes on while its window is filled; a fault it meets there waits for
+                // the rest.
                 if pages > first && !self.away.has(page) {
                     let _ = self.uffd.wake(range_of(page, 1));
                 }
@@ -323,7 +355,8 @@ impl Handler {
         Ok(())
     }
 
-    /// Counts pages that came unasked since the last call, but for those that a disk that turns had brought before: they were counted then.
+    /// Counts pages that came unasked since the last call, but for those that a disk that turns had
+    /// brought before: they were counted then.
     pub(crate) fn count_ahead(&mut self, pages: usize) {
         let held = std::mem::take(&mut self.held_came);
         self.engine.count(Counter::SwapRa, pages.saturating_sub(held));
@@ -341,14 +374,18 @@ impl Handler {
         snapshot
     }
 
-    /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in compressed memory. One from the file may bring its
-    /// neighbours there, `most` pages together.
+    /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in
+    /// compressed memory. One from the file may bring its neighbours there, `most` pages together.
     pub(crate) fn bring_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
         let entry = match state {
             PageState::Swapped(entry) if entry.ty() == POOL => entry,
-            PageState::Swapped(_) if most > 1 && self.reading(page.addr()) != Reading::Random && self.locality.reads_around() => {
+            PageState::Swapped(_)
+                if most > 1
+                    && self.reading(page.addr()) != Reading::Random
+                    && self.locality.reads_around() =>
+            {
                 let (start, n) = self.around_in_file(page, most);
                 self.make_room(n);
                 if n == 1 || !self.has_room(n) {
@@ -400,27 +437,39 @@ impl Handler {
         Ok(())
     }
 
-    /// The neighbours of a page that lie in the file as it does, in the aligned `most` pages around it or its chunk: the first, and how many.
+    /// The neighbours of a page that lie in the file as it does, in the aligned `most` pages around
+    /// it or its chunk: the first, and how many.
     fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
         let mm = self.engine.mm.lock();
         let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
         let block = 1 << most.min(PAGES_PER_CHUNK).ilog2();
         let first = page.0 / block * block;
         let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);
-        let end = (page.0 + 1..first + block).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
+        let end =
+            (page.0 + 1..first + block).take_while(|p| there(*p)).last().unwrap_or(page.0) + 1;
         (PageNo(start), end - start)
     }
 
-    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if it lies there, must be among it. What came is
-    /// noted in `came`.
-    pub(crate) fn bring_span(&mut self, start: PageNo, n: usize, page: PageNo, came: &mut Came) -> Result<(), Stop> {
+    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if
+    /// it lies there, must be among it. What came is noted in `came`.
+    pub(crate) fn bring_span(
+        &mut self,
+        start: PageNo,
+        n: usize,
+        page: PageNo,
+        came: &mut Came,
+    ) -> Result<(), Stop> {
         let mut mask = 0u64;
         {
             let mm = self.engine.mm.lock();
             for chunk in start.chunk().0..=start.plus(n - 1).chunk().0 {
                 let swapped = u64::from(mm.table.chunk(ChunkNo(chunk)).swapped);
                 let first = chunk * PAGES_PER_CHUNK;
-                mask |= if first >= start.0 { swapped << (first - start.0) } else { swapped >> (start.0 - first) };
+                mask |= if first >= start.0 {
+                    swapped << (first - start.0)
+                } else {
+                    swapped >> (start.0 - first)
+                };
             }
         }
         if n < 64 {
@@ -441,9 +490,13 @@ impl Handler {
             let asked = run <= page && page < run.plus(len);
             match self.bring(run, len) {
                 Ok(()) if self.away.is_empty() => came.add(run, len),
-                Ok(()) => (0..len).map(|k| run.plus(k)).filter(|page| !self.away.has(*page)).for_each(|page| came.add(page, 1)),
+                Ok(()) => (0..len)
+                    .map(|k| run.plus(k))
+                    .filter(|page| !self.away.has(*page))
+                    .for_each(|page| came.add(page, 1)),
                 Err(Stop::Stale) if asked => {
-                    // The range changed under the load: what was loaded is dropped, and the page comes alone.
+                    // The range changed under the load: what was loaded is dropped, and the page
+                    // comes alone.
                     self.bring(page, 1)?;
                     came.add(page, 1);
                 }
@@ -455,7 +508,8 @@ impl Handler {
         Ok(())
     }
 
-    /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one is tried again.
+    /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one
+    /// is tried again.
     pub(crate) fn bring(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let mut at = 0;
@@ -488,7 +542,9 @@ impl Handler {
                 Place::Changed => {
                     let mm = engine.mm.lock();
                     let PageState::Swapped(entry) = mm.table.get(page.plus(at)) else { continue };
-                    if let slot @ (TableSlot::Free | TableSlot::Bad) = engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                    if let slot @ (TableSlot::Free | TableSlot::Bad) =
+                        engine.devices.slots(entry.ty()).lookup(entry.offset())
+                    {
                         crate::fatal(&format!(
                             "page {:?} is swapped to {entry:?} and that slot is {slot:?}",
                             page.plus(at).addr()
@@ -506,7 +562,10 @@ impl Handler {
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
         let PageState::Swapped(entry) = mm.table.get(page) else { return Ok(0) };
-        let TableSlot::Folio(folio) = engine.devices.slots(entry.ty()).lookup(entry.offset()) else { return Ok(0) };
+        let TableSlot::Folio(folio) = engine.devices.slots(entry.ty()).lookup(entry.offset())
+        else {
+            return Ok(0);
+        };
         let frame = mm.frame_of(entry, folio);
         let from = mm.staging.addr(frame);
         // The frame is full and stays so while the memory lock is held.
@@ -566,11 +625,13 @@ impl Handler {
         }
     }
 
-    /// Brings in the pages at the front of a snapshot that are on the devices: what is in compressed memory is loaded, what is in the file is
-    /// read in one go. Gives how many, at least 1.
+    /// Brings in the pages at the front of a snapshot that are on the devices: what is in
+    /// compressed memory is loaded, what is in the file is read in one go. Gives how many, at least
+    /// 1.
     ///
-    /// The memory lock is not held while they are loaded: the words of swapped pages are the handler's alone but for write-back, which gives
-    /// them entries of the file. So a word that is found again stands for what was loaded.
+    /// The memory lock is not held while they are loaded: the words of swapped pages are the
+    /// handler's alone but for write-back, which gives them entries of the file. So a word that is
+    /// found again stands for what was loaded.
     fn bring_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
         let engine = self.engine;
         let page = snapshot.first();
@@ -588,7 +649,8 @@ impl Handler {
             }
             None => VirtAddr(self.copy.as_ptr() as usize),
         };
-        // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is the handler's own and as long.
+        // SAFETY: the frames of the run are full, free and taken by nobody else; the copy buffer is
+        // the handler's own and as long.
         let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
         let loaded = self.load(snapshot, buffer);
         let injected = len > 1 && self.is_stale_by_order();
@@ -637,7 +699,8 @@ impl Handler {
         self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
     }
 
-    /// Puts loaded pages in their place: moves them there when they lie in staging frames, else copies them.
+    /// Puts loaded pages in their place: moves them there when they lie in staging frames, else
+    /// copies them.
     pub(crate) fn put_in(
         &mut self,
         mm: &mut Mm,
@@ -659,7 +722,8 @@ impl Handler {
                 return settle_fill(progress);
             }
         }
-        // A read-only mapping takes copies, not moves, and a fill must not reach into another mapping.
+        // A read-only mapping takes copies, not moves, and a fill must not reach into another
+        // mapping.
         let filled = loop {
             // The pages are the handler's own, in frames or in its buffer.
             match self.copy_in(page, from.as_ptr(), len) {
@@ -676,15 +740,23 @@ impl Handler {
     /// How many of `len` pages from `page` on (more than 1) lie in its mapping; fewer than `len`.
     fn in_mapping(&mut self, page: PageNo, len: usize) -> usize {
         match self.maps.vma_at(page.addr()) {
-            Ok(Some(info)) => ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1),
+            Ok(Some(info)) => {
+                ((info.vma().range.end.0 - page.addr().0) / PAGE_SIZE).clamp(1, len - 1)
+            }
             _ => 1,
         }
     }
 
     /// A page's data is lost: a touch of it is a bus error from now on, never wrong data.
-    pub(crate) fn poison(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
+    pub(crate) fn poison(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        entry: SwapEntry,
+    ) -> Result<usize, Stop> {
         let engine = self.engine;
-        // Before: its reader is woken by it, and may end the process, and with it this thread, at once.
+        // Before: its reader is woken by it, and may end the process, and with it this thread, at
+        // once.
         engine.count(Counter::PagesPoisoned, 1);
         let poisoned = self.uffd.poison(range_of(page, 1)).error;
         if let Some(errno @ (Errno::AGAIN | Errno::NOENT)) = poisoned {
@@ -698,7 +770,10 @@ impl Handler {
         }
         mm.table.set(page, PageState::Poisoned);
         engine.release(mm, entry);
-        (engine.start.log)(&format!("page {:?} cannot be brought back and is poisoned", page.addr()));
+        (engine.start.log)(&format!(
+            "page {:?} cannot be brought back and is poisoned",
+            page.addr()
+        ));
         Ok(1)
     }
 }
@@ -718,7 +793,8 @@ pub(crate) fn settle_fill(progress: Progress) -> Result<usize, Stop> {
         None => Ok(0),
         Some(Errno::EXIST) => Err(Stop::Exists),
         Some(Errno::AGAIN | Errno::NOMEM | Errno::BUSY) => Err(Stop::Again),
-        // The mapping is gone or no longer armed: the thread faults again, on whatever is there now.
+        // The mapping is gone or no longer armed: the thread faults again, on whatever is there
+        // now.
         Some(_) => Err(Stop::Gone),
     }
 }

@@ -10,8 +10,8 @@
 //!
 //! Invariants
 //! 1. A page is noted under the memory lock before it is filled, so no batch sees it unnoted.
-//! 2. A thread's pages are displaced by its own later faults, or when [`THREADS`] other threads have
-//!    faulted since its last fault.
+//! 2. A thread's pages are displaced by its own later faults, or when [`THREADS`] other threads
+//!    have faulted since its last fault.
 //! 3. What is spared is bounded: [`PAGES`] pages (64 KiB) for each thread, 4 MiB in all.
 //!
 //! An x86-64 instruction accesses at most 8 pages of data and code in 4 operands that cross pages;
@@ -49,7 +49,8 @@ struct Faults {
 }
 
 impl Faults {
-    const NONE: Faults = Faults { next: 0, used: 0, pages: [PageNo(0); PAGES], since: [Nanos(0); PAGES] };
+    const NONE: Faults =
+        Faults { next: 0, used: 0, pages: [PageNo(0); PAGES], since: [Nanos(0); PAGES] };
 
     fn pages(&self) -> &[PageNo] {
         &self.pages[..usize::from(self.used)]
@@ -191,7 +192,11 @@ mod tests {
         for tid in 1..=THREADS {
             for round in 0..40 {
                 let page = PageNo(tid * 1000 + round);
-                assert_eq!(spares(&grace, page, BEGIN), round >= 40 - PAGES, "thread {tid}, fault {round}");
+                assert_eq!(
+                    spares(&grace, page, BEGIN),
+                    round >= 40 - PAGES,
+                    "thread {tid}, fault {round}"
+                );
             }
         }
         let noted: usize = grace.buckets.iter().map(|n| usize::from(*n)).sum();

@@ -37,7 +37,11 @@ impl Handler {
     /// [`Stop::Exists`] when the first page is a guard or is there.
     pub(crate) fn copy_in(&self, page: PageNo, from: *const u8, n: usize) -> Result<usize, Stop> {
         let is_asked = n == 1 && self.answering.is_some_and(|fault| PageNo::of(fault.addr) == page);
-        let n = if is_asked && !self.engine.guarded.load(Relaxed) { n } else { self.before_guard(page, n) };
+        let n = if is_asked && !self.engine.guarded.load(Relaxed) {
+            n
+        } else {
+            self.before_guard(page, n)
+        };
         if n == 0 {
             return Err(Stop::Exists);
         }
@@ -48,14 +52,24 @@ impl Handler {
 
     /// How many of `n` pages lie before the first guard.
     fn before_guard(&self, page: PageNo, n: usize) -> usize {
-        self.pagemap.first_guard(range_of(page, n)).map_or(n, |at| (at.0 - page.addr().0) / PAGE_SIZE)
+        self.pagemap
+            .first_guard(range_of(page, n))
+            .map_or(n, |at| (at.0 - page.addr().0) / PAGE_SIZE)
     }
 
     /// The program has something where a word says swapped. A guard discarded the contents, and the
     /// slot is released. Anything else: one of the two is wrong, and nothing tells which.
-    pub(crate) fn overtaken(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) -> Result<usize, Stop> {
+    pub(crate) fn overtaken(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        entry: SwapEntry,
+    ) -> Result<usize, Stop> {
         if self.before_guard(page, 1) != 0 {
-            crate::fatal(&format!("page {:?} is swapped to {entry:?} and mapped as well", page.addr()));
+            crate::fatal(&format!(
+                "page {:?} is swapped to {entry:?} and mapped as well",
+                page.addr()
+            ));
         }
         self.engine.guarded.store(true, Relaxed);
         mm.table.set(page, PageState::Empty);

@@ -1,11 +1,15 @@
 //! The handler: the one thread that reads the program's userfaultfd.
 //!
-//! Owns: the userfaultfd, the buffers of the fault path, and the worker with which it reclaims when the background workers have not kept up.
+//! Owns: the userfaultfd, the buffers of the fault path, and the worker with which it reclaims when
+//! the background workers have not kept up.
 //!
 //! Invariants
-//! 1. A message that was read is acted upon before the next read, or stands in `pending`; events are applied before faults.
-//! 2. A fault is answered by filling its page and waking, or by waking alone, in which case the thread faults again. None is forgotten.
-//! 3. While an event is unread the kernel refuses fills with EAGAIN; the handler then reads events and tries again.
+//! 1. A message that was read is acted upon before the next read, or stands in `pending`; events
+//!    are applied before faults.
+//! 2. A fault is answered by filling its page and waking, or by waking alone, in which case the
+//!    thread faults again. None is forgotten.
+//! 3. While an event is unread the kernel refuses fills with EAGAIN; the handler then reads events
+//!    and tries again.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -56,11 +60,13 @@ pub struct Fault {
     pub tries: u32,
 }
 
-/// How long an event is waited for that another one shows to be on its way: its thread only has to come to its turn.
+/// How long an event is waited for that another one shows to be on its way: its thread only has to
+/// come to its turn.
 pub(crate) const LATEST: Duration = Duration::from_secs(1);
 /// Faults before an engine ends that a test wants to end.
 const FAILS_AFTER: u32 = 500;
-/// Answers after which a program that is to be let go has some of it brought in, though faults wait.
+/// Answers after which a program that is to be let go has some of it brought in, though faults
+/// wait.
 const ANSWERS: u32 = 16;
 /// How long the next message is waited for awake.
 const AWAKE: Duration = Duration::from_micros(50);
@@ -86,11 +92,13 @@ pub struct Handler {
     /// Pages that were sent for, and what is struck when some are back.
     pub(crate) away: Away,
     pub(crate) gong: Arc<Gong>,
-    /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing of them.
+    /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing
+    /// of them.
     listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
-    /// What was read from disks that turn, and not asked for yet; and how many pages of the last read had been.
+    /// What was read from disks that turn, and not asked for yet; and how many pages of the last
+    /// read had been.
     pub(crate) ahead: ReadAhead,
     pub(crate) held_hits: usize,
     /// Of the pages that came for the fault that is being answered, how many had been.
@@ -127,7 +135,8 @@ pub struct Handler {
     /// Fences are being answered; another one was come to meanwhile.
     pub(crate) fencing: bool,
     pub(crate) fence_again: bool,
-    /// Doors are being answered; somebody knocked meanwhile; some are not empty yet, until when they are looked after.
+    /// Doors are being answered; somebody knocked meanwhile; some are not empty yet, until when
+    /// they are looked after.
     answering_doors: bool,
     knocked_again: bool,
     doors_until: Option<Nanos>,
@@ -145,7 +154,8 @@ pub struct Handler {
     pub(crate) child: Option<Uffd>,
     /// A fork event was read: memory may be allocated again.
     pub(crate) has_forked: bool,
-    /// Children of forks that came through no hook are being given their pages: events are noted and not applied.
+    /// Children of forks that came through no hook are being given their pages: events are noted
+    /// and not applied.
     pub(crate) giving: bool,
     /// Such children, but for the one that is given its pages now.
     pub(crate) recipients: Vec<Recipient>,
@@ -153,9 +163,11 @@ pub struct Handler {
     pub(crate) met: usize,
     /// The engine's memory changed while it may have been copied.
     pub(crate) torn: bool,
-    /// The forking thread was seen waiting after the engine's memory was changed for another thread.
+    /// The forking thread was seen waiting after the engine's memory was changed for another
+    /// thread.
     pub(crate) seen_waiting: bool,
-    /// Pages that came in during a fork that is followed: its child may lack them ([`crate::fork::help`]).
+    /// Pages that came in during a fork that is followed: its child may lack them
+    /// ([`crate::fork::help`]).
     pub(crate) brought: Vec<PageNo>,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<Change>,
@@ -180,8 +192,8 @@ impl Handler {
         let memory = |what| move |e| EngineError::Memory(what, e);
         let zeros = Mapping::reserve(64 << 10).map_err(memory("the zero pages"))?;
         let copy = Mapping::reserve(COPY_BYTES).map_err(memory("the copy buffer"))?;
-        let mint =
-            Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE).map_err(memory("fresh pages"))?;
+        let mint = Mapping::reserve_aligned(PAGES_PER_LEAF * PAGE_SIZE, PAGES_PER_LEAF * PAGE_SIZE)
+            .map_err(memory("fresh pages"))?;
         mint.unlock();
         let header = &engine.start.segment.header;
         Ok(Handler {
@@ -250,8 +262,8 @@ impl Handler {
         })
     }
 
-    /// Serves until the process ends. Returns when the program is to be let go and nothing of it is out: [`Handler::let_go`] does it then, or
-    /// this is called again.
+    /// Serves until the process ends. Returns when the program is to be let go and nothing of it is
+    /// out: [`Handler::let_go`] does it then, or this is called again.
     pub fn run(&mut self) {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         // One is answered before this can return, for what is asked meanwhile must be read.
@@ -281,7 +293,8 @@ impl Handler {
                 self.preload_some();
             }
             // Threads that give memory up and touch it again never cease to fault.
-            let is_due = self.detaching.is_some() && (self.pending.is_empty() || answers.is_multiple_of(ANSWERS));
+            let is_due = self.detaching.is_some()
+                && (self.pending.is_empty() || answers.is_multiple_of(ANSWERS));
             if is_due && !self.forking && self.detach_some() {
                 self.stalls_until(now());
                 return;
@@ -314,11 +327,13 @@ impl Handler {
 
     /// Reads what there is or comes within `timeout`: events are applied, faults queued.
     ///
-    /// Reading is what lets the changing thread go on and the kernel move pages again. So it happens with the memory lock held, and the
-    /// events are applied before it is given back: a worker that holds the lock and whose move the kernel does not refuse works with a
-    /// table that knows of every change so far.
+    /// Reading is what lets the changing thread go on and the kernel move pages again. So it
+    /// happens with the memory lock held, and the events are applied before it is given back: a
+    /// worker that holds the lock and whose move the kernel does not refuse works with a table that
+    /// knows of every change so far.
     pub(crate) fn read_within(&mut self, timeout: Option<Duration>) {
-        // A handler in the idle class comes to its turn when the thread it woke has stopped again: then there is something to read.
+        // A handler in the idle class comes to its turn when the thread it woke has stopped again:
+        // then there is something to read.
         let expected = timeout.is_none() && self.place.is_idle();
         if !expected && !self.wait(timeout) {
             return;
@@ -345,11 +360,19 @@ impl Handler {
                 return;
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => crate::fatal(&format!("reading the userfaultfd failed: {}", swaptide_sys::Why(errno))),
+            Err(errno) => crate::fatal(&format!(
+                "reading the userfaultfd failed: {}",
+                swaptide_sys::Why(errno)
+            )),
         }
-        // When nothing is under way, no fork is that could be older than what was applied, but one that was read just now: its thread may have gone on.
+        // When nothing is under way, no fork is that could be older than what was applied, but one
+        // that was read just now: its thread may have gone on.
         let met = self.giving || !self.strangers.is_empty();
-        if !mm.recent.is_empty() && !self.deferring && !met && self.uffd.coverage(engine.bells.range()) != Coverage::Changing {
+        if !mm.recent.is_empty()
+            && !self.deferring
+            && !met
+            && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+        {
             mm.recent.clear();
         }
         engine.settle(&mm);
@@ -365,9 +388,10 @@ impl Handler {
         self.serve_bells();
     }
 
-    /// The thread that was woken is not on this CPU. Where a worker is awake the kernel may have drawn it there, and will again: to follow it (which
-    /// sends the worker away) would only have the two CPUs change places. Until the worker sleeps the next message is waited for awake. True when there
-    /// is one.
+    /// The thread that was woken is not on this CPU. Where a worker is awake the kernel may have
+    /// drawn it there, and will again: to follow it (which sends the worker away) would only have
+    /// the two CPUs change places. Until the worker sleeps the next message is waited for awake.
+    /// True when there is one.
     fn stays_awake(&mut self) -> bool {
         let engine = self.engine;
         if !engine.converses() {
@@ -375,7 +399,8 @@ impl Handler {
         }
         let began = now();
         while engine.awake.load(Relaxed) != 0 && now().since(began) < AWAKE {
-            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0) {
+            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0)
+            {
                 self.place.later();
                 return true;
             }
@@ -383,19 +408,23 @@ impl Handler {
         false
     }
 
-    /// Waits for a message, and where it `listens` for a far page to be back. False if no message came. Others can see that the handler waits, and does
-    /// not starve.
+    /// Waits for a message, and where it `listens` for a far page to be back. False if no message
+    /// came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         self.engine.turns.fetch_add(1, Relaxed);
         let fds = [self.uffd.as_fd(), self.gong.as_fd()];
-        let awaited = if std::mem::take(&mut self.listens) && !self.away.is_empty() { &fds } else { &fds[..1] };
+        let awaited = if std::mem::take(&mut self.listens) && !self.away.is_empty() {
+            &fds
+        } else {
+            &fds[..1]
+        };
         let ready = matches!(poll_readable(awaited, timeout), Ok(ready) if ready & 1 != 0);
         self.engine.turns.fetch_add(1, Relaxed);
         ready
     }
 
-    /// Reads on until no change of mappings is late: what happened before it is on its way, and the kernel refuses everything until it
-    /// was read (see [`crate::events`]).
+    /// Reads on until no change of mappings is late: what happened before it is on its way, and the
+    /// kernel refuses everything until it was read (see [`crate::events`]).
     pub(crate) fn read_late(&mut self) {
         let engine = self.engine;
         let began = now();
@@ -408,8 +437,11 @@ impl Handler {
                     let event = message.decode();
                     self.take(&mut mm, event);
                 }
-            } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing || now().since(began) > LATEST {
-                // None is on its way. Where threads change mappings without pause that is not to be seen, but after so long it had been read.
+            } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+                || now().since(began) > LATEST
+            {
+                // None is on its way. Where threads change mappings without pause that is not to be
+                // seen, but after so long it had been read.
                 engine.apply_late(&mut mm);
             }
             engine.settle(&mm);
@@ -447,8 +479,12 @@ impl Handler {
             _ => None,
         };
         match (event, ring) {
-            (Event::Fault { addr, .. }, _) if self.engine.bells.porch().contains(addr) => self.note_ring(Ring::Door),
-            (Event::Fault { addr, tid, .. }, _) => self.pending.push_back(Fault { addr, tid, tries: 0 }),
+            (Event::Fault { addr, .. }, _) if self.engine.bells.porch().contains(addr) => {
+                self.note_ring(Ring::Door)
+            }
+            (Event::Fault { addr, tid, .. }, _) => {
+                self.pending.push_back(Fault { addr, tid, tries: 0 })
+            }
             (_, Some(Ring::ForkDone)) => self.fork_done = true,
             (_, Some(ring)) => self.note_ring(ring),
             (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => {
@@ -456,7 +492,8 @@ impl Handler {
                 self.child = Some(uffd);
             }
             (Event::Fork { uffd }, _) => self.strangers.push(uffd),
-            // What follows a fork event may be earlier than the fork: the child must be looked at first.
+            // What follows a fork event may be earlier than the fork: the child must be looked at
+            // first.
             (event, None) if self.deferring || self.giving || !self.strangers.is_empty() => {
                 mm.behind = true;
                 self.note_event(event);
@@ -465,21 +502,23 @@ impl Handler {
         }
     }
 
-    /// A bell has rung, or the handler itself owes what it asks for. Each is noted once, for whoever
-    /// serves it serves all who have rung: so there is room without allocating.
+    /// A bell has rung, or the handler itself owes what it asks for. Each is noted once, for
+    /// whoever serves it serves all who have rung: so there is room without allocating.
     pub(crate) fn note_ring(&mut self, ring: Ring) {
         if !self.rung.contains(&ring) {
             self.rung.push(ring);
         }
     }
 
-    /// Does what the bells asked for, unless a fork is under way: then it waits for its end. To stand still for a fork is for
-    /// [`Handler::run`] alone: here a fault or a hint may be half answered, and who waits for that may have a lock that the
-    /// forking thread waits for.
+    /// Does what the bells asked for, unless a fork is under way: then it waits for its end. To
+    /// stand still for a fork is for [`Handler::run`] alone: here a fault or a hint may be half
+    /// answered, and who waits for that may have a lock that the forking thread waits for.
     pub(crate) fn serve_bells(&mut self) {
         self.serve_strangers();
         while !self.forking {
-            let Some(at) = self.rung.iter().position(|ring| *ring != Ring::ForkPrepare) else { return };
+            let Some(at) = self.rung.iter().position(|ring| *ring != Ring::ForkPrepare) else {
+                return;
+            };
             match self.rung.remove(at) {
                 Ring::Adopt => self.adopt(),
                 Ring::Hint => {
@@ -546,8 +585,8 @@ impl Handler {
         bells.tend_doors(self.uffd);
     }
 
-    /// Looks after doors that are not empty; how long a message is waited for then. One whose thread
-    /// does not come back (a signal handler left it) is given up after a moment.
+    /// Looks after doors that are not empty; how long a message is waited for then. One whose
+    /// thread does not come back (a signal handler left it) is given up after a moment.
     fn tend_doors(&mut self, patience: Option<Duration>) -> Option<Duration> {
         let Some(until) = self.doors_until else { return patience };
         if !self.engine.bells.tend_doors(self.uffd) || now() > until {
@@ -557,9 +596,11 @@ impl Handler {
         Some(patience.unwrap_or(Duration::MAX).min(Duration::from_millis(1)))
     }
 
-    /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go on.
+    /// Lists what of moved or grown mappings is armed and not listed yet, and lets their threads go
+    /// on.
     pub(crate) fn fence(&mut self) {
-        // Adoption reads on, and so may come here again: a place that was answered there may be another thread's when this goes on.
+        // Adoption reads on, and so may come here again: a place that was answered there may be
+        // another thread's when this goes on.
         if self.fencing {
             self.fence_again = true;
             return;
@@ -619,7 +660,8 @@ impl Handler {
             Served::Crowded => self.away.wait(fault),
             Served::Again => {
                 fault.tries += 1;
-                // A thread that changes mappings without pause leaves moments only between the reading of its event and its next one.
+                // A thread that changes mappings without pause leaves moments only between the
+                // reading of its event and its next one.
                 if !fault.tries.is_multiple_of(8) {
                     self.drain_events();
                 }

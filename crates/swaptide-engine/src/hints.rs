@@ -1,6 +1,8 @@
-//! What the program says of its memory, and what the run asks for: not answers to faults, and so never at their cost.
+//! What the program says of its memory, and what the run asks for: not answers to faults, and so
+//! never at their cost.
 //!
-//! Owns: nothing; the ranges that were spoken of stand in the handler. Locks: the memory lock, for a look or a group of pages at a time.
+//! Owns: nothing; the ranges that were spoken of stand in the handler. Locks: the memory lock, for
+//! a look or a group of pages at a time.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -20,14 +22,19 @@ use crate::reclaim::Step;
 
 /// Groups that are brought in unasked between two looks for faults.
 const PRELOAD_GROUPS: usize = 4;
-/// Places among the orders for far pages that a group may take: one for each chunk and server. What is left are those of the program's own faults, too.
+/// Places among the orders for far pages that a group may take: one for each chunk and server. What
+/// is left are those of the program's own faults, too.
 const PRELOAD_SEATS: usize = 16;
 const _: () = assert!(PRELOAD_SEATS >= 4 * GROUP_PAGES / PAGES_PER_CHUNK);
 
 impl Handler {
     /// What the program said of how an address is read.
     pub(crate) fn reading(&self, addr: VirtAddr) -> Reading {
-        self.hints.iter().rev().find(|(range, _)| range.contains(addr)).map_or(Reading::Unknown, |(_, reading)| *reading)
+        self.hints
+            .iter()
+            .rev()
+            .find(|(range, _)| range.contains(addr))
+            .map_or(Reading::Unknown, |(_, reading)| *reading)
     }
 
     /// Acts on a hint.
@@ -37,7 +44,8 @@ impl Handler {
             Hint::Sequential => self.note(range, Reading::Sequential),
             Hint::Random => self.note(range, Reading::Random),
             Hint::Normal => self.note(range, Reading::Unknown),
-            // Who is to be let go has everything brought back: one thread that goes on sending pages out would keep it from ending.
+            // Who is to be let go has everything brought back: one thread that goes on sending
+            // pages out would keep it from ending.
             Hint::Cold | Hint::PageOut if engine.slot().detach.load(Relaxed) != 0 => {}
             Hint::Cold | Hint::PageOut => {
                 let mut guard = engine.mm.lock();
@@ -67,12 +75,18 @@ impl Handler {
             Hint::WillNeed => {
                 let budget = engine.charge.headroom().max(0) as usize / 2 / PAGE_SIZE;
                 let pages = pages_of(range);
-                let (mut at, end) = (PageNo(pages.start), PageNo(pages.end.min(pages.start.saturating_add(budget))));
+                let (mut at, end) = (
+                    PageNo(pages.start),
+                    PageNo(pages.end.min(pages.start.saturating_add(budget))),
+                );
                 loop {
                     let next = engine.mm.lock().table.next_used(at, end);
                     let Some(page) = next.filter(|page| *page < end) else { break };
                     let mut came = Came::new(page);
-                    if self.bring_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came).is_err() {
+                    if self
+                        .bring_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came)
+                        .is_err()
+                    {
                         break;
                     }
                     came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
@@ -82,8 +96,9 @@ impl Handler {
         }
     }
 
-    /// Brings in some of what is swapped, in the order of addresses. It is over when all is there; for now, when there is no room for more: nothing
-    /// goes out for its sake. Far pages are sent for, many at a time, and land later: it is over when they have.
+    /// Brings in some of what is swapped, in the order of addresses. It is over when all is there;
+    /// for now, when there is no room for more: nothing goes out for its sake. Far pages are sent
+    /// for, many at a time, and land later: it is over when they have.
     pub(crate) fn preload_some(&mut self) {
         let engine = self.engine;
         for _ in 0..PRELOAD_GROUPS {
@@ -124,7 +139,9 @@ impl Handler {
 
     /// True while there is nothing to do for it but to wait for what is under way.
     pub(crate) fn preload_waits(&self) -> bool {
-        self.preload.is_some_and(|at| !self.away.is_empty() && (at == LAST_PAGE || !self.away.has_seats(PRELOAD_SEATS)))
+        self.preload.is_some_and(|at| {
+            !self.away.is_empty() && (at == LAST_PAGE || !self.away.has_seats(PRELOAD_SEATS))
+        })
     }
 
     /// Brings a range in and lets it go.
@@ -162,7 +179,8 @@ impl Handler {
             }
             at = page.plus(1);
         }
-        // What is not armed needs no disarming; a part that is unmapped makes the call fail after its neighbours were done.
+        // What is not armed needs no disarming; a part that is unmapped makes the call fail after
+        // its neighbours were done.
         let _ = self.uffd.unregister(range);
         if engine.followed {
             shield::lift(&mm, range);

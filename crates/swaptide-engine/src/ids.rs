@@ -73,7 +73,8 @@ pub fn range_of(page: PageNo, n: usize) -> VirtRange {
     VirtRange { start: page.addr(), end: page.plus(n).addr() }
 }
 
-/// Splits a mask of pages of one chunk into runs of set bits, `(first, length)`, in ascending order.
+/// Splits a mask of pages of one chunk into runs of set bits, `(first, length)`, in ascending
+/// order.
 pub fn runs(mask: u16) -> impl Iterator<Item = (usize, usize)> {
     let mut rest = u32::from(mask);
     std::iter::from_fn(move || {
@@ -87,8 +88,8 @@ pub fn runs(mask: u16) -> impl Iterator<Item = (usize, usize)> {
     })
 }
 
-/// Splits a mask of pages of one chunk into aligned runs of a power of two, largest first in place: the folios it can be swapped out as.
-/// Yields `(first, order)`.
+/// Splits a mask of pages of one chunk into aligned runs of a power of two, largest first in place:
+/// the folios it can be swapped out as. Yields `(first, order)`.
 pub fn folios(mask: u16) -> impl Iterator<Item = (usize, u8)> {
     runs(mask).flat_map(|(first, len)| {
         let (mut at, end) = (first, first + len);
@@ -96,7 +97,8 @@ pub fn folios(mask: u16) -> impl Iterator<Item = (usize, u8)> {
             if at >= end {
                 return None;
             }
-            let mut order = if at == 0 { CHUNK_ORDER } else { (at.trailing_zeros() as u8).min(CHUNK_ORDER) };
+            let mut order =
+                if at == 0 { CHUNK_ORDER } else { (at.trailing_zeros() as u8).min(CHUNK_ORDER) };
             while at + (1 << order) > end {
                 order -= 1;
             }

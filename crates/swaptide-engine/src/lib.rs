@@ -1,26 +1,35 @@
-//! The pager: it keeps a program's memory within a limit, moving cold pages out of it and bringing them back when they are touched.
+//! The pager: it keeps a program's memory within a limit, moving cold pages out of it and bringing
+//! them back when they are touched.
 //!
-//! One engine lives in each managed process. Its threads are made with raw clones and touch nothing of the program's own memory, which
-//! they might find swapped out:
-//! - the **handler** ([`handler`]) reads the program's userfaultfd: faults ([`fault`]), changes of mappings ([`events`]), forks
-//!   ([`fork`]) and the bells by which other threads ask it for something ([`bell`]). It alone fills pages and adopts memory ([`adopt`]).
-//! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and hand out the frames; worker 0 also looks
-//!   after the accounts and moves the oldest compressed pages to the file ([`writeback`]).
+//! One engine lives in each managed process. Its threads are made with raw clones and touch nothing
+//! of the program's own memory, which they might find swapped out:
+//! - the **handler** ([`handler`]) reads the program's userfaultfd: faults ([`fault`]), changes of
+//!   mappings ([`events`]), forks ([`fork`]) and the bells by which other threads ask it for
+//!   something ([`bell`]). It alone fills pages and adopts memory ([`adopt`]).
+//! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
+//!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
+//!   pages to the file ([`writeback`]).
 //!
 //! # A fault, in a minute
-//! [`handler::Handler::run`] reads the message, [`fault`] finds the page's word ([`pagetable`]): empty pages are grown, swapped ones are
-//! loaded from their slot ([`devices`]) into a buffer or into staging frames ([`staging`]), moved or copied in, and the thread is woken last.
+//! [`handler::Handler::run`] reads the message, [`fault`] finds the page's word ([`pagetable`]):
+//! empty pages are grown, swapped ones are loaded from their slot ([`devices`]) into a buffer or
+//! into staging frames ([`staging`]), moved or copied in, and the thread is woken last.
 //!
 //! # Invariants
-//! 1. A page's data is in one of three places: the program (word `Present`), a worker's staging frame (swap entry whose slot holds a folio) or a
-//!    device (swap entry whose slot holds a shadow). It leaves a place only after it is in the next one.
+//! 1. A page's data is in one of three places: the program (word `Present`), a worker's staging
+//!    frame (swap entry whose slot holds a folio) or a device (swap entry whose slot holds a
+//!    shadow). It leaves a place only after it is in the next one.
 //! 2. Only the handler fills pages; only workers, and the handler in their stead, take pages out.
-//! 3. Engine threads never touch the program's memory, never allocate from its heap and hold no lock while they wait for an event.
-//! 4. Whatever cannot be brought back is poisoned and counted, or the process ends with a message. Nothing becomes zeros.
+//! 3. Engine threads never touch the program's memory, never allocate from its heap and hold no
+//!    lock while they wait for an event.
+//! 4. Whatever cannot be brought back is poisoned and counted, or the process ends with a message.
+//!    Nothing becomes zeros.
 //!
 //! # Lock order
-//! `Engine::mm` (page table, regions, staging, queues) → the swap layer's cluster lock → its list lock → a store device's own lock →
-//! the allocator's lock → the registry of own mappings. The trash of staging frames comes after `Engine::mm` or alone. A worker compresses and writes with none of them held.
+//! `Engine::mm` (page table, regions, staging, queues) → the swap layer's cluster lock → its list
+//! lock → a store device's own lock → the allocator's lock → the registry of own mappings. The
+//! trash of staging frames comes after `Engine::mm` or alone. A worker compresses and writes with
+//! none of them held.
 
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -91,9 +100,15 @@ pub enum EngineError {
 impl std::fmt::Display for EngineError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            EngineError::Open(error) => write!(f, "{error}; `swaptide doctor` tells what is missing"),
+            EngineError::Open(error) => {
+                write!(f, "{error}; `swaptide doctor` tells what is missing")
+            }
             EngineError::Memory(what, errno) => {
-                write!(f, "{what}: {}; raise the limit on address space or vm.max_map_count", swaptide_sys::Why(*errno))
+                write!(
+                    f,
+                    "{what}: {}; raise the limit on address space or vm.max_map_count",
+                    swaptide_sys::Why(*errno)
+                )
             }
             EngineError::Devices(what) => write!(f, "{what}; raise the limit on address space"),
         }

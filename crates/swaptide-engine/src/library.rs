@@ -1,7 +1,8 @@
-//! Where a library ends in memory: its zero-initialised data is no mapping that can be told from what the program has mapped right behind it.
+//! Where a library ends in memory: its zero-initialised data is no mapping that can be told from
+//! what the program has mapped right behind it.
 //!
-//! Owns: nothing. It is asked while mappings are listed, when the library may just be going: its header is read through `/proc`, where a page that has gone
-//! is an error.
+//! Owns: nothing. It is asked while mappings are listed, when the library may just be going: its
+//! header is read through `/proc`, where a page that has gone is an error.
 
 use swaptide_sys::maps::read_own;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
@@ -12,7 +13,8 @@ const SEGMENT: usize = 56;
 /// A segment that is loaded.
 const PT_LOAD: u32 = 1;
 
-/// The end of the library whose file's first page is mapped at `head`; nothing where that is not to be read, or is no library.
+/// The end of the library whose file's first page is mapped at `head`; nothing where that is not to
+/// be read, or is no library.
 pub fn end(head: VirtAddr) -> Option<VirtAddr> {
     let mut bytes = [0; 2048];
     let n = read_own(head, &mut bytes).ok()?;
@@ -21,9 +23,12 @@ pub fn end(head: VirtAddr) -> Option<VirtAddr> {
 
 /// The same, of the header's bytes.
 fn end_in(bytes: &[u8], head: VirtAddr) -> Option<VirtAddr> {
-    let half = |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?) as usize);
+    let half =
+        |at: usize| Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?) as usize);
     let word = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
-    let long = |at: usize| usize::try_from(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?)).ok();
+    let long = |at: usize| {
+        usize::try_from(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?)).ok()
+    };
     // 64 bits, little-endian.
     if bytes.len() < HEADER || !bytes.starts_with(b"\x7fELF\x02\x01") || half(54)? != SEGMENT {
         return None;
@@ -93,11 +98,23 @@ mod tests {
         for cut in 0..good.len() {
             assert_eq!(end_in(&good[..cut], HEAD), None, "{cut} bytes");
         }
-        assert_eq!(end_in(&header(&[(PT_LOAD, 0x1000, 0x1000, 0x1000)]), HEAD), None, "no segment has the first page");
+        assert_eq!(
+            end_in(&header(&[(PT_LOAD, 0x1000, 0x1000, 0x1000)]), HEAD),
+            None,
+            "no segment has the first page"
+        );
         for (addr, size) in [(u64::MAX, 1), (1, u64::MAX), (u64::MAX - 0xfff, 0xffe)] {
-            assert_eq!(end_in(&header(&[(PT_LOAD, 0, 0, 1), (PT_LOAD, 1, addr, size)]), HEAD), None, "{addr:x}, {size:x}");
+            assert_eq!(
+                end_in(&header(&[(PT_LOAD, 0, 0, 1), (PT_LOAD, 1, addr, size)]), HEAD),
+                None,
+                "{addr:x}, {size:x}"
+            );
         }
-        assert_eq!(end_in(&header(&[(PT_LOAD, 0, 1 << 62, 1)]), HEAD), None, "it would begin before address 0");
+        assert_eq!(
+            end_in(&header(&[(PT_LOAD, 0, 1 << 62, 1)]), HEAD),
+            None,
+            "it would begin before address 0"
+        );
     }
 
     #[test]
@@ -113,7 +130,10 @@ mod tests {
         })
         .unwrap();
         let end = end(head.expect("this test has a libc")).expect("libc is a library");
-        assert!(end >= last && end.0 - last.0 < 1 << 20, "libc's file ends at {last:?}, libc at {end:?}");
+        assert!(
+            end >= last && end.0 - last.0 < 1 << 20,
+            "libc's file ends at {last:?}, libc at {end:?}"
+        );
         assert_eq!(super::end(VirtAddr(PAGE_SIZE)), None, "nothing is mapped there");
     }
 }

@@ -1,16 +1,21 @@
 //! From the devices into the handler's buffers: what a snapshot says is on them.
 //!
-//! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on disks that turn, what was read ahead
-//! ([`swaptide_store::file::ReadAhead`]). Nothing here touches the program or its words: whoever put pages into a buffer looks again whether they are still meant.
+//! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on
+//! disks that turn, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here touches
+//! the program or its words: whoever put pages into a buffer looks again whether they are still
+//! meant.
 //!
 //! Rules
-//! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file is read in one go.
-//! 2. A page that is read alone from a disk that turns brings along what was written beside it: `2^page-cluster` pages at most (8 where nothing
-//!    is said), and 1/128 of the limit, as many as the last ones proved worth it. None where the program is past its limit: then what is held is
-//!    given up.
-//!    (kernel-facts G, cluster readahead. The windows of streams are [`crate::locality`]'s.)
-//! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned; so is one that came over a network and is not what was
-//!    written. What is wrong on a disk is poisoned at once, and so is what a server was asked for that does not answer.
+//! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
+//!    is read in one go.
+//! 2. A page that is read alone from a disk that turns brings along what was written beside it:
+//!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
+//!    the last ones proved worth it. None where the program is past its limit: then what is held is
+//!    given up. (kernel-facts G, cluster readahead. The windows of streams are
+//!    [`crate::locality`]'s.)
+//! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned;
+//!    so is one that came over a network and is not what was written. What is wrong on a disk is
+//!    poisoned at once, and so is what a server was asked for that does not answer.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -30,8 +35,10 @@ use crate::ids::PageNo;
 use crate::probe::{Place, Snapshot};
 use crate::split::Loads;
 
-/// What lies between the attempts to read a page before it is given up, but for the first two, which follow each other.
-pub(crate) const PAUSES: [Duration; 3] = [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
+/// What lies between the attempts to read a page before it is given up, but for the first two,
+/// which follow each other.
+pub(crate) const PAUSES: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 /// `page-cluster` where nothing is said.
 const PAGE_CLUSTER: u8 = 3;
 
@@ -43,7 +50,9 @@ impl Handler {
         let began = self.loads.any_zstd.then(now);
         let (mut loaded, mut zstd) = (0, 0);
         for (entry, out) in entries.iter().zip(out) {
-            let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else { break };
+            let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else {
+                break;
+            };
             loaded += 1;
             zstd += u32::from(codec == Some(Codec::Zstd));
         }
@@ -64,11 +73,13 @@ impl Handler {
     pub(crate) fn tell_loads(&mut self, mm: &mut Mm) {
         if self.loads.pages >= 64 {
             let any_zstd = self.loads.zstd > 0;
-            mm.split.loaded(std::mem::replace(&mut self.loads, Loads { any_zstd, ..Loads::default() }));
+            mm.split
+                .loaded(std::mem::replace(&mut self.loads, Loads { any_zstd, ..Loads::default() }));
         }
     }
 
-    /// Loads the pages at the front of a snapshot. Gives how many came before the first that could not be.
+    /// Loads the pages at the front of a snapshot. Gives how many came before the first that could
+    /// not be.
     pub(crate) fn load(&mut self, snapshot: &Snapshot, out: &mut [Page]) -> usize {
         let entries = snapshot.entries();
         self.held_hits = 0;
@@ -103,13 +114,19 @@ impl Handler {
         self.read_file(snapshot.first(), &mut requests).unwrap_or(loaded)
     }
 
-    /// Reads pages from the file: each with its place from `first` on. Gives the first place that could not be read.
-    fn read_file(&mut self, first: PageNo, pages: &mut [(usize, Slot, &mut Page)]) -> Option<usize> {
+    /// Reads pages from the file: each with its place from `first` on. Gives the first place that
+    /// could not be read.
+    fn read_file(
+        &mut self,
+        first: PageNo,
+        pages: &mut [(usize, Slot, &mut Page)],
+    ) -> Option<usize> {
         let engine = self.engine;
         let file = &engine.devices.file;
         let began = now();
         let most = self.cluster_window();
-        let mut requests: Vec<(Slot, &mut Page)> = pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
+        let mut requests: Vec<(Slot, &mut Page)> =
+            pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
         let (place, ahead) = (&mut self.place, &mut self.ahead);
         let error = match place.normally(|| ahead.read(&file.device, &mut requests, most)) {
             Ok(Ahead { hits, ahead }) => {
@@ -133,11 +150,16 @@ impl Handler {
         for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
             let mut result = file.device.read(&mut [(*slot, &mut **out)]);
             for pause in PAUSES {
-                // What is wrong on a disk stays so, and a server that does not answer was waited for. What could not be read may be read a little later,
-                // and what is wrong on its way here may be right then.
+                // What is wrong on a disk stays so, and a server that does not answer was waited
+                // for. What could not be read may be read a little later, and what is wrong on its
+                // way here may be right then.
                 let is_worth_it = match &result {
-                    Err(ReadError { kind: ReadErrorKind::Io(errno), .. }) => *errno != Errno::TIMEDOUT,
-                    Err(ReadError { kind: ReadErrorKind::Authentication, .. }) => file.device.server_of(*slot).is_some(),
+                    Err(ReadError { kind: ReadErrorKind::Io(errno), .. }) => {
+                        *errno != Errno::TIMEDOUT
+                    }
+                    Err(ReadError { kind: ReadErrorKind::Authentication, .. }) => {
+                        file.device.server_of(*slot).is_some()
+                    }
                     _ => false,
                 };
                 if !is_worth_it {
@@ -148,7 +170,10 @@ impl Handler {
             }
             if let Err(error) = result {
                 if at == 0 {
-                    (engine.start.log)(&format!("page {:?} cannot be read from the swap file: {error}", first.plus(*k).addr()));
+                    (engine.start.log)(&format!(
+                        "page {:?} cannot be read from the swap file: {error}",
+                        first.plus(*k).addr()
+                    ));
                 }
                 return Some(*k);
             }
@@ -167,7 +192,8 @@ impl Handler {
         (1 << cluster).min(MOST_AHEAD).min(charge.window_pages() / 2)
     }
 
-    /// How much may come in at a time. Read anew each time: it may be changed while the run is under way.
+    /// How much may come in at a time. Read anew each time: it may be changed while the run is
+    /// under way.
     pub(crate) fn gate(&self) -> Gate {
         let header = &self.engine.start.segment.header;
         Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed))

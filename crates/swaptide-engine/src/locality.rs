@@ -1,18 +1,23 @@
 //! What the faults so far say of the next ones.
 //!
-//! Owns: a few streams (places where faults go upwards) for growth and for swap-in, and the chunks under observation.
+//! Owns: a few streams (places where faults go upwards) for growth and for swap-in, and the chunks
+//! under observation.
 //!
 //! Rules
-//! 1. A fault where a stream is expected goes on with it: what it brought ahead was run through (a *hit*), and its window doubles, up to the
-//!    caller's bound. A fault inside the window that the stream brought last is a miss: its page went out again before it was wanted, and the
-//!    window halves. Elsewhere a fault starts a stream of one page.
-//! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That cannot be seen of pages that are brought in;
-//!    so some chunks are put under observation: of them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
-//!    The mean of the last counts decides for the others.
-//!    Each region has its own mean; a new one begins with that of all.
-//! 3. Of a window a page is left out now and then ([`crate::sampling`]). Where less than a third of those is asked for, windows are halved until
-//!    they close and the stream ends; one that is asked for lets them grow again. A page that came for nothing costs a third of a fault.
-//! 4. A hint replaces the guess: sequential starts with a window of a chunk, random never brings in more than the page.
+//! 1. A fault where a stream is expected goes on with it: what it brought ahead was run through (a
+//!    *hit*), and its window doubles, up to the caller's bound. A fault inside the window that the
+//!    stream brought last is a miss: its page went out again before it was wanted, and the window
+//!    halves. Elsewhere a fault starts a stream of one page.
+//! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That
+//!    cannot be seen of pages that are brought in; so some chunks are put under observation: of
+//!    them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
+//!    The mean of the last counts decides for the others. Each region has its own mean; a new one
+//!    begins with that of all.
+//! 3. Of a window a page is left out now and then ([`crate::sampling`]). Where less than a third of
+//!    those is asked for, windows are halved until they close and the stream ends; one that is
+//!    asked for lets them grow again. A page that came for nothing costs a third of a fault.
+//! 4. A hint replaces the guess: sequential starts with a window of a chunk, random never brings in
+//!    more than the page.
 
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use crate::sampling::{SMALLEST, Samples, StreamId, Trust};
@@ -28,11 +33,13 @@ const OBSERVED: usize = 16;
 const HORIZON: u32 = 128;
 /// While chunks are brought in whole, every so manyth is put under observation.
 const OBSERVE_EVERY: u32 = 16;
-/// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper. A page that is brought in for nothing costs its
-/// loading, another page's going out, and that one's coming back: about as much as a fault. So at least half of a chunk must be wanted.
+/// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper. A
+/// page that is brought in for nothing costs its loading, another page's going out, and that one's
+/// coming back: about as much as a fault. So at least half of a chunk must be wanted.
 const WORTH_16: u32 = 7 * 16;
 
-/// The same for pages in the file: one reading brings them all, and a page that was not written goes out again for next to nothing.
+/// The same for pages in the file: one reading brings them all, and a page that was not written
+/// goes out again for next to nothing.
 const WORTH_READING_16: u32 = 16 + 8;
 
 #[derive(Clone, Copy)]
@@ -46,12 +53,21 @@ struct Stream {
     id: StreamId,
     /// What its windows may be at most, as far as pages that were left out tell.
     most: usize,
-    /// What of the pages that were left out was asked for: 2 up for each that was, 1 down for each that was not.
+    /// What of the pages that were left out was asked for: 2 up for each that was, 1 down for each
+    /// that was not.
     score: i8,
 }
 
 impl Stream {
-    const NONE: Stream = Stream { next: usize::MAX, window: 0, ahead: 0, used: 0, id: StreamId(0), most: usize::MAX, score: 0 };
+    const NONE: Stream = Stream {
+        next: usize::MAX,
+        window: 0,
+        ahead: 0,
+        used: 0,
+        id: StreamId(0),
+        most: usize::MAX,
+        score: 0,
+    };
 
     /// A page that was left out was asked for.
     fn wants(&mut self) {
@@ -84,11 +100,13 @@ impl Streams {
         Streams { streams: [Stream::NONE; STREAMS], current: 0, clock: 0, started: 0 }
     }
 
-    /// The stream that expects `at`, or, with `slack`, something before it by no more than its own window.
+    /// The stream that expects `at`, or, with `slack`, something before it by no more than its own
+    /// window.
     fn find(&mut self, at: usize, slack: bool) -> Option<&mut Stream> {
         self.clock = self.clock.wrapping_add(1);
         let clock = self.clock;
-        let expects = |s: &Stream| s.next <= at && at - s.next <= if slack { s.window / 2 } else { 0 };
+        let expects =
+            |s: &Stream| s.next <= at && at - s.next <= if slack { s.window / 2 } else { 0 };
         self.current = self.streams.iter().position(expects)?;
         let stream = &mut self.streams[self.current];
         stream.used = clock;
@@ -110,9 +128,12 @@ impl Streams {
 
     fn start(&mut self, next: usize, window: usize) {
         let clock = self.clock;
-        if let Some((at, oldest)) = self.streams.iter_mut().enumerate().max_by_key(|(_, s)| clock.wrapping_sub(s.used)) {
+        if let Some((at, oldest)) =
+            self.streams.iter_mut().enumerate().max_by_key(|(_, s)| clock.wrapping_sub(s.used))
+        {
             self.started = self.started.wrapping_add(1);
-            *oldest = Stream { next, window, used: clock, id: StreamId(self.started), ..Stream::NONE };
+            *oldest =
+                Stream { next, window, used: clock, id: StreamId(self.started), ..Stream::NONE };
             self.current = at;
         }
     }
@@ -193,14 +214,20 @@ impl Locality {
             faults: 0,
             // Nothing is brought in for nothing before there is a reason to.
             mean_16: WORTH_READING_16 - 8,
-            homes: [Home { first: usize::MAX, mean_16: WORTH_READING_16 - 8, until_observation: 0, used: 0 }; HOMES],
+            homes: [Home {
+                first: usize::MAX,
+                mean_16: WORTH_READING_16 - 8,
+                until_observation: 0,
+                used: 0,
+            }; HOMES],
             home: 0,
             samples: Samples::default(),
             hits: 0,
         }
     }
 
-    /// Pages to fill upwards for a first touch at `page`, at most `bound`. The caller tells what it did with [`Locality::grew`].
+    /// Pages to fill upwards for a first touch at `page`, at most `bound`. The caller tells what it
+    /// did with [`Locality::grew`].
     pub fn growth_window(&mut self, page: PageNo, bound: usize) -> usize {
         match self.growth.find(page.0, false) {
             Some(stream) => (stream.window * 2).min(bound),
@@ -224,9 +251,15 @@ impl Locality {
         }
     }
 
-    /// What to bring in for a fault on a swapped page of the region that begins with page `home`, at most `bound` pages. What came of it is told
-    /// with [`Locality::came`].
-    pub fn swap_in(&mut self, home: PageNo, page: PageNo, reading: Reading, bound: usize) -> SwapIn {
+    /// What to bring in for a fault on a swapped page of the region that begins with page `home`,
+    /// at most `bound` pages. What came of it is told with [`Locality::came`].
+    pub fn swap_in(
+        &mut self,
+        home: PageNo,
+        page: PageNo,
+        reading: Reading,
+        bound: usize,
+    ) -> SwapIn {
         self.faults = self.faults.wrapping_add(1);
         if reading == Reading::Random || bound < 2 {
             return SwapIn::Page;
@@ -252,7 +285,8 @@ impl Locality {
             }
             let bound = bound.min(stream.most);
             stream.window = (stream.window * 2).clamp(2, bound);
-            // Windows end at multiples of their size, so that the next ones are aligned blocks. One that still grows may wait for that.
+            // Windows end at multiples of their size, so that the next ones are aligned blocks. One
+            // that still grows may wait for that.
             let end = page.0 + stream.window;
             let aligned = end >> stream.window.ilog2() << stream.window.ilog2();
             let least = if stream.window < bound { stream.window / 2 } else { 0 };
@@ -279,8 +313,8 @@ impl Locality {
         SwapIn::Chunk
     }
 
-    /// A page to be left out of the window of `pages` pages from `page` on that was foretold just now, if one shall be. That it was is told with
-    /// [`Locality::left_out`].
+    /// A page to be left out of the window of `pages` pages from `page` on that was foretold just
+    /// now, if one shall be. That it was is told with [`Locality::left_out`].
     pub fn leave_out(&mut self, page: PageNo, pages: usize) -> Option<PageNo> {
         let stream = &self.reads.streams[self.reads.current];
         let trust = match stream.score {
@@ -302,7 +336,8 @@ impl Locality {
         self.reads.streams[current].ahead = pages.saturating_sub(1);
     }
 
-    /// Pages that came ahead of their fault and were run through since the last call: the next fault came where their window ended.
+    /// Pages that came ahead of their fault and were run through since the last call: the next
+    /// fault came where their window ended.
     pub fn take_hits(&mut self) -> usize {
         std::mem::take(&mut self.hits)
     }
@@ -312,7 +347,8 @@ impl Locality {
         self.homes[self.home].mean_16 + 16
     }
 
-    /// True when a page that is read from the file shall bring its neighbours in the chunk from there with it.
+    /// True when a page that is read from the file shall bring its neighbours in the chunk from
+    /// there with it.
     pub fn reads_around(&self) -> bool {
         self.homes[self.home].mean_16 >= WORTH_READING_16
     }
@@ -323,9 +359,18 @@ impl Locality {
         self.home = match self.homes.iter().position(|home| home.first == first.0) {
             Some(at) => at,
             None => {
-                let oldest = self.homes.iter().enumerate().max_by_key(|(_, home)| clock.wrapping_sub(home.used));
+                let oldest = self
+                    .homes
+                    .iter()
+                    .enumerate()
+                    .max_by_key(|(_, home)| clock.wrapping_sub(home.used));
                 let at = oldest.map_or(0, |(at, _)| at);
-                self.homes[at] = Home { first: first.0, mean_16: self.mean_16, until_observation: 0, used: clock };
+                self.homes[at] = Home {
+                    first: first.0,
+                    mean_16: self.mean_16,
+                    until_observation: 0,
+                    used: clock,
+                };
                 at
             }
         };
@@ -335,7 +380,11 @@ impl Locality {
     /// Counts a fault in a chunk, if that is under observation: then it is true.
     fn count(&mut self, chunk: ChunkNo) -> bool {
         let faults = self.faults;
-        match self.observed.iter_mut().find(|o| o.chunk == chunk.0 && faults.wrapping_sub(o.since) <= HORIZON) {
+        match self
+            .observed
+            .iter_mut()
+            .find(|o| o.chunk == chunk.0 && faults.wrapping_sub(o.since) <= HORIZON)
+        {
             Some(observed) => {
                 observed.faults += 1;
                 true
@@ -393,7 +442,8 @@ mod tests {
         assert_eq!(locality.growth_window(at, 64), 64, "the stream is still known");
     }
 
-    /// Touches pages in an order; gives the pages brought in and the faults, when each page stays once it is in.
+    /// Touches pages in an order; gives the pages brought in and the faults, when each page stays
+    /// once it is in.
     fn touch(locality: &mut Locality, order: impl Iterator<Item = usize>) -> (usize, usize) {
         let mut there = std::collections::HashSet::new();
         let mut faults = 0;
@@ -404,7 +454,8 @@ mod tests {
             faults += 1;
             match locality.swap_in(HOME, PageNo(page), Reading::Unknown, 256) {
                 SwapIn::Page => drop(there.insert(page)),
-                SwapIn::Chunk => there.extend(PageNo(page).chunk().first().0..PageNo(page).chunk().plus(1).first().0),
+                SwapIn::Chunk => there
+                    .extend(PageNo(page).chunk().first().0..PageNo(page).chunk().plus(1).first().0),
                 SwapIn::Onward(n) => {
                     there.extend(page..page + n);
                     locality.came(n);
@@ -420,7 +471,8 @@ mod tests {
     }
 
     fn random(state: &mut u64) -> usize {
-        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        *state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (*state >> 33) as usize
     }
 
@@ -441,17 +493,22 @@ mod tests {
     fn a_stream_that_thins_out_is_given_up_and_one_that_thickens_comes_back() {
         let mut locality = Locality::new();
         let (_, _) = touch(&mut locality, 0..8_192);
-        // From here on every eighth page is touched; windows of 256 pages find a touch behind each of them.
+        // From here on every eighth page is touched; windows of 256 pages find a touch behind each
+        // of them.
         let (brought, faults) = touch(&mut locality, (8_192..200_000).step_by(8));
         let touched = (200_000 - 8_192) / 8;
-        assert!(brought < touched + 8192 && faults > touched / 2, "{brought} pages for {touched}, {faults} faults");
+        assert!(
+            brought < touched + 8192 && faults > touched / 2,
+            "{brought} pages for {touched}, {faults} faults"
+        );
         let (_, faults) = touch(&mut locality, 200_000..208_000);
         assert!(faults < 120, "{faults}");
     }
 
     #[test]
     fn a_stream_of_which_half_is_wanted_keeps_its_windows() {
-        let (_, faults) = touch(&mut Locality::new(), (0..200_000).filter(|page| *page < 64 || page % 2 == 0));
+        let (_, faults) =
+            touch(&mut Locality::new(), (0..200_000).filter(|page| *page < 64 || page % 2 == 0));
         assert!(faults < 200_000 / 64, "{faults}");
     }
 
@@ -474,7 +531,12 @@ mod tests {
             for k in 0..PAGES_PER_CHUNK {
                 let at = (random(&mut state) + 7 * k) % PAGES_PER_CHUNK;
                 if there >> at & 1 == 0 {
-                    there |= match locality.swap_in(HOME, PageNo(chunk * PAGES_PER_CHUNK + at), Reading::Unknown, 64) {
+                    there |= match locality.swap_in(
+                        HOME,
+                        PageNo(chunk * PAGES_PER_CHUNK + at),
+                        Reading::Unknown,
+                        64,
+                    ) {
                         SwapIn::Chunk => 0xffff,
                         _ => 1 << at,
                     };
@@ -482,7 +544,8 @@ mod tests {
                 }
             }
             let page = (1 << 24) + random(&mut state) % (1 << 20);
-            if locality.swap_in(PageNo(1 << 24), PageNo(page), Reading::Unknown, 64) != SwapIn::Page {
+            if locality.swap_in(PageNo(1 << 24), PageNo(page), Reading::Unknown, 64) != SwapIn::Page
+            {
                 brought[1] += 1;
             }
         }
@@ -505,7 +568,10 @@ mod tests {
         for _ in 0..2000 {
             let chunk = random(&mut state) % 65_536;
             let start = random(&mut state);
-            order.extend((0..PAGES_PER_CHUNK).map(|k| chunk * PAGES_PER_CHUNK + (start + 7 * k) % PAGES_PER_CHUNK));
+            order.extend(
+                (0..PAGES_PER_CHUNK)
+                    .map(|k| chunk * PAGES_PER_CHUNK + (start + 7 * k) % PAGES_PER_CHUNK),
+            );
         }
         let (brought, faults) = touch(&mut Locality::new(), order.into_iter());
         assert!(faults < brought / 5, "{brought} pages for {faults} faults");
@@ -571,7 +637,10 @@ mod tests {
                         _ => at += 1,
                     }
                 }
-                let SwapIn::Onward(n) = locality.swap_in(HOME, PageNo(at), Reading::Unknown, bound) else { panic!("a stream") };
+                let SwapIn::Onward(n) = locality.swap_in(HOME, PageNo(at), Reading::Unknown, bound)
+                else {
+                    panic!("a stream")
+                };
                 assert_eq!((n, at % n), (1 << bound.ilog2(), 0), "from {start}, at most {bound}");
             }
         }
@@ -583,6 +652,9 @@ mod tests {
         for page in 0..100 {
             assert_eq!(locality.swap_in(HOME, PageNo(page), Reading::Random, 256), SwapIn::Page);
         }
-        assert_eq!(locality.swap_in(HOME, PageNo(5000), Reading::Sequential, 256), SwapIn::Onward(PAGES_PER_CHUNK));
+        assert_eq!(
+            locality.swap_in(HOME, PageNo(5000), Reading::Sequential, 256),
+            SwapIn::Onward(PAGES_PER_CHUNK)
+        );
     }
 }

@@ -1,16 +1,19 @@
 //! The engine's page table: what every managed page of the program is.
 //!
-//! Owns: one word for each page of the 64 KiB in use and one [`Chunk`] for each of them, under a directory by address.
+//! Owns: one word for each page of the 64 KiB in use and one [`Chunk`] for each of them, under a
+//! directory by address.
 //!
 //! Invariants
-//! 1. A page's word is `Present` or `Kept` only between the moment its presence was established (a scan at adoption, a fill by a handler) and the
-//!    moment it is taken out or given up. A page whose word is neither is never taken out, whatever the kernel maps there.
-//! 2. A chunk's masks of present and swapped pages are derived from its words by [`PageTable::set`] alone; `shared` and `own` are told, and hold present
-//!    pages only.
-//! 3. A chunk with present pages stands in the queue of resident chunks, or all its present pages are shared and it stands in that of shared ones
-//!    ([`crate::queue`]).
-//! 4. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value read before a piece of unlocked work and
-//!    found again after it proves that the swap entries of the chunk are the same *and* stand for the same data.
+//! 1. A page's word is `Present` or `Kept` only between the moment its presence was established (a
+//!    scan at adoption, a fill by a handler) and the moment it is taken out or given up. A page
+//!    whose word is neither is never taken out, whatever the kernel maps there.
+//! 2. A chunk's masks of present and swapped pages are derived from its words by [`PageTable::set`]
+//!    alone; `shared` and `own` are told, and hold present pages only.
+//! 3. A chunk with present pages stands in the queue of resident chunks, or all its present pages
+//!    are shared and it stands in that of shared ones ([`crate::queue`]).
+//! 4. `epoch` of a chunk changes whenever one of its words changes from or to `Swapped`: a value
+//!    read before a piece of unlocked work and found again after it proves that the swap entries of
+//!    the chunk are the same *and* stand for the same data.
 //!
 //! Locks: none; the table lies inside the engine's memory lock.
 
@@ -30,8 +33,9 @@ pub enum PageState {
     Empty,
     /// The program has it.
     Present,
-    /// The program has it, and the slot of the swap entry still holds what it was when it was brought in: if it has not been written
-    /// since, it needs no second compression when it goes out again.
+    /// The program has it, and the slot of the swap entry still holds what it was when it was
+    /// brought in: if it has not been written since, it needs no second compression when it goes
+    /// out again.
     Kept(SwapEntry),
     /// Its data is where the swap entry says.
     Swapped(SwapEntry),
@@ -92,16 +96,19 @@ pub struct Chunk {
     pub present: u16,
     /// Pages that are swapped.
     pub swapped: u16,
-    /// Pages that are present and that another process has, too, since a fork, as far as is known: the kernel did not move them. Told by [`PageTable::share`].
+    /// Pages that are present and that another process has, too, since a fork, as far as is known:
+    /// the kernel did not move them. Told by [`PageTable::share`].
     pub shared: u16,
-    /// Pages that are present and were faulted for writing since the last fork: what keeps one of them from being moved is no sharing. Told by
-    /// [`PageTable::make_own`].
+    /// Pages that are present and were faulted for writing since the last fork: what keeps one of
+    /// them from being moved is no sharing. Told by [`PageTable::make_own`].
     pub own: u16,
-    /// See the module's fourth invariant; drawn from one count for the whole table, so that no two changes share a value.
+    /// See the module's fourth invariant; drawn from one count for the whole table, so that no two
+    /// changes share a value.
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`], [`SHARED_LOGGED`], [`OWN_LOGGED`].
+    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`],
+    /// [`SHARED_LOGGED`], [`OWN_LOGGED`].
     pub flags: u8,
     /// Words that are not empty.
     used: u8,
@@ -116,7 +123,8 @@ pub const STUCK: u8 = 4;
 /// The chunk stands in the log of chunks of which copies are kept.
 pub const KEPT_LOGGED: u8 = 8;
 
-/// The chunk stands in the log of chunks that were in compressed memory for long (see [`crate::recompress`]).
+/// The chunk stands in the log of chunks that were in compressed memory for long (see
+/// [`crate::recompress`]).
 pub const SETTLED_LOGGED: u8 = 16;
 /// The chunk stands in the queue of chunks with shared pages.
 pub const SHARED_LOGGED: u8 = 32;
@@ -154,7 +162,8 @@ impl Default for PageTable {
 }
 
 impl PageTable {
-    /// An empty table for the 47 bits of a program's addresses. Pages above ([`MANAGED_END`]) are `Empty` and cannot be set to anything else.
+    /// An empty table for the 47 bits of a program's addresses. Pages above ([`MANAGED_END`]) are
+    /// `Empty` and cannot be set to anything else.
     pub fn new() -> PageTable {
         let mut top = Vec::new();
         top.resize_with(MIDS, || None);
@@ -200,7 +209,8 @@ impl PageTable {
         were
     }
 
-    /// Pages of a chunk were faulted for writing: those that are present are this process's own, until [`PageTable::forget_own`].
+    /// Pages of a chunk were faulted for writing: those that are present are this process's own,
+    /// until [`PageTable::forget_own`].
     pub fn make_own(&mut self, chunk: ChunkNo, pages: u16) {
         self.update(chunk, |chunk| chunk.own |= chunk.present & pages);
     }
@@ -242,7 +252,8 @@ impl PageTable {
 
     /// What a page is.
     pub fn get(&self, page: PageNo) -> PageState {
-        self.cell(page.chunk()).map_or(PageState::Empty, |cell| PageState::of(cell.words[page.in_chunk()]))
+        self.cell(page.chunk())
+            .map_or(PageState::Empty, |cell| PageState::of(cell.words[page.in_chunk()]))
     }
 
     /// Changes what a page is; gives what it was.
@@ -284,7 +295,8 @@ impl PageTable {
         PageState::of(old)
     }
 
-    /// A cell without a used word goes, unless its chunk still stands in a queue, where its flag must be found again.
+    /// A cell without a used word goes, unless its chunk still stands in a queue, where its flag
+    /// must be found again.
     fn drop_cell(&mut self, chunk: ChunkNo) {
         if self.cell(chunk).is_none_or(|cell| cell.chunk.flags & LISTED != 0) {
             return;
@@ -323,7 +335,8 @@ impl PageTable {
         }
     }
 
-    /// The first page at or after `page` and (roughly) before `end` whose chunk is in use: lets a walk skip what is empty.
+    /// The first page at or after `page` and (roughly) before `end` whose chunk is in use: lets a
+    /// walk skip what is empty.
     pub fn next_used(&self, page: PageNo, end: PageNo) -> Option<PageNo> {
         let mut leaf = page.0 / PAGES_PER_LEAF;
         let last = end.0.div_ceil(PAGES_PER_LEAF);
@@ -334,9 +347,16 @@ impl PageTable {
                 Some(mid) => {
                     let first = PageNo((leaf * PAGES_PER_LEAF).max(page.0));
                     let cells = mid[leaf % LEAVES_PER_MID].as_deref().into_iter().flatten();
-                    let used = cells.enumerate().skip(first.chunk().0 % CHUNKS_PER_LEAF).find(|(_, cell)| cell.is_some());
+                    let used = cells
+                        .enumerate()
+                        .skip(first.chunk().0 % CHUNKS_PER_LEAF)
+                        .find(|(_, cell)| cell.is_some());
                     match used {
-                        Some((at, _)) => return Some(PageNo((leaf * PAGES_PER_LEAF + at * PAGES_PER_CHUNK).max(page.0))),
+                        Some((at, _)) => {
+                            return Some(PageNo(
+                                (leaf * PAGES_PER_LEAF + at * PAGES_PER_CHUNK).max(page.0),
+                            ));
+                        }
                         None => leaf += 1,
                     }
                 }

@@ -6,8 +6,8 @@
 //! Invariants
 //! 1. A thread that waits with all signals blocked ends the process after some seconds if a signal
 //!    that would end it is pending. No handler of the program runs there.
-//! 2. Only time in which the waiting thread itself came to its turn counts, and no time in which the
-//!    awaited process was stopped. An overloaded machine or a debugger is no hang.
+//! 2. Only time in which the waiting thread itself came to its turn counts, and no time in which
+//!    the awaited process was stopped. An overloaded machine or a debugger is no hang.
 //!
 //! Locks: none. Nothing is allocated.
 
@@ -99,7 +99,8 @@ mod tests {
     fn stopped_processes_are_waited_for() {
         let mut patience = Patience::from(at(0), Duration::from_secs(2));
         assert!((1..1000).all(|turn| !patience.is_over_at(at(turn * 40), || true)));
-        let goes_on = (1000..1051).filter(|turn| patience.is_over_at(at(turn * 40), || false)).count();
+        let goes_on =
+            (1000..1051).filter(|turn| patience.is_over_at(at(turn * 40), || false)).count();
         assert!(goes_on > 0, "two seconds after it was continued");
     }
 }

@@ -1,30 +1,36 @@
 //! Where the handler runs.
 //!
-//! A fault is a conversation of two threads that never run at the same time. On one CPU it costs two switches; on two it costs two
-//! wake-ups of a sleeping CPU, which is many times as much on a virtual machine. So the handler follows the thread that faults.
+//! A fault is a conversation of two threads that never run at the same time. On one CPU it costs
+//! two switches; on two it costs two wake-ups of a sleeping CPU, which is many times as much on a
+//! virtual machine. So the handler follows the thread that faults.
 //!
-//! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from the handler. So while one thread faults again
-//! and again, the handler runs in the idle class: the CPU it occupies counts as free, and the thread it wakes stays. In that class
-//! the handler would starve beside other work. So it measures: what the two waited for a CPU, beyond what the one waited for the other, is what others
-//! took. It goes there only where that is little, looks again every so often and whenever something took long, and stays away the longer the less its
-//! last stay was worth. (How many threads want a CPU says less: the kernel counts, for milliseconds, those that have just gone to sleep.)
-//! It cannot see that it starves: others do. A worker that finds a message unread for some
-//! milliseconds, and whoever has waited as long for a lock (the handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell, and so
-//! waits for the handler, calls [`nudge`] first.
+//! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from
+//! the handler. So while one thread faults again and again, the handler runs in the idle class: the
+//! CPU it occupies counts as free, and the thread it wakes stays. In that class the handler would
+//! starve beside other work. So it measures: what the two waited for a CPU, beyond what the one
+//! waited for the other, is what others took. It goes there only where that is little, looks again
+//! every so often and whenever something took long, and stays away the longer the less its last
+//! stay was worth. (How many threads want a CPU says less: the kernel counts, for milliseconds,
+//! those that have just gone to sleep.) It cannot see that it starves: others do. A worker that
+//! finds a message unread for some milliseconds, and whoever has waited as long for a lock (the
+//! handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell,
+//! and so waits for the handler, calls [`nudge`] first.
 //!
 //! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
-//! Where the thread runs is asked often at first and ever less often while the answer stays the same; another thread's fault
-//! starts over. A handler in the idle class that comes to its turn and finds nothing to read knows that the thread is elsewhere, and asks at the next fault.
+//! Where the thread runs is asked often at first and ever less often while the answer stays the
+//! same; another thread's fault starts over. A handler in the idle class that comes to its turn and
+//! finds nothing to read knows that the thread is elsewhere, and asks at the next fault.
 //!
-//! Workers that keep away from one CPU may be bound to another one by that, and a worker that wakes on the handler's drives the thread away. So who goes to
-//! another CPU sends the workers from there before they wake.
+//! Workers that keep away from one CPU may be bound to another one by that, and a worker that wakes
+//! on the handler's drives the thread away. So who goes to another CPU sends the workers from there
+//! before they wake.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use swaptide_sys::affinity::{
-    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, give_way, go_normally, own_affinity, own_nice,
-    sched_idle, sched_normal, set_affinity, set_own_affinity,
+    CpuSet, CpuTimes, ThreadStat, ThreadTimes, clear_own_affinity, current_cpu, give_way,
+    go_normally, own_affinity, own_nice, sched_idle, sched_normal, set_affinity, set_own_affinity,
 };
 use swaptide_sys::thread::{Nanos, gettid, yield_now};
 
@@ -39,22 +45,27 @@ const FOLLOW_EVERY: u32 = 4;
 const IN_A_ROW: u32 = 64;
 /// Faults further apart than this are no conversation.
 const GAP_NS: u64 = 200_000;
-/// Faults between two looks at what others take, fewer after a look that saw a crowd; so many of these in a row are one.
+/// Faults between two looks at what others take, fewer after a look that saw a crowd; so many of
+/// these in a row are one.
 const LOOK_AROUND: u32 = 32;
 const LOOK_AGAIN: u32 = 8;
 const CROWDED: u32 = 2;
-/// It is a crowd that takes more than this part of the time: beside one the handler would hardly come to its turn in the idle class. A host that takes a
-/// virtual machine's CPUs away takes less, and from either class.
+/// It is a crowd that takes more than this part of the time: beside one the handler would hardly
+/// come to its turn in the idle class. A host that takes a virtual machine's CPUs away takes less,
+/// and from either class.
 const CROWD_PART: u64 = 2;
 /// What takes so long, an answer or the time until the next fault, is a reason to look at once.
 const SLOW_NS: u64 = 300_000;
-/// Where there is a crowd the handler does not go there, and looks again after this time; it comes back as soon from a stay that was worth it.
+/// Where there is a crowd the handler does not go there, and looks again after this time; it comes
+/// back as soon from a stay that was worth it.
 const LOOK_LATER_NS: u64 = 2_000_000;
-/// How long the handler stays out of the idle class that it has left, if the stay was not worth it: at first, and at most. One wait may take a second.
+/// How long the handler stays out of the idle class that it has left, if the stay was not worth it:
+/// at first, and at most. One wait may take a second.
 const STAY_OUT_NS: u64 = 50_000_000;
 const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
 
-/// A stay in which so many faults were answered was worth it, however short: each was answered several microseconds sooner.
+/// A stay in which so many faults were answered was worth it, however short: each was answered
+/// several microseconds sooner.
 const WORTH: u32 = 1000;
 
 /// There is no way back from the idle class.
@@ -79,13 +90,15 @@ pub fn may_starve() -> bool {
 pub fn rescue() {
     let tid = IN_IDLE_CLASS.swap(0, Relaxed);
     if tid != 0 {
-        // Should the handler leave or enter the class at this moment, it is in the normal one now and hears of it below.
+        // Should the handler leave or enter the class at this moment, it is in the normal one now
+        // and hears of it below.
         let _ = sched_normal(tid);
         RESCUED.store(true, Relaxed);
     }
 }
 
-/// Lets the handler come to its turn for what the caller is about to ask of it. It goes back to the idle class with the next fault.
+/// Lets the handler come to its turn for what the caller is about to ask of it. It goes back to the
+/// idle class with the next fault.
 pub fn nudge() {
     let tid = IN_IDLE_CLASS.load(Relaxed);
     if tid != 0 {
@@ -113,17 +126,20 @@ fn idle_class(on: bool) -> bool {
     done
 }
 
-/// Keeps a worker away from the handler's CPU, and, beside a conversation about single pages, from keeping others waiting: who is drawn to the worker's
-/// CPU all the same (some kernels rather put a thread beside one that runs than wake an idle CPU) is to have it soon.
+/// Keeps a worker away from the handler's CPU, and, beside a conversation about single pages, from
+/// keeping others waiting: who is drawn to the worker's CPU all the same (some kernels rather put a
+/// thread beside one that runs than wake an idle CPU) is to have it soon.
 pub struct Aside {
     allowed: Option<CpuSet>,
     from: u32,
     gives_way: bool,
 }
 
-/// A worker beside a conversation of the handler with one thread about single pages, page by page. That thread may be drawn to the worker's CPU; and where it
-/// has had a little more of it than the worker, it waits until the worker sleeps or a tick comes, though the worker could wait better: some hundred faults'
-/// time. So the worker has the kernel choose anew every so often. (Half as often this costs as much as it saves; twice as often the worker gets nowhere.)
+/// A worker beside a conversation of the handler with one thread about single pages, page by page.
+/// That thread may be drawn to the worker's CPU; and where it has had a little more of it than the
+/// worker, it waits until the worker sleeps or a tick comes, though the worker could wait better:
+/// some hundred faults' time. So the worker has the kernel choose anew every so often. (Half as
+/// often this costs as much as it saves; twice as often the worker gets nowhere.)
 #[derive(Default)]
 pub struct GivesWay(u32);
 
@@ -152,7 +168,11 @@ impl Default for Aside {
 impl Aside {
     /// Anywhere.
     pub fn new() -> Aside {
-        Aside { allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1), from: NO_CPU, gives_way: false }
+        Aside {
+            allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1),
+            from: NO_CPU,
+            gives_way: false,
+        }
     }
 
     /// Whether the calling thread lets others begin at once that wake on its CPU.
@@ -187,7 +207,8 @@ struct Times {
 }
 
 impl Times {
-    /// Nanoseconds that others took: what each of the two waited beyond what the other ran, for on one CPU they wait for each other.
+    /// Nanoseconds that others took: what each of the two waited beyond what the other ran, for on
+    /// one CPU they wait for each other.
     fn taken_since(self, then: Times) -> u64 {
         let since = |now: CpuTimes, then: CpuTimes| CpuTimes {
             ran: now.ran.saturating_sub(then.ran),
@@ -210,16 +231,18 @@ pub struct Place {
     every: u32,
     /// Faults of the same thread in a row.
     row: u32,
-    /// Messages that were waited for elsewhere, since the handler was last seen to be where the thread is.
+    /// Messages that were waited for elsewhere, since the handler was last seen to be where the
+    /// thread is.
     apart: u32,
     /// The handler is in the idle class.
     idle: bool,
-    /// The handler's times and the thread's, while there is a conversation; and what they were at the last look.
+    /// The handler's times and the thread's, while there is a conversation; and what they were at
+    /// the last look.
     own: Option<ThreadTimes>,
     theirs: Option<ThreadTimes>,
     looked: Option<Times>,
-    /// Faults until the next look at what others take; looks in a row that saw a crowd; when the fault was read that is being answered, and whether
-    /// it was long in coming.
+    /// Faults until the next look at what others take; looks in a row that saw a crowd; when the
+    /// fault was read that is being answered, and whether it was long in coming.
     look_around: u32,
     crowded: u32,
     began: Nanos,
@@ -274,14 +297,15 @@ impl Place {
         self.left = 0;
     }
 
-    /// The thread that was woken is not where the handler is, and will not be for long. If it has been for long (who is awake may wait for a disk), it
-    /// is followed.
+    /// The thread that was woken is not where the handler is, and will not be for long. If it has
+    /// been for long (who is awake may wait for a disk), it is followed.
     pub fn later(&mut self) {
         self.apart += 1;
         self.left = if self.apart < LONG_APART { self.left.max(2) } else { 0 };
     }
 
-    /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes themselves, when they next run: [`Aside`].)
+    /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes
+    /// themselves, when they next run: [`Aside`].)
     fn send_away(&self, cpu: u32, workers: &[AtomicU32]) {
         let Some(mut cpus) = self.allowed else { return };
         cpus.remove(cpu);
@@ -291,7 +315,8 @@ impl Place {
         }
     }
 
-    /// The CPU that workers must keep away from: beside a handler in the idle class it seems to be free; `NO_CPU` if there is none.
+    /// The CPU that workers must keep away from: beside a handler in the idle class it seems to be
+    /// free; `NO_CPU` if there is none.
     pub fn own_cpu(&self) -> u32 {
         if self.idle { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
     }
@@ -333,7 +358,8 @@ impl Place {
         }
         self.served = self.served.saturating_add(1);
         self.look_around = self.look_around.saturating_sub(1);
-        if self.look_around > 0 && !self.late && now.since(self.began).as_nanos() as u64 <= SLOW_NS {
+        if self.look_around > 0 && !self.late && now.since(self.began).as_nanos() as u64 <= SLOW_NS
+        {
             return;
         }
         self.crowded = if self.is_crowded(now) { self.crowded + 1 } else { 0 };
@@ -359,7 +385,9 @@ impl Place {
     /// True when others took more of the time since the last look than they may, or nobody knows.
     fn is_crowded(&mut self, now: Nanos) -> bool {
         let times = self.times(now);
-        let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else { return true };
+        let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else {
+            return true;
+        };
         now.taken_since(then) > now.at.since(then.at).as_nanos() as u64 / CROWD_PART
     }
 
@@ -369,7 +397,8 @@ impl Place {
             self.retry_at = Nanos(now.0.saturating_add(LOOK_LATER_NS));
             return;
         }
-        // Without a privilege there is no way back. A thread that was given precedence at its start (a negative nice value) has it.
+        // Without a privilege there is no way back. A thread that was given precedence at its start
+        // (a negative nice value) has it.
         RESCUED.store(false, Relaxed);
         if own_nice() >= 0 || !idle_class(true) {
             self.retry_at = NEVER;
@@ -380,7 +409,8 @@ impl Place {
         self.crowded = 0;
     }
 
-    /// What `f` does is done in the normal class: the kernel may make threads for it, which would starve in this one.
+    /// What `f` does is done in the normal class: the kernel may make threads for it, which would
+    /// starve in this one.
     pub fn normally<T>(&self, f: impl FnOnce() -> T) -> T {
         if !self.idle {
             return f();
@@ -444,7 +474,8 @@ impl Place {
             }
             set_own_affinity(cpu).is_ok()
         };
-        // In the idle class it would wait here for a worker that comes from there, or there for one that has not gone.
+        // In the idle class it would wait here for a worker that comes from there, or there for one
+        // that has not gone.
         self.bound = if self.normally(go) { Some(cpu) } else { None };
         if self.bound.is_none() {
             let _ = clear_own_affinity(&allowed);

@@ -1,12 +1,16 @@
-//! What backs a range of pages: compressed memory, the swap file, zeros, the swap cache, or several of them.
+//! What backs a range of pages: compressed memory, the swap file, zeros, the swap cache, or several
+//! of them.
 //!
-//! Owns: [`Snapshot`], what the words and the slots of up to [`MOST`] neighbouring pages said at a moment.
+//! Owns: [`Snapshot`], what the words and the slots of up to [`MOST`] neighbouring pages said at a
+//! moment.
 //!
 //! Rules
-//! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at without it, and without any lock of theirs
-//!    ([`Snapshot::look`]). So a snapshot may be out of date as soon as it is taken.
-//! 2. Whoever loads by a snapshot looks again under the memory lock before anything is put in place ([`Snapshot::stands`]). A swapped word that is
-//!    found again stands for the same data: while it stands, only write-back touches its slot, and that gives the word another entry.
+//! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at
+//!    without it, and without any lock of theirs ([`Snapshot::look`]). So a snapshot may be out of
+//!    date as soon as it is taken.
+//! 2. Whoever loads by a snapshot looks again under the memory lock before anything is put in place
+//!    ([`Snapshot::stands`]). A swapped word that is found again stands for the same data: while it
+//!    stands, only write-back touches its slot, and that gives the word another entry.
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
 
@@ -76,7 +80,12 @@ pub struct Snapshot {
 impl Snapshot {
     /// Copies the words of `n` pages (at most [`MOST`]) from `first` on.
     pub fn note(table: &PageTable, first: PageNo, n: usize) -> Snapshot {
-        let mut snapshot = Snapshot { first, len: n.min(MOST), entries: [NO_ENTRY; MOST], places: [Place::Absent; MOST] };
+        let mut snapshot = Snapshot {
+            first,
+            len: n.min(MOST),
+            entries: [NO_ENTRY; MOST],
+            places: [Place::Absent; MOST],
+        };
         for k in 0..snapshot.len {
             if let PageState::Swapped(entry) = table.get(first.plus(k)) {
                 snapshot.entries[k] = entry;
@@ -96,7 +105,9 @@ impl Snapshot {
             *place = match devices.slots(entry.ty()).lookup(entry.offset()) {
                 TableSlot::Folio(_) => Place::Cached,
                 TableSlot::Shadow { zero: true, .. } => Place::Zero,
-                TableSlot::Shadow { .. } if entry.ty() == FILE && devices.file.is_far(*entry) => Place::Far,
+                TableSlot::Shadow { .. } if entry.ty() == FILE && devices.file.is_far(*entry) => {
+                    Place::Far
+                }
                 TableSlot::Shadow { .. } if entry.ty() == FILE => Place::File,
                 TableSlot::Shadow { .. } => Place::Pool,
                 TableSlot::Free | TableSlot::Bad => Place::Changed,
@@ -145,7 +156,10 @@ impl Snapshot {
 
     /// Far pages count as near: they are to be waited for.
     pub fn bring_near(&mut self) {
-        self.places[..self.len].iter_mut().filter(|place| **place == Place::Far).for_each(|place| *place = Place::File);
+        self.places[..self.len]
+            .iter_mut()
+            .filter(|place| **place == Place::Far)
+            .for_each(|place| *place = Place::File);
     }
 
     /// What backs `n` pages from the `k`-th on.
@@ -202,8 +216,13 @@ mod tests {
         let area = NewArea::of_file(0, 8);
         segment.add_area(area).expect("an area");
         let index = segment.claim(10, 0).expect("slot");
-        let devices = Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20).ok(), 1)
-            .expect("devices");
+        let devices = Devices::new(
+            segment,
+            Arc::new(AtomicU32::new(index.0)),
+            |_| memfd_create(c"swap", 16 << 20).ok(),
+            1,
+        )
+        .expect("devices");
         (devices, PageTable::new())
     }
 

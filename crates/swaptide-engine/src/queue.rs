@@ -1,16 +1,21 @@
 //! The order in which chunks are looked at.
 //!
-//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs of chunks that went to compressed memory, of
-//! those that have been there for long, of chunks that came from it while the copy there was kept, of chunks with pages that could not go because another
-//! process has them, too; and, in no order, the list of those with pages that have been made this process's own since.
-//! A chunk stands in each at most once, which its flags say (so one of which nothing is known is not put there: it has none); an entry whose chunk has nothing left in that place is dropped when met.
+//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs
+//! of chunks that went to compressed memory, of those that have been there for long, of chunks that
+//! came from it while the copy there was kept, of chunks with pages that could not go because
+//! another process has them, too; and, in no order, the list of those with pages that have been
+//! made this process's own since. A chunk stands in each at most once, which its flags say (so one
+//! of which nothing is known is not put there: it has none); an entry whose chunk has nothing left
+//! in that place is dropped when met.
 //!
 //! Locks: none; inside the engine's memory lock.
 
 use std::collections::VecDeque;
 
 use crate::ids::ChunkNo;
-use crate::pagetable::{KEPT_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED};
+use crate::pagetable::{
+    KEPT_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED,
+};
 
 /// See the module's description.
 #[derive(Default)]
@@ -75,7 +80,8 @@ impl Queues {
         self.shared.len()
     }
 
-    /// Pages of the chunk were faulted for writing: what keeps one of them from going is no sharing ([`PageTable::make_own`]). It is the next to be looked at.
+    /// Pages of the chunk were faulted for writing: what keeps one of them from going is no sharing
+    /// ([`PageTable::make_own`]). It is the next to be looked at.
     pub fn made_own(&mut self, table: &mut PageTable, chunk: ChunkNo, pages: u16) {
         if !table.is_used(chunk) {
             return;
@@ -128,7 +134,8 @@ impl Queues {
     pub fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         loop {
             let chunk = self.resident.pop_front()?;
-            // A chunk that was called to the front stands in the queue a second time, without its flag.
+            // A chunk that was called to the front stands in the queue a second time, without its
+            // flag.
             if table.chunk(chunk).flags & QUEUED != 0 {
                 table.update(chunk, |c| c.flags &= !QUEUED);
                 return Some(chunk);
@@ -149,12 +156,14 @@ impl Queues {
         self.settled.iter().take(8).chain(self.pool.iter().take(8)).copied()
     }
 
-    /// True when there are chunks that have been in compressed memory for long and were looked at for it.
+    /// True when there are chunks that have been in compressed memory for long and were looked at
+    /// for it.
     pub fn any_settled(&self) -> bool {
         !self.settled.is_empty()
     }
 
-    /// The first few chunks of those that went to compressed memory longest ago and have not been looked at.
+    /// The first few chunks of those that went to compressed memory longest ago and have not been
+    /// looked at.
     pub fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
         self.pool.iter().take(4).copied()
     }
@@ -227,7 +236,8 @@ mod tests {
             queues.pooled(&mut table, page.chunk());
         }
         assert!(!queues.any_settled());
-        // The younger one alone, and then the older one again, as when some of its pages went out anew.
+        // The younger one alone, and then the older one again, as when some of its pages went out
+        // anew.
         queues.settled(&mut table, two.chunk());
         queues.settled(&mut table, two.chunk());
         assert!(queues.any_settled());

@@ -1,9 +1,10 @@
 //! Reclaim: who takes memory out of the program, and when.
 //!
-//! Pages leave in batches ([`crate::batch`]). Taking one is a matter of page tables, storing it one of compression. Where pages lie scattered, a
-//! move costs an interruption of every CPU that runs the process: so the *handler* takes those batches, on the CPU of the thread whose faults it
-//! answers, while the worker sleeps, and the worker stores them. Dense batches need few moves; the worker takes them itself. When
-//! room runs short whoever notices does both.
+//! Pages leave in batches ([`crate::batch`]). Taking one is a matter of page tables, storing it one
+//! of compression. Where pages lie scattered, a move costs an interruption of every CPU that runs
+//! the process: so the *handler* takes those batches, on the CPU of the thread whose faults it
+//! answers, while the worker sleeps, and the worker stores them. Dense batches need few moves; the
+//! worker takes them itself. When room runs short whoever notices does both.
 //!
 //! | who | takes | stores |
 //! |---|---|---|
@@ -13,8 +14,8 @@
 //!
 //! Owns: a compressor and an unpacker, and the thread's part in recompression and write-back.
 //!
-//! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division between resident and compressed memory
-//! ([`crate::split`]) and writes back.
+//! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division
+//! between resident and compressed memory ([`crate::split`]) and writes back.
 
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::time::Duration;
@@ -43,15 +44,18 @@ use crate::writeback::Writeback;
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
 const TICK_NEAR: Duration = Duration::from_millis(1);
-/// The same while a thread faults again and again with the handler on its CPU: who wakes up, if only for a look, may part the two.
+/// The same while a thread faults again and again with the handler on its CPU: who wakes up, if
+/// only for a look, may part the two.
 const TICK_ASIDE: Duration = Duration::from_millis(4);
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_US: u64 = 6_000;
-/// A handler that neither waits nor reads for so long starves, or does something long, and then it is no harm if it does it in the normal class.
+/// A handler that neither waits nor reads for so long starves, or does something long, and then it
+/// is no harm if it does it in the normal class.
 const STARVED: Duration = Duration::from_millis(3);
 /// How often the division between resident and compressed memory may change.
 const DIVIDE_EVERY: Duration = Duration::from_millis(10);
-/// Compressed memory is made compact when it holds this much more than a quarter for nothing; so many bytes are moved at a time.
+/// Compressed memory is made compact when it holds this much more than a quarter for nothing; so
+/// many bytes are moved at a time.
 const COMPACT_FROM: usize = 1 << 20;
 const COMPACT_BYTES: usize = 512 << 10;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
@@ -71,12 +75,14 @@ const LOOKS: usize = 64;
 const LOOKS_EVERY: Duration = Duration::from_millis(1);
 /// Of what came so many pages at most count when pages are to be copied.
 const CAME: u64 = 1024;
-/// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them (pinned for input or output, say).
+/// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them
+/// (pinned for input or output, say).
 const MOST_VAIN: u32 = 4;
 /// Then sharing is broken only this often.
 const VAIN_RESTS: Duration = Duration::from_millis(100);
 
-/// What a test sets to have workers map and unmap memory of the engine's without pause, so that it comes to lie where the program's was.
+/// What a test sets to have workers map and unmap memory of the engine's without pause, so that it
+/// comes to lie where the program's was.
 const OWN_MEMORY_COMES_AND_GOES: u32 = 6;
 
 /// What a step came to.
@@ -153,14 +159,16 @@ impl Worker {
         }
     }
 
-    /// Called by the handler when it has answered: takes a batch for the workers, if room gets short and they have nothing to do.
+    /// Called by the handler when it has answered: takes a batch for the workers, if room gets
+    /// short and they have nothing to do.
     pub fn balance(&mut self, engine: &Engine) {
         let charge = &engine.charge;
         if charge.room() >= charge.goal() || engine.park.load(Acquire) != 0 {
             return;
         }
         let mut mm = engine.mm.lock();
-        let urgent = charge.room() < charge.goal() / 2 && mm.jobs.in_flight < MOST_JOBS * crate::ids::PAGES_PER_LEAF;
+        let urgent = charge.room() < charge.goal() / 2
+            && mm.jobs.in_flight < MOST_JOBS * crate::ids::PAGES_PER_LEAF;
         if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
@@ -207,42 +215,49 @@ impl Worker {
         pages
     }
 
-    /// Moves one batch of compressed pages to the file. False when there was nothing to move or nowhere to put it.
+    /// Moves one batch of compressed pages to the file. False when there was nothing to move or
+    /// nowhere to put it.
     pub fn write_back(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
-        let may = charge.family.may_write_back() || charge.pool() > charge.pool_bound() || charge.pool_refuses();
+        let may = charge.family.may_write_back()
+            || charge.pool() > charge.pool_bound()
+            || charge.pool_refuses();
         may && self.writeback.step(engine, &mut self.unpacker)
     }
 
-    /// Makes compressed memory smaller when it is near its share or past it: first by better compression, then by what goes to the file; where it is
-    /// far past, by both. False when there is nothing to do, or nothing more can be done.
+    /// Makes compressed memory smaller when it is near its share or past it: first by better
+    /// compression, then by what goes to the file; where it is far past, by both. False when there
+    /// is nothing to do, or nothing more can be done.
     fn shrink_pool(&mut self, engine: &Engine) -> bool {
         let charge = &engine.charge;
         let (pool, most) = (charge.pool(), charge.pool_goal());
         if pool < most / 4 * 3 {
             return false;
         }
-        let better = !charge.family.is_one() && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
+        let better = !charge.family.is_one()
+            && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
         let hurries = charge.pool_overflows() || charge.pool_refuses();
         let written = pool > most && (!better || hurries) && self.write_back(engine);
         better || written
     }
 
-    /// Makes compressed memory smaller while nobody wants anything, so that there is room when somebody does. False when nothing is cold.
+    /// Makes compressed memory smaller while nobody wants anything, so that there is room when
+    /// somebody does. False when nothing is cold.
     fn tighten(&mut self, engine: &Engine) -> bool {
         let pool = &engine.devices.pool;
         if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {
             return true;
         }
         // What it freed lies in holes.
-        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM && pool.compact(COMPACT_BYTES) > 0
+        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM
+            && pool.compact(COMPACT_BYTES) > 0
     }
 
-    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them. Never in the handler itself: [`fault_for_writing`]. False when
-    /// there is none.
+    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them.
+    /// Never in the handler itself: [`fault_for_writing`]. False when there is none.
     ///
-    /// Each costs a page until it is out, so they are the next to go: were they to wait for their turn, all that is shared would be there twice
-    /// before any of it had left.
+    /// Each costs a page until it is out, so they are the next to go: were they to wait for their
+    /// turn, all that is shared would be there twice before any of it had left.
     fn unshare(&mut self, engine: &Engine, needs: bool) -> bool {
         if self.vain >= MOST_VAIN && now().since(self.unshared_at) < VAIN_RESTS {
             return false;
@@ -286,9 +301,11 @@ impl Worker {
 
     /// What a step came to, when the sharing was broken that kept it from taking more.
     ///
-    /// What a process has for itself goes first. To take out what another has, too, frees nothing until that one does so as well, and costs a copy: it takes from the
-    /// others what they were lent. So it is done for the sake of what comes alone, a page for a page, and until the process has a little of its own
-    /// to exchange; and where it is past its limit with nothing else to take.
+    /// What a process has for itself goes first. To take out what another has, too, frees nothing
+    /// until that one does so as well, and costs a copy: it takes from the others what they were
+    /// lent. So it is done for the sake of what comes alone, a page for a page, and until the
+    /// process has a little of its own to exchange; and where it is past its limit with nothing
+    /// else to take.
     fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
         match step {
             Step::Took(_) => {
@@ -297,7 +314,8 @@ impl Worker {
                 }
                 self.vain = 0;
             }
-            // Where nothing can be stored, or an event is to be read first, it is not for what is shared that nothing was taken.
+            // Where nothing can be stored, or an event is to be read first, it is not for what is
+            // shared that nothing was taken.
             Step::Nothing if self.tried => {
                 if now().since(self.looked_at) >= LOOKS_EVERY {
                     self.looked_at = now();
@@ -317,7 +335,8 @@ impl Worker {
         step
     }
 
-    /// The life of a background worker, until the program is let go. Worker 0 looks after the accounts.
+    /// The life of a background worker, until the program is let go. Worker 0 looks after the
+    /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Keeper::new);
         let mut aside = Aside::new();
@@ -356,8 +375,9 @@ impl Worker {
         }
     }
 
-    /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond: a program that grows in new mappings is
-    /// seen by them alone. True when there is nothing more to do.
+    /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond:
+    /// a program that grows in new mappings is seen by them alone. True when there is nothing more
+    /// to do.
     fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Keeper>) -> bool {
         let charge = &engine.charge;
         let brief = keeper.is_some();
@@ -402,8 +422,9 @@ impl Worker {
     }
 }
 
-/// How long an idle worker may sleep. Who `keeps` the accounts alone sees what the program makes of new mappings, and it must not be more than half of
-/// what is free by the next look; the others have something to do only where the limit is near.
+/// How long an idle worker may sleep. Who `keeps` the accounts alone sees what the program makes of
+/// new mappings, and it must not be more than half of what is free by the next look; the others
+/// have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {
     let charge = &engine.charge;
     let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU { TICK_NEAR } else { TICK_ASIDE };
@@ -414,8 +435,9 @@ fn tick(engine: &Engine, keeps: bool) -> Duration {
     Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
 }
 
-/// Pages that were shared are not for ever: the other process writes to them, ends, or executes a program, which nobody tells. So chunks are looked at again now and
-/// then: while some of those have pages for this process alone, more and more.
+/// Pages that were shared are not for ever: the other process writes to them, ends, or executes a
+/// program, which nobody tells. So chunks are looked at again now and then: while some of those
+/// have pages for this process alone, more and more.
 #[derive(Default)]
 struct Review {
     looks: usize,
@@ -448,7 +470,10 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
             }
             (mm.forks, looks == LOOKS)
         };
-        engine.count(Counter::EngineFaults, found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum());
+        engine.count(
+            Counter::EngineFaults,
+            found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum(),
+        );
         fault_for_writing(engine, &found[..n], forks);
         any |= n > 0;
         left = if more { left - LOOKS.min(left) } else { 0 };
@@ -456,14 +481,19 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
     any
 }
 
-/// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the next to go. No lock is held: a page that is gone meanwhile is a fault,
-/// which the handler answers. What the kernel does not do, and what a fork since the look (there had been so many `forks`) has shared anew, is not known to be its own.
+/// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
+/// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
+/// answers. What the kernel does not do, and what a fork since the look (there had been so many
+/// `forks`) has shared anew, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
         let mut own = 0;
         for (first, len) in crate::ids::runs(*pages) {
-            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A page that is gone is an error.
-            if unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) }.is_ok() {
+            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A
+            // page that is gone is an error.
+            if unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) }
+                .is_ok()
+            {
                 own |= (((1u32 << len) - 1) << first) as u16;
             }
         }
@@ -502,7 +532,8 @@ impl Keeper {
         }
     }
 
-    /// Sees to it that the handler comes to its turn (see [`crate::place`]). Takes no lock: the handler may hold it.
+    /// Sees to it that the handler comes to its turn (see [`crate::place`]). Takes no lock: the
+    /// handler may hold it.
     fn watch(&mut self, engine: &Engine) {
         let turns = engine.turns.load(Relaxed);
         let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
@@ -524,11 +555,13 @@ impl Keeper {
     /// True when nothing has come in or gone out for a while, and nobody else wants the CPU.
     fn has_time(&mut self, engine: &Engine) -> bool {
         let counters = &engine.slot().counters;
-        let happened = [Counter::Pgmajfault, Counter::Pgsteal].map(|counter| counters[counter as usize].load(Relaxed));
+        let happened = [Counter::Pgmajfault, Counter::Pgsteal]
+            .map(|counter| counters[counter as usize].load(Relaxed));
         self.calm.is_calm(happened[0].wrapping_add(happened[1]), now())
     }
 
-    /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has grown.
+    /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has
+    /// grown.
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
@@ -571,7 +604,10 @@ impl Keeper {
         let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;
         self.rest_at_adoption = self.rest_at_adoption.min(rest);
         engine.small.follow(&engine.charge);
-        if rest - self.rest_at_adoption > step || self.ticks.is_multiple_of(64) || engine.small.is_look_due() {
+        if rest - self.rest_at_adoption > step
+            || self.ticks.is_multiple_of(64)
+            || engine.small.is_look_due()
+        {
             engine.bells.ring(Ring::Adopt);
             engine.charge.measure(statm);
             self.rest_at_adoption = engine.charge.rest();
@@ -602,7 +638,10 @@ fn map_and_unmap(engine: &Engine) {
         // The end of what was there before comes after it: its event may not be under way yet.
         let since = now();
         while is_managed(&held) {
-            assert!(now().since(since) < Duration::from_secs(2), "the engine's own memory is managed");
+            assert!(
+                now().since(since) < Duration::from_secs(2),
+                "the engine's own memory is managed"
+            );
             engine.bells.ring(Ring::Adopt);
         }
     }

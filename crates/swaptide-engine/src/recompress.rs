@@ -1,19 +1,26 @@
-//! Recompression: pages that stay long in compressed memory are compressed again, with zstd, before any of them goes to the file.
+//! Recompression: pages that stay long in compressed memory are compressed again, with zstd, before
+//! any of them goes to the file.
 //!
-//! lz4 is what pages get that may be wanted again soon; zstd takes half the bytes and some microseconds more at the next touch. So the chunks that
-//! went to compressed memory longest ago, and whose pages have been out for about as long as a page stays in the program, are taken from the log's
-//! old end, and put into the log of *settled* chunks, from which write-back takes its pages first. What gets smaller by less than an
-//! eighth stays as it is. No page is tried twice: compressed memory notes it.
+//! lz4 is what pages get that may be wanted again soon; zstd takes half the bytes and some
+//! microseconds more at the next touch. So the chunks that went to compressed memory longest ago,
+//! and whose pages have been out for about as long as a page stays in the program, are taken from
+//! the log's old end, and put into the log of *settled* chunks, from which write-back takes its
+//! pages first. What gets smaller by less than an eighth stays as it is. No page is tried twice:
+//! compressed memory notes it.
 //!
-//! Where the last pages got hardly smaller, or where pages come back from the file so late that no packing would have kept them, most chunks are settled
-//! untried, and one in sixteen is looked at; ever fewer, while those get hardly smaller either.
+//! Where the last pages got hardly smaller, or where pages come back from the file so late that no
+//! packing would have kept them, most chunks are settled untried, and one in sixteen is looked at;
+//! ever fewer, while those get hardly smaller either.
 //!
-//! It is done when compressed memory comes near its share, and while the program is calm ([`crate::calm`]).
+//! It is done when compressed memory comes near its share, and while the program is calm
+//! ([`crate::calm`]).
 //!
 //! Owns: the buffers of one batch, and how much was saved lately.
 //!
-//! Invariant: what was copied out without the memory lock is replaced under it, and only if the page's word and its chunk's epoch are what they were:
-//! so the slot still holds that page. The slot, its shadow and its word stay as they are; a load that runs beside finds the one form or the other.
+//! Invariant: what was copied out without the memory lock is replaced under it, and only if the
+//! page's word and its chunk's epoch are what they were: so the slot still holds that page. The
+//! slot, its shadow and its word stay as they are; a load that runs beside finds the one form or
+//! the other.
 
 use std::ops::Range;
 
@@ -28,7 +35,8 @@ use crate::engine::{Engine, Mm};
 use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use crate::pagetable::PageState;
 
-/// A batch is that many pages, and what more its last chunk has: few, for whoever does it has other things to do.
+/// A batch is that many pages, and what more its last chunk has: few, for whoever does it has other
+/// things to do.
 const BATCH: usize = 8;
 /// Bytes that are moved to make room where there is none.
 const HOLES_BYTES: usize = 256 << 10;
@@ -82,8 +90,14 @@ impl Recompress {
         }
     }
 
-    /// Looks at one batch. False when nothing has been in compressed memory for long, or zstd is not wanted.
-    pub fn step(&mut self, engine: &Engine, compressor: &mut Compressor, unpacker: &mut Unpacker) -> bool {
+    /// Looks at one batch. False when nothing has been in compressed memory for long, or zstd is
+    /// not wanted.
+    pub fn step(
+        &mut self,
+        engine: &Engine,
+        compressor: &mut Compressor,
+        unpacker: &mut Unpacker,
+    ) -> bool {
         if engine.scheme.choice != Choice::Both {
             return false;
         }
@@ -92,7 +106,8 @@ impl Recompress {
         {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            // A page that came back by now would have come back while it was resident in a program that has twice the memory.
+            // A page that came back by now would have come back while it was resident in a program
+            // that has twice the memory.
             let old = (mm.table.present() / 2) as u64;
             mm.put_back_young(&engine.devices);
             while looked < MOST_CHUNKS && self.items.len() < BATCH {
@@ -113,7 +128,11 @@ impl Recompress {
         self.compress(engine, compressor, unpacker);
         if !self.items.is_empty() {
             let tight = self.items.iter().filter(|item| item.tight.is_some()).count();
-            self.every = if tight > self.items.len() / 4 { SAMPLE } else { (self.every * 2).min(SAMPLE_LAST) };
+            self.every = if tight > self.items.len() / 4 {
+                SAMPLE
+            } else {
+                (self.every * 2).min(SAMPLE_LAST)
+            };
         }
         self.exchange(engine);
         looked > 0
@@ -125,14 +144,18 @@ impl Recompress {
         for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
             if let PageState::Swapped(entry) = mm.table.get(page)
                 && entry.ty() == POOL
-                && matches!(engine.devices.pool_slots.lookup(entry.offset()), TableSlot::Shadow { .. })
+                && matches!(
+                    engine.devices.pool_slots.lookup(entry.offset()),
+                    TableSlot::Shadow { .. }
+                )
             {
                 self.items.push(Item { page, entry, chunk, epoch, tight: None });
             }
         }
     }
 
-    /// Compresses copies of the pages. No lock is held; pages that were tried before are dropped from the batch.
+    /// Compresses copies of the pages. No lock is held; pages that were tried before are dropped
+    /// from the batch.
     fn compress(&mut self, engine: &Engine, compressor: &mut Compressor, unpacker: &mut Unpacker) {
         let Recompress { items, packed, tight, plain, gain, .. } = self;
         tight.clear();
@@ -173,7 +196,10 @@ impl Recompress {
                     return false;
                 }
                 let bytes = item.tight.as_ref().map(|range| &self.tight[range.clone()]);
-                let Ok(less) = engine.devices.pool.settle(Slot(item.entry.offset().0), bytes) else { return true };
+                let Ok(less) = engine.devices.pool.settle(Slot(item.entry.offset().0), bytes)
+                else {
+                    return true;
+                };
                 better += usize::from(bytes.is_some());
                 saved += less;
                 false

@@ -3,7 +3,8 @@
 //! `vmsplice`, `MSG_ZEROCOPY` and io_uring's `SEND_ZC` take ordinary references to pages. The
 //! kernel moves such a page to a staging frame all the same, and the pipe or the socket goes on
 //! reading the physical page there. So a frame whose page came from the program must not be written
-//! to again. It can be given back to the kernel, which keeps the page until its last reader is done.
+//! to again. It can be given back to the kernel, which keeps the page until its last reader is
+//! done.
 //!
 //! Giving back every frame costs a program that sends nothing up to a tenth of its speed. So the
 //! rule holds from the moment the process makes its first call of that kind ([`References::note`]).

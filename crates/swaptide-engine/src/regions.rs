@@ -1,9 +1,11 @@
 //! The ranges of the program's memory that are managed.
 //!
-//! Owns: a sorted list of disjoint ranges, neighbours joined, each registered with the program's userfaultfd.
+//! Owns: a sorted list of disjoint ranges, neighbours joined, each registered with the program's
+//! userfaultfd.
 //!
-//! Invariant: an address lies in the list only if its mapping was seen to be armed with the program's userfaultfd after every earlier
-//! change of mappings had been read from it (see `adopt`).
+//! Invariant: an address lies in the list only if its mapping was seen to be armed with the
+//! program's userfaultfd after every earlier change of mappings had been read from it (see
+//! `adopt`).
 //!
 //! Locks: none; inside the engine's memory lock.
 

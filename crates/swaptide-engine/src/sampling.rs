@@ -1,14 +1,16 @@
 //! Which pages of a window are touched after it came in: by a sample.
 //!
-//! Nothing tells user space what a program touches of the pages it has. So of a window one page is left out, now and then: if it is asked for
-//! while the program goes on past the window, such pages are wanted; if the program is two windows further and did not ask, it is evidence of pages that come in
-//! for nothing. The cost is a fault for a page that was wanted.
+//! Nothing tells user space what a program touches of the pages it has. So of a window one page is
+//! left out, now and then: if it is asked for while the program goes on past the window, such pages
+//! are wanted; if the program is two windows further and did not ask, it is evidence of pages that
+//! come in for nothing. The cost is a fault for a page that was wanted.
 //!
 //! Owns: the pages that are left out at the moment, and how many pages came in since one was.
 //!
 //! Rules
-//! 1. One page of 128 is left out at most, one of 1024 where the last ones of a stream were all wanted. Where the last one was not, one of 32: the next
-//!    ones will cost nothing either, or else they clear the stream.
+//! 1. One page of 128 is left out at most, one of 1024 where the last ones of a stream were all
+//!    wanted. Where the last one was not, one of 32: the next ones will cost nothing either, or
+//!    else they clear the stream.
 //! 2. A page is left out for one stream; when that ends, it tells nothing.
 //!
 //! Locks: none; [`crate::locality`] holds it.
@@ -74,7 +76,10 @@ impl Samples {
     /// A page that is to be left out of a window of `pages` pages from `page` on, if it is time.
     pub fn choose(&mut self, page: PageNo, pages: usize, trust: Trust) -> Option<PageNo> {
         self.since += pages;
-        if pages < SMALLEST || self.since < trust.spacing() || !self.holes.iter().any(|hole| hole.page == NONE.page) {
+        if pages < SMALLEST
+            || self.since < trust.spacing()
+            || !self.holes.iter().any(|hole| hole.page == NONE.page)
+        {
             return None;
         }
         self.since = 0;
@@ -100,7 +105,9 @@ impl Samples {
     /// A stream went on by a window: how many pages were left out for it and not asked for.
     pub fn went_on(&mut self, stream: StreamId) -> usize {
         let mut unwanted = 0;
-        for hole in self.holes.iter_mut().filter(|hole| hole.page != NONE.page && hole.stream == stream) {
+        for hole in
+            self.holes.iter_mut().filter(|hole| hole.page != NONE.page && hole.stream == stream)
+        {
             hole.patience -= 1;
             if hole.patience == 0 {
                 *hole = NONE;
@@ -125,13 +132,18 @@ mod tests {
     #[test]
     fn a_page_is_left_out_of_few_windows_and_never_the_one_asked_for() {
         use Trust::{Doubt, Sure, Unknown};
-        for (pages, trust) in [(8, Unknown), (8, Doubt), (16, Unknown), (64, Sure), (512, Sure), (512, Unknown)] {
+        for (pages, trust) in
+            [(8, Unknown), (8, Doubt), (16, Unknown), (64, Sure), (512, Sure), (512, Unknown)]
+        {
             let mut samples = Samples::default();
             let mut left = 0;
             for window in 0..1000 {
                 let first = PageNo(1 << 20).plus(window * pages);
                 if let Some(page) = samples.choose(first, pages, trust) {
-                    assert!(page > first && page < first.plus(pages), "{page:?} of {pages} from {first:?}");
+                    assert!(
+                        page > first && page < first.plus(pages),
+                        "{page:?} of {pages} from {first:?}"
+                    );
                     left += 1;
                     samples.left_out(page, STREAM);
                     assert_eq!(samples.asked(page), Some(STREAM));
@@ -151,7 +163,11 @@ mod tests {
         assert_eq!(samples.went_on(STREAM), 0);
         assert_eq!(samples.asked(PageNo(99)), None);
         assert_eq!(samples.went_on(STREAM), 1);
-        assert_eq!((samples.went_on(STREAM), samples.asked(PageNo(100))), (0, None), "it tells nothing any more");
+        assert_eq!(
+            (samples.went_on(STREAM), samples.asked(PageNo(100))),
+            (0, None),
+            "it tells nothing any more"
+        );
         samples.ended(StreamId(8));
         assert_eq!((samples.went_on(StreamId(8)), samples.went_on(StreamId(8))), (0, 0));
     }

@@ -49,7 +49,11 @@ pub struct Small {
 
 impl Default for Small {
     fn default() -> Small {
-        Small { managed: AtomicBool::new(false), are_more: AtomicBool::new(false), reported_from: AtomicUsize::new(LARGE) }
+        Small {
+            managed: AtomicBool::new(false),
+            are_more: AtomicBool::new(false),
+            reported_from: AtomicUsize::new(LARGE),
+        }
     }
 }
 
@@ -67,7 +71,9 @@ impl Small {
     /// A look has found `bytes` in small mappings that are not managed.
     pub fn found(&self, bytes: u64, charge: &Charge) {
         let limit = charge.limit();
-        if bytes > MATTERS.max(limit / SMALL_PART) && charge.rest().max(0) as u64 > limit / REST_PART {
+        if bytes > MATTERS.max(limit / SMALL_PART)
+            && charge.rest().max(0) as u64 > limit / REST_PART
+        {
             self.managed.store(true, Relaxed);
         }
     }
@@ -118,7 +124,8 @@ impl Candidates {
     pub fn add(&mut self, range: VirtRange, keep: bool) {
         self.bytes += range.len() as u64;
         if keep {
-            let class = &mut self.classes[((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(CLASSES - 1)];
+            let class = &mut self.classes
+                [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(CLASSES - 1)];
             if class.len() < MOST_AT_A_LOOK {
                 class.push(range);
             } else {

@@ -1,20 +1,27 @@
 //! How a process's limit is divided between resident and compressed memory.
 //!
-//! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program. Which is better shows in when pages
-//! come back: the shadow of a page tells how many others were taken out since it went (its *distance*).
-//! - A refault of small distance would not have happened had the resident part been a step larger. Of the smallest distances that is half the
-//!   truth: a page in constant use goes out when its turn comes, whatever the size, and comes back at once; only its turn comes later in a larger
-//!   part. So those count in the ratio of the step to the whole, or, if that is more, what came back at the distance of the second step counts.
-//! - A refault from compressed memory of a distance near the age of its oldest page would come from the file had the pool been a step smaller.
-//! - A refault from the file of a distance a little beyond that age would have come from compressed memory had it been a step larger.
+//! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program.
+//! Which is better shows in when pages come back: the shadow of a page tells how many others were
+//! taken out since it went (its *distance*).
+//! - A refault of small distance would not have happened had the resident part been a step larger.
+//!   Of the smallest distances that is half the truth: a page in constant use goes out when its
+//!   turn comes, whatever the size, and comes back at once; only its turn comes later in a larger
+//!   part. So those count in the ratio of the step to the whole, or, if that is more, what came
+//!   back at the distance of the second step counts.
+//! - A refault from compressed memory of a distance near the age of its oldest page would come from
+//!   the file had the pool been a step smaller.
+//! - A refault from the file of a distance a little beyond that age would have come from compressed
+//!   memory had it been a step larger.
 //!
-//! Each is weighed with what it costs in time (a page that has been in compressed memory for long may be compressed with zstd, which costs more to
-//! load); the heavier side gets a step. A step away from compressed memory has its pages written, whether they are ever wanted or not: so it is made only when what it would
-//! have saved has come to what that costs (a program that grows, and now and then touches what it had, loses more by it than it gains). What the resident part would lose is not seen (hits leave no
-//! trace), and is taken to be what it would gain.
+//! Each is weighed with what it costs in time (a page that has been in compressed memory for long
+//! may be compressed with zstd, which costs more to load); the heavier side gets a step. A step
+//! away from compressed memory has its pages written, whether they are ever wanted or not: so it is
+//! made only when what it would have saved has come to what that costs (a program that grows, and
+//! now and then touches what it had, loses more by it than it gains). What the resident part would
+//! lose is not seen (hits leave no trace), and is taken to be what it would gain.
 //!
-//! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside the memory lock; the share it decides on is
-//! kept in [`crate::charge::Charge`].
+//! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside
+//! the memory lock; the share it decides on is kept in [`crate::charge::Charge`].
 
 /// Smallest share of compressed memory, in 1/1024 of what there is to divide.
 pub const LEAST: u32 = 48;
@@ -123,14 +130,23 @@ impl Split {
         }
     }
 
-    /// Forgets what came back since the last decision, and what a larger resident part would have saved.
+    /// Forgets what came back since the last decision, and what a larger resident part would have
+    /// saved.
     pub fn forget(&mut self) {
-        for count in [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen, &mut self.regret] {
+        for count in [
+            &mut self.near,
+            &mut self.next,
+            &mut self.tail,
+            &mut self.missed,
+            &mut self.seen,
+            &mut self.regret,
+        ] {
             *count = 0;
         }
     }
 
-    /// A page came back after `distance` pages were taken out, from the file or from compressed memory.
+    /// A page came back after `distance` pages were taken out, from the file or from compressed
+    /// memory.
     pub fn refault(&mut self, distance: u64, from_file: bool) {
         self.seen += 1;
         if distance < self.near_below {
@@ -151,14 +167,15 @@ impl Split {
         }
     }
 
-    /// True for a page that comes back from the file later than compressed memory would have kept it: should it go out again unchanged, it goes
-    /// where it came from. One that comes back sooner is wanted often, and belongs into compressed memory.
+    /// True for a page that comes back from the file later than compressed memory would have kept
+    /// it: should it go out again unchanged, it goes where it came from. One that comes back sooner
+    /// is wanted often, and belongs into compressed memory.
     pub fn belongs_to_file(&self, distance: u64) -> bool {
         distance >= self.age
     }
 
-    /// False when the pages that come back from the file had been out for much longer than compressed memory could have kept them, however
-    /// tightly it packs them.
+    /// False when the pages that come back from the file had been out for much longer than
+    /// compressed memory could have kept them, however tightly it packs them.
     pub fn tighter_helps(&self) -> bool {
         self.soon * 8 >= self.late || self.soon + self.late < ENOUGH
     }
@@ -189,13 +206,16 @@ impl Split {
         let step_bytes = at.limit / 1024 * u64::from(STEP);
         let share = if self.seen < ENOUGH { at.share } else { self.choose(&at) };
         if self.seen >= ENOUGH {
-            for count in [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen] {
+            for count in
+                [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen]
+            {
                 *count /= 2;
             }
         }
         self.near_below = step_bytes / 4096;
         // A step's worth of the pool, as a part of its age.
-        let part = (at.oldest as u128 * u128::from(step_bytes) / u128::from(at.pool.max(step_bytes))) as u64;
+        let part = (at.oldest as u128 * u128::from(step_bytes)
+            / u128::from(at.pool.max(step_bytes))) as u64;
         self.tail_from = at.oldest - part.min(at.oldest);
         self.missed_below = at.oldest + part;
         self.age = at.oldest;
@@ -208,14 +228,19 @@ impl Split {
         let from_pool = delivery + POOL_NS + self.zstd_ns * self.zstd_part / 1024;
         let from_old = POOL_NS / 2 + if at.settled { self.zstd_ns } else { 0 };
         let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
-        let near = self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
+        let near =
+            self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
         let resident = near * from_pool;
         let shrinking_costs = self.tail * more_from_file;
         let growing_gains = self.missed * more_from_file;
         // A quarter more is worth a move; less is chance.
         // What was decided last is not done yet: write-back takes its time.
         let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * STEP);
-        if !behind && resident > shrinking_costs + shrinking_costs / 4 && near * 64 > self.seen && resident > growing_gains {
+        if !behind
+            && resident > shrinking_costs + shrinking_costs / 4
+            && near * 64 > self.seen
+            && resident > growing_gains
+        {
             // Half of what is counted was counted before.
             self.regret += resident / 2;
             if self.regret < step_pages * PAGES_FOR_ONE * WRITE_NS {
@@ -238,7 +263,14 @@ impl Split {
 mod tests {
     use super::*;
 
-    const AT: Standing = Standing { share: 512, limit: 64 << 20, resident: 8192, pool: 32 << 20, oldest: 20_000, settled: false };
+    const AT: Standing = Standing {
+        share: 512,
+        limit: 64 << 20,
+        resident: 8192,
+        pool: 32 << 20,
+        oldest: 20_000,
+        settled: false,
+    };
 
     fn ready() -> Split {
         let mut split = Split::new();
@@ -255,8 +287,13 @@ mod tests {
     #[test]
     fn pages_that_come_back_at_once_make_the_pool_smaller() {
         let mut split = ready();
-        assert!(decided(&mut split, AT, 300, false) == 512, "what it saved is not yet what it costs");
-        let steps = (0..100).find(|_| decided(&mut split, AT, 300, false) == 512 - STEP).expect("a step in the end");
+        assert!(
+            decided(&mut split, AT, 300, false) == 512,
+            "what it saved is not yet what it costs"
+        );
+        let steps = (0..100)
+            .find(|_| decided(&mut split, AT, 300, false) == 512 - STEP)
+            .expect("a step in the end");
         assert!(steps < 20, "{steps}");
         assert_eq!(decided(&mut split, AT, 300, false), 512, "the next one has its own price");
     }
@@ -286,13 +323,20 @@ mod tests {
 
     #[test]
     fn what_zstd_costs_speaks_for_pages_in_the_program() {
-        // Refaults of small distance, and some that a smaller pool would have turned into readings: as many as just keep it as it is.
+        // Refaults of small distance, and some that a smaller pool would have turned into readings:
+        // as many as just keep it as it is.
         let share = |slow: bool| {
             let mut split = ready();
             let at = Standing { settled: slow, ..AT };
             for _ in 0..64 {
                 let zstd_ns = if slow { 64 * 40_000 } else { 0 };
-                split.loaded(Loads { pages: 64, zstd: if slow { 64 } else { 0 }, any_zstd: slow, zstd_ns, timed: 64 });
+                split.loaded(Loads {
+                    pages: 64,
+                    zstd: if slow { 64 } else { 0 },
+                    any_zstd: slow,
+                    zstd_ns,
+                    timed: 64,
+                });
             }
             (0..40)
                 .map(|_| {
@@ -330,11 +374,21 @@ mod tests {
         let mut split = ready();
         let mut share = 512;
         for _ in 0..2000 {
-            share = decided(&mut split, Standing { share, pool: u64::from(share) << 16, ..AT }, 300, false);
+            share = decided(
+                &mut split,
+                Standing { share, pool: u64::from(share) << 16, ..AT },
+                300,
+                false,
+            );
         }
         assert_eq!(share, LEAST);
         for _ in 0..200 {
-            share = decided(&mut split, Standing { share, pool: u64::from(share) << 16, ..AT }, 20_001, true);
+            share = decided(
+                &mut split,
+                Standing { share, pool: u64::from(share) << 16, ..AT },
+                20_001,
+                true,
+            );
         }
         assert_eq!(share, MOST);
     }

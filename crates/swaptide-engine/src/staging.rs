@@ -1,25 +1,34 @@
-//! Staging frames: where pages wait between the program and the devices, and the frames that go round for ever.
+//! Staging frames: where pages wait between the program and the devices, and the frames that go
+//! round for ever.
 //!
-//! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a userfaultfd of its own, the *[`Trash`]*, through
-//! which frames go back to the kernel. The frames are registered with the program's userfaultfd, and pages are moved out on it: the kernel then
-//! refuses a move while a change of mappings is unread, which is what makes moving by address safe (see `events`). For the same reason frames
-//! cannot be given up where they are: that would be an event of its own. They are moved to the trash and given up there.
+//! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a
+//! userfaultfd of its own, the *[`Trash`]*, through which frames go back to the kernel. The frames
+//! are registered with the program's userfaultfd, and pages are moved out on it: the kernel then
+//! refuses a move while a change of mappings is unread, which is what makes moving by address safe
+//! (see `events`). For the same reason frames cannot be given up where they are: that would be an
+//! event of its own. They are moved to the trash and given up there.
 //!
-//! A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab; once written their
-//! frames are free but full, and growth and swap-in move the same physical pages back into the program.
+//! A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab;
+//! once written their frames are free but full, and growth and swap-in move the same physical pages
+//! back into the program.
 //!
 //! Invariants
-//! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a fault that its own handler cannot answer.
-//! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free), with a batch, or lent as a whole: the frames
-//!    of a run are the taker's alone until [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
-//! 3. Once the program may have given references to its pages away ([`References`]), no frame is lent: all are given up. Nobody
-//!    writes to a page that came from the program then.
-//! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on its way to the trash: what the area costs in memory.
-//! 5. Neither area is locked in memory, whatever the program locks: the kernel moves a page between two areas that are both locked, so
-//!    locked memory would go out. (Between one that is and one that is not it refuses.)
+//! 1. The engine reads or writes only full frames. A touch of a frame that is not full would be a
+//!    fault that its own handler cannot answer.
+//! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free),
+//!    with a batch, or lent as a whole: the frames of a run are the taker's alone until
+//!    [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
+//! 3. Once the program may have given references to its pages away ([`References`]), no frame is
+//!    lent: all are given up. Nobody writes to a page that came from the program then.
+//! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on
+//!    its way to the trash: what the area costs in memory.
+//! 5. Neither area is locked in memory, whatever the program locks: the kernel moves a page between
+//!    two areas that are both locked, so locked memory would go out. (Between one that is and one
+//!    that is not it refuses.)
 //!
-//! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab without it. The trash has a lock of its own, behind that one:
-//! giving 512 pages back takes some hundred microseconds, for which nobody who answers faults shall have to wait.
+//! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab
+//! without it. The trash has a lock of its own, behind that one: giving 512 pages back takes some
+//! hundred microseconds, for which nobody who answers faults shall have to wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -109,13 +118,14 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Makes the areas; the caller registers the frames ([`Staging::range`]) with the program's userfaultfd.
+    /// Makes the areas; the caller registers the frames ([`Staging::range`]) with the program's
+    /// userfaultfd.
     ///
     /// # Errors
     /// When memory or a userfaultfd is refused.
     pub fn new(references: &'static References) -> Result<Staging, EngineError> {
-        let map =
-            Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("staging frames", e))?;
+        let map = Mapping::reserve_aligned(SLABS * SLAB_BYTES, SLAB_BYTES)
+            .map_err(|e| EngineError::Memory("staging frames", e))?;
         map.unlock();
         Ok(Staging {
             map,
@@ -141,13 +151,15 @@ impl Staging {
         self.pagemap.first_guard(range_of(page, 1)).is_some()
     }
 
-    /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the program's userfaultfd.
+    /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the
+    /// program's userfaultfd.
     ///
     /// # Errors
     /// When a userfaultfd is refused.
     pub fn reopen(&mut self) -> Result<(), EngineError> {
         debug_assert_eq!(self.full_frames, 0);
-        // The parent's descriptor was never in this process's table under this number: forget it, do not close it.
+        // The parent's descriptor was never in this process's table under this number: forget it,
+        // do not close it.
         std::mem::forget(std::mem::replace(&mut self.pagemap, pagemap()?));
         self.trash.lock().reopen()
     }
@@ -217,7 +229,8 @@ impl Staging {
         }
     }
 
-    /// Takes up to `want` neighbouring free frames; none once they may be read from outside (invariant 3).
+    /// Takes up to `want` neighbouring free frames; none once they may be read from outside
+    /// (invariant 3).
     pub fn take_run(&mut self, want: usize) -> Option<FrameRun> {
         if self.references.are_possible() {
             return None;
@@ -279,7 +292,8 @@ impl Staging {
         }
     }
 
-    /// Gives free frames back to the kernel until at most `keep` are left (whole slabs at a time). Returns the frames given back.
+    /// Gives free frames back to the kernel until at most `keep` are left (whole slabs at a time).
+    /// Returns the frames given back.
     pub fn trim(&mut self, keep: usize) -> usize {
         let before = self.ready_frames;
         while self.discard_one(keep) {}
@@ -293,8 +307,9 @@ impl Staging {
         true
     }
 
-    /// A slab of free frames that may go back to the kernel, where more than `keep` are free. The caller has them thrown away, for which the memory
-    /// lock need not be held, and tells [`Staging::discarded`]; until then they are charged.
+    /// A slab of free frames that may go back to the kernel, where more than `keep` are free. The
+    /// caller has them thrown away, for which the memory lock need not be held, and tells
+    /// [`Staging::discarded`]; until then they are charged.
     pub fn spare(&mut self, keep: usize) -> Option<Discard> {
         let keep = if self.references.are_possible() { 0 } else { keep };
         if self.ready_frames <= keep {
@@ -309,7 +324,13 @@ impl Staging {
         self.ready_frames -= slab.count;
         let full = std::mem::replace(&mut slab.full, [0; PAGES_PER_LEAF / 64]);
         let count = std::mem::take(&mut slab.count);
-        Some(Discard { slab: slab_no, start: self.addr(slab_no.frame(0)), full, count, trash: Arc::clone(&self.trash) })
+        Some(Discard {
+            slab: slab_no,
+            start: self.addr(slab_no.frame(0)),
+            full,
+            count,
+            trash: Arc::clone(&self.trash),
+        })
     }
 
     /// The kernel has the frames.
@@ -325,8 +346,9 @@ impl Staging {
         let _ = trash.uffd.unregister(trash.map.range());
     }
 
-    /// Pages that a move really moved. When it stops early the kernel may have moved more than it says; the engine's own side of the move, which
-    /// nobody else touches, tells: `engine_side` holds pages now (they were moved there) or no longer (they were moved away).
+    /// Pages that a move really moved. When it stops early the kernel may have moved more than it
+    /// says; the engine's own side of the move, which nobody else touches, tells: `engine_side`
+    /// holds pages now (they were moved there) or no longer (they were moved away).
     pub fn moved(&self, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
         really_moved(&self.pagemap, progress, engine_side, there)
     }
@@ -336,13 +358,20 @@ fn pagemap() -> Result<Pagemap, EngineError> {
     Pagemap::open_self().map_err(|e| EngineError::Memory("/proc/self/pagemap", e))
 }
 
-fn really_moved(pagemap: &Pagemap, progress: Progress, engine_side: VirtRange, there: bool) -> usize {
+fn really_moved(
+    pagemap: &Pagemap,
+    progress: Progress,
+    engine_side: VirtRange,
+    there: bool,
+) -> usize {
     if progress.error.is_none() {
         return progress.done / PAGE_SIZE;
     }
     match pagemap.leading(engine_side, there) {
         Ok(pages) => pages,
-        Err(errno) => crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno))),
+        Err(errno) => {
+            crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno)))
+        }
     }
 }
 
@@ -355,7 +384,8 @@ impl Discard {
 
 impl Trash {
     fn new() -> Result<Trash, EngineError> {
-        let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES).map_err(|e| EngineError::Memory("the trash", e))?;
+        let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES)
+            .map_err(|e| EngineError::Memory("the trash", e))?;
         map.unlock();
         let uffd = Self::open(map.range())?;
         Ok(Trash { map, uffd, pagemap: pagemap()? })
@@ -363,7 +393,8 @@ impl Trash {
 
     fn open(range: VirtRange) -> Result<Uffd, EngineError> {
         let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
-        uffd.register_missing(range).map_err(|e| EngineError::Memory("registering the trash", e))?;
+        uffd.register_missing(range)
+            .map_err(|e| EngineError::Memory("registering the trash", e))?;
         Ok(uffd)
     }
 
@@ -374,7 +405,8 @@ impl Trash {
         Ok(())
     }
 
-    /// Every run of full frames of the slab that begins at `start` is moved here; then all is given up.
+    /// Every run of full frames of the slab that begins at `start` is moved here; then all is given
+    /// up.
     fn take(&mut self, start: VirtAddr, full: &[u64; PAGES_PER_LEAF / 64]) {
         let is_full = |at: usize| full[at / 64] >> (at % 64) & 1 == 1;
         let mut at = 0;
@@ -399,16 +431,21 @@ impl Trash {
             in_vain = if moved == 0 { in_vain + 1 } else { 0 };
             match progress.error {
                 None | Some(Errno::AGAIN | Errno::NOENT) => {}
-                // The kernel begins a part of a move again that it has done in part, and meets its own pages there. What lies in the trash is wanted
-                // by nobody.
+                // The kernel begins a part of a move again that it has done in part, and meets its
+                // own pages there. What lies in the trash is wanted by nobody.
                 Some(Errno::EXIST) if in_vain < MOST_IN_VAIN => {
                     if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
-                        crate::fatal(&format!("emptying the trash failed: {}", swaptide_sys::Why(errno)));
+                        crate::fatal(&format!(
+                            "emptying the trash failed: {}",
+                            swaptide_sys::Why(errno)
+                        ));
                     }
                 }
                 Some(Errno::BUSY) if in_vain < MOST_PINNED => {
-                    // A fork without a hook left it shared: a write makes it this process's own again. Or it has so many references (of pipes, by
-                    // `tee`) that the kernel takes it for pinned: then it is waited for. It keeps its contents, which somebody may read.
+                    // A fork without a hook left it shared: a write makes it this process's own
+                    // again. Or it has so many references (of pipes, by `tee`) that the kernel
+                    // takes it for pinned: then it is waited for. It keeps its contents, which
+                    // somebody may read.
                     let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE).as_ptr::<u8>();
                     // SAFETY: a free frame that is full, or the call would have gone on.
                     unsafe { frame.write_volatile(frame.read_volatile()) };
@@ -416,11 +453,17 @@ impl Trash {
                         swaptide_sys::thread::sleep(Duration::from_millis(1));
                     }
                 }
-                Some(errno) => crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno))),
+                Some(errno) => crate::fatal(&format!(
+                    "giving staging frames back failed: {}",
+                    swaptide_sys::Why(errno)
+                )),
             }
         }
         if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
-            crate::fatal(&format!("giving staging frames back failed: {}", swaptide_sys::Why(errno)));
+            crate::fatal(&format!(
+                "giving staging frames back failed: {}",
+                swaptide_sys::Why(errno)
+            ));
         }
     }
 }

@@ -1,14 +1,18 @@
 //! Stall time: how long threads of the program wait for memory.
 //!
-//! A thread *stalls* from the moment at which the handler looks at its fault until it is woken, if the page was swapped, or room had to be made for it first; while
-//! a far page is awaited; and while it is held for `swap.high`. Counted is the time in which at least one does, as the kernel's `some` of
-//! memory.pressure. What a thread waits before the handler comes to it is not seen: no message tells when
-//! it began.
+//! A thread *stalls* from the moment at which the handler looks at its fault until it is woken, if
+//! the page was swapped, or room had to be made for it first; while a far page is awaited; and
+//! while it is held for `swap.high`. Counted is the time in which at least one does, as the
+//! kernel's `some` of memory.pressure. What a thread waits before the handler comes to it is not
+//! seen: no message tells when it began.
 //!
 //! Invariants
-//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be seen from outside. It is cleared before what it came to is
-//!    counted, with a fence between; [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less, never the same moment twice.
-//! 2. A process that is stopped does not stall, nor does its handler see that time passes: the supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::stall_anew`]).
+//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be
+//!    seen from outside. It is cleared before what it came to is counted, with a fence between;
+//!    [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less,
+//!    never the same moment twice.
+//! 2. A process that is stopped does not stall, nor does its handler see that time passes: the
+//!    supervisor moves `stalled_since` on ([`swaptide_ipc::ProcSlot::stall_anew`]).
 //! 3. What is counted in microseconds loses nothing: the rest is kept for the next time.
 //!
 //! Locks: none; it is the handler's.
@@ -80,7 +84,8 @@ impl Handler {
         self.stall.begin(&self.engine.slot().stalled_since, at);
     }
 
-    /// The thread that was answered stalls no more, nor does anybody else unless something is awaited.
+    /// The thread that was answered stalls no more, nor does anybody else unless something is
+    /// awaited.
     pub(crate) fn stalls_until(&mut self, at: Nanos) {
         if self.stall.is_on() && !self.is_awaited() {
             let micros = self.stall.end(&self.engine.slot().stalled_since, at);
@@ -112,6 +117,10 @@ mod tests {
             stall.begin(&word, Nanos(at));
             stall.end(&word, Nanos(at + 700))
         };
-        assert_eq!((again(20_000), again(30_000), again(40_000)), (0, 1, 1), "0.2 + 0.7, 0.9 + 0.7, 0.6 + 0.7");
+        assert_eq!(
+            (again(20_000), again(30_000), again(40_000)),
+            (0, 1, 1),
+            "0.2 + 0.7, 0.9 + 0.7, 0.6 + 0.7"
+        );
     }
 }

@@ -1,10 +1,12 @@
 //! `swap.high`: who grows in a group that has more on swap areas than that is slowed down.
 //!
-//! The supervisor says in the process's slot what so many fresh pages cost in waiting time; the pages are there at once, and the thread that asked for them
-//! is woken when the time is over. So only who grows waits, nobody waits longer than [`LONGEST`] for a fault, and nobody is ended.
+//! The supervisor says in the process's slot what so many fresh pages cost in waiting time; the
+//! pages are there at once, and the thread that asked for them is woken when the time is over. So
+//! only who grows waits, nobody waits longer than [`LONGEST`] for a fault, and nobody is ended.
 //!
 //! Invariants
-//! 1. A thread that is held is woken when its time is over, at the latest before the handler waits without a bound.
+//! 1. A thread that is held is woken when its time is over, at the latest before the handler waits
+//!    without a bound.
 //! 2. During a fork nobody is held: who forks must come to its end.
 
 use std::collections::VecDeque;
@@ -63,9 +65,13 @@ impl Throttle {
 }
 
 impl Handler {
-    /// Has the thread wait that asked for a page, which is there, if it is its turn to. False if it is to be woken at once.
+    /// Has the thread wait that asked for a page, which is there, if it is its turn to. False if it
+    /// is to be woken at once.
     pub(crate) fn is_held(&mut self, page: PageNo) -> bool {
-        let free = self.forking || self.deferring || self.giving || self.throttle.held.len() == self.throttle.held.capacity();
+        let free = self.forking
+            || self.deferring
+            || self.giving
+            || self.throttle.held.len() == self.throttle.held.capacity();
         match self.throttle.due() {
             Some(time) if !free => {
                 self.throttle.held.push_back((Nanos(now().0 + time.as_nanos() as u64), page));

@@ -1,23 +1,30 @@
 //! What was asked for after what: a program that goes the same way again finds its pages there.
 //!
-//! Streams ([`crate::locality`]) are known by their addresses. Much of what programs do over and over has an order all the same: a walk along lists, trees or
-//! a hash table, a step of training, the dump that a server's child writes. So the pages that faults without a stream ask for are written down, in a *book*. Where two
-//! faults come one soon after the other as they did before, the *trail* is found: the entries that follow are brought in before they are asked
-//! for, at first one, then twice as many each time the next fault comes where they end.
+//! Streams ([`crate::locality`]) are known by their addresses. Much of what programs do over and
+//! over has an order all the same: a walk along lists, trees or a hash table, a step of training,
+//! the dump that a server's child writes. So the pages that faults without a stream ask for are
+//! written down, in a *book*. Where two faults come one soon after the other as they did before,
+//! the *trail* is found: the entries that follow are brought in before they are asked for, at first
+//! one, then twice as many each time the next fault comes where they end.
 //!
-//! Owns: the book of this process, or, in a fork, the one that its parent's children write one after the other: who saves its parent's memory
-//! finds the way that the last one went.
+//! Owns: the book of this process, or, in a fork, the one that its parent's children write one
+//! after the other: who saves its parent's memory finds the way that the last one went.
 //!
 //! Rules
 //! 1. A trail is only a guess of what to bring in. A page in it that is not swapped is passed over.
-//! 2. What a fault asks for, and what of the trail it passed, is written down anew: so the book holds the way as it was gone last, also where it changes a little. What
-//!    was not brought and not asked for either is left out, and less is brought next time.
-//! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the program went another way. So a trail that is left costs what was
-//!    brought for one fault, and less each time; after [`LOST`] faults elsewhere it is lost.
-//! 4. A book that was of no use from end to end is given back, and begun anew after some time, which doubles.
-//! 5. The book takes 12 bytes an entry, [`PART`] of the limit at most; what of a child's lies in shared memory is charged to its parent.
+//! 2. What a fault asks for, and what of the trail it passed, is written down anew: so the book
+//!    holds the way as it was gone last, also where it changes a little. What was not brought and
+//!    not asked for either is left out, and less is brought next time.
+//! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
+//!    program went another way. So a trail that is left costs what was brought for one fault, and
+//!    less each time; after [`LOST`] faults elsewhere it is lost.
+//! 4. A book that was of no use from end to end is given back, and begun anew after some time,
+//!    which doubles.
+//! 5. The book takes 12 bytes an entry, [`PART`] of the limit at most; what of a child's lies in
+//!    shared memory is charged to its parent.
 //!
-//! Locks: none; the handler alone has it. Two processes never write one book: a child claims it; and were it so, the entries would be nonsense, no more.
+//! Locks: none; the handler alone has it. Two processes never write one book: a child claims it;
+//! and were it so, the entries would be nonsense, no more.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
 use std::time::Duration;
@@ -43,7 +50,8 @@ const FEWEST: u64 = 1 << 12;
 const MOST: u64 = 1 << 22;
 /// Most pages that are brought ahead for a fault.
 const DEEPEST: usize = 64;
-/// How far beyond what was brought a fault may come and be on the trail: what lies between was there already.
+/// How far beyond what was brought a fault may come and be on the trail: what lies between was
+/// there already.
 const SLACK: u32 = 64;
 /// The same for the second fault by which a trail is found.
 const NEAR: u32 = 8;
@@ -99,20 +107,27 @@ impl Book {
     }
 
     fn head(&self) -> &Head {
-        // SAFETY: the first page of the memory is the head's; all zeros is one; it consists of atomics, and lives as long as `self`.
+        // SAFETY: the first page of the memory is the head's; all zeros is one; it consists of
+        // atomics, and lives as long as `self`.
         unsafe { &*self.start().cast::<Head>() }
     }
 
     fn pages(&self) -> &[AtomicU64] {
-        // SAFETY: so many words follow the first page, which are changed only as atomics, also by other processes.
-        unsafe { std::slice::from_raw_parts(self.start().add(PAGE_SIZE).cast(), self.entries as usize) }
+        // SAFETY: so many words follow the first page, which are changed only as atomics, also by
+        // other processes.
+        unsafe {
+            std::slice::from_raw_parts(self.start().add(PAGE_SIZE).cast(), self.entries as usize)
+        }
     }
 
     /// By a page's hash: one more than where it stands.
     fn places(&self) -> &[AtomicU32] {
         // SAFETY: so many words follow those of `pages`, and are changed only as atomics.
         unsafe {
-            std::slice::from_raw_parts(self.start().add(PAGE_SIZE + 8 * self.entries as usize).cast(), self.entries as usize)
+            std::slice::from_raw_parts(
+                self.start().add(PAGE_SIZE + 8 * self.entries as usize).cast(),
+                self.entries as usize,
+            )
         }
     }
 
@@ -152,7 +167,11 @@ impl Book {
     fn used_bytes(&self) -> u64 {
         match self.written() {
             0 => 0,
-            written => PAGE_SIZE as u64 + u64::from(written.min(self.entries)) * 8 + u64::from(self.entries) * 4,
+            written => {
+                PAGE_SIZE as u64
+                    + u64::from(written.min(self.entries)) * 8
+                    + u64::from(self.entries) * 4
+            }
         }
     }
 }
@@ -178,7 +197,9 @@ impl ChildrensBook {
 /// Whether a process is no more, or nothing but its number is.
 fn has_ended(pid: u32) -> bool {
     match pidfd_open(pid) {
-        Ok(pidfd) => poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0),
+        Ok(pidfd) => {
+            poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+        }
         Err(errno) => errno == Errno::SRCH,
     }
 }
@@ -196,7 +217,8 @@ pub(crate) struct Trail {
     next: Option<u32>,
     /// What of the trail from there on was looked at: up to this entry.
     shown: u32,
-    /// The first entry that is not to be looked at for this fault, and the pages that may still be brought for it.
+    /// The first entry that is not to be looked at for this fault, and the pages that may still be
+    /// brought for it.
     bound: u32,
     left: usize,
     /// Pages that are brought for the next fault on the trail.
@@ -205,10 +227,12 @@ pub(crate) struct Trail {
     missed: u32,
     /// Behind where the last faults stood before: a trail may begin there.
     begins: [Option<u32>; 2],
-    /// Faults since it was last asked whether the book is of any use, and how many of them were on a trail.
+    /// Faults since it was last asked whether the book is of any use, and how many of them were on
+    /// a trail.
     asked: u32,
     hits: u32,
-    /// Pages that were read for this and brought in since the fault that was on the trail last; and those before, which the program went over.
+    /// Pages that were read for this and brought in since the fault that was on the trail last; and
+    /// those before, which the program went over.
     came: u32,
     gone_over: usize,
     /// Faults that are still let pass, and how many books' lengths that were at first.
@@ -248,9 +272,16 @@ impl Trail {
         }
     }
 
-    /// A fault asks for a page; a new book is made for `limit` bytes. What may be brought ahead, at most `most` pages (1 to [`DEEPEST`]), is told by
-    /// [`Trail::ahead`] then. `is_out` tells whether a page is swapped.
-    pub(crate) fn asks(&mut self, page: PageNo, limit: u64, most: usize, is_out: impl Fn(PageNo) -> bool) {
+    /// A fault asks for a page; a new book is made for `limit` bytes. What may be brought ahead, at
+    /// most `most` pages (1 to [`DEEPEST`]), is told by [`Trail::ahead`] then. `is_out` tells
+    /// whether a page is swapped.
+    pub(crate) fn asks(
+        &mut self,
+        page: PageNo,
+        limit: u64,
+        most: usize,
+        is_out: impl Fn(PageNo) -> bool,
+    ) {
         self.left = 0;
         if self.rests > 0 {
             self.rests -= 1;
@@ -284,7 +315,8 @@ impl Trail {
     fn find(&mut self, book: &Book, page: PageNo, most: usize, is_out: impl Fn(PageNo) -> bool) {
         let on_trail = self.next.and_then(|next| {
             // First where it is expected; then in what was brought, and went out again.
-            let at = find(book, page, self.shown, SLACK).or_else(|| find(book, page, next, self.shown.wrapping_sub(next)));
+            let at = find(book, page, self.shown, SLACK)
+                .or_else(|| find(book, page, next, self.shown.wrapping_sub(next)));
             at.map(|at| (next, at))
         });
         if let Some((next, at)) = on_trail {
@@ -300,7 +332,8 @@ impl Trail {
                 }
             }
             self.gone_over += self.came.min(at.wrapping_sub(next)) as usize;
-            self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }.clamp(1, DEEPEST.min(most));
+            self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }
+                .clamp(1, DEEPEST.min(most));
             self.follow(at.wrapping_add(1));
             return;
         }
@@ -312,7 +345,9 @@ impl Trail {
         if self.next.is_some() {
             return;
         }
-        if let Some(at) = self.begins.iter().flatten().find_map(|begin| find(book, page, *begin, NEAR)) {
+        if let Some(at) =
+            self.begins.iter().flatten().find_map(|begin| find(book, page, *begin, NEAR))
+        {
             self.depth = 1;
             self.begins = [None; 2];
             self.follow(at.wrapping_add(1));
@@ -332,7 +367,8 @@ impl Trail {
         self.bound = next.wrapping_add(4 * self.depth as u32 + SLACK);
     }
 
-    /// The next page on the trail that may be brought in for the fault that was asked about last. That it was is told with [`Trail::brought`].
+    /// The next page on the trail that may be brought in for the fault that was asked about last.
+    /// That it was is told with [`Trail::brought`].
     pub(crate) fn ahead(&mut self) -> Option<PageNo> {
         if self.left == 0 || self.shown == self.bound {
             return None;
@@ -342,7 +378,8 @@ impl Trail {
         Some(page)
     }
 
-    /// The page that was told last was brought in; `is_read`: it was read for this. (Another fault may have been asked about meanwhile: then this one ends.)
+    /// The page that was told last was brought in; `is_read`: it was read for this. (Another fault
+    /// may have been asked about meanwhile: then this one ends.)
     pub(crate) fn brought(&mut self, is_read: bool) {
         self.left = self.left.saturating_sub(1);
         self.came += u32::from(is_read);
@@ -374,13 +411,19 @@ impl Trail {
 }
 
 impl Handler {
-    /// Brings in what came after a page that came without a stream the last time it was asked for, if the program goes the same way again.
+    /// Brings in what came after a page that came without a stream the last time it was asked for,
+    /// if the program goes the same way again.
     pub(crate) fn follow(&mut self, page: PageNo, most: usize) {
         let engine = self.engine;
-        if most < 2 || self.away.is_usual() || self.away.has(page) || self.reading(page.addr()) == Reading::Random {
+        if most < 2
+            || self.away.is_usual()
+            || self.away.has(page)
+            || self.reading(page.addr()) == Reading::Random
+        {
             return;
         }
-        let is_out = |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
+        let is_out =
+            |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
         self.trail.asks(page, engine.charge.limit(), most, is_out);
         engine.count(Counter::SwapRaHit, self.trail.take_gone_over());
         self.held_came = 0;
@@ -403,7 +446,10 @@ impl Handler {
 
 /// Where a page stands among the `n` entries from `from` on.
 fn find(book: &Book, page: PageNo, from: u32, n: u32) -> Option<u32> {
-    (0..n).map(|k| from.wrapping_add(k)).take_while(|at| book.page_at(*at).is_some()).find(|at| book.page_at(*at) == Some(page))
+    (0..n)
+        .map(|k| from.wrapping_add(k))
+        .take_while(|at| book.page_at(*at).is_some())
+        .find(|at| book.page_at(*at) == Some(page))
 }
 
 #[cfg(test)]
@@ -423,7 +469,14 @@ mod tests {
 
     impl Paged {
         fn new(room: usize) -> Paged {
-            Paged { trail: Trail::new(), there: HashSet::new(), order: VecDeque::new(), room, faults: 0, brought: 0 }
+            Paged {
+                trail: Trail::new(),
+                there: HashSet::new(),
+                order: VecDeque::new(),
+                room,
+                faults: 0,
+                brought: 0,
+            }
         }
 
         fn bring(&mut self, page: usize) {
@@ -460,7 +513,8 @@ mod tests {
     }
 
     fn random(state: &mut u64) -> usize {
-        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        *state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (*state >> 33) as usize
     }
 
@@ -494,7 +548,10 @@ mod tests {
         let (first, _) = paged.walk(way.iter().copied());
         let (second, _) = paged.walk(way.iter().copied());
         let (third, brought) = paged.walk(way.iter().copied());
-        assert!(second < first / 3 && third < first / 8 && third + brought < first / 4 * 5, "{first} {second} {third} {brought}");
+        assert!(
+            second < first / 3 && third < first / 8 && third + brought < first / 4 * 5,
+            "{first} {second} {third} {brought}"
+        );
     }
 
     #[test]
@@ -521,7 +578,10 @@ mod tests {
         let mut state = 11;
         let (faults, brought) = paged.walk((0..400_000).map(|_| random(&mut state) % 4000));
         assert!(faults > 250_000 && brought < faults / 100, "{faults} {brought}");
-        assert!(paged.trail.rests > 0 && paged.trail.book.as_ref().is_some_and(|book| book.written() == 0));
+        assert!(
+            paged.trail.rests > 0
+                && paged.trail.book.as_ref().is_some_and(|book| book.written() == 0)
+        );
         // And is begun again later.
         let way = shuffled(4000, 1);
         let mut least = usize::MAX;
@@ -556,7 +616,10 @@ mod tests {
     fn a_book_is_as_large_as_the_limit_bears() {
         for limit in [0, 16 << 20, 64 << 20, 256 << 20, 64 << 30, u64::MAX] {
             let entries = u64::from(entries_for(limit));
-            assert!(entries.is_power_of_two() && (entries * ENTRY_BYTES <= (limit / PART).max(FEWEST * ENTRY_BYTES)));
+            assert!(
+                entries.is_power_of_two()
+                    && (entries * ENTRY_BYTES <= (limit / PART).max(FEWEST * ENTRY_BYTES))
+            );
         }
         assert_eq!(entries_for(256 << 20), 1 << 18);
     }

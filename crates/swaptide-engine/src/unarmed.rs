@@ -66,7 +66,10 @@ impl Seen {
         }
         let Some(region) = mm.regions.find(range.start) else { return Answer::NotOne };
         let start = VirtAddr(range.start.0 / LEAF_BYTES * LEAF_BYTES);
-        let leaf = VirtRange { start: start.max(region.start), end: start.offset(LEAF_BYTES).min(region.end) };
+        let leaf = VirtRange {
+            start: start.max(region.start),
+            end: start.offset(LEAF_BYTES).min(region.end),
+        };
         for candidate in [region, leaf, range] {
             if candidate == self.torn || !contains(candidate, range) {
                 continue;

@@ -2,9 +2,10 @@
 //! summary, so that a run that went past its budget says why.
 //!
 //! The kernel moves pages only between mappings that are both writable and permit the same. So what
-//! is read-only or executable stays, whoever made it so and whenever. Locked memory stays because the
-//! program asked for that. It is measured while mappings are listed (`adopt`), where the process is
-//! past its limit, and not more often than [`AGE`]. What is locked and read-only counts for both.
+//! is read-only or executable stays, whoever made it so and whenever. Locked memory stays because
+//! the program asked for that. It is measured while mappings are listed (`adopt`), where the
+//! process is past its limit, and not more often than [`AGE`]. What is locked and read-only counts
+//! for both.
 //!
 //! Owns: the most that was found of each kind, and when it was looked for last.
 //!
@@ -25,7 +26,8 @@ use crate::engine::Engine;
 /// How old a look may become while the process is past its limit.
 const AGE: Duration = Duration::from_millis(250);
 /// The kinds.
-const KINDS: [Counter; 3] = [Counter::UnmovableReadOnly, Counter::UnmovableExecutable, Counter::UnmovableLocked];
+const KINDS: [Counter; 3] =
+    [Counter::UnmovableReadOnly, Counter::UnmovableExecutable, Counter::UnmovableLocked];
 const READ_ONLY: usize = 0;
 const EXECUTABLE: usize = 1;
 const LOCKED: usize = 2;

@@ -1,13 +1,16 @@
-//! Write-back: the oldest pages of compressed memory go to the file when compressed memory has its share.
+//! Write-back: the oldest pages of compressed memory go to the file when compressed memory has its
+//! share.
 //!
 //! Owns: the buffers of one batch.
 //!
-//! A batch takes chunks from the log's old end under the memory lock; without it, it copies their pages out of compressed memory as they are,
-//! packed, gives them slots in the file and writes them; and takes the lock again to exchange the entries. Pages of one repeated word stay: they
+//! A batch takes chunks from the log's old end under the memory lock; without it, it copies their
+//! pages out of compressed memory as they are, packed, gives them slots in the file and writes
+//! them; and takes the lock again to exchange the entries. Pages of one repeated word stay: they
 //! cost nothing where they are.
 //!
-//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was chosen; otherwise the page was brought in or
-//! given up meanwhile, what was copied may be another page's, and the copy in the file is dropped.
+//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was
+//! chosen; otherwise the page was brought in or given up meanwhile, what was copied may be another
+//! page's, and the copy in the file is dropped.
 
 use std::ops::Range;
 
@@ -48,7 +51,8 @@ impl Default for Writeback {
     }
 }
 
-/// Drops copies of pages that the program has: they are the first to go, for they cost nothing but a later compression. False when there are none.
+/// Drops copies of pages that the program has: they are the first to go, for they cost nothing but
+/// a later compression. False when there are none.
 fn drop_copies(engine: &Engine) -> bool {
     let mut guard = engine.mm.lock();
     let mm = &mut *guard;
@@ -142,8 +146,19 @@ impl Writeback {
                 if old.ty() != POOL {
                     continue;
                 }
-                let TableSlot::Shadow { shadow, .. } = engine.devices.pool_slots.lookup(old.offset()) else { continue };
-                self.moving.push(Moving { page, old, shadow, chunk, epoch: info.epoch, copy: None });
+                let TableSlot::Shadow { shadow, .. } =
+                    engine.devices.pool_slots.lookup(old.offset())
+                else {
+                    continue;
+                };
+                self.moving.push(Moving {
+                    page,
+                    old,
+                    shadow,
+                    chunk,
+                    epoch: info.epoch,
+                    copy: None,
+                });
             }
         }
     }
@@ -153,8 +168,13 @@ impl Writeback {
         self.data.clear();
         for moving in &mut self.moving {
             let start = self.data.len();
-            // The fault path tells of damage when the page is needed; and this may be no damage, but a page that is gone.
-            let Ok(kind) = engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data, unpacker) else { continue };
+            // The fault path tells of damage when the page is needed; and this may be no damage,
+            // but a page that is gone.
+            let Ok(kind) =
+                engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data, unpacker)
+            else {
+                continue;
+            };
             if matches!(kind, PackedKind::Zero | PackedKind::Same(_)) {
                 continue;
             }
@@ -174,7 +194,10 @@ impl Writeback {
         let valid: Vec<bool> = self
             .moving
             .iter()
-            .map(|m| mm.table.get(m.page) == PageState::Swapped(m.old) && mm.table.chunk(m.chunk).epoch == m.epoch)
+            .map(|m| {
+                mm.table.get(m.page) == PageState::Swapped(m.old)
+                    && mm.table.chunk(m.chunk).epoch == m.epoch
+            })
             .collect();
         let mut moved = 0;
         for (moving, valid) in self.moving.iter().zip(valid) {
@@ -193,7 +216,10 @@ impl Writeback {
     }
 }
 
-fn packed<'d>(data: &'d [u8], (_, range, kind): &(SwapEntry, Range<usize>, PackedKind)) -> Packed<'d> {
+fn packed<'d>(
+    data: &'d [u8],
+    (_, range, kind): &(SwapEntry, Range<usize>, PackedKind),
+) -> Packed<'d> {
     let bytes = &data[range.clone()];
     match kind {
         PackedKind::Raw => {

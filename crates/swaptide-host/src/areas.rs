@@ -1,7 +1,9 @@
-//! The swap areas of a run: devices beyond compressed memory, added and taken away while programs use them.
+//! The swap areas of a run: devices beyond compressed memory, added and taken away while programs
+//! use them.
 //!
-//! Owns what is open behind each area of the segment's table, what people call it, and the way of taking one away: it is closed, every process that holds
-//! something there moves it to other areas, and only when nobody holds anything is it let go; or nothing has changed.
+//! Owns what is open behind each area of the segment's table, what people call it, and the way of
+//! taking one away: it is closed, every process that holds something there moves it to other areas,
+//! and only when nobody holds anything is it let go; or nothing has changed.
 //!
 //! Invariants
 //! 1. An area of the segment that is not `None` has its device open here.
@@ -21,7 +23,9 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport};
+use swaptide_ipc::{
+    AreaId, AreaState, EXTENT_BYTES, ExportFacts, ExtentId, NewArea, Segment, Transport,
+};
 use swaptide_store::nbd::Export;
 
 use crate::device::CIPHER;
@@ -55,7 +59,8 @@ pub struct AreaView {
     pub peak_used_bytes: u64,
     /// The higher one is used first.
     pub priority: i32,
-    /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies there is being moved; `away`: its server does not answer.
+    /// `open`; `leaving`: it is being taken away; `retired`: it failed too often, and what lies
+    /// there is being moved; `away`: its server does not answer.
     pub state: String,
     /// Transfers that failed.
     pub errors: u32,
@@ -114,24 +119,38 @@ impl fmt::Display for AreaError {
         match self {
             AreaError::Device(error) => write!(f, "{error}"),
             AreaError::TooMany => {
-                write!(f, "no more swap areas can be had: at most 16, of 128G together; take one away with swapoff")
+                write!(
+                    f,
+                    "no more swap areas can be had: at most 16, of 128G together; take one away \
+                    with swapoff"
+                )
             }
-            AreaError::Unknown(name, names) if names.is_empty() => write!(f, "{name:?}: the run has no swap area"),
-            AreaError::Unknown(name, names) => write!(f, "{name:?} is no swap area of this run; it has {}", names.join(", ")),
+            AreaError::Unknown(name, names) if names.is_empty() => {
+                write!(f, "{name:?}: the run has no swap area")
+            }
+            AreaError::Unknown(name, names) => {
+                write!(f, "{name:?} is no swap area of this run; it has {}", names.join(", "))
+            }
             AreaError::Ambiguous(name) => {
-                write!(f, "several swap areas are called {name:?}; name one by its number, as swaptide ctl devices shows it")
+                write!(
+                    f,
+                    "several swap areas are called {name:?}; name one by its number, as swaptide \
+                    ctl devices shows it"
+                )
             }
             AreaError::Leaving(name) => write!(f, "{name:?} is being taken away already"),
             AreaError::NoRoom { name, left } => write!(
                 f,
-                "{name:?} stays: {} of it find no room on the other swap areas; add one with swapon, or let programs end",
+                "{name:?} stays: {} of it find no room on the other swap areas; add one with \
+                swapon, or let programs end",
                 human(*left)
             ),
             AreaError::Stuck { name, left, holders } => {
                 let holders: Vec<String> = holders.iter().map(u32::to_string).collect();
                 write!(
                     f,
-                    "{name:?} stays: {} of it are held by processes that do not move them ({}): stopped ones, or pages that cannot be read",
+                    "{name:?} stays: {} of it are held by processes that do not move them ({}): \
+                    stopped ones, or pages that cannot be read",
                     human(*left),
                     holders.join(", ")
                 )
@@ -204,20 +223,25 @@ impl Areas {
             Medium::File(_) => (Transport::File, ExportFacts::default()),
             Medium::Nbd(_, export) => {
                 let Export { size: bytes, flags, structured, longest, connections } = *export;
-                (Transport::Nbd, ExportFacts { bytes, flags: flags.0, structured, longest, connections })
+                (
+                    Transport::Nbd,
+                    ExportFacts { bytes, flags: flags.0, structured, longest, connections },
+                )
             }
         };
         let Backing { priority, extents, base_bytes, plain, turns, .. } = backing;
         let mut held = self.held();
         let copy = match backing.mirror.take() {
             Some(copy) => {
-                let id = self.segment.add_mirror(priority, copy.base_bytes).ok_or(AreaError::TooMany)?;
+                let id =
+                    self.segment.add_mirror(priority, copy.base_bytes).ok_or(AreaError::TooMany)?;
                 Some((id, copy))
             }
             None => None,
         };
         let mirror = copy.as_ref().map(|(id, _)| *id);
-        let new = NewArea { transport, priority, extents, base_bytes, export, mirror, plain, turns };
+        let new =
+            NewArea { transport, priority, extents, base_bytes, export, mirror, plain, turns };
         let Some(id) = self.segment.add_area(new) else {
             mirror.inspect(|id| self.segment.drop_mirror(*id));
             return Err(AreaError::TooMany);
@@ -227,7 +251,8 @@ impl Areas {
         Ok(id)
     }
 
-    /// Takes over a device that an area had before: the segment's table says everything else of it. An area that is not there stays so.
+    /// Takes over a device that an area had before: the segment's table says everything else of it.
+    /// An area that is not there stays so.
     pub fn restore(&self, id: AreaId, backing: Backing) {
         let mut held = self.held();
         if self.segment.areas().any(|(known, _)| known == id) {
@@ -235,7 +260,8 @@ impl Areas {
         }
     }
 
-    /// Takes over an export that an area had before, and whose server does not answer now: it is looked after until it does.
+    /// Takes over an export that an area had before, and whose server does not answer now: it is
+    /// looked after until it does.
     pub fn restore_away(&self, id: AreaId, backing: Backing) {
         self.restore(id, backing);
         if let Some(held) = self.held().get_mut(&id)
@@ -256,8 +282,8 @@ impl Areas {
         self.held().iter().for_each(|(id, held)| f(*id, &held.backing));
     }
 
-    /// Gives the space of an extent back, if nobody holds it. Nobody waits for a server here: an export's extent is trimmed later, should nobody have it
-    /// then.
+    /// Gives the space of an extent back, if nobody holds it. Nobody waits for a server here: an
+    /// export's extent is trimmed later, should nobody have it then.
     pub fn give_back(self: &Arc<Self>, extent: ExtentId) {
         let is_free = self.segment.while_unheld(extent, || self.punch(extent));
         // Not before: who trims keeps it from everybody, too.
@@ -266,7 +292,8 @@ impl Areas {
         }
     }
 
-    /// Gives the space back that an extent has in files. The caller keeps it from everybody meanwhile.
+    /// Gives the space back that an extent has in files. The caller keeps it from everybody
+    /// meanwhile.
     fn punch(&self, extent: ExtentId) {
         let Some(place) = self.segment.place_of(extent) else { return };
         let file = |id: AreaId| match &self.held().get(&id)?.backing.medium {
@@ -281,8 +308,10 @@ impl Areas {
         }
     }
 
-    /// Notes how full the areas are, and lets no more be written to those that failed too often. What lies on one that is here is moved to others; one whose
-    /// server is away is looked after until the server is back. So is what has a mirror that fails: while the server is there, it can be moved.
+    /// Notes how full the areas are, and lets no more be written to those that failed too often.
+    /// What lies on one that is here is moved to others; one whose server is away is looked after
+    /// until the server is back. So is what has a mirror that fails: while the server is there, it
+    /// can be moved.
     pub fn measure(self: &Arc<Self>) {
         for (id, held) in self.held().iter_mut() {
             let area = self.segment.area(*id);
@@ -290,7 +319,11 @@ impl Areas {
                 continue;
             }
             held.peak_extents = held.peak_extents.max(area.used());
-            if !held.retired && area.mirror().is_some_and(|mirror| self.segment.area(mirror).errors() >= MOST_ERRORS) {
+            if !held.retired
+                && area
+                    .mirror()
+                    .is_some_and(|mirror| self.segment.area(mirror).errors() >= MOST_ERRORS)
+            {
                 held.retired = true;
                 self.segment.close_area(*id);
                 continue;
@@ -305,7 +338,8 @@ impl Areas {
                 held.tried = Instant::now();
                 let (areas, id) = (Arc::clone(self), *id);
                 let again = move || {
-                    // What it starts (the pumps of a connection with TLS) is work, and no look, as the keeper's is.
+                    // What it starts (the pumps of a connection with TLS) is work, and no look, as
+                    // the keeper's is.
                     swaptide_sys::affinity::go_normally();
                     areas.try_again(id);
                 };
@@ -362,7 +396,9 @@ impl Areas {
                     errors: area.errors(),
                     direct_io: held.backing.direct_io,
                     mirror: area.mirror().map(|mirror| MirrorView {
-                        place: all.get(&mirror).map_or_else(String::new, |held| held.backing.place.display().to_string()),
+                        place: all.get(&mirror).map_or_else(String::new, |held| {
+                            held.backing.place.display().to_string()
+                        }),
                         errors: self.segment.area(mirror).errors(),
                     }),
                     cipher: if area.is_plain() { "none".into() } else { CIPHER.into() },
@@ -381,7 +417,8 @@ impl Areas {
         if let Some(id) = name.parse().ok().map(AreaId).filter(|id| held.contains_key(id)) {
             return Ok(id);
         }
-        let mut called = held.iter().filter(|(_, held)| held.backing.name == name).map(|(id, _)| **id);
+        let mut called =
+            held.iter().filter(|(_, held)| held.backing.name == name).map(|(id, _)| **id);
         match (called.next(), called.next()) {
             (Some(id), None) => Ok(id),
             (Some(_), Some(_)) => Err(AreaError::Ambiguous(name.to_owned())),
@@ -392,7 +429,8 @@ impl Areas {
         }
     }
 
-    /// Takes an area away: everything there is moved to others first. `progress` is told how many bytes are still there, every moment.
+    /// Takes an area away: everything there is moved to others first. `progress` is told how many
+    /// bytes are still there, every moment.
     ///
     /// # Errors
     /// See [`AreaError`]; the area is as it was then.
@@ -404,7 +442,8 @@ impl Areas {
         if area.state() != AreaState::Open && !retired {
             return Err(AreaError::Leaving(name.to_owned()));
         }
-        // Packed anew, pages take no more room than they did: what has no room for all of them now need not be begun with.
+        // Packed anew, pages take no more room than they did: what has no room for all of them now
+        // need not be begun with.
         let free: u32 = self
             .segment
             .areas()
@@ -466,12 +505,14 @@ impl Open for Areas {
 fn punch(file: &File, offset: u64) {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     if rustix::fs::fallocate(file, flags, offset, EXTENT_BYTES).is_err() {
-        // A block device that cannot write zeros without being sent them may know how to discard. One that knows neither keeps the space until the run
-        // ends; nothing else depends on it.
+        // A block device that cannot write zeros without being sent them may know how to discard.
+        // One that knows neither keeps the space until the run ends; nothing else depends on it.
         const BLKDISCARD: libc::Ioctl = 0x1277;
         let range = [offset, EXTENT_BYTES];
         // SAFETY: the call reads the two numbers, and does nothing to what is no block device.
-        let _ = unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), BLKDISCARD, range.as_ptr()) };
+        let _ = unsafe {
+            libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(file), BLKDISCARD, range.as_ptr())
+        };
     }
 }
 
@@ -483,7 +524,8 @@ mod tests {
 
     fn backing(scratch: &Scratch, name: &str, priority: i32, extents: u32) -> Backing {
         let path = scratch.path(name);
-        let file = File::options().read(true).write(true).create_new(true).open(&path).expect("file");
+        let file =
+            File::options().read(true).write(true).create_new(true).open(&path).expect("file");
         file.set_len(u64::from(extents) * EXTENT_BYTES).expect("length");
         Backing {
             name: format!("file:{name}"),
@@ -519,8 +561,15 @@ mod tests {
         let (areas, segment) = areas(&scratch, &[("slow", -1, 4), ("fast", 10, 2)]);
         let index = segment.claim(7, 0).expect("slot");
         lease(segment, index, 3);
-        let views: Vec<_> = areas.view().into_iter().map(|(_, v)| (v.name, v.used_bytes / EXTENT_BYTES, v.state)).collect();
-        assert_eq!(views, [("file:fast".into(), 2, "open".into()), ("file:slow".into(), 1, "open".into())]);
+        let views: Vec<_> = areas
+            .view()
+            .into_iter()
+            .map(|(_, v)| (v.name, v.used_bytes / EXTENT_BYTES, v.state))
+            .collect();
+        assert_eq!(
+            views,
+            [("file:fast".into(), 2, "open".into()), ("file:slow".into(), 1, "open".into())]
+        );
     }
 
     #[test]
@@ -561,7 +610,8 @@ mod tests {
         let scratch = Scratch::new("areas-retired");
         let (areas, segment) = areas(&scratch, &[("bad", 5, 4), ("good", 1, 4)]);
         let index = segment.claim(7, 0).expect("slot");
-        let (bad, good) = (areas.find("file:bad").expect("bad"), areas.find("file:good").expect("good"));
+        let (bad, good) =
+            (areas.find("file:bad").expect("bad"), areas.find("file:good").expect("good"));
         (0..MOST_ERRORS).for_each(|_| segment.area(bad).count_error());
         areas.measure();
         assert_eq!(areas.view()[0].1.state, "retired");
@@ -579,8 +629,13 @@ mod tests {
         let id = areas.add(main).expect("an area");
         let copy = segment.area(id).mirror().expect("a mirror");
         let views = areas.view();
-        assert_eq!(views.iter().map(|(_, view)| view.name.as_str()).collect::<Vec<_>>(), ["file:main", "file:plain"]);
-        let shown = |views: &[(AreaId, AreaView)]| views[0].1.mirror.as_ref().map(|m| (m.place.ends_with("copy"), m.errors));
+        assert_eq!(
+            views.iter().map(|(_, view)| view.name.as_str()).collect::<Vec<_>>(),
+            ["file:main", "file:plain"]
+        );
+        let shown = |views: &[(AreaId, AreaView)]| {
+            views[0].1.mirror.as_ref().map(|m| (m.place.ends_with("copy"), m.errors))
+        };
         assert_eq!(shown(&views), Some((true, 0)));
         assert!(matches!(areas.remove("file:copy", |_| ()), Err(AreaError::Unknown(..))));
         assert!(matches!(areas.remove(&copy.0.to_string(), |_| ()), Err(AreaError::Unknown(..))));
@@ -594,14 +649,23 @@ mod tests {
                 file.sync_all().expect("sync");
             }
             areas.punch(extent);
-            assert_eq!([&main, &file].map(|file| file.metadata().expect("metadata").blocks()), [0, 0]);
+            assert_eq!(
+                [&main, &file].map(|file| file.metadata().expect("metadata").blocks()),
+                [0, 0]
+            );
         }
         segment.release_extent(index, extent);
         (0..MOST_ERRORS).for_each(|_| segment.area(copy).count_error());
         areas.measure();
-        assert_eq!((areas.view()[0].1.state.as_str(), shown(&areas.view())), ("retired", Some((true, MOST_ERRORS))));
+        assert_eq!(
+            (areas.view()[0].1.state.as_str(), shown(&areas.view())),
+            ("retired", Some((true, MOST_ERRORS)))
+        );
         areas.remove("file:main", |_| ()).expect("gone");
-        assert_eq!((segment.area(copy).state(), areas.open(copy).is_none()), (AreaState::None, true));
+        assert_eq!(
+            (segment.area(copy).state(), areas.open(copy).is_none()),
+            (AreaState::None, true)
+        );
     }
 
     #[test]
@@ -624,7 +688,8 @@ mod tests {
         let held = lease(segment, index, 2);
         let file = File::from(areas.open(AreaId(0)).expect("open"));
         for extent in &held {
-            file.write_all_at(&[7; 65536], segment.place_of(*extent).expect("place").offset).expect("write");
+            file.write_all_at(&[7; 65536], segment.place_of(*extent).expect("place").offset)
+                .expect("write");
         }
         file.sync_all().expect("sync");
         let before = file.metadata().expect("metadata").blocks();

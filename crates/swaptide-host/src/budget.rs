@@ -1,20 +1,26 @@
-//! How a budget is shared among the processes of groups. Pure arithmetic: what the processes use goes in, what to do comes out.
+//! How a budget is shared among the processes of groups. Pure arithmetic: what the processes use
+//! goes in, what to do comes out.
 //!
 //! Owns the policy and nothing else. The concepts:
 //! - the *use* of a process is its resident anonymous memory, the engine's own included;
-//! - the *share* of a group is what its maximum leaves for the engaged processes in it when all others have theirs; the root's maximum is
-//!   the budget;
-//! - the *pressure* of a process is how many bytes a second it swaps out or faults back, or the part of what is swapped out that corresponds to the part of
-//!   the time in which its threads wait for it, whichever is more; as far as that much is swapped out, it is what it would use if it could.
+//! - the *share* of a group is what its maximum leaves for the engaged processes in it when all
+//!   others have theirs; the root's maximum is the budget;
+//! - the *pressure* of a process is how many bytes a second it swaps out or faults back, or the
+//!   part of what is swapped out that corresponds to the part of the time in which its threads wait
+//!   for it, whichever is more; as far as that much is swapped out, it is what it would use if it
+//!   could.
 //!
 //! Invariants
 //! 1. Nothing of a group is engaged while its use, and that of all above it, is under [`trigger`].
-//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR`]), or where limits that were given before are
-//!    still being lowered and the use is not over the share.
-//! 3. A limit is raised only into room that no other process has, in any group above: neither as limit nor as use.
+//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR`]), or
+//!    where limits that were given before are still being lowered and the use is not over the
+//!    share.
+//! 3. A limit is raised only into room that no other process has, in any group above: neither as
+//!    limit nor as use.
 //! 4. `high` lowers limits by and by and never at once; no more is given than it permits.
-//! 5. A process of a *family* (processes that share compressed memory since a fork) keeps its part of that, as far as an eighth of what there is remains: what it
-//!    gave up of it, the others still had.
+//! 5. A process of a *family* (processes that share compressed memory since a fork) keeps its part
+//!    of that, as far as an eighth of what there is remains: what it gave up of it, the others
+//!    still had.
 //!
 //! Locks: none.
 
@@ -26,8 +32,9 @@ use crate::division::{Claim, Node, divide};
 
 pub use lending::{Lasting, Lately, Sharing, lend};
 
-/// What an engaged process keeps whatever happens, if it uses as much, beside what cannot be swapped out ([`Process::fixed`], so far as it is no more than
-/// this): with less, faults alone would fill its time.
+/// What an engaged process keeps whatever happens, if it uses as much, beside what cannot be
+/// swapped out ([`Process::fixed`], so far as it is no more than this): with less, faults alone
+/// would fill its time.
 pub const FLOOR: u64 = 8 << 20;
 /// The same where so many processes share the budget that each of them could not have that.
 const CROWDED_FLOOR: u64 = 2 << 20;
@@ -37,7 +44,8 @@ pub const WORTH: u64 = 4 << 20;
 const WORTH_IN_NEED: u64 = 1 << 20;
 /// The time that a process may take from being engaged until faults hold it.
 const ENGAGING: Duration = Duration::from_millis(20);
-/// The time over which the pressure of processes of one family is averaged: each has moments at which it wants much.
+/// The time over which the pressure of processes of one family is averaged: each has moments at
+/// which it wants much.
 const AVERAGED: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
 pub const SMALLEST_BUDGET: u64 = 16 << 20;
@@ -94,9 +102,11 @@ pub struct Process {
     pub standing: Standing,
     /// Resident anonymous memory in bytes.
     pub used: u64,
-    /// Bytes a second swapped out and refaulted, smoothed; or what is swapped out times the part of the time in which its threads wait.
+    /// Bytes a second swapped out and refaulted, smoothed; or what is swapped out times the part of
+    /// the time in which its threads wait.
     pub pressure: u64,
-    /// Bytes of its use that cannot be swapped out: the engine's own, and what is not under management.
+    /// Bytes of its use that cannot be swapped out: the engine's own, and what is not under
+    /// management.
     pub fixed: u64,
     /// Bytes of it that are swapped out: no pressure can make it use more than these besides.
     pub swapped: u64,
@@ -115,14 +125,15 @@ pub struct Decision {
     pub engage: Vec<usize>,
     /// Limits of the engaged processes, those in `engage` among them.
     pub limits: Vec<(usize, u64)>,
-    /// What each of these would have if everything were divided by demand at once, in the same order.
+    /// What each of these would have if everything were divided by demand at once, in the same
+    /// order.
     pub fair: Vec<u64>,
     /// Groups that get less than is kept for them.
     pub starved: Vec<usize>,
 }
 
-/// The use of the tree at which managing begins: late, for a program within its budget pays nothing; early enough that the
-/// engine is at work before the budget is full.
+/// The use of the tree at which managing begins: late, for a program within its budget pays
+/// nothing; early enough that the engine is at work before the budget is full.
 pub fn trigger(budget: u64) -> u64 {
     if budget == u64::MAX {
         return budget;
@@ -154,19 +165,27 @@ fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
 /// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.
 pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
-    let mut engage: Vec<usize> = (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
+    let mut engage: Vec<usize> =
+        (0..processes.len()).filter(|at| processes[*at].standing == Standing::Asking).collect();
     for (at, (group, total)) in groups.iter().zip(&totals).enumerate() {
         if *total > trigger(group.most()) {
-            let within: Vec<usize> = (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
+            let within: Vec<usize> =
+                (0..processes.len()).filter(|p| is_in(groups, processes[*p].group, at)).collect();
             let chosen = choose(group.most(), *total, processes, &within);
             engage.extend(chosen.into_iter().filter(|p| !engage.contains(p)).collect::<Vec<_>>());
         }
     }
-    let is_managed = |at: &usize| processes[*at].standing == Standing::Engaged || engage.contains(at);
+    let is_managed =
+        |at: &usize| processes[*at].standing == Standing::Engaged || engage.contains(at);
     let managed: Vec<usize> = (0..processes.len()).filter(is_managed).collect();
-    let others =
-        sums(groups, (0..processes.len()).filter(|at| !is_managed(at)).map(|at| (processes[at].group, processes[at].used)));
-    let shares: Vec<Bounds> = groups.iter().zip(&others).map(|(group, others)| share(group, *others)).collect();
+    let others = sums(
+        groups,
+        (0..processes.len())
+            .filter(|at| !is_managed(at))
+            .map(|at| (processes[at].group, processes[at].used)),
+    );
+    let shares: Vec<Bounds> =
+        groups.iter().zip(&others).map(|(group, others)| share(group, *others)).collect();
     let group: Vec<Process> = managed.iter().map(|at| processes[*at]).collect();
     let least = floors(&shares, &group);
     let fair = targets(&shares, &group, &least);
@@ -182,23 +201,32 @@ pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> De
     }
 }
 
-/// What of a group's bounds is left for the engaged processes. A hundredth stays back: what a process takes between two looks of its reclaim.
+/// What of a group's bounds is left for the engaged processes. A hundredth stays back: what a
+/// process takes between two looks of its reclaim.
 fn share(group: &Bounds, others: u64) -> Bounds {
     let left = |bound: u64| match bound {
         u64::MAX => u64::MAX,
         bound => (bound - bound / 100).saturating_sub(others),
     };
-    Bounds { parent: group.parent, max: left(group.max), high: left(group.high), low: group.low.saturating_sub(others) }
+    Bounds {
+        parent: group.parent,
+        max: left(group.max),
+        high: left(group.high),
+        low: group.low.saturating_sub(others),
+    }
 }
 
 /// True for a process that would have grown past the budget by the time it is managed.
 fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
     let ahead = part(p.growth, ENGAGING.as_micros() as u64, 1_000_000);
-    p.standing == Standing::Watching && p.used >= WORTH_IN_NEED && ahead > 0 && total + ahead > budget
+    p.standing == Standing::Watching
+        && p.used >= WORTH_IN_NEED
+        && ahead > 0
+        && total + ahead > budget
 }
 
-/// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too fast to wait; and the biggest, until those that
-/// are engaged cover four fifths of the use.
+/// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
+/// fast to wait; and the biggest, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
     let worth = if total > budget { WORTH_IN_NEED } else { WORTH };
     let used = |standing: Standing| {
@@ -206,10 +234,12 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
         those.map(|at| (*at, processes[*at].used))
     };
     let mut covered: u64 = used(Standing::Engaged).map(|(_, used)| used).sum();
-    let mut candidates: Vec<usize> = used(Standing::Watching).filter(|(_, used)| *used >= worth).map(|(at, _)| at).collect();
+    let mut candidates: Vec<usize> =
+        used(Standing::Watching).filter(|(_, used)| *used >= worth).map(|(at, _)| at).collect();
     candidates.sort_by_key(|at| std::cmp::Reverse(processes[*at].used));
     let enough = total / 5 * 4;
-    let mut engage: Vec<usize> = within.iter().copied().filter(|at| is_urgent(budget, total, &processes[*at])).collect();
+    let mut engage: Vec<usize> =
+        within.iter().copied().filter(|at| is_urgent(budget, total, &processes[*at])).collect();
     covered += engage.iter().map(|at| processes[*at].used).sum::<u64>();
     candidates.retain(|at| !engage.contains(at));
     engage.extend(candidates.into_iter().take_while(|at| {
@@ -220,51 +250,77 @@ fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> V
     engage
 }
 
-/// Limits of the engaged processes on their way to `targets`; `shares` are what these may have in each group, `least` is what nobody goes below.
+/// Limits of the engaged processes on their way to `targets`; `shares` are what these may have in
+/// each group, `least` is what nobody goes below.
 ///
-/// Everybody's demand is what it uses, what its pressure wants back, and an equal part of what is free; memory goes by demand ([`divide`]). A process
-/// without pressure thus keeps what it has until one with pressure needs it, and then yields by and by: no more than an eighth in
+/// Everybody's demand is what it uses, what its pressure wants back, and an equal part of what is
+/// free; memory goes by demand ([`divide`]). A process without pressure thus keeps what it has
+/// until one with pressure needs it, and then yields by and by: no more than an eighth in
 /// [`YIELD_TIME`], so that a process which only rested is not empty when it wakes.
-fn approach(shares: &[Bounds], group: &[Process], least: &[u64], targets: &[u64], elapsed: Duration) -> Vec<u64> {
+fn approach(
+    shares: &[Bounds],
+    group: &[Process],
+    least: &[u64],
+    targets: &[u64],
+    elapsed: Duration,
+) -> Vec<u64> {
     let used = sums(shares, group.iter().map(|p| (p.group, p.used)));
     // Two parts in a hundred are the play of counters and of reclaim, not a breach.
-    let over: Vec<bool> =
-        shares.iter().zip(&used).map(|(share, used)| *used > share.max.saturating_add(share.max / 50)).collect();
-    let in_breach = |p: &Process| (0..shares.len()).any(|at| over[at] && is_in(shares, p.group, at));
+    let over: Vec<bool> = shares
+        .iter()
+        .zip(&used)
+        .map(|(share, used)| *used > share.max.saturating_add(share.max / 50))
+        .collect();
+    let in_breach =
+        |p: &Process| (0..shares.len()).any(|at| over[at] && is_in(shares, p.group, at));
     let breaches: Vec<bool> = group.iter().map(in_breach).collect();
     let lowered: Vec<u64> = (0..group.len())
         .map(|at| {
             let (p, target) = (&group[at], targets[at]);
             if breaches[at] {
-                return if p.limit == 0 { target } else { target.min(p.limit).max(floor(p, least[at])) };
+                return if p.limit == 0 {
+                    target
+                } else {
+                    target.min(p.limit).max(floor(p, least[at]))
+                };
             }
             let old = if p.limit == 0 { p.used } else { p.limit };
-            let step = part(old / 8, elapsed.min(YIELD_TIME).as_micros() as u64, YIELD_TIME.as_micros() as u64);
+            let step = part(
+                old / 8,
+                elapsed.min(YIELD_TIME).as_micros() as u64,
+                YIELD_TIME.as_micros() as u64,
+            );
             target.max(old - step).min(old).max(floor(p, least[at]))
         })
         .collect();
     let base: Vec<u64> = group.iter().zip(&lowered).map(|(p, limit)| p.used.max(*limit)).collect();
-    let mut raises: Vec<u64> =
-        (0..group.len()).map(|at| if breaches[at] { 0 } else { targets[at].saturating_sub(base[at]) }).collect();
+    let mut raises: Vec<u64> = (0..group.len())
+        .map(|at| if breaches[at] { 0 } else { targets[at].saturating_sub(base[at]) })
+        .collect();
     let has = sums(shares, group.iter().zip(&base).map(|(p, base)| (p.group, *base)));
     for at in (0..shares.len()).rev() {
         let room = shares[at].most().saturating_sub(has[at]);
-        let within: Vec<usize> = (0..group.len()).filter(|p| is_in(shares, group[*p].group, at)).collect();
+        let within: Vec<usize> =
+            (0..group.len()).filter(|p| is_in(shares, group[*p].group, at)).collect();
         let wished: u64 = within.iter().map(|p| raises[*p]).sum();
         if wished > room {
             within.into_iter().for_each(|p| raises[p] = part(room, raises[p], wished));
         }
     }
-    (0..group.len()).map(|at| if raises[at] == 0 { lowered[at] } else { base[at] + raises[at] }).collect()
+    (0..group.len())
+        .map(|at| if raises[at] == 0 { lowered[at] } else { base[at] + raises[at] })
+        .collect()
 }
 
-/// What each of `count` processes keeps that have `share` bytes together: half of the share is divided by demand.
+/// What each of `count` processes keeps that have `share` bytes together: half of the share is
+/// divided by demand.
 fn floor_of(share: u64, count: usize) -> u64 {
     (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
 }
 
-/// The same for each process, where groups within groups have shares. What cannot be swapped out comes on top: a process that is left with less than
-/// that and a little does not come on, however long it runs, and would not show by what it has swapped out that it wants to.
+/// The same for each process, where groups within groups have shares. What cannot be swapped out
+/// comes on top: a process that is left with less than that and a little does not come on, however
+/// long it runs, and would not show by what it has swapped out that it wants to.
 fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
     let fixed = |p: &Process| p.fixed.min(FLOOR);
     let counts = sums(shares, group.iter().map(|p| (p.group, 1)));
@@ -275,16 +331,26 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         let beside = floor_of(left, counts[at] as usize).min(left / counts[at].max(1));
         part(fixed_sums[at].min(shares[at].most()), fixed(p), fixed_sums[at]) + beside
     };
-    let least = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min();
-    let least: Vec<u64> = group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect();
-    // What a family gives up one by one frees nothing. But not so much is kept that others would not have their least.
+    let least = |p: &Process| {
+        (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min()
+    };
+    let least: Vec<u64> =
+        group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect();
+    // What a family gives up one by one frees nothing. But not so much is kept that others would
+    // not have their least.
     let kept_sums = sums(shares, group.iter().map(|p| (p.group, p.kept)));
-    let others = sums(shares, group.iter().zip(&least).filter(|(p, _)| p.kept == 0).map(|(p, least)| (p.group, *least)));
+    let others = sums(
+        shares,
+        group.iter().zip(&least).filter(|(p, _)| p.kept == 0).map(|(p, least)| (p.group, *least)),
+    );
     let kept_in = |p: &Process, at: usize| {
-        let most = (shares[at].most() / 8 * KEPT_EIGHTHS).min(shares[at].most().saturating_sub(others[at]));
+        let most = (shares[at].most() / 8 * KEPT_EIGHTHS)
+            .min(shares[at].most().saturating_sub(others[at]));
         if kept_sums[at] > most { part(most, p.kept, kept_sums[at]) } else { p.kept }
     };
-    let kept = |p: &Process| (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| kept_in(p, at)).min();
+    let kept = |p: &Process| {
+        (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| kept_in(p, at)).min()
+    };
     group.iter().zip(&least).map(|(p, least)| (*least).max(kept(p).unwrap_or(0))).collect()
 }
 
@@ -303,16 +369,24 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
             node: p.group,
             floor,
             used: p.used,
-            // Pressure counts for no more than what could come back, however fast one runs: two who are alike have like shares. And for at most
-            // the whole share, so that one who reads without end does not starve all others.
+            // Pressure counts for no more than what could come back, however fast one runs: two who
+            // are alike have like shares. And for at most the whole share, so that one who reads
+            // without end does not starve all others.
             demand: p.used.saturating_sub(floor) + p.pressure.min(p.swapped).min(root) + slack,
         }
     };
     let claims: Vec<Claim> = group.iter().zip(least).map(claim).collect();
-    let nodes: Vec<Node> = shares.iter().map(|share| Node { parent: share.parent, cap: share.most(), low: share.low }).collect();
+    let nodes: Vec<Node> = shares
+        .iter()
+        .map(|share| Node { parent: share.parent, cap: share.most(), low: share.low })
+        .collect();
     let given = divide(root, &nodes, &claims);
     // Where not even the floors fit, they are kept all the same.
-    given.into_iter().zip(group.iter().zip(least)).map(|(given, (p, least))| given.max(floor(p, *least))).collect()
+    given
+        .into_iter()
+        .zip(group.iter().zip(least))
+        .map(|(given, (p, least))| given.max(floor(p, *least)))
+        .collect()
 }
 
 /// `whole * piece / pieces` without overflow; 0 when there are no pieces.
@@ -320,8 +394,9 @@ fn part(whole: u64, piece: u64, pieces: u64) -> u64 {
     if pieces == 0 { 0 } else { (whole as u128 * piece as u128 / pieces as u128) as u64 }
 }
 
-/// When to look again: before a group can have grown through half of what is free. Where the engaged processes hold their own
-/// limits and all others are small and stay so, a slower pulse is enough.
+/// When to look again: before a group can have grown through half of what is free. Where the
+/// engaged processes hold their own limits and all others are small and stay so, a slower pulse is
+/// enough.
 pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let of = |p: &Process| (p.group, p.used);
     let totals = sums(groups, processes.iter().map(of));
@@ -330,7 +405,8 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
     let wait = |((group, total), others): ((&Bounds, &u64), &u64)| {
         let calm = total > others && *others < group.max / 16 && !grows;
         let shortest = if calm { 5_000 } else { 1_000 };
-        let micros = group.max.saturating_sub(*total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
+        let micros =
+            group.max.saturating_sub(*total) as u128 / 2 * 1_000_000 / GROWTH_BYTES_PER_S as u128;
         Duration::from_micros((micros.min(50_000) as u64).max(shortest))
     };
     let populated = groups.iter().zip(&totals).zip(&others).filter(|((_, total), _)| **total > 0);

@@ -5,8 +5,8 @@
 //! is on a FUSE file system.
 //!
 //! Invariants
-//! 1. No process is waited for: no server is asked, and no file on its file system is touched. Nothing
-//!    is connected to either: some servers end when a connection does.
+//! 1. No process is waited for: no server is asked, and no file on its file system is touched.
+//!    Nothing is connected to either: some servers end when a connection does.
 //! 2. What cannot be read (another user's process, another namespace) is not found: the check finds
 //!    mistakes, and does not prevent an attack.
 //!
@@ -37,7 +37,8 @@ pub fn refusal(device: &Device, members: impl FnOnce(Vec<u32>) -> Vec<u32>) -> O
     let members = members(all.iter().map(|process| process.pid).collect());
     let server = members.into_iter().find(|pid| has_open(*pid, &targets))?;
     Some(format!(
-        "{}: process {server} of this run serves it, and would wait for its own pages; run the server outside",
+        "{}: process {server} of this run serves it, and would wait for its own pages; run the \
+        server outside",
         device.name()
     ))
 }
@@ -52,7 +53,8 @@ fn targets(device: &Device) -> HashSet<PathBuf> {
                 Place::Unix(path) => unix_listeners(path),
                 Place::Tcp { host, port } => tcp_listeners(host, *port),
             };
-            targets.extend(inodes.into_iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))));
+            targets
+                .extend(inodes.into_iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))));
         }
         DeviceKind::File { path, .. } => paths.push(path),
         DeviceKind::Zram { .. } | DeviceKind::Block { .. } => {}
@@ -101,7 +103,8 @@ fn unescape(text: &str) -> String {
 
 fn has_open(pid: u32, targets: &HashSet<PathBuf>) -> bool {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
-    let mut links = entries.take(MOST_FILES).filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let mut links =
+        entries.take(MOST_FILES).filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
     links.any(|link| targets.contains(&link))
 }
 
@@ -126,17 +129,20 @@ fn unix_rows(table: &str, path: &str) -> Vec<u64> {
 
 fn tcp_listeners(host: &str, port: u16) -> Vec<u64> {
     let addresses = (host, port).to_socket_addrs().map_or_else(|_| Vec::new(), Iterator::collect);
-    let local: Vec<IpAddr> = addresses.iter().map(|address| address.ip()).filter(|ip| is_local(*ip)).collect();
+    let local: Vec<IpAddr> =
+        addresses.iter().map(|address| address.ip()).filter(|ip| is_local(*ip)).collect();
     if local.is_empty() {
         return Vec::new();
     }
-    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|table| fs::read_to_string(table).unwrap_or_default());
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"]
+        .map(|table| fs::read_to_string(table).unwrap_or_default());
     tables.iter().flat_map(|table| tcp_rows(table, &local, port)).collect()
 }
 
 /// Whether an address is one of this host. Nothing is sent.
 fn is_local(ip: IpAddr) -> bool {
-    let any: IpAddr = if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let any: IpAddr =
+        if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let source = || {
         let socket = UdpSocket::bind((any, 0)).ok()?;
         socket.connect((ip, 9)).ok()?;
@@ -148,14 +154,16 @@ fn is_local(ip: IpAddr) -> bool {
 /// The inodes of the listening sockets of a port and these addresses in a table as `/proc/net/tcp`.
 fn tcp_rows(table: &str, local: &[IpAddr], port: u16) -> Vec<u64> {
     const LISTENS: &str = "0A";
-    let wanted: Vec<String> = local.iter().copied().flat_map(|ip| [Some(ip), mapped(ip)]).flatten().map(hex).collect();
+    let wanted: Vec<String> =
+        local.iter().copied().flat_map(|ip| [Some(ip), mapped(ip)]).flatten().map(hex).collect();
     let row = |line: &str| {
         let mut words = line.split_ascii_whitespace();
         let (address, at) = words.nth(1)?.split_once(':')?;
         let state = words.nth(1)?;
         let inode = words.nth(5)?.parse().ok()?;
         let is_port = u16::from_str_radix(at, 16).ok()? == port;
-        let is_address = address.bytes().all(|digit| digit == b'0') || wanted.iter().any(|ip| ip == address);
+        let is_address =
+            address.bytes().all(|digit| digit == b'0') || wanted.iter().any(|ip| ip == address);
         (state == LISTENS && is_port && is_address).then_some(inode)
     };
     table.lines().skip(1).filter_map(row).collect()
@@ -240,14 +248,20 @@ mod tests {
         assert!(fuse_row(table, Path::new("/mnt/a b/swap")));
         assert!(!fuse_row(table, Path::new("/mnt/a b/c/swap")));
         assert!(!fuse_row(table, Path::new("/mnt/swap")));
-        assert!(fuse_row(&format!("{table}42 41 0:52 / /mnt/a\\040b/c rw - fuseblk /dev/x rw\n"), Path::new("/mnt/a b/c/d")));
+        assert!(fuse_row(
+            &format!("{table}42 41 0:52 / /mnt/a\\040b/c rw - fuseblk /dev/x rw\n"),
+            Path::new("/mnt/a b/c/d")
+        ));
     }
 
     #[test]
     fn rows_of_both_families_are_read() {
-        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
-             0: 0100007F:2A39 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0\n\
-             1: 0100007F:2A39 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0\n";
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   \
+            uid  timeout inode\n\
+             0: 0100007F:2A39 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        \
+             0 4711 1 0\n\
+             1: 0100007F:2A39 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        \
+             0 4712 1 0\n";
         assert_eq!(tcp_rows(table, &[Ipv4Addr::LOCALHOST.into()], 10809), [4711]);
         assert_eq!(tcp_rows(table, &[Ipv6Addr::LOCALHOST.into()], 10809), [0u64; 0]);
         assert_eq!(hex(Ipv6Addr::LOCALHOST.into()), "00000000000000000000000001000000");

@@ -1,7 +1,7 @@
 //! The configuration of a run or a daemon, as a file in TOML.
 //!
-//! Owns the schema. Every mistake is told with file, line and key, and a file with a mistake changes nothing: it is read and checked whole
-//! before any of it counts.
+//! Owns the schema. Every mistake is told with file, line and key, and a file with a mistake
+//! changes nothing: it is read and checked whole before any of it counts.
 //!
 //! ```toml
 //! ram = "75%"
@@ -237,7 +237,8 @@ impl Config {
     /// The first mistake.
     pub fn load(path: &Path, ram: u64) -> Result<Config, ConfigError> {
         let fail = |line, what| ConfigError { file: path.to_owned(), line, what };
-        let text = std::fs::read_to_string(path).map_err(|error| fail(0, format!("cannot be read: {error}")))?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| fail(0, format!("cannot be read: {error}")))?;
         let mut config = Config::parse(&text, ram).map_err(|(line, what)| fail(line, what))?;
         let mut hasher = std::hash::DefaultHasher::new();
         text.hash(&mut hasher);
@@ -250,39 +251,52 @@ impl Config {
     /// # Errors
     /// The first mistake, with its line (0: of none).
     pub fn parse(text: &str, ram: u64) -> Result<Config, (usize, String)> {
-        let line = |span: Range<usize>| 1 + text.bytes().take(span.start).filter(|byte| *byte == b'\n').count();
+        let line = |span: Range<usize>| {
+            1 + text.bytes().take(span.start).filter(|byte| *byte == b'\n').count()
+        };
         let file: File = toml::from_str(text).map_err(|error| {
             let message = error.message().split('\n').next().unwrap_or_default().to_owned();
             (error.span().map_or(0, line), message)
         })?;
         let mut config = Config::default();
         if let Some(budget) = &file.ram {
-            parse_share(&budget.get_ref().0, ram).map_err(|error| (line(budget.span()), format!("ram: {error}")))?;
+            parse_share(&budget.get_ref().0, ram)
+                .map_err(|error| (line(budget.span()), format!("ram: {error}")))?;
             config.ram = Some(budget.get_ref().0.clone());
         }
         for device in &file.swap {
-            let wrong = |error: device::DeviceError| (line(device.span()), format!("swap: {error}"));
+            let wrong =
+                |error: device::DeviceError| (line(device.span()), format!("swap: {error}"));
             config.devices.push(device::parse(device.get_ref()).map_err(wrong)?);
             config.swap.push(device.get_ref().clone());
         }
         let mut tiers = Tiers::new();
         if let Some(text) = &file.tiers {
-            tiers.apply(text.get_ref(), &[]).map_err(|error| (line(text.span()), format!("tiers: {error}")))?;
+            tiers
+                .apply(text.get_ref(), &[])
+                .map_err(|error| (line(text.span()), format!("tiers: {error}")))?;
             config.tiers = tiers.spec();
         }
         for (name, group) in &file.groups {
-            let path = GroupPath::parse(name.get_ref()).map_err(|error| (line(name.span()), format!("groups: {error}")))?;
+            let path = GroupPath::parse(name.get_ref())
+                .map_err(|error| (line(name.span()), format!("groups: {error}")))?;
             let mut settings = Settings::default();
             for (key, item) in group.items() {
                 let Some(item) = item else { continue };
-                let wrong = |error| (line(item.span()), format!("groups.{:?}: {error}", path.as_str()));
+                let wrong =
+                    |error| (line(item.span()), format!("groups.{:?}: {error}", path.as_str()));
                 settings.set(key, &item.get_ref().0, &tiers, ram).map_err(wrong)?;
             }
             config.groups.push(GroupPlan { path, settings, owner: group.owner });
         }
         let users = file.userfaultfd.as_ref();
         config.userfaultfd = users
-            .map(|users| users.get_ref().parse().map_err(|error| (line(users.span()), format!("userfaultfd: {error}"))))
+            .map(|users| {
+                users
+                    .get_ref()
+                    .parse()
+                    .map_err(|error| (line(users.span()), format!("userfaultfd: {error}")))
+            })
             .transpose()?;
         config.state = file.daemon.state;
         config.metrics = file
@@ -291,14 +305,15 @@ impl Config {
             .map(|place| {
                 metrics_place(place.get_ref()).ok_or((
                     line(place.span()),
-                    format!("daemon.metrics: {:?} is neither an absolute path nor 127.0.0.1:PORT", place.get_ref()),
+                    format!(
+                        "daemon.metrics: {:?} is neither an absolute path nor 127.0.0.1:PORT",
+                        place.get_ref()
+                    ),
                 ))
             })
             .transpose()?;
-        config.idle = file.daemon.idle.as_ref().map(|idle| idle.get_ref()).map(|idle| IdleReclaim {
-            after_s: idle.seconds,
-            refaults: idle.refaults,
-            stall_ms: idle.stall_ms,
+        config.idle = file.daemon.idle.as_ref().map(|idle| idle.get_ref()).map(|idle| {
+            IdleReclaim { after_s: idle.seconds, refaults: idle.refaults, stall_ms: idle.stall_ms }
         });
         Ok(config)
     }
@@ -316,9 +331,11 @@ impl Config {
             // The file's masks are by the indices that its tiers had alone.
             let mut alone = Tiers::new();
             let excluded: Vec<String> = match alone.apply(&self.tiers, &[]) {
-                Ok(_) => {
-                    alone.iter().filter(|t| !plan.settings.tiers.permits(Some(t.index))).map(|t| format!("-{}", t.name)).collect()
-                }
+                Ok(_) => alone
+                    .iter()
+                    .filter(|t| !plan.settings.tiers.permits(Some(t.index)))
+                    .map(|t| format!("-{}", t.name))
+                    .collect(),
                 Err(_) => Vec::new(),
             };
             let mut settings = Settings { tiers: swaptide_core::TierMask::ALL, ..plan.settings };
@@ -369,7 +386,10 @@ idle = { seconds = 60, refaults = 10 }
     #[test]
     fn a_sound_file_is_read_whole() {
         let config = Config::parse(SOUND, 1 << 32).expect("sound");
-        assert_eq!((config.swap.len(), config.groups.len(), config.tiers.as_str()), (2, 2, "+SSD:100 +HDD:50 +NET:-1"));
+        assert_eq!(
+            (config.swap.len(), config.groups.len(), config.tiers.as_str()),
+            (2, 2, "+SSD:100 +HDD:50 +NET:-1")
+        );
         assert_eq!(config.groups[0].settings.ram_low, 1 << 30);
         assert_eq!(config.groups[1].settings.ram_high, Some(1 << 20));
         assert!(!config.groups[1].settings.zswap_writeback);
@@ -408,19 +428,33 @@ idle = { seconds = 60, refaults = 10 }
         }
         let scratch = Scratch::new("config");
         let path = scratch.path("swaptide.toml");
-        assert!(Config::load(&path, 1).expect_err("missing").to_string().contains("swaptide.toml: cannot be read"));
+        assert!(
+            Config::load(&path, 1)
+                .expect_err("missing")
+                .to_string()
+                .contains("swaptide.toml: cannot be read")
+        );
         std::fs::write(&path, "\n\nwhat = 1").expect("write");
-        assert!(Config::load(&path, 1).expect_err("mistake").to_string().contains("swaptide.toml:3: unknown field `what`"));
+        assert!(
+            Config::load(&path, 1)
+                .expect_err("mistake")
+                .to_string()
+                .contains("swaptide.toml:3: unknown field `what`")
+        );
     }
 
     #[test]
     fn a_file_that_is_read_again_changes_all_that_it_names_and_keeps_indices() {
         let mut groups = Groups::new(segment(), 1 << 32);
         Config::parse(SOUND, 1 << 32).expect("sound").apply(&mut groups, 7).expect("applied");
-        let other = "tiers = \"+NET:-1 +SSD:200\"\n[groups.\"/web\"]\nswap.tiers = \"-NET\"\nram.max = \"2G\"";
+        let other = "tiers = \"+NET:-1 +SSD:200\"\n[groups.\"/web\"]\nswap.tiers = \
+            \"-NET\"\nram.max = \"2G\"";
         Config::parse(other, 1 << 32).expect("sound").apply(&mut groups, 7).expect("applied");
         let web = groups.find(&GroupPath::parse("/web").expect("path")).expect("group");
         let view = groups.view(web).values;
-        assert_eq!((view["swap.tiers"].as_str(), view["ram.max"].as_str(), view["ram.low"].as_str()), ("SSD", "2147483648", "0"));
+        assert_eq!(
+            (view["swap.tiers"].as_str(), view["ram.max"].as_str(), view["ram.low"].as_str()),
+            ("SSD", "2147483648", "0")
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! The door of a run: a socket on which its owner asks what goes on inside.
 //!
-//! Owns the directory of the sockets, their names, and what is said: one line of JSON in, one line of JSON out, both hang up. Here are the questions, the answers and
-//! who answers; `client.rs` asks.
-//! The directory is the user's own (mode 0700), the sockets have mode 0600, and who connects must be of the run's user or root.
+//! Owns the directory of the sockets, their names, and what is said: one line of JSON in, one line
+//! of JSON out, both hang up. Here are the questions, the answers and who answers; `client.rs`
+//! asks. The directory is the user's own (mode 0700), the sockets have mode 0600, and who connects
+//! must be of the run's user or root.
 //!
 //! A run whose door cannot be opened goes on without one: nothing of it depends on being asked.
 //!
@@ -37,7 +38,8 @@ use crate::socket::Users;
 
 pub use client::*;
 
-/// Who connects sends its line at once, and who is asked answers at once; nobody is waited for longer.
+/// Who connects sends its line at once, and who is asked answers at once; nobody is waited for
+/// longer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
 pub(crate) const LONGEST: u64 = 8192;
@@ -56,11 +58,13 @@ pub enum Question {
     Devices,
     /// Add a swap area: a device as `--swap` takes it, with an absolute path.
     Swapon(String),
-    /// Take one away, by its name or number. Answered with how many bytes are left, any number of times, then with that it is done.
+    /// Take one away, by its name or number. Answered with how many bytes are left, any number of
+    /// times, then with that it is done.
     Swapoff(String),
     /// The tiers; with a text, change them first.
     Tiers(Option<String>),
-    /// How much comes in for a fault, by keys of [`READAHEAD`]; with keys and values, all or none, change it first.
+    /// How much comes in for a fault, by keys of [`READAHEAD`]; with keys and values, all or none,
+    /// change it first.
     Readahead(Vec<(String, String)>),
     /// A group and those below it; with settings, make it if there is none, and change it first.
     Group {
@@ -85,19 +89,23 @@ pub enum Question {
     Preload(String),
     /// The budget.
     Budget,
-    /// Bring everything of a process back and let it go for good; all of a run, if it is the one that the user started.
+    /// Bring everything of a process back and let it go for good; all of a run, if it is the one
+    /// that the user started.
     Detach(u32),
     /// Of a daemon: the runs that it keeps.
     Runs,
     /// Of a daemon: what each run has that it keeps.
     Views,
-    /// Of a daemon: what a run has that it keeps, by the process that the user started or any in it.
+    /// Of a daemon: what a run has that it keeps, by the process that the user started or any in
+    /// it.
     StatsOf(u32),
     /// Of a daemon: its configuration file is read again.
     Reload,
-    /// Of a daemon: what a run finds that would join it, and the shared segment as a descriptor. Nothing changes.
+    /// Of a daemon: what a run finds that would join it, and the shared segment as a descriptor.
+    /// Nothing changes.
     Look(Join),
-    /// Of a daemon: keep the processes that descend from the one that asks; answered as [`Question::Look`].
+    /// Of a daemon: keep the processes that descend from the one that asks; answered as
+    /// [`Question::Look`].
     Join(Join),
     /// Of a daemon: a descriptor of a swap area.
     Area(u8),
@@ -218,9 +226,16 @@ pub enum ControlError {
 impl fmt::Display for ControlError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ControlError::NoRun => write!(f, "no swaptide run of yours is there; start one with swaptide run -- PROGRAM"),
+            ControlError::NoRun => write!(
+                f,
+                "no swaptide run of yours is there; start one with swaptide run -- PROGRAM"
+            ),
             ControlError::NotFound(pid) => {
-                write!(f, "--pid {pid}: neither a swaptide run of yours nor a process in one; swaptide ctl list shows them")
+                write!(
+                    f,
+                    "--pid {pid}: neither a swaptide run of yours nor a process in one; swaptide \
+                    ctl list shows them"
+                )
             }
             ControlError::Several(pids) => {
                 let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
@@ -229,15 +244,17 @@ impl fmt::Display for ControlError {
             ControlError::Directory(path, error) => write!(f, "{}: {error}", path.display()),
             ControlError::Refused(why) => write!(f, "{why}"),
             ControlError::Run(pid, why) => write!(f, "the run {pid} does not answer: {why}"),
-            ControlError::Daemon(why) => write!(f, "no daemon answers at {}: {why}", daemon_path().display()),
+            ControlError::Daemon(why) => {
+                write!(f, "no daemon answers at {}: {why}", daemon_path().display())
+            }
         }
     }
 }
 
 impl std::error::Error for ControlError {}
 
-/// Where the sockets of a user's runs are: `/run/swaptide` for root, `$XDG_RUNTIME_DIR/swaptide`, or a directory of its own beside other
-/// temporary files.
+/// Where the sockets of a user's runs are: `/run/swaptide` for root, `$XDG_RUNTIME_DIR/swaptide`,
+/// or a directory of its own beside other temporary files.
 pub(crate) fn directory() -> PathBuf {
     if let Some(dir) = std::env::var_os(ENV_DIRECTORY).filter(|dir| Path::new(dir).is_absolute()) {
         return dir.into();
@@ -252,14 +269,18 @@ pub(crate) fn directory() -> PathBuf {
     }
 }
 
-/// Makes sure that the directory is this user's and nobody else's. Anybody may make a directory where temporary files are.
+/// Makes sure that the directory is this user's and nobody else's. Anybody may make a directory
+/// where temporary files are.
 pub(crate) fn own(directory: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
     let found = std::fs::symlink_metadata(directory)?;
-    if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() || found.mode() & 0o077 != 0 {
+    if !found.is_dir()
+        || found.uid() != rustix::process::geteuid().as_raw()
+        || found.mode() & 0o077 != 0
+    {
         return Err(io::Error::other("is not a directory of this user alone (mode 0700)"));
     }
     Ok(())
@@ -299,7 +320,11 @@ pub struct Run {
 ///
 /// # Errors
 /// Why there is none.
-pub fn open(run: Run, areas: Arc<Areas>, keeper: mpsc::Sender<keeper::Request>) -> io::Result<Door> {
+pub fn open(
+    run: Run,
+    areas: Arc<Areas>,
+    keeper: mpsc::Sender<keeper::Request>,
+) -> io::Result<Door> {
     own(&directory())?;
     let path = path_of(run.pid);
     // One that has this name belongs to a run that was killed: the number is this run's now.
@@ -330,7 +355,12 @@ pub fn open(run: Run, areas: Arc<Areas>, keeper: mpsc::Sender<keeper::Request>) 
     Ok(door)
 }
 
-fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
+fn converse(
+    client: UnixStream,
+    run: &Run,
+    areas: &Areas,
+    keeper: &mpsc::Sender<keeper::Request>,
+) -> io::Result<()> {
     let uid = peer_of(client.as_fd())?.uid;
     if uid != 0 && uid != rustix::process::geteuid().as_raw() {
         return Ok(());
@@ -345,7 +375,8 @@ fn converse(client: UnixStream, run: &Run, areas: &Areas, keeper: &mpsc::Sender<
             let root = run.root;
             match keeper::ask(keeper, move |keeper| keeper.view(root)) {
                 Some(view) => {
-                    let (program, wall_s) = (run.program.clone(), run.started.elapsed().as_secs_f64());
+                    let (program, wall_s) =
+                        (run.program.clone(), run.started.elapsed().as_secs_f64());
                     Answer::Stats(Box::new(View { pid: run.pid, program, wall_s, ..view }))
                 }
                 None => ending(),
@@ -367,7 +398,8 @@ pub(crate) struct Counter<'a> {
     pub budget: u64,
     /// Who asks.
     pub uid: u32,
-    /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own groups.
+    /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own
+    /// groups.
     pub all: bool,
 }
 
@@ -377,15 +409,18 @@ impl Counter<'_> {
         let (uid, all, keeper) = (self.uid, self.all, self.keeper);
         match question {
             Question::Swapon(_) | Question::Swapoff(_) | Question::Tiers(Some(_)) if !all => {
-                Answer::Error("swap areas and tiers are for root, or the daemon's own user, to change".into())
+                Answer::Error(
+                    "swap areas and tiers are for root, or the daemon's own user, to change".into(),
+                )
             }
             Question::Readahead(set) if !all && !set.is_empty() => {
                 Answer::Error("readahead is for root, or the daemon's own user, to change".into())
             }
-            Question::Readahead(set) => {
-                change_readahead(&self.areas.segment().header, &set).map_or_else(Answer::Error, Answer::Readahead)
-            }
-            Question::Devices => Answer::Devices(self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect()),
+            Question::Readahead(set) => change_readahead(&self.areas.segment().header, &set)
+                .map_or_else(Answer::Error, Answer::Readahead),
+            Question::Devices => Answer::Devices(
+                self.areas.view().into_iter().map(|(id, view)| (id.0, view)).collect(),
+            ),
             Question::Swapon(text) => self.swapon(&text),
             Question::Swapoff(name) => {
                 let mut told = u64::MAX;
@@ -396,9 +431,13 @@ impl Counter<'_> {
                     }
                 }))
             }
-            Question::Tiers(text) => keeper::ask(keeper, move |keeper| tiers(keeper, text.as_deref())).unwrap_or_else(ending),
+            Question::Tiers(text) => {
+                keeper::ask(keeper, move |keeper| tiers(keeper, text.as_deref()))
+                    .unwrap_or_else(ending)
+            }
             Question::Group { path, set } => {
-                keeper::ask(keeper, move |keeper| group(keeper, &path, &set, uid, all)).unwrap_or_else(ending)
+                keeper::ask(keeper, move |keeper| group(keeper, &path, &set, uid, all))
+                    .unwrap_or_else(ending)
             }
             Question::Remove(path) => {
                 let remove = move |keeper: &mut Keeper| {
@@ -406,9 +445,13 @@ impl Counter<'_> {
                     keeper.groups().remove(&path).map_err(|error| error.to_string())
                 };
                 let removed = keeper::ask(keeper, remove);
-                removed.map_or_else(ending, |removed| removed.map_or_else(Answer::Error, |()| Answer::Done))
+                removed.map_or_else(ending, |removed| {
+                    removed.map_or_else(Answer::Error, |()| Answer::Done)
+                })
             }
-            Question::Budget => keeper::ask(keeper, |keeper| keeper.budget()).map_or_else(ending, Answer::Budget),
+            Question::Budget => {
+                keeper::ask(keeper, |keeper| keeper.budget()).map_or_else(ending, Answer::Budget)
+            }
             Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
             Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
@@ -420,7 +463,9 @@ impl Counter<'_> {
 
 impl Counter<'_> {
     fn swapon(&self, text: &str) -> Answer {
-        let Some(tiers) = keeper::ask(self.keeper, |keeper| *keeper.groups().tiers()) else { return ending() };
+        let Some(tiers) = keeper::ask(self.keeper, |keeper| *keeper.groups().tiers()) else {
+            return ending();
+        };
         let views = self.areas.view().into_iter().filter(|(_, view)| view.kind == "file");
         let files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
         let asked = match device::parse(text) {
@@ -428,7 +473,8 @@ impl Counter<'_> {
             Err(error) => return Answer::Error(error.to_string()),
         };
         let members = |all: Vec<u32>| {
-            let members = |keeper: &mut Keeper| all.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
+            let members =
+                |keeper: &mut Keeper| all.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
             keeper::ask(self.keeper, members).unwrap_or_default()
         };
         if let Some(why) = circular::refusal(&asked, members) {
@@ -443,26 +489,37 @@ impl Counter<'_> {
     }
 }
 
-/// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it, and the largest order of a swap-in, each a power of two
-/// of pages from 0 to 9, or `default`.
+/// What [`Question::Readahead`] knows: `page-cluster` as `swaptide run --page-cluster` takes it,
+/// and the largest order of a swap-in, each a power of two of pages from 0 to 9, or `default`.
 pub const READAHEAD: [&str; 2] = ["page-cluster", "largest-order"];
 
-fn change_readahead(header: &Header, set: &[(String, String)]) -> Result<Vec<(String, String)>, String> {
+fn change_readahead(
+    header: &Header,
+    set: &[(String, String)],
+) -> Result<Vec<(String, String)>, String> {
     let words = [&header.page_cluster_plus, &header.largest_order_plus];
     let mut changes = Vec::new();
     for (key, value) in set {
         let at = READAHEAD.iter().position(|known| known == key);
-        let word = words[at.ok_or_else(|| format!("there is no {key:?}; there are {}", READAHEAD.join(", ")))?];
+        let word = words
+            [at.ok_or_else(|| format!("there is no {key:?}; there are {}", READAHEAD.join(", ")))?];
         let plus = match (value.as_str(), value.parse::<u32>()) {
             ("default", _) => 0,
             (_, Ok(order @ 0..=9)) => order + 1,
-            _ => return Err(format!("{key}: {value:?} is neither a number from 0 to 9 nor \"default\"")),
+            _ => {
+                return Err(format!(
+                    "{key}: {value:?} is neither a number from 0 to 9 nor \"default\""
+                ));
+            }
         };
         changes.push((word, plus));
     }
     changes.into_iter().for_each(|(word, plus)| word.store(plus, Relaxed));
-    let shown =
-        |word: &AtomicU32| word.load(Relaxed).checked_sub(1).map_or_else(|| "default".to_owned(), |order| order.to_string());
+    let shown = |word: &AtomicU32| {
+        word.load(Relaxed)
+            .checked_sub(1)
+            .map_or_else(|| "default".to_owned(), |order| order.to_string())
+    };
     Ok(READAHEAD.iter().zip(words).map(|(key, word)| ((*key).to_owned(), shown(word))).collect())
 }
 
@@ -490,7 +547,9 @@ fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32, al
     // Without rights over all, the root is where one's own groups are.
     if !all && path == "/" && set.is_empty() {
         let views = keeper.group_views(&GroupPath::root()).unwrap_or_default();
-        let own = |view: &GroupView| GroupPath::parse(&view.path).is_ok_and(|path| keeper.groups().is_owned(&path, uid));
+        let own = |view: &GroupView| {
+            GroupPath::parse(&view.path).is_ok_and(|path| keeper.groups().is_owned(&path, uid))
+        };
         return Answer::Groups(views.into_iter().filter(own).collect());
     }
     let set = owned(keeper, path, uid, all).and_then(|path| set_group(keeper, path, set, uid, all));
@@ -501,21 +560,36 @@ fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32, al
 }
 
 /// Carries out settings, all or none; a group that was made for one that is refused goes again.
-fn set_group(keeper: &mut Keeper, path: GroupPath, set: &[(String, String)], uid: u32, all: bool) -> Result<GroupPath, String> {
+fn set_group(
+    keeper: &mut Keeper,
+    path: GroupPath,
+    set: &[(String, String)],
+    uid: u32,
+    all: bool,
+) -> Result<GroupPath, String> {
     if set.is_empty() {
         return Ok(path);
     }
     let (moves, settings): (Vec<_>, Vec<_>) = set.iter().partition(|(key, _)| key == "processes");
-    let number = |text: &str| text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is no process number"));
-    let pids = moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
-    if let Some(stranger) = pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid)) {
-        return Err(format!("{path}: processes: {stranger} is no process of this run; swaptide ctl stats shows them"));
+    let number = |text: &str| {
+        text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is no process number"))
+    };
+    let pids =
+        moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
+    if let Some(stranger) =
+        pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid))
+    {
+        return Err(format!(
+            "{path}: processes: {stranger} is no process of this run; swaptide ctl stats shows them"
+        ));
     }
-    let before: Vec<GroupPath> = keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
+    let before: Vec<GroupPath> =
+        keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
     let index = keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?;
     let pairs = settings.iter().map(|(key, value)| (key.as_str(), value.as_str()));
     if let Err(error) = keeper.groups().set(index, pairs) {
-        let mut made: Vec<GroupPath> = keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
+        let mut made: Vec<GroupPath> =
+            keeper.groups().iter().map(|(_, group)| group.path.clone()).collect();
         made.retain(|path| !before.contains(path));
         // The deepest first; nobody is in them yet.
         made.sort_by_key(|path| std::cmp::Reverse(path.depth()));
@@ -526,8 +600,16 @@ fn set_group(keeper: &mut Keeper, path: GroupPath, set: &[(String, String)], uid
     Ok(path)
 }
 
-/// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when nothing more goes out.
-fn squeeze(keeper: &mpsc::Sender<keeper::Request>, path: String, bytes: u64, freeze: bool, uid: u32, all: bool) -> Answer {
+/// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when
+/// nothing more goes out.
+fn squeeze(
+    keeper: &mpsc::Sender<keeper::Request>,
+    path: String,
+    bytes: u64,
+    freeze: bool,
+    uid: u32,
+    all: bool,
+) -> Answer {
     let (done, result) = mpsc::channel();
     let begun = keeper::ask(keeper, move |keeper| {
         let path = owned(keeper, &path, uid, all)?;
@@ -548,7 +630,8 @@ fn squeeze(keeper: &mpsc::Sender<keeper::Request>, path: String, bytes: u64, fre
     }
 }
 
-/// Brings a group back. Waits until its processes have all that there is room for, or bring in nothing more.
+/// Brings a group back. Waits until its processes have all that there is room for, or bring in
+/// nothing more.
 fn preload(keeper: &mpsc::Sender<keeper::Request>, path: String, uid: u32, all: bool) -> Answer {
     let thaw = move |keeper: &mut Keeper| {
         let path = owned(keeper, &path, uid, all)?;
@@ -565,7 +648,9 @@ fn preload(keeper: &mpsc::Sender<keeper::Request>, path: String, uid: u32, all: 
     let (mut least, mut since) = (u64::MAX, Instant::now());
     loop {
         let give_up = since.elapsed() > PATIENCE;
-        let look = keeper::ask(keeper, move |keeper| (keeper.preloading(index, give_up), keeper.groups().usage(index)));
+        let look = keeper::ask(keeper, move |keeper| {
+            (keeper.preloading(index, give_up), keeper.groups().usage(index))
+        });
         let Some((busy, usage)) = look else { return ending() };
         if busy == 0 || give_up {
             let bytes = before.swapped.saturating_sub(usage.swapped);
@@ -578,11 +663,22 @@ fn preload(keeper: &mpsc::Sender<keeper::Request>, path: String, uid: u32, all: 
     }
 }
 
-/// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where nothing comes back any more.
-fn detach(keeper: &mpsc::Sender<keeper::Request>, pid: u32, uid: u32, all: bool, client: &UnixStream) -> Answer {
+/// Lets processes go. Waits until it is done, tells how much is still out, and gives it up where
+/// nothing comes back any more.
+fn detach(
+    keeper: &mpsc::Sender<keeper::Request>,
+    pid: u32,
+    uid: u32,
+    all: bool,
+    client: &UnixStream,
+) -> Answer {
     let begin = move |keeper: &mut Keeper| {
-        if !keeper.keeps(pid) && keeper.run_of(pid).is_none() || !all && keeper.owner_of(pid) != Some(uid) {
-            return Err(format!("detach: {pid} is no process of this run; swaptide ctl stats shows them"));
+        if !keeper.keeps(pid) && keeper.run_of(pid).is_none()
+            || !all && keeper.owner_of(pid) != Some(uid)
+        {
+            return Err(format!(
+                "detach: {pid} is no process of this run; swaptide ctl stats shows them"
+            ));
         }
         let pids = keeper.detachable(pid);
         keeper.detach(&pids).map(|()| pids)
@@ -595,7 +691,9 @@ fn detach(keeper: &mpsc::Sender<keeper::Request>, pid: u32, uid: u32, all: bool,
     let (mut least, mut since) = ((usize::MAX, u64::MAX), Instant::now());
     loop {
         let asked = Arc::clone(&pids);
-        let Some(now) = keeper::ask(keeper, move |keeper| keeper.detaching(&asked)) else { return ending() };
+        let Some(now) = keeper::ask(keeper, move |keeper| keeper.detaching(&asked)) else {
+            return ending();
+        };
         if now.processes == 0 {
             return Answer::Done;
         }
@@ -609,7 +707,11 @@ fn detach(keeper: &mpsc::Sender<keeper::Request>, pid: u32, uid: u32, all: bool,
             return Answer::Error(format!(
                 "detach: {why} with {} still out: {} go on as before",
                 crate::size::human(now.out),
-                if now.processes == 1 { "the process".into() } else { format!("{} processes", now.processes) }
+                if now.processes == 1 {
+                    "the process".into()
+                } else {
+                    format!("{} processes", now.processes)
+                }
             ));
         }
         // Who asked may have gone; it goes on all the same.
@@ -635,25 +737,37 @@ mod tests {
     #[test]
     fn questions_are_a_line_of_json() {
         assert_eq!(serde_json::to_string(&Question::Stats).expect("JSON"), "\"stats\"");
-        assert_eq!(serde_json::to_string(&Question::Swapoff("file:/tmp".into())).expect("JSON"), "{\"swapoff\":\"file:/tmp\"}");
+        assert_eq!(
+            serde_json::to_string(&Question::Swapoff("file:/tmp".into())).expect("JSON"),
+            "{\"swapoff\":\"file:/tmp\"}"
+        );
         assert!(serde_json::from_str::<Question>("\"swapoff everything\"").is_err());
     }
 
     #[test]
     fn readahead_is_changed_whole_or_not_at_all() {
         let segment = crate::testing::segment();
-        let pairs =
-            |set: &[(&str, &str)]| -> Vec<(String, String)> { set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect() };
+        let pairs = |set: &[(&str, &str)]| -> Vec<(String, String)> {
+            set.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect()
+        };
         let change = |set: &[(&str, &str)]| change_readahead(&segment.header, &pairs(set));
-        assert_eq!(change(&[]), Ok(pairs(&[("page-cluster", "default"), ("largest-order", "default")])));
+        assert_eq!(
+            change(&[]),
+            Ok(pairs(&[("page-cluster", "default"), ("largest-order", "default")]))
+        );
         assert_eq!(
             change(&[("largest-order", "0"), ("page-cluster", "9")]),
             Ok(pairs(&[("page-cluster", "9"), ("largest-order", "0")]))
         );
-        for wrong in [("page-cluster", "10"), ("page-cluster", ""), ("window", "3"), ("largest-order", "-1")] {
+        for wrong in
+            [("page-cluster", "10"), ("page-cluster", ""), ("window", "3"), ("largest-order", "-1")]
+        {
             assert!(change(&[("largest-order", "4"), wrong]).is_err(), "{wrong:?}");
         }
-        assert_eq!(change(&[("page-cluster", "default")]), Ok(pairs(&[("page-cluster", "default"), ("largest-order", "0")])));
+        assert_eq!(
+            change(&[("page-cluster", "default")]),
+            Ok(pairs(&[("page-cluster", "default"), ("largest-order", "0")]))
+        );
     }
 
     #[test]

@@ -1,11 +1,14 @@
-//! The daemon of a host: one budget, one set of swap areas and one tree of groups for the processes of many runs.
+//! The daemon of a host: one budget, one set of swap areas and one tree of groups for the processes
+//! of many runs.
 //!
-//! Owns the state directory (mode 0700), the shared segment, and the swap files' names. A daemon that is killed or stopped takes
-//! nothing along: the programs have their own descriptors of everything and go on with the limits they have. One that is started again maps the same
-//! segment, finds the processes that live, takes back what dead ones had, and goes on.
+//! Owns the state directory (mode 0700), the shared segment, and the swap files' names. A daemon
+//! that is killed or stopped takes nothing along: the programs have their own descriptors of
+//! everything and go on with the limits they have. One that is started again maps the same segment,
+//! finds the processes that live, takes back what dead ones had, and goes on.
 //!
-//! A run that joins has its supervisor between its processes and the daemon: they ask it for the segment and for swap areas as ever, and it
-//! asks here. Everybody is known by the credentials of the socket's peer: the run's processes are those that descend from who joined.
+//! A run that joins has its supervisor between its processes and the daemon: they ask it for the
+//! segment and for swap areas as ever, and it asks here. Everybody is known by the credentials of
+//! the socket's peer: the run's processes are those that descend from who joined.
 //!
 //! | module | owns |
 //! |---|---|
@@ -45,7 +48,9 @@ use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 use crate::areas::{AreaError, Areas, Open};
 use crate::budget::SMALLEST_BUDGET;
 use crate::config::{Config, ConfigError};
-use crate::control::{self, Answer, Counter, Join, Joined, LONGEST, MOST_CLIENTS, PATIENCE, Question, ending, tell};
+use crate::control::{
+    self, Answer, Counter, Join, Joined, LONGEST, MOST_CLIENTS, PATIENCE, Question, ending, tell,
+};
 use crate::device::{self, Backing, DeviceError};
 use crate::groups::{GroupError, GroupPath, Groups, cgroup_of};
 use crate::keeper::{self, Keeper};
@@ -96,12 +101,21 @@ impl fmt::Display for DaemonError {
         match self {
             DaemonError::Config(error) => write!(f, "{error}"),
             DaemonError::SmallBudget(bytes) => {
-                write!(f, "ram: {} is too small; the least that works is {}", human(*bytes), human(SMALLEST_BUDGET))
+                write!(
+                    f,
+                    "ram: {} is too small; the least that works is {}",
+                    human(*bytes),
+                    human(SMALLEST_BUDGET)
+                )
             }
             DaemonError::Device(error) => write!(f, "swap: {error}"),
             DaemonError::Area(error) => write!(f, "swap: {error}"),
             DaemonError::Groups(error) => write!(f, "{error}"),
-            DaemonError::Running(path) => write!(f, "{}: a daemon runs there already; swaptide ctl list asks it", path.display()),
+            DaemonError::Running(path) => write!(
+                f,
+                "{}: a daemon runs there already; swaptide ctl list asks it",
+                path.display()
+            ),
             DaemonError::State(path, error) => write!(f, "{}: {error}", path.display()),
             DaemonError::System(what, error) => write!(f, "{what}: {error}"),
         }
@@ -141,17 +155,20 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     let budget = budget_of(&file, ram)?;
     let sockets = control::directory();
     control::own(&sockets).map_err(|error| DaemonError::State(sockets.clone(), error))?;
-    let place = config.state.clone().or(file.state.clone()).unwrap_or_else(|| sockets.join("daemon"));
+    let place =
+        config.state.clone().or(file.state.clone()).unwrap_or_else(|| sockets.join("daemon"));
     let directory = state::Directory::open(&place)?;
     let (signals, _) = signals::take().map_err(|error| DaemonError::System("signals", error))?;
     let mut state = directory.load();
     let owner = rustix::process::geteuid().as_raw();
-    let (segment, segment_fd, fresh) =
-        directory.segment(state.as_ref().and_then(|state| state.segment)).map_err(|e| DaemonError::State(place.clone(), e))?;
+    let (segment, segment_fd, fresh) = directory
+        .segment(state.as_ref().and_then(|state| state.segment))
+        .map_err(|e| DaemonError::State(place.clone(), e))?;
     if fresh && let Some(old) = state.take() {
         old.remove_files();
     }
-    let segment_id = SegmentId::of(&segment_fd).map_err(|error| DaemonError::State(place.clone(), error))?;
+    let segment_id =
+        SegmentId::of(&segment_fd).map_err(|error| DaemonError::State(place.clone(), error))?;
     kept::keep(&segment_fd);
     let areas = Arc::new(Areas::new(segment));
     let mut groups = Groups::new(segment, budget);
@@ -174,7 +191,8 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     segment.header.supervisor.store(std::process::id(), Relaxed);
     crate::supervise::raise_descriptor_limit();
     let (sender, requests) = mpsc::channel();
-    let thread = std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
+    let thread =
+        std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
     let thread = thread.map_err(|error| DaemonError::System("thread", error))?;
     let shared = Arc::new(Shared {
         segment,
@@ -187,18 +205,23 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
         codec,
         budget,
         digest: AtomicU64::new(file.digest),
-        swap: Mutex::new(state.as_ref().map_or_else(|| file.swap.clone(), |state| state.swap.clone())),
+        swap: Mutex::new(
+            state.as_ref().map_or_else(|| file.swap.clone(), |state| state.swap.clone()),
+        ),
         users: Mutex::new(file.userfaultfd.unwrap_or_default()),
         state: Mutex::new(directory),
     });
-    if let Err(error) = shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes)) {
+    if let Err(error) =
+        shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes))
+    {
         say(&format!("the devices stay as they were: {error}"));
     }
     shared.save();
     let path = control::daemon_path();
     let listener = listen(&path).map_err(|error| DaemonError::State(path.clone(), error))?;
     if let Some(place) = &file.metrics {
-        metrics::serve(place, shared.keeper.clone()).map_err(|error| DaemonError::System("metrics", error))?;
+        metrics::serve(place, shared.keeper.clone())
+            .map_err(|error| DaemonError::System("metrics", error))?;
     }
     serve(&shared, &listener, &signals);
     let _ = std::fs::remove_file(&path);
@@ -215,14 +238,20 @@ fn budget_of(file: &Config, ram: u64) -> Result<u64, DaemonError> {
 }
 
 /// A fresh segment, and the devices that the file names.
-fn set_up(file: &Config, budget: u64, segment: &'static Segment, areas: &Areas) -> Result<(u64, u32), DaemonError> {
+fn set_up(
+    file: &Config,
+    budget: u64,
+    segment: &'static Segment,
+    areas: &Areas,
+) -> Result<(u64, u32), DaemonError> {
     let (mut devices, mut tiers) = (file.devices.clone(), Tiers::new());
     // They were checked when the file was read.
     let _ = tiers.apply(&file.tiers, &[]);
     crate::mirror::settle_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
     let space = device::open(&devices, budget).map_err(DaemonError::Device)?;
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
-    crate::supervise::set_up_header(segment, budget, &space).map_err(|error| DaemonError::System("shared segment", error))?;
+    crate::supervise::set_up_header(segment, budget, &space)
+        .map_err(|error| DaemonError::System("shared segment", error))?;
     for backing in space.beyond {
         areas.add(backing).map_err(DaemonError::Area)?;
     }
@@ -316,7 +345,9 @@ impl Shared {
                 return send_with(&client, &Answer::Done, fd.as_fd());
             }
             Question::Look(join) => match self.look(&join, pid) {
-                Ok((joined, _)) => return send_with(&client, &Answer::Joined(joined), self.segment_fd.as_fd()),
+                Ok((joined, _)) => {
+                    return send_with(&client, &Answer::Joined(joined), self.segment_fd.as_fd());
+                }
                 Err(error) => Answer::Error(error),
             },
             Question::Join(join) => match self.join(join, pid, uid, all) {
@@ -332,21 +363,26 @@ impl Shared {
             }
             Question::Runs => {
                 let runs = move |keeper: &mut Keeper| {
-                    keeper.runs().filter(|run| all || run.uid == uid).map(|run| (run.front, run.root)).collect()
+                    keeper
+                        .runs()
+                        .filter(|run| all || run.uid == uid)
+                        .map(|run| (run.front, run.root))
+                        .collect()
                 };
                 keeper::ask(&self.keeper, runs).map_or_else(ending, Answer::Runs)
             }
             Question::StatsOf(pid) => self.stats(pid, uid, all),
             Question::Views => {
                 let views = move |keeper: &mut Keeper| {
-                    let runs: Vec<keeper::Run> = keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
+                    let runs: Vec<keeper::Run> =
+                        keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
                     runs.into_iter().map(|run| view_of(keeper, run)).collect()
                 };
                 keeper::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
             }
-            Question::Reload if !all => {
-                Answer::Error("the configuration is for root, or the daemon's own user, to change".into())
-            }
+            Question::Reload if !all => Answer::Error(
+                "the configuration is for root, or the daemon's own user, to change".into(),
+            ),
             Question::Reload => match self.reload() {
                 Ok(()) => Answer::Done,
                 Err(error) => Answer::Error(error.to_string()),
@@ -364,7 +400,12 @@ impl Shared {
 
     /// The group that a run would be in, and what it would have.
     fn look(&self, join: &Join, pid: u32) -> Result<(Joined, GroupPath), String> {
-        let named = join.group.as_deref().map(GroupPath::parse).transpose().map_err(|error| error.to_string())?;
+        let named = join
+            .group
+            .as_deref()
+            .map(GroupPath::parse)
+            .transpose()
+            .map_err(|error| error.to_string())?;
         let cgroup = if named.is_none() { cgroup_of(pid) } else { None };
         let (max, own) = (join.max, self.budget);
         let find = move |keeper: &mut Keeper| {
@@ -380,27 +421,49 @@ impl Shared {
                 }
             };
             let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
-            let indices: Vec<GroupIndex> = above.filter_map(|path| groups.find(&path).ok()).collect();
-            let of_groups = indices.into_iter().filter_map(|index| groups.get(index)?.settings.ram_max).min();
+            let indices: Vec<GroupIndex> =
+                above.filter_map(|path| groups.find(&path).ok()).collect();
+            let of_groups =
+                indices.into_iter().filter_map(|index| groups.get(index)?.settings.ram_max).min();
             let budget = [Some(own), max, of_groups].into_iter().flatten().min().unwrap_or(own);
             Ok::<_, String>((budget, path))
         };
         let (budget, path) = keeper::ask(&self.keeper, find).ok_or("it is ending")??;
         let userfaultfd = *self.users.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok((Joined { budget, pool_cap: self.pool_cap, codec: self.codec, group: path.to_string(), userfaultfd }, path))
+        Ok((
+            Joined {
+                budget,
+                pool_cap: self.pool_cap,
+                codec: self.codec,
+                group: path.to_string(),
+                userfaultfd,
+            },
+            path,
+        ))
     }
 
     /// Keeps the processes that descend from the peer.
     fn join(&self, join: Join, pid: u32, uid: u32, all: bool) -> Result<Joined, String> {
         let (joined, path) = self.look(&join, pid)?;
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let started =
+            SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let add = move |keeper: &mut Keeper| {
             if join.group.is_some() && !all && !keeper.groups().is_owned(&path, uid) {
                 return Err(format!("{path}: not a group of yours"));
             }
-            let group = Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
+            let group =
+                Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
             let Join { front, program, max, strict, .. } = join;
-            keeper.add_run(keeper::Run { root: pid, front, uid, program, started, group, max, strict });
+            keeper.add_run(keeper::Run {
+                root: pid,
+                front,
+                uid,
+                program,
+                started,
+                group,
+                max,
+                strict,
+            });
             Ok(())
         };
         keeper::ask(&self.keeper, add).ok_or("it is ending")??;
@@ -468,14 +531,16 @@ impl Shared {
         let applied = keeper::ask(&self.keeper, apply).unwrap_or(Ok(()));
         applied.map_err(DaemonError::Groups)?;
         self.change_list(&whole, list)?;
-        *self.users.lock().unwrap_or_else(PoisonError::into_inner) = whole.userfaultfd.unwrap_or_default();
+        *self.users.lock().unwrap_or_else(PoisonError::into_inner) =
+            whole.userfaultfd.unwrap_or_default();
         self.segment.header.budget_bytes.store(budget, Relaxed);
         self.digest.store(digest, Relaxed);
         self.save();
         Ok(())
     }
 
-    /// Writes down what a daemon needs that is started after this one. Without it, that one would begin with less.
+    /// Writes down what a daemon needs that is started after this one. Without it, that one would
+    /// begin with less.
     fn save(&self) {
         let mut directory = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (pool_cap, codec, segment) = (self.pool_cap, self.codec, self.segment);
@@ -490,7 +555,9 @@ impl Shared {
             match directory.save(&state) {
                 // Files that were taken away need no name any more.
                 Ok(()) => before.iter().for_each(|before| before.remove_files_but(&state)),
-                Err(error) => say(&format!("the state could not be written, a daemon started later will know less: {error}")),
+                Err(error) => say(&format!(
+                    "the state could not be written, a daemon started later will know less: {error}"
+                )),
             }
         }
     }
@@ -510,7 +577,12 @@ impl Shared {
 
 fn view_of(keeper: &Keeper, run: keeper::Run) -> View {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-    View { pid: run.front, program: run.program, wall_s: (now - run.started).max(0.0), ..keeper.view(run.root) }
+    View {
+        pid: run.front,
+        program: run.program,
+        wall_s: (now - run.started).max(0.0),
+        ..keeper.view(run.root)
+    }
 }
 
 /// A line with a descriptor.

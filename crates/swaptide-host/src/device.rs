@@ -1,8 +1,9 @@
 //! What `--swap` names, and the files and block devices behind it.
 //!
-//! Owns the grammar of a device, the choice of the default place, and the opening: of a swap file, unlinked before anything is
-//! written to it, so that no crash leaves it behind, and sparse; of a block device, which must carry the mark of swap space (mkswap(8)) so that
-//! nobody's data is overwritten by a slip, and keeps it. With direct I/O where it can be had.
+//! Owns the grammar of a device, the choice of the default place, and the opening: of a swap file,
+//! unlinked before anything is written to it, so that no crash leaves it behind, and sparse; of a
+//! block device, which must carry the mark of swap space (mkswap(8)) so that nobody's data is
+//! overwritten by a slip, and keeps it. With direct I/O where it can be had.
 //!
 //! Locks: none.
 
@@ -72,7 +73,8 @@ pub enum DeviceKind {
     },
     /// A file.
     File {
-        /// A directory (the file has no name there) or the file's own path, which is made and unlinked.
+        /// A directory (the file has no name there) or the file's own path, which is made and
+        /// unlinked.
         path: PathBuf,
         /// Its size, where one was given.
         bytes: Option<u64>,
@@ -86,14 +88,16 @@ pub enum DeviceKind {
     Nbd(Url),
 }
 
-/// When compressed memory refuses pages, which then go to what is behind it, if there is anything: zswap's parameters.
+/// When compressed memory refuses pages, which then go to what is behind it, if there is anything:
+/// zswap's parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Acceptance {
     /// `max_pool_percent`: it takes at most so many percent of the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pool_percent: Option<u32>,
-    /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to so many percent of it. Where only the other one is
-    /// given 90; where none is, it always takes pages and writes old ones back for them.
+    /// `accept_threshold_percent`: once at its bound, it takes pages again when it has fallen to so
+    /// many percent of it. Where only the other one is given 90; where none is, it always takes
+    /// pages and writes old ones back for them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accept_threshold_percent: Option<u32>,
 }
@@ -111,19 +115,26 @@ impl Acceptance {
     /// Writes it into a segment.
     pub fn store(&self, segment: &Segment) {
         segment.header.pool_max_percent.store(self.max_pool_percent.unwrap_or(0), Relaxed);
-        segment.header.pool_accept_percent.store(self.accept_threshold_percent.unwrap_or(0), Relaxed);
+        segment
+            .header
+            .pool_accept_percent
+            .store(self.accept_threshold_percent.unwrap_or(0), Relaxed);
     }
 }
 
-/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE][,cipher=NAME][,rotational=yes|no]`; the last four in any order.
+/// Reads one `DEV[,OPTION=VALUE]...[,prio=N][,mirror=WHERE][,cipher=NAME][,rotational=yes|no]`; the
+/// last four in any order.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (mut device, mut priority, mut mirror, mut cipher, mut turns) = (text, None, None, None, None);
+    let (mut device, mut priority, mut mirror, mut cipher, mut turns) =
+        (text, None, None, None, None);
     // In any order, each once; the last one first.
     let keys = [",prio=", ",mirror=", ",cipher=", ",rotational="];
-    while let Some((place, key)) = keys.into_iter().filter_map(|key| Some((device.rfind(key)?, key))).max() {
+    while let Some((place, key)) =
+        keys.into_iter().filter_map(|key| Some((device.rfind(key)?, key))).max()
+    {
         let value = &device[place + key.len()..];
         match key {
             ",prio=" => match value.parse::<i16>() {
@@ -131,8 +142,12 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
                 _ => return Err(DeviceError::Priority(text.to_owned())),
             },
             ",mirror=" if mirror.is_none() => mirror = Some(Mirror::parse(text, value)?),
-            ",mirror=" => return Err(DeviceError::Mirror(text.to_owned(), "it is named twice".into())),
-            ",rotational=" if turns.is_none() && matches!(value, "yes" | "no") => turns = Some(value == "yes"),
+            ",mirror=" => {
+                return Err(DeviceError::Mirror(text.to_owned(), "it is named twice".into()));
+            }
+            ",rotational=" if turns.is_none() && matches!(value, "yes" | "no") => {
+                turns = Some(value == "yes")
+            }
             ",rotational=" => return Err(DeviceError::Rotational(text.to_owned())),
             _ if cipher.is_none() && matches!(value, CIPHER | "none") => cipher = Some(value),
             _ => return Err(DeviceError::Cipher(text.to_owned(), value.to_owned())),
@@ -142,33 +157,47 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     if cipher.is_some() && device.starts_with("zram:") {
         return Err(DeviceError::CipherOfZram(text.to_owned()));
     }
-    let size = |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
+    let size =
+        |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let mut parts = rest.split(',');
         let bytes = at_least(text, size(parts.next().unwrap_or_default())?, SMALLEST_POOL)?;
-        let (mut choice, mut level, mut acceptance) = (Choice::default(), None, Acceptance::default());
+        let (mut choice, mut level, mut acceptance) =
+            (Choice::default(), None, Acceptance::default());
         for part in parts {
             let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
             let (name, value) = part.split_once('=').ok_or_else(wrong)?;
-            let percent = || value.parse().ok().filter(|percent| (1..=100).contains(percent)).ok_or_else(wrong);
+            let percent = || {
+                value.parse().ok().filter(|percent| (1..=100).contains(percent)).ok_or_else(wrong)
+            };
             match name {
                 "codec" => {
                     let found = Choice::ALL.into_iter().find(|choice| choice.name() == value);
-                    choice = found.ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
+                    choice = found
+                        .ok_or_else(|| DeviceError::Codec(text.to_owned(), value.to_owned()))?;
                 }
                 "level" => {
                     let found = value.parse().ok().and_then(Level::new);
-                    level = Some(found.ok_or_else(|| DeviceError::Level(text.to_owned(), value.to_owned()))?);
+                    level =
+                        Some(found.ok_or_else(|| {
+                            DeviceError::Level(text.to_owned(), value.to_owned())
+                        })?);
                 }
                 "max_pool_percent" => acceptance.max_pool_percent = Some(percent()?),
-                "accept_threshold_percent" => acceptance.accept_threshold_percent = Some(percent()?),
+                "accept_threshold_percent" => {
+                    acceptance.accept_threshold_percent = Some(percent()?)
+                }
                 _ => return Err(wrong()),
             }
         }
         if level.is_some() && !choice.has_zstd() {
             return Err(DeviceError::LevelOfNone(text.to_owned()));
         }
-        DeviceKind::Zram { bytes, codec: Scheme { choice, level: level.unwrap_or_default() }, acceptance }
+        DeviceKind::Zram {
+            bytes,
+            codec: Scheme { choice, level: level.unwrap_or_default() },
+            acceptance,
+        }
     } else if device
         .strip_prefix("file:")
         .and_then(|rest| rest.rsplit_once(",codec="))
@@ -178,8 +207,11 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else if let Some(rest) = device.strip_prefix("file:") {
         match rest.rsplit_once(':') {
             _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
-            // Colons may be in a path: what follows the last one is a size unless a path goes on there.
-            Some(("", tail)) if !tail.contains('/') => return Err(DeviceError::Syntax(text.to_owned())),
+            // Colons may be in a path: what follows the last one is a size unless a path goes on
+            // there.
+            Some(("", tail)) if !tail.contains('/') => {
+                return Err(DeviceError::Syntax(text.to_owned()));
+            }
             Some((path, tail)) if !tail.contains('/') => {
                 let bytes = at_least(text, size(tail)?, SMALLEST_FILE)?;
                 if bytes > LARGEST_FILE {
@@ -197,7 +229,10 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
     if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
-        return Err(DeviceError::Mirror(text.to_owned(), "only what lies on a server needs one".into()));
+        return Err(DeviceError::Mirror(
+            text.to_owned(),
+            "only what lies on a server needs one".into(),
+        ));
     }
     if turns.is_some() && !matches!(kind, DeviceKind::File { .. } | DeviceKind::Block { .. }) {
         return Err(DeviceError::Rotational(text.to_owned()));
@@ -314,18 +349,25 @@ pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
             (chosen, refuses) = (*codec, *acceptance);
         }
     }
-    let beyond: Vec<&Device> = devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
-    if beyond.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>() > MAX_AREAS {
+    let beyond: Vec<&Device> =
+        devices.iter().filter(|device| !matches!(device.kind, DeviceKind::Zram { .. })).collect();
+    if beyond.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum::<usize>()
+        > MAX_AREAS
+    {
         return Err(DeviceError::TooMany);
     }
     if let Some((_, Some(zram))) = pool
-        && let Some(first) = beyond.iter().find(|device| device.priority.is_some_and(|priority| priority > zram))
+        && let Some(first) =
+            beyond.iter().find(|device| device.priority.is_some_and(|priority| priority > zram))
     {
         return Err(DeviceError::Order(first.name()));
     }
     let pool_cap = pool.map_or(0, |(bytes, _)| bytes);
     let beyond = match (beyond.is_empty(), pool) {
-        (false, _) => beyond.into_iter().map(|device| open_beyond(device, budget)).collect::<Result<_, _>>()?,
+        (false, _) => beyond
+            .into_iter()
+            .map(|device| open_beyond(device, budget))
+            .collect::<Result<_, _>>()?,
         (true, Some(_)) => Vec::new(),
         (true, None) => vec![open_default(budget)?],
     };
@@ -344,7 +386,8 @@ impl Device {
     }
 }
 
-/// Opens a device beyond compressed memory. A file for which no size is given may grow to 16 times `budget`.
+/// Opens a device beyond compressed memory. A file for which no size is given may grow to 16 times
+/// `budget`.
 ///
 /// # Errors
 /// See [`DeviceError`]; compressed memory is none that can be added ([`DeviceError::Twice`]).
@@ -365,14 +408,18 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     match &device.mirror {
         Some(Mirror::Place { path, bytes }) => add_mirror(&mut backing, path, *bytes)?,
         Some(Mirror::Tier(name)) => {
-            return Err(DeviceError::Mirror(backing.name, format!("nobody knows where tier {name} is; name a directory")));
+            return Err(DeviceError::Mirror(
+                backing.name,
+                format!("nobody knows where tier {name} is; name a directory"),
+            ));
         }
         None => {}
     }
     Ok(backing)
 }
 
-/// Makes the file for a second copy of what will be on an area, which then has no more than fits there.
+/// Makes the file for a second copy of what will be on an area, which then has no more than fits
+/// there.
 fn add_mirror(backing: &mut Backing, path: &Path, bytes: Option<u64>) -> Result<(), DeviceError> {
     let all = u64::from(backing.extents) * EXTENT_BYTES;
     let place = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
@@ -386,10 +433,12 @@ fn add_mirror(backing: &mut Backing, path: &Path, bytes: Option<u64>) -> Result<
     Ok(())
 }
 
-/// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in memory, for memory is what is short.
+/// Where the default file goes: the first of `$TMPDIR` and `/var/tmp` that is no file system in
+/// memory, for memory is what is short.
 pub fn default_places() -> Vec<PathBuf> {
     let named = std::env::var_os("TMPDIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    let mut places: Vec<PathBuf> = named.into_iter().chain(["/var/tmp".into(), "/tmp".into()]).collect();
+    let mut places: Vec<PathBuf> =
+        named.into_iter().chain(["/var/tmp".into(), "/tmp".into()]).collect();
     places.sort_by_key(|place| in_memory(place));
     places
 }
@@ -409,7 +458,8 @@ fn open_default(budget: u64) -> Result<Backing, DeviceError> {
             Err(error) => drop(first.get_or_insert(error)),
         }
     }
-    Err(first.unwrap_or_else(|| DeviceError::Create("/var/tmp".into(), io::ErrorKind::NotFound.into())))
+    Err(first
+        .unwrap_or_else(|| DeviceError::Create("/var/tmp".into(), io::ErrorKind::NotFound.into())))
 }
 
 /// Bytes that whoever writes to `place` without privilege may still take.
@@ -423,11 +473,15 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
     let place = match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => path,
         Ok(_) => return Err(DeviceError::Exists(path.to_owned())),
-        Err(_) => path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")),
+        Err(_) => {
+            path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+        }
     };
     let free = free_space(place).map_err(create)?;
     let bytes = match asked {
-        Some(bytes) if bytes > free => return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: bytes }),
+        Some(bytes) if bytes > free => {
+            return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: bytes });
+        }
         Some(bytes) => bytes,
         // The file is sparse: its size is what it may grow to.
         None => budget.saturating_mul(16).clamp(4 << 30, 64 << 30).min(free / 10 * 9),
@@ -435,7 +489,8 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
     if bytes < SMALLEST_FILE {
         return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: SMALLEST_FILE });
     }
-    let (file, direct_io) = if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
+    let (file, direct_io) =
+        if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
     let extents = (bytes / EXTENT_BYTES) as u32;
     file.set_len(u64::from(extents) * EXTENT_BYTES).map_err(create)?;
     Ok(Backing {
@@ -467,7 +522,12 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         return Err(DeviceError::NotBlock(path.to_owned()));
     }
     // Exclusive: what is mounted, or somebody's swap space, is refused.
-    let mut file = File::options().read(true).write(true).custom_flags(OFlags::EXCL.bits() as i32).open(path).map_err(failed)?;
+    let mut file = File::options()
+        .read(true)
+        .write(true)
+        .custom_flags(OFlags::EXCL.bits() as i32)
+        .open(path)
+        .map_err(failed)?;
     let mut mark = [0; SWAP_MARK.len()];
     file.read_exact_at(&mut mark, SWAP_MARK_AT).map_err(failed)?;
     if mark != *SWAP_MARK {
@@ -493,7 +553,8 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
     })
 }
 
-/// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody needs the rest.
+/// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
+/// needs the rest.
 fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
     const LOOKED_AT: usize = 128 << 10;
     let connector = Arc::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?);
@@ -503,11 +564,19 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
     }
     let dialer = LocalDialer::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?, export);
     let mut start = vec![0; LOOKED_AT];
-    let read = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection]).read_at(0, &mut start);
+    let read = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection])
+        .read_at(0, &mut start);
     match read {
-        Ok(LOOKED_AT) if start.iter().all(|byte| *byte == 0) || start[SWAP_MARK_AT as usize..].starts_with(SWAP_MARK) => {}
+        Ok(LOOKED_AT)
+            if start.iter().all(|byte| *byte == 0)
+                || start[SWAP_MARK_AT as usize..].starts_with(SWAP_MARK) => {}
         Ok(LOOKED_AT) => return Err(DeviceError::NotEmpty(url.to_string())),
-        Ok(_) => return Err(DeviceError::Create(url.to_string().into(), io::ErrorKind::UnexpectedEof.into())),
+        Ok(_) => {
+            return Err(DeviceError::Create(
+                url.to_string().into(),
+                io::ErrorKind::UnexpectedEof.into(),
+            ));
+        }
         Err(errno) => return Err(DeviceError::Create(url.to_string().into(), errno.into())),
     }
     Ok(Backing {
@@ -547,7 +616,13 @@ fn unnamed(directory: &Path) -> io::Result<(File, bool)> {
 /// A new file, whose name is removed at once.
 fn named(path: &Path) -> io::Result<(File, bool)> {
     let open = |flags: OFlags| {
-        File::options().read(true).write(true).create_new(true).mode(0o600).custom_flags(flags.bits() as i32).open(path)
+        File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .custom_flags(flags.bits() as i32)
+            .open(path)
     };
     let (file, direct) = match open(OFlags::DIRECT) {
         Ok(file) => (file, true),

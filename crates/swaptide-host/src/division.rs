@@ -1,17 +1,21 @@
 //! How a budget is divided over a hierarchy of groups and the processes in them. Pure arithmetic.
 //!
-//! Who is to have something says by how much it cannot do with less (its *floor*) and what it would use beyond that (its *demand*). A group has
-//! a *cap*, which nothing goes past, and a *low* protection: of what its processes use, so much is given before anybody gets by demand.
+//! Who is to have something says by how much it cannot do with less (its *floor*) and what it would
+//! use beyond that (its *demand*). A group has a *cap*, which nothing goes past, and a *low*
+//! protection: of what its processes use, so much is given before anybody gets by demand.
 //!
-//! From the root down, what a group has is divided among the processes in it and the groups below it:
+//! From the root down, what a group has is divided among the processes in it and the groups below
+//! it:
 //! 1. everybody's floor; where even these do not fit, parts of them;
 //! 2. protections, as far as they fit: parts of them, if not;
-//! 3. the rest in proportion to the demand beyond that. Who reaches its cap leaves what it would have got to the others.
+//! 3. the rest in proportion to the demand beyond that. Who reaches its cap leaves what it would
+//!    have got to the others.
 //!
 //! Invariants
 //! 1. Nobody has more than the cap of any group above it, together with everybody else there.
 //! 2. All together have no more than the budget.
-//! 3. A group's protection is honoured where the protections and floors of its neighbours leave room for it.
+//! 3. A group's protection is honoured where the protections and floors of its neighbours leave
+//!    room for it.
 //!
 //! Locks: none.
 
@@ -78,12 +82,20 @@ pub fn divide(budget: u64, nodes: &[Node], claims: &[Claim]) -> Vec<u64> {
     let mut totals = vec![Part::default(); nodes.len()];
     for at in (0..nodes.len()).rev() {
         let parts = parts(&members[at], claims, &totals, leaf);
-        let sum = |of: fn(&Part) -> u64| parts.iter().fold(0u64, |sum, part| sum.saturating_add(of(part)));
+        let sum = |of: fn(&Part) -> u64| {
+            parts.iter().fold(0u64, |sum, part| sum.saturating_add(of(part)))
+        };
         let Node { low, .. } = nodes[at];
         let cap = nodes[at].cap.min(sum(|p| p.cap));
         let (floor, used) = (sum(|p| p.floor).min(cap), sum(|p| p.used));
         let protected = sum(Part::least).max(low.min(used)).min(cap);
-        totals[at] = Part { floor, extra: protected.saturating_sub(floor), used, demand: sum(|p| p.demand), cap };
+        totals[at] = Part {
+            floor,
+            extra: protected.saturating_sub(floor),
+            used,
+            demand: sum(|p| p.demand),
+            cap,
+        };
     }
     let mut given = vec![0; nodes.len()];
     let mut result = vec![0; claims.len()];
@@ -108,7 +120,12 @@ enum Member {
     Node(usize),
 }
 
-fn parts(members: &[Member], claims: &[Claim], totals: &[Part], leaf: impl Fn(&Claim) -> Part) -> Vec<Part> {
+fn parts(
+    members: &[Member],
+    claims: &[Claim],
+    totals: &[Part],
+    leaf: impl Fn(&Claim) -> Part,
+) -> Vec<Part> {
     let part = |member: &Member| match member {
         Member::Claim(at) => leaf(&claims[*at]),
         Member::Node(at) => totals[*at],
@@ -134,7 +151,8 @@ fn share_out(whole: u64, parts: &[Part]) -> Vec<u64> {
         let weights = total(open.iter().map(|at| parts[*at].weight()));
         let room = |at: usize| parts[at].cap.saturating_sub(parts[at].least());
         let due = |at: usize| portion(left, parts[at].weight().into(), weights);
-        let (full, rest): (Vec<usize>, Vec<usize>) = open.iter().partition(|at| due(**at) >= room(**at));
+        let (full, rest): (Vec<usize>, Vec<usize>) =
+            open.iter().partition(|at| due(**at) >= room(**at));
         if full.is_empty() {
             rest.iter().for_each(|at| shares[*at] += due(*at));
             return shares;
@@ -262,7 +280,12 @@ mod tests {
     }
 
     fn sum_in(nodes: &[Node], claims: &[Claim], values: &[u64], group: usize) -> u64 {
-        claims.iter().zip(values).filter(|(claim, _)| below(nodes, claim.node, group)).map(|(_, value)| value).sum()
+        claims
+            .iter()
+            .zip(values)
+            .filter(|(claim, _)| below(nodes, claim.node, group))
+            .map(|(_, value)| value)
+            .sum()
     }
 
     proptest! {
@@ -277,7 +300,8 @@ mod tests {
 
         #[test]
         fn a_protection_that_fits_is_honoured((nodes, claims) in tree()) {
-            // Under caps that leave room for it: here there are none, and the budget holds all floors and all protections.
+            // Under caps that leave room for it: here there are none, and the budget holds all
+            // floors and all protections.
             let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { cap: u64::MAX, ..node }).collect();
             let used: Vec<u64> = claims.iter().map(|claim| claim.used).collect();
             let lows: u64 = nodes.iter().map(|node| node.low).sum();
@@ -299,7 +323,8 @@ mod tests {
             let demanded: u64 = claims.iter().map(|claim| claim.demand).sum();
             for (claim, share) in claims.iter().zip(&shares) {
                 let fair = claim.floor as f64 + (budget - floors) as f64 * claim.demand as f64 / demanded.max(1) as f64;
-                prop_assert!((*share as f64 - fair).abs() <= fair / 10.0 + 64.0, "{share} of {fair}");
+                prop_assert!((*share as f64 - fair).abs() <= fair / 10.0 + 64.0, "{share} of \
+                    {fair}");
             }
         }
 
@@ -307,7 +332,8 @@ mod tests {
         fn neighbours_below_their_caps_have_equal_shares_of_their_demand((nodes, claims) in tree(), budget in 0..8000u64) {
             let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { low: 0, ..node }).collect();
             let shares = divide(budget * MIB, &nodes, &claims);
-            // Processes of one group have no caps of their own: each has the same part of its demand, if all have their floors.
+            // Processes of one group have no caps of their own: each has the same part of its
+            // demand, if all have their floors.
             for (a, x) in claims.iter().zip(&shares) {
                 for (b, y) in claims.iter().zip(&shares) {
                     if a.node == b.node && *x > a.floor && *y > b.floor && a.demand > 0 && b.demand > 0 {
@@ -320,7 +346,8 @@ mod tests {
 
         #[test]
         fn what_is_free_goes_to_who_wants_it((nodes, claims) in tree(), budget in 0..8000u64) {
-            // Work-conserving: if something is left over, everybody who wants more is below a cap that is reached.
+            // Work-conserving: if something is left over, everybody who wants more is below a cap
+            // that is reached.
             let shares = divide(budget * MIB, &nodes, &claims);
             let left = budget * MIB - shares.iter().sum::<u64>();
             let rounding = (claims.len() + nodes.len()) as u64 * 4;

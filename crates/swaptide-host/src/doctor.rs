@@ -43,7 +43,9 @@ const ENV_FOLLOWED: &str = "SWAPTIDE_TEST_FOLLOWED_FORKS";
 pub fn forks() -> Result<Forks, OpenError> {
     let told = Uffd::open(REQUIRED, true);
     match told {
-        Ok(_) if std::env::var_os(ENV_FOLLOWED).is_some_and(|set| !set.is_empty()) => Ok(Forks::Followed),
+        Ok(_) if std::env::var_os(ENV_FOLLOWED).is_some_and(|set| !set.is_empty()) => {
+            Ok(Forks::Followed)
+        }
         Ok(_) => Ok(Forks::Told),
         Err(OpenError::Refused { .. }) => Uffd::open(WITHOUT_FORK, true).map(|_| Forks::Followed),
         Err(error) => Err(error),
@@ -90,7 +92,12 @@ pub fn examine() -> Diagnosis {
         userfaultfd(),
         fork(),
         seccomp(),
-        number("max_map_count", "/proc/sys/vm/max_map_count", LEAST_MAPS, "sudo sysctl -w vm.max_map_count=262144"),
+        number(
+            "max_map_count",
+            "/proc/sys/vm/max_map_count",
+            LEAST_MAPS,
+            "sudo sysctl -w vm.max_map_count=262144",
+        ),
         overcommit(),
         descriptors(),
         swap_space(),
@@ -128,14 +135,16 @@ fn kernel() -> Finding {
 }
 
 fn version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+    let mut numbers =
+        release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
     Some((numbers.next()??, numbers.next()??))
 }
 
 /// The command that lets a user have a userfaultfd, or lets a container.
 fn permission() -> &'static str {
     if seccomp_mode() == Some(2) {
-        "start the container with --security-opt seccomp=unconfined, or a profile that allows userfaultfd"
+        "start the container with --security-opt seccomp=unconfined, or a profile that allows \
+        userfaultfd"
     } else {
         "sudo sysctl -w vm.unprivileged_userfaultfd=1"
     }
@@ -144,9 +153,12 @@ fn permission() -> &'static str {
 fn userfaultfd() -> Finding {
     match Uffd::open(WITHOUT_FORK, true) {
         Ok(_) => Finding::new("userfaultfd", true, "allowed, with MOVE and events", ""),
-        Err(error @ OpenError::Unsupported { .. }) => {
-            Finding::new("userfaultfd", false, error.to_string(), "install a newer kernel and reboot")
-        }
+        Err(error @ OpenError::Unsupported { .. }) => Finding::new(
+            "userfaultfd",
+            false,
+            error.to_string(),
+            "install a newer kernel and reboot",
+        ),
         Err(error) => Finding::new("userfaultfd", false, error.to_string(), permission()),
     }
 }
@@ -154,19 +166,34 @@ fn userfaultfd() -> Finding {
 fn fork() -> Finding {
     let name = "fork";
     match forks() {
-        Ok(Forks::Told) => Finding::new(name, true, "the kernel tells of forks: programs may fork while they are swapped", ""),
+        Ok(Forks::Told) => Finding::new(
+            name,
+            true,
+            "the kernel tells of forks: programs may fork while they are swapped",
+            "",
+        ),
         Ok(Forks::Followed) => match followed::is_permitted() {
-            Ok(()) if !std::arch::is_x86_feature_detected!("xsave") => {
-                Finding::new(name, false, "without CAP_SYS_PTRACE a CPU with XSAVE is needed", "sudo -E swaptide run ...")
-            }
-            Ok(()) => {
-                Finding::new(name, true, "no CAP_SYS_PTRACE; who forks is followed with ptrace instead, --shared is refused", "")
-            }
+            Ok(()) if !std::arch::is_x86_feature_detected!("xsave") => Finding::new(
+                name,
+                false,
+                "without CAP_SYS_PTRACE a CPU with XSAVE is needed",
+                "sudo -E swaptide run ...",
+            ),
+            Ok(()) => Finding::new(
+                name,
+                true,
+                "no CAP_SYS_PTRACE; who forks is followed with ptrace instead, --shared is refused",
+                "",
+            ),
             Err(errno) => Finding::new(
                 name,
                 false,
-                format!("no CAP_SYS_PTRACE, and ptrace of one's own children is refused ({})", swaptide_sys::Why(errno)),
-                "sudo sysctl -w kernel.yama.ptrace_scope=1 (or, in a container, start it with --cap-add SYS_PTRACE)",
+                format!(
+                    "no CAP_SYS_PTRACE, and ptrace of one's own children is refused ({})",
+                    swaptide_sys::Why(errno)
+                ),
+                "sudo sysctl -w kernel.yama.ptrace_scope=1 (or, in a container, start it with \
+                --cap-add SYS_PTRACE)",
             ),
         },
         Err(error) => Finding::new(name, false, error.to_string(), permission()),
@@ -185,13 +212,22 @@ fn seccomp() -> Finding {
         Some(2) => "a filter is active; what it allows is in the lines above".to_owned(),
         Some(mode) => format!("mode {mode}"),
     };
-    Finding::new("seccomp", seccomp_mode() != Some(1), found, "start the shell without strict seccomp")
+    Finding::new(
+        "seccomp",
+        seccomp_mode() != Some(1),
+        found,
+        "start the shell without strict seccomp",
+    )
 }
 
 fn number(name: &'static str, path: &str, least: u64, mend: &str) -> Finding {
     match std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()) {
-        Some(value) => Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), mend),
-        None => Finding::new(name, true, format!("{path} cannot be read; taken as the default"), mend),
+        Some(value) => {
+            Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), mend)
+        }
+        None => {
+            Finding::new(name, true, format!("{path} cannot be read; taken as the default"), mend)
+        }
     }
 }
 
@@ -203,9 +239,13 @@ fn overcommit() -> Finding {
 }
 
 fn descriptors() -> Finding {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
-    let found =
-        if limit == u64::MAX { "unlimited".to_owned() } else { format!("{limit}, at least {LEAST_DESCRIPTORS} is needed") };
+    let limit =
+        rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(u64::MAX);
+    let found = if limit == u64::MAX {
+        "unlimited".to_owned()
+    } else {
+        format!("{limit}, at least {LEAST_DESCRIPTORS} is needed")
+    };
     Finding::new("open files", limit >= LEAST_DESCRIPTORS, found, "ulimit -n 1024")
 }
 
@@ -215,13 +255,23 @@ fn swap_space() -> Finding {
     let mut refused = String::from("no directory");
     for place in default_places() {
         match crate::device::open(
-            &[crate::device::Device { kind: file_in(&place), priority: None, mirror: None, plain: false, turns: None }],
+            &[crate::device::Device {
+                kind: file_in(&place),
+                priority: None,
+                mirror: None,
+                plain: false,
+                turns: None,
+            }],
             1 << 30,
         ) {
             Ok(space) => {
                 let free = free_space(&place).unwrap_or(0);
                 let direct = space.beyond.iter().all(|file| file.direct_io);
-                let how = if direct { "direct I/O" } else { "through the page cache, for the file system has no direct I/O" };
+                let how = if direct {
+                    "direct I/O"
+                } else {
+                    "through the page cache, for the file system has no direct I/O"
+                };
                 return Finding::new(
                     name,
                     free >= LEAST_SPACE,
@@ -242,7 +292,9 @@ fn file_in(place: &Path) -> crate::device::DeviceKind {
 fn agent() -> Finding {
     match find_agent() {
         Ok(path) => Finding::new("library", true, path.display().to_string(), ""),
-        Err(error) => Finding::new("library", false, error.to_string(), "cargo build --release --workspace"),
+        Err(error) => {
+            Finding::new("library", false, error.to_string(), "cargo build --release --workspace")
+        }
     }
 }
 
@@ -252,9 +304,13 @@ mod tests {
 
     #[test]
     fn versions_are_compared_as_numbers() {
-        for (release, expected) in
-            [("6.18.44-generic", Some((6, 18))), ("6.8.0", Some((6, 8))), ("5.15.0-1053", Some((5, 15))), ("6", None), ("", None)]
-        {
+        for (release, expected) in [
+            ("6.18.44-generic", Some((6, 18))),
+            ("6.8.0", Some((6, 8))),
+            ("5.15.0-1053", Some((5, 15))),
+            ("6", None),
+            ("", None),
+        ] {
             assert_eq!(version(release), expected, "{release}");
         }
         assert!(version("6.18.0") > version("6.8.0"));
@@ -270,7 +326,8 @@ mod tests {
         let text = diagnosis.to_string();
         assert_eq!(text.lines().count(), diagnosis.findings.len());
         assert!(
-            text.lines().all(|line| line.starts_with("ok  ") || (line.starts_with("NO  ") && line.contains(" : "))),
+            text.lines().all(|line| line.starts_with("ok  ")
+                || (line.starts_with("NO  ") && line.contains(" : "))),
             "{text}"
         );
     }

@@ -1,19 +1,19 @@
 //! A run that was told to end, ends.
 //!
-//! A signal that ends a program does nothing while the program's threads stand inside swaptide's own
-//! code with all signals blocked: around a fork, say. Where something there waits for good, the
-//! signal stays pending. So after the supervisor has passed one on, it looks whether it is taken, and
-//! follows with `SIGKILL` where it cannot be.
+//! A signal that ends a program does nothing while the program's threads stand inside swaptide's
+//! own code with all signals blocked: around a fork, say. Where something there waits for good, the
+//! signal stays pending. So after the supervisor has passed one on, it looks whether it is taken,
+//! and follows with `SIGKILL` where it cannot be.
 //!
 //! Owns: what was seen of each process since the run was told to end.
 //!
 //! Invariants
-//! 1. A process is killed only while it has a signal pending that was meant to end the run, and each
-//!    of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside when it
-//!    has every signal blocked (libc itself never blocks its own two for the program), or waits for
-//!    a page in the kernel, for the same one at all these looks: a long system call may fault on many,
-//!    and a handler of the program runs after it. A program that handles or ignores the signal has
-//!    none pending.
+//! 1. A process is killed only while it has a signal pending that was meant to end the run, and
+//!    each of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside
+//!    when it has every signal blocked (libc itself never blocks its own two for the program), or
+//!    waits for a page in the kernel, for the same one at all these looks: a long system call may
+//!    fault on many, and a handler of the program runs after it. A program that handles or ignores
+//!    the signal has none pending.
 //! 2. Nothing but a descendant of this process is killed.
 //!
 //! Locks: none.
@@ -58,16 +58,20 @@ struct Thread {
 impl Thread {
     /// Out of its files `status`, `wchan` and `syscall`. The last two may not be readable.
     fn parse(status: &str, wchan: &str, syscall: &str) -> Thread {
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim();
+        let field = |name: &str| {
+            status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim()
+        };
         let mask = |name: &str| u64::from_str_radix(field(name), 16).unwrap_or(0);
         let blocked = mask("SigBlk:");
-        let makers = [libc::SYS_clone, libc::SYS_clone3, libc::SYS_vfork].map(|number| number.to_string());
+        let makers =
+            [libc::SYS_clone, libc::SYS_clone3, libc::SYS_vfork].map(|number| number.to_string());
         let call = syscall.split_whitespace().next().unwrap_or("");
         Thread {
             pending: mask("SigPnd:") | mask("ShdPnd:"),
             blocked,
             is_engine: blocked == ALL && field("Name:").starts_with("swaptide"),
-            waits_for_page: field("State:").starts_with('D') && wchan.starts_with("handle_userfault"),
+            waits_for_page: field("State:").starts_with('D')
+                && wchan.starts_with("handle_userfault"),
             makes_process: makers.iter().any(|maker| maker == call) && !wchan.contains("userfault"),
             waits: field("voluntary_ctxt_switches:").parse().unwrap_or(0),
         }
@@ -75,7 +79,11 @@ impl Thread {
 
     fn read(pid: u32, tid: &str) -> Option<Thread> {
         let file = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}"));
-        Some(Thread::parse(&file("status").ok()?, &file("wchan").unwrap_or_default(), &file("syscall").unwrap_or_default()))
+        Some(Thread::parse(
+            &file("status").ok()?,
+            &file("wchan").unwrap_or_default(),
+            &file("syscall").unwrap_or_default(),
+        ))
     }
 
     fn is_inside(&self) -> bool {
@@ -107,10 +115,13 @@ fn judge(threads: &[Thread], told: u64) -> State {
 
 /// The state of a process, and how often those of its threads have waited that wait for a page.
 fn state_of(pid: u32, told: u64) -> (State, u64) {
-    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return (State::Taken, 0) };
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return (State::Taken, 0);
+    };
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
-    let waits = threads.iter().filter(|thread| thread.waits_for_page).map(|thread| thread.waits).sum();
+    let waits =
+        threads.iter().filter(|thread| thread.waits_for_page).map(|thread| thread.waits).sum();
     (judge(&threads, told), waits)
 }
 
@@ -194,9 +205,18 @@ mod tests {
 
     const TERM: u64 = 1 << (libc::SIGTERM - 1);
 
-    fn thread(name: &str, state: &str, shared: u64, blocked: u64, wchan: &str, call: &str) -> Thread {
-        let status =
-            format!("Name:\t{name}\nState:\t{state}\nSigPnd:\t{:016x}\nShdPnd:\t{shared:016x}\nSigBlk:\t{blocked:016x}\n", 0);
+    fn thread(
+        name: &str,
+        state: &str,
+        shared: u64,
+        blocked: u64,
+        wchan: &str,
+        call: &str,
+    ) -> Thread {
+        let status = format!(
+            "Name:\t{name}\nState:\t{state}\nSigPnd:\t{:016x}\nShdPnd:\t{shared:016x}\nSigBlk:\t{blocked:016x}\n",
+            0
+        );
         Thread::parse(&status, wchan, call)
     }
 
@@ -218,12 +238,23 @@ mod tests {
         // posix_spawn blocks all signals until its child executes.
         let spawns = thread("make", "S (sleeping)", TERM, ALL, "kernel_clone", "56 0x4111");
         assert_eq!(judge(&[spawns], TERM), State::Pending);
-        let forks = thread("make", "S (sleeping)", TERM, ALL, "userfaultfd_event_wait_completion", "56 0x1200011");
+        let forks = thread(
+            "make",
+            "S (sleeping)",
+            TERM,
+            ALL,
+            "userfaultfd_event_wait_completion",
+            "56 0x1200011",
+        );
         assert_eq!(judge(&[forks], TERM), State::Stuck);
         let handled = thread("bash", "S (sleeping)", 0, ALL, "futex_wait_queue", "202 0x1");
         assert_eq!(judge(&[engine(), handled], TERM), State::Taken);
         assert_eq!(judge(&[engine()], TERM), State::Taken, "nobody of the program's is left");
-        assert_eq!(judge(&[inside()], 1 << (libc::SIGHUP - 1)), State::Taken, "another signal than the one passed on");
+        assert_eq!(
+            judge(&[inside()], 1 << (libc::SIGHUP - 1)),
+            State::Taken,
+            "another signal than the one passed on"
+        );
     }
 
     #[test]
@@ -234,7 +265,8 @@ mod tests {
         }
         assert_eq!(seen, Some((1, 109)));
         assert_eq!(next_look(seen, 109), 2);
-        let status = "Name:\tsort\nState:\tD (disk sleep)\nvoluntary_ctxt_switches:\t42\nnonvoluntary_ctxt_switches:\t7\n";
+        let status = "Name:\tsort\nState:\tD (disk \
+            sleep)\nvoluntary_ctxt_switches:\t42\nnonvoluntary_ctxt_switches:\t7\n";
         assert_eq!(Thread::parse(status, "handle_userfault", "0 0x1").waits, 42);
     }
 

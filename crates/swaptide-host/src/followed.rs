@@ -1,11 +1,15 @@
-//! Forks that the kernel tells nobody of: the supervisor follows the forking thread through them, and has the child begin where its engine does.
+//! Forks that the kernel tells nobody of: the supervisor follows the forking thread through them,
+//! and has the child begin where its engine does.
 //!
-//! Without `CAP_SYS_PTRACE` the kernel gives no userfaultfd to a forked child, which would read zeros where its parent is swapped. A thread that is about
-//! to fork asks to be followed ([`swaptide_ipc::Request::Fork`]). Its child stands still at its birth, and is made to begin at a function of the agent's, which
-//! arms the child's memory before anything else runs there. That needs no privilege, for all of the tree are descendants of the supervisor's.
+//! Without `CAP_SYS_PTRACE` the kernel gives no userfaultfd to a forked child, which would read
+//! zeros where its parent is swapped. A thread that is about to fork asks to be followed
+//! ([`swaptide_ipc::Request::Fork`]). Its child stands still at its birth, and is made to begin at
+//! a function of the agent's, which arms the child's memory before anything else runs there. That
+//! needs no privilege, for all of the tree are descendants of the supervisor's.
 //!
-//! Owns: the forks under way. All of it happens in the supervisor's first thread, which is the parent of the program and of orphans: whoever else in the process
-//! followed them, that thread's wait would be told.
+//! Owns: the forks under way. All of it happens in the supervisor's first thread, which is the
+//! parent of the program and of orphans: whoever else in the process followed them, that thread's
+//! wait would be told.
 //!
 //! | stage | until |
 //! |---|---|
@@ -18,8 +22,8 @@
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither goes on with zeros.
-//! 4. A child that has not armed its memory after [`ARMS_WITHIN`] is killed, and its parent goes on.
-//!    Time in which it is stopped does not count, nor time in which nobody looked.
+//! 4. A child that has not armed its memory after [`ARMS_WITHIN`] is killed, and its parent goes
+//!    on. Time in which it is stopped does not count, nor time in which nobody looked.
 //!
 //! Locks: none.
 
@@ -32,10 +36,11 @@ use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
 use swaptide_sys::ptrace::{Change, Tracee, seize};
 use swaptide_sys::sock::{Conn, poll_readable};
 
-/// Forks that can be waited for at a time; of more, the others are looked at whenever something happens.
+/// Forks that can be waited for at a time; of more, the others are looked at whenever something
+/// happens.
 const AWAITED: usize = 24;
-/// Forks of one process that are followed at a time. It has one under way, and others that came to nothing and are being let go; who asks for more wants to
-/// keep the supervisor from others.
+/// Forks of one process that are followed at a time. It has one under way, and others that came to
+/// nothing and are being let go; who asks for more wants to keep the supervisor from others.
 const MOST_OF_ONE: usize = 8;
 
 /// How long a child may take to arm its memory. It takes milliseconds.
@@ -118,7 +123,8 @@ fn has_word(fd: BorrowedFd<'_>) -> bool {
 }
 
 impl Followed {
-    /// Serves a request to be followed, of a process; `body` is what came with it. `None`: it is hung up on.
+    /// Serves a request to be followed, of a process; `body` is what came with it. `None`: it is
+    /// hung up on.
     pub fn begin(&mut self, client: Conn, pid: u32, body: &[u8]) -> Option<()> {
         let word = |at: usize| Some(u64::from_le_bytes(body.get(at..at + 8)?.try_into().ok()?));
         let tid = u32::from_le_bytes(body.get(..4)?.try_into().ok()?);
@@ -151,7 +157,9 @@ impl Followed {
     /// How long to wait at most: not all can be waited for, or a child has its time.
     pub fn patience(&self) -> Option<Duration> {
         let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
-        (self.forks.len() > AWAITED).then_some(Duration::from_millis(1)).or_else(|| self.forks.iter().any(arms).then_some(LOOK))
+        (self.forks.len() > AWAITED)
+            .then_some(Duration::from_millis(1))
+            .or_else(|| self.forks.iter().any(arms).then_some(LOOK))
     }
 
     /// Looks who has said a word, or is gone. Kills children that take longer than `bound` to arm
@@ -164,7 +172,9 @@ impl Followed {
                 fork.stage = Stage::Leaving;
                 fork.parent.interrupt().is_ok()
             }
-            Stage::Arming(arming) if has_word(fork.client.as_fd()) || has_word(arming.life.as_fd()) => {
+            Stage::Arming(arming)
+                if has_word(fork.client.as_fd()) || has_word(arming.life.as_fd()) =>
+            {
                 let _ = fork.parent.release(0);
                 false
             }
@@ -224,7 +234,8 @@ impl Followed {
     }
 
     fn child_changed(&mut self, tid: u32, change: Change) {
-        let is_parent = |fork: &Fork| matches!(fork.stage, Stage::Birth(child) if child.tid() == tid);
+        let is_parent =
+            |fork: &Fork| matches!(fork.stage, Stage::Birth(child) if child.tid() == tid);
         let Some(at) = self.forks.iter().position(is_parent) else {
             match change {
                 // Killed before its parent's fork was told of.
@@ -237,12 +248,15 @@ impl Followed {
         let child = Tracee::of(tid);
         let life = match change {
             Change::Gone => None,
-            _ => begin(child, fork.entry, fork.frame).inspect_err(|_| crate::signals::send(tid, libc::SIGKILL)).ok(),
+            _ => begin(child, fork.entry, fork.frame)
+                .inspect_err(|_| crate::signals::send(tid, libc::SIGKILL))
+                .ok(),
         };
         match life {
             Some(life) => {
                 let looked = Instant::now();
-                fork.stage = Stage::Arming(Arming { life, pid: tid, looked, spent: Duration::ZERO });
+                fork.stage =
+                    Stage::Arming(Arming { life, pid: tid, looked, spent: Duration::ZERO });
             }
             None => {
                 let _ = fork.parent.release(0);
@@ -254,7 +268,8 @@ impl Followed {
 
 fn begin(child: Tracee, entry: u64, frame: u64) -> Result<OwnedFd, Errno> {
     let life = pidfd_open(child.tid())?;
-    // SAFETY: it stands still at its birth, and has a copy of the memory of the thread that asked for this.
+    // SAFETY: it stands still at its birth, and has a copy of the memory of the thread that asked
+    // for this.
     unsafe { child.begin_at(entry, frame) }?;
     child.release(0)?;
     Ok(life)
@@ -292,7 +307,8 @@ mod tests {
         if std::env::var_os(ALONE).is_none() {
             let test = "followed::tests::following_is_tried_and_leaves_no_child";
             let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
-            let done = alone.args(["--exact", test, "--test-threads=1"]).env(ALONE, "1").output().unwrap();
+            let done =
+                alone.args(["--exact", test, "--test-threads=1"]).env(ALONE, "1").output().unwrap();
             let said = String::from_utf8_lossy(&done.stdout);
             assert!(done.status.success() && said.contains("1 passed"), "{said}");
             return;
@@ -304,7 +320,8 @@ mod tests {
         let why = std::io::Error::last_os_error();
         assert_eq!((left, why.raw_os_error()), (-1, Some(libc::ECHILD)), "a child is left");
         // Without Yama's restriction and without a filter a process may follow its own child.
-        let yama = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+        let yama =
+            std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
         let own = std::fs::read_to_string("/proc/self/status").unwrap();
         if matches!(yama.trim(), "" | "0" | "1") && own.contains("Seccomp:\t0\n") {
             assert!(permitted.is_ok(), "{permitted:?}");

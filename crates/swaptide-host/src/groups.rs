@@ -1,12 +1,14 @@
-//! Groups of processes: a hierarchy like that of cgroups, what each group may have, and what it has.
+//! Groups of processes: a hierarchy like that of cgroups, what each group may have, and what it
+//! has.
 //!
-//! Owns the tiers, the tree of groups, and what is known of each. A group's number is its place in the segment's table
-//! ([`swaptide_ipc::groups`]), which this module keeps up to date. What a group may have of memory is carried out by the keeper.
+//! Owns the tiers, the tree of groups, and what is known of each. A group's number is its place in
+//! the segment's table ([`swaptide_ipc::groups`]), which this module keeps up to date. What a group
+//! may have of memory is carried out by the keeper.
 //!
 //! Invariants
 //! 1. A group's parent exists. The root is number 0 and never goes.
-//! 2. Effective masks, and the masks over areas that follow from them, are computed when tiers, areas or groups change; nobody computes
-//!    them to allocate.
+//! 2. Effective masks, and the masks over areas that follow from them, are computed when tiers,
+//!    areas or groups change; nobody computes them to allocate.
 //! 3. A change of several settings is made whole or not at all.
 //! 4. Usage and events of a group are those of the processes in it and in all groups below it.
 //!
@@ -147,8 +149,12 @@ impl fmt::Display for GroupError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             GroupError::Path(error) => write!(f, "{error}"),
-            GroupError::NotFound(path) => write!(f, "there is no group {path}; setting something of it makes it"),
-            GroupError::Full(path) => write!(f, "{path}: there are {MAX_GROUPS} groups already; remove one first"),
+            GroupError::NotFound(path) => {
+                write!(f, "there is no group {path}; setting something of it makes it")
+            }
+            GroupError::Full(path) => {
+                write!(f, "{path}: there are {MAX_GROUPS} groups already; remove one first")
+            }
             GroupError::Busy(path, why) => write!(f, "{path}: cannot be removed: {why}"),
             GroupError::Setting(path, error) => write!(f, "{path}: {error}"),
             GroupError::Tiers(error) => write!(f, "{error}"),
@@ -196,15 +202,19 @@ impl Groups {
 
     /// All groups, by their paths.
     pub fn iter(&self) -> impl Iterator<Item = (GroupIndex, &Group)> {
-        let mut all: Vec<(GroupIndex, &Group)> =
-            (0..).map(GroupIndex).zip(&self.groups).filter_map(|(index, group)| Some((index, group.as_ref()?))).collect();
+        let mut all: Vec<(GroupIndex, &Group)> = (0..)
+            .map(GroupIndex)
+            .zip(&self.groups)
+            .filter_map(|(index, group)| Some((index, group.as_ref()?)))
+            .collect();
         all.sort_by(|(_, a), (_, b)| a.path.cmp(&b.path));
         all.into_iter()
     }
 
     /// All groups, each after its parent.
     pub fn downwards(&self) -> Vec<GroupIndex> {
-        let mut all: Vec<(usize, GroupIndex)> = self.iter().map(|(index, group)| (group.path.depth(), index)).collect();
+        let mut all: Vec<(usize, GroupIndex)> =
+            self.iter().map(|(index, group)| (group.path.depth(), index)).collect();
         all.sort();
         all.into_iter().map(|(_, index)| index).collect()
     }
@@ -218,7 +228,8 @@ impl Groups {
         found.ok_or_else(|| GroupError::NotFound(path.clone()))
     }
 
-    /// The group of a path; it and those above it are made if there are none, and are `owner`'s then.
+    /// The group of a path; it and those above it are made if there are none, and are `owner`'s
+    /// then.
     ///
     /// # Errors
     /// [`GroupError::Full`]; nothing was made then.
@@ -226,15 +237,21 @@ impl Groups {
         if let Ok(index) = self.find(path) {
             return Ok(index);
         }
-        let above: Vec<GroupPath> = std::iter::successors(Some(path.clone()), GroupPath::parent).collect();
+        let above: Vec<GroupPath> =
+            std::iter::successors(Some(path.clone()), GroupPath::parent).collect();
         let missing = above.iter().filter(|path| self.find(path).is_err()).count();
         if self.iter().count() + missing > MAX_GROUPS {
             return Err(GroupError::Full(path.clone()));
         }
-        above.iter().rev().map(|path| self.find(path).unwrap_or_else(|_| self.make(path, owner))).last().ok_or_else(|| {
-            // A path has itself above it.
-            GroupError::NotFound(path.clone())
-        })
+        above
+            .iter()
+            .rev()
+            .map(|path| self.find(path).unwrap_or_else(|_| self.make(path, owner)))
+            .last()
+            .ok_or_else(|| {
+                // A path has itself above it.
+                GroupError::NotFound(path.clone())
+            })
     }
 
     /// Makes a group whose parent exists and for which there is room.
@@ -247,7 +264,8 @@ impl Groups {
         index
     }
 
-    /// Takes over a group that the segment has already. What it is called and whose it is only a supervisor knows.
+    /// Takes over a group that the segment has already. What it is called and whose it is only a
+    /// supervisor knows.
     pub fn restore(&mut self, index: GroupIndex, path: &GroupPath, owner: u32) {
         if index == GroupIndex::ROOT {
             if let Some(root) = self.groups[0].as_mut() {
@@ -259,7 +277,8 @@ impl Groups {
     }
 
     fn insert(&mut self, index: GroupIndex, path: &GroupPath, owner: u32) -> GroupIndex {
-        let parent = path.parent().and_then(|parent| self.find(&parent).ok()).unwrap_or(GroupIndex::ROOT);
+        let parent =
+            path.parent().and_then(|parent| self.find(&parent).ok()).unwrap_or(GroupIndex::ROOT);
         let at = index.0 as usize;
         if self.groups.len() <= at {
             self.groups.resize_with(at + 1, || None);
@@ -286,14 +305,20 @@ impl Groups {
     pub fn remove(&mut self, path: &GroupPath) -> Result<(), GroupError> {
         let index = self.find(path)?;
         let busy = |why| Err(GroupError::Busy(path.clone(), why));
-        let Some(parent) = self.get(index).and_then(|group| group.parent) else { return busy("it is the root") };
+        let Some(parent) = self.get(index).and_then(|group| group.parent) else {
+            return busy("it is the root");
+        };
         if self.iter().any(|(_, group)| group.parent == Some(index)) {
             return busy("there are groups below it");
         }
         let belongs = |slot: &swaptide_ipc::ProcSlot| {
-            [&slot.group, &slot.group_wanted].iter().any(|word| word.load(std::sync::atomic::Ordering::SeqCst) == index.0)
+            [&slot.group, &slot.group_wanted]
+                .iter()
+                .any(|word| word.load(std::sync::atomic::Ordering::SeqCst) == index.0)
         };
-        if self.segment.claimed().any(|(_, slot)| belongs(slot)) || self.segment.group(index).swap_used() > 0 {
+        if self.segment.claimed().any(|(_, slot)| belongs(slot))
+            || self.segment.group(index).swap_used() > 0
+        {
             return busy("processes are in it");
         }
         let events = self.own_events(index);
@@ -308,12 +333,19 @@ impl Groups {
     ///
     /// # Errors
     /// [`GroupError::Setting`] for the first that cannot be set so.
-    pub fn set<'a>(&mut self, index: GroupIndex, values: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<(), GroupError> {
+    pub fn set<'a>(
+        &mut self,
+        index: GroupIndex,
+        values: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<(), GroupError> {
         let (tiers, ram) = (self.tiers, self.ram);
-        let Some(group) = self.groups.get_mut(index.0 as usize).and_then(Option::as_mut) else { return Ok(()) };
+        let Some(group) = self.groups.get_mut(index.0 as usize).and_then(Option::as_mut) else {
+            return Ok(());
+        };
         let mut next = group.settings;
         for (key, value) in values {
-            next.set(key, value, &tiers, ram).map_err(|error| GroupError::Setting(group.path.clone(), error))?;
+            next.set(key, value, &tiers, ram)
+                .map_err(|error| GroupError::Setting(group.path.clone(), error))?;
         }
         group.settings = next;
         self.publish();
@@ -332,7 +364,8 @@ impl Groups {
     /// Whether a user made this group or one above it, or would make it below one of theirs.
     pub fn is_owned(&self, path: &GroupPath, uid: u32) -> bool {
         let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
-        let groups = above.filter_map(|path| self.find(&path).ok()).filter_map(|index| self.get(index));
+        let groups =
+            above.filter_map(|path| self.find(&path).ok()).filter_map(|index| self.get(index));
         groups.into_iter().any(|group| group.owner == uid)
     }
 
@@ -340,8 +373,12 @@ impl Groups {
     ///
     /// # Errors
     /// [`GroupError::Full`].
-    pub fn check_room<'a>(&self, paths: impl IntoIterator<Item = &'a GroupPath>) -> Result<(), GroupError> {
-        let mut all: std::collections::BTreeSet<GroupPath> = self.iter().map(|(_, group)| group.path.clone()).collect();
+    pub fn check_room<'a>(
+        &self,
+        paths: impl IntoIterator<Item = &'a GroupPath>,
+    ) -> Result<(), GroupError> {
+        let mut all: std::collections::BTreeSet<GroupPath> =
+            self.iter().map(|(_, group)| group.path.clone()).collect();
         for path in paths {
             all.extend(std::iter::successors(Some(path.clone()), GroupPath::parent));
             if all.len() > MAX_GROUPS {
@@ -356,7 +393,8 @@ impl Groups {
     /// # Errors
     /// [`GroupError::Tiers`].
     pub fn set_tiers(&mut self, text: &str) -> Result<(), GroupError> {
-        let devices: Vec<Priority> = self.areas().into_iter().map(|(_, priority)| priority).collect();
+        let devices: Vec<Priority> =
+            self.areas().into_iter().map(|(_, priority)| priority).collect();
         let applied = self.tiers.apply(text, &devices).map_err(GroupError::Tiers)?;
         for group in self.groups.iter_mut().flatten() {
             group.settings.tiers.forget(applied.freed);
@@ -370,7 +408,8 @@ impl Groups {
     /// # Errors
     /// [`GroupError::Tiers`].
     pub fn replace_tiers(&mut self, text: &str) -> Result<(), GroupError> {
-        let devices: Vec<Priority> = self.areas().into_iter().map(|(_, priority)| priority).collect();
+        let devices: Vec<Priority> =
+            self.areas().into_iter().map(|(_, priority)| priority).collect();
         let applied = self.tiers.replace(text, &devices).map_err(GroupError::Tiers)?;
         for group in self.groups.iter_mut().flatten() {
             group.settings.tiers.forget(applied.freed);
@@ -381,33 +420,51 @@ impl Groups {
 
     /// The swap areas, by number and priority.
     fn areas(&self) -> Vec<(u8, Priority)> {
-        let priority = |number: i32| Priority::new(number).unwrap_or(if number < 0 { Priority::MIN } else { Priority::MAX });
+        let priority = |number: i32| {
+            Priority::new(number).unwrap_or(if number < 0 { Priority::MIN } else { Priority::MAX })
+        };
         self.segment.areas().map(|(id, area)| (id.0, priority(area.priority()))).collect()
     }
 
-    /// Brings the segment's table up to date. To be called when areas changed; whatever changes groups or tiers here calls it itself.
+    /// Brings the segment's table up to date. To be called when areas changed; whatever changes
+    /// groups or tiers here calls it itself.
     pub fn publish(&mut self) {
         let areas = self.areas();
-        // Numbers that are no area's: one that is added may be of an excluded tier, so who has exclusions waits for the next time.
+        // Numbers that are no area's: one that is added may be of an excluded tier, so who has
+        // exclusions waits for the next time.
         let nobodys = !areas.iter().fold(0, |mask, (area, _)| mask | 1u32 << area);
         for index in self.downwards() {
-            let above = self.get(index).and_then(|group| group.parent).and_then(|parent| self.get(parent));
+            let above =
+                self.get(index).and_then(|group| group.parent).and_then(|parent| self.get(parent));
             let above = above.map_or(TierMask::ALL, |parent| parent.effective);
             let tiers = self.tiers;
             let Some(group) = self.groups[index.0 as usize].as_mut() else { continue };
             group.effective = group.settings.tiers.within(above);
-            let excluded = areas.iter().filter(|(_, priority)| !group.effective.permits_priority(&tiers, *priority));
+            let excluded = areas
+                .iter()
+                .filter(|(_, priority)| !group.effective.permits_priority(&tiers, *priority));
             let mask = excluded.fold(0, |mask, (area, _)| mask | 1 << area);
             let slot = self.segment.group(index);
-            slot.exclude_areas(if group.effective == TierMask::ALL { mask } else { mask | nobodys });
-            slot.set_swap_max(group.settings.swap_max.map(|bytes| (bytes / EXTENT_BYTES).min(u32::MAX as u64 - 1) as u32));
+            slot.exclude_areas(if group.effective == TierMask::ALL {
+                mask
+            } else {
+                mask | nobodys
+            });
+            slot.set_swap_max(
+                group
+                    .settings
+                    .swap_max
+                    .map(|bytes| (bytes / EXTENT_BYTES).min(u32::MAX as u64 - 1) as u32),
+            );
         }
     }
 
     /// The group that a cgroup means: the one whose path is the longest part of the cgroup's.
     pub fn of_cgroup(&self, cgroup: &str) -> GroupIndex {
         let holding = self.iter().filter(|(_, group)| group.path.holds(cgroup));
-        holding.max_by_key(|(_, group)| group.path.depth()).map_or(GroupIndex::ROOT, |(index, _)| index)
+        holding
+            .max_by_key(|(_, group)| group.path.depth())
+            .map_or(GroupIndex::ROOT, |(index, _)| index)
     }
 
     /// A group and those above it, the root last.
@@ -416,18 +473,30 @@ impl Groups {
     }
 
     /// The least of a bound over a group and all above it.
-    pub fn least(&self, index: GroupIndex, bound: impl Fn(&Settings) -> Option<u64>) -> Option<u64> {
+    pub fn least(
+        &self,
+        index: GroupIndex,
+        bound: impl Fn(&Settings) -> Option<u64>,
+    ) -> Option<u64> {
         self.ancestry(index).filter_map(|index| bound(&self.get(index)?.settings)).min()
     }
 
     /// Whether what the group's processes have may go to the swap areas.
     pub fn writes_back(&self, index: GroupIndex) -> bool {
-        self.ancestry(index).filter_map(|index| self.get(index)).all(|group| group.settings.zswap_writeback)
+        self.ancestry(index)
+            .filter_map(|index| self.get(index))
+            .all(|group| group.settings.zswap_writeback)
     }
 
-    /// Takes over what the processes of each group have, and counts what that passes for the first time. `starved` says of which groups the
-    /// processes got less than is kept for them; `elapsed` is the time since the last look.
-    pub fn account(&mut self, own: &BTreeMap<GroupIndex, Usage>, elapsed: Duration, starved: impl Fn(GroupIndex) -> bool) {
+    /// Takes over what the processes of each group have, and counts what that passes for the first
+    /// time. `starved` says of which groups the processes got less than is kept for them; `elapsed`
+    /// is the time since the last look.
+    pub fn account(
+        &mut self,
+        own: &BTreeMap<GroupIndex, Usage>,
+        elapsed: Duration,
+        starved: impl Fn(GroupIndex) -> bool,
+    ) {
         let order = self.downwards();
         for group in self.groups.iter_mut().flatten() {
             group.usage = Usage::default();
@@ -453,7 +522,9 @@ impl Groups {
             events.ram_max += u64::from(passed.ram_max && !before.ram_max);
             events.ram_low += u64::from(passed.ram_low && !before.ram_low);
             events.swap_high += u64::from(passed.swap_high && !before.swap_high);
-            if let Some(parent) = group.parent.and_then(|parent| self.groups[parent.0 as usize].as_mut()) {
+            if let Some(parent) =
+                group.parent.and_then(|parent| self.groups[parent.0 as usize].as_mut())
+            {
                 parent.usage.add(usage);
             }
         }
@@ -474,12 +545,14 @@ impl Groups {
         u64::from(self.segment.group(index).swap_used()) * EXTENT_BYTES
     }
 
-    /// What 64 fresh pages of a process in a group cost it in microseconds of waiting: nothing within `swap.high` of the group and all above it,
-    /// beyond it the square of how far, 6.4 ms where it is a hundredth.
+    /// What 64 fresh pages of a process in a group cost it in microseconds of waiting: nothing
+    /// within `swap.high` of the group and all above it, beyond it the square of how far, 6.4 ms
+    /// where it is a hundredth.
     pub fn price_of_growth(&self, index: GroupIndex) -> u32 {
         let price = |index: GroupIndex| {
             let high = self.get(index)?.settings.swap_high?;
-            let over = self.swap_bytes(index).saturating_sub(high) as f64 / high.max(EXTENT_BYTES) as f64;
+            let over =
+                self.swap_bytes(index).saturating_sub(high) as f64 / high.max(EXTENT_BYTES) as f64;
             // It saturates: a process caps each wait anyway.
             Some((over * over * 64e6) as u32)
         };
@@ -509,8 +582,10 @@ impl Groups {
     pub fn view(&self, index: GroupIndex) -> GroupView {
         let Some(group) = self.get(index) else { return GroupView::default() };
         let (usage, events) = (group.usage, self.events(index));
-        let mut values: BTreeMap<String, String> =
-            KEYS.iter().filter_map(|key| Some(((*key).to_owned(), group.settings.get(key, &self.tiers)?))).collect();
+        let mut values: BTreeMap<String, String> = KEYS
+            .iter()
+            .filter_map(|key| Some(((*key).to_owned(), group.settings.get(key, &self.tiers)?)))
+            .collect();
         let swap = self.swap_bytes(index);
         let read = |key: &str| match key {
             "swap.tiers.effective" => group.effective.names(&self.tiers),
@@ -520,8 +595,13 @@ impl Groups {
             "swapped.current" => usage.swapped.to_string(),
             "processes" => usage.processes.to_string(),
             "ram.pressure" => group.pressure.to_string(),
-            "ram.events" => format!("low {} high {} max {}", events.ram_low, events.ram_high, events.ram_max),
-            _ => format!("high {} max {} fail {}", events.swap_high, events.swap_max, events.swap_fail),
+            "ram.events" => {
+                format!("low {} high {} max {}", events.ram_low, events.ram_high, events.ram_max)
+            }
+            _ => format!(
+                "high {} max {} fail {}",
+                events.swap_high, events.swap_max, events.swap_fail
+            ),
         };
         values.extend(READ_ONLY.iter().map(|key| ((*key).to_owned(), read(key))));
         GroupView { path: group.path.to_string(), values }
@@ -563,12 +643,16 @@ mod tests {
         let groups = groups(&["/web/front", "/batch"]);
         let paths: Vec<String> = groups.iter().map(|(_, group)| group.path.to_string()).collect();
         assert_eq!(paths, ["/", "/batch", "/web", "/web/front"]);
-        let of = |cgroup: &str| groups.get(groups.of_cgroup(cgroup)).expect("group").path.to_string();
+        let of =
+            |cgroup: &str| groups.get(groups.of_cgroup(cgroup)).expect("group").path.to_string();
         assert_eq!(
             ["/", "/web", "/web/front/x/y", "/web/back", "/webmail", "/batch/1"].map(of),
             ["/", "/web", "/web/front", "/web", "/", "/batch"]
         );
-        assert_eq!(groups.get(groups.find(&path("/web")).expect("group")).expect("group").owner, 1000);
+        assert_eq!(
+            groups.get(groups.find(&path("/web")).expect("group")).expect("group").owner,
+            1000
+        );
     }
 
     #[test]
@@ -589,12 +673,18 @@ mod tests {
     #[test]
     fn only_an_empty_group_goes_and_what_happened_in_it_stays_counted() {
         let mut groups = groups(&["/web/front"]);
-        let refused = |groups: &mut Groups, text: &str| groups.remove(&path(text)).expect_err("refused").to_string();
+        let refused = |groups: &mut Groups, text: &str| {
+            groups.remove(&path(text)).expect_err("refused").to_string()
+        };
         assert!(refused(&mut groups, "/").contains("root"));
         assert!(refused(&mut groups, "/web").contains("below"));
         let front = groups.find(&path("/web/front")).expect("group");
         let process = groups.segment.claim(10, 0).expect("slot");
-        groups.segment.slot(process).group_wanted.store(front.0, std::sync::atomic::Ordering::Relaxed);
+        groups
+            .segment
+            .slot(process)
+            .group_wanted
+            .store(front.0, std::sync::atomic::Ordering::Relaxed);
         assert!(refused(&mut groups, "/web/front").contains("processes"));
         groups.segment.regroup(process);
         groups.set(front, [("swap.max", "0")]).expect("set");
@@ -610,10 +700,13 @@ mod tests {
     fn several_settings_are_made_whole_or_not_at_all() {
         let mut groups = groups(&["/web"]);
         let web = groups.find(&path("/web")).expect("group");
-        let error = groups.set(web, [("ram.max", "1G"), ("ram.high", "much")]).expect_err("refused");
+        let error =
+            groups.set(web, [("ram.max", "1G"), ("ram.high", "much")]).expect_err("refused");
         assert!(error.to_string().starts_with("/web: ram.high: "), "{error}");
         assert_eq!(value(&groups, "/web", "ram.max"), "max");
-        groups.set(web, [("ram.max", "50%"), ("ram.high", "400M"), ("swap.max", "5M")]).expect("set");
+        groups
+            .set(web, [("ram.max", "50%"), ("ram.high", "400M"), ("swap.max", "5M")])
+            .expect("set");
         assert_eq!(value(&groups, "/web", "ram.max"), "536870912");
         assert_eq!(groups.segment.group(web).swap_max(), Some(2), "whole extents");
         assert_eq!(groups.least(web, |s| s.ram_high), Some(400 << 20));
@@ -630,10 +723,18 @@ mod tests {
         assert_eq!(value(&groups, "/a/b", "swap.tiers"), "HDD NET");
         assert_eq!(value(&groups, "/a/b", "swap.tiers.effective"), "NET");
         groups.set(b, [("swap.tiers", "+SSD")]).expect("child");
-        assert_eq!(value(&groups, "/a/b", "swap.tiers.effective"), "SSD NET", "HDD is excluded above");
+        assert_eq!(
+            value(&groups, "/a/b", "swap.tiers.effective"),
+            "SSD NET",
+            "HDD is excluded above"
+        );
         groups.set_tiers("-HDD").expect("tiers");
         groups.set_tiers("+TAPE:10").expect("tiers");
-        assert_eq!(value(&groups, "/a/b", "swap.tiers.effective"), "SSD TAPE NET", "the exclusion went with the tier");
+        assert_eq!(
+            value(&groups, "/a/b", "swap.tiers.effective"),
+            "SSD TAPE NET",
+            "the exclusion went with the tier"
+        );
         let late = groups.ensure(&path("/a/b/c"), 0).expect("group");
         groups.set(a, [("swap.tiers", "-NET")]).expect("parent");
         assert_eq!(groups.view(late).values["swap.tiers.effective"], "SSD TAPE");
@@ -652,7 +753,9 @@ mod tests {
         let process = segment.claim(10, 0).expect("slot");
         segment.slot(process).group_wanted.store(a.0, std::sync::atomic::Ordering::Relaxed);
         segment.regroup(process);
-        let area = || segment.place_of(segment.lease_charged(process).expect("extent")).expect("place").area;
+        let area = || {
+            segment.place_of(segment.lease_charged(process).expect("extent")).expect("place").area
+        };
         assert_eq!(area(), slow);
         let late = add(300).expect("area");
         assert_eq!(area(), slow, "an area that was added a moment ago");
@@ -669,24 +772,46 @@ mod tests {
     fn usage_and_events_are_summed_up_the_tree_and_an_event_is_a_step() {
         let mut groups = groups(&["/a/b"]);
         let (a, b) = (groups.find(&path("/a")).expect("a"), groups.find(&path("/a/b")).expect("b"));
-        groups.set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")]).expect("set");
+        groups
+            .set(b, [("ram.high", "100M"), ("ram.max", "200M"), ("ram.low", "50M")])
+            .expect("set");
         let stalled = Part::of(500, Duration::from_millis(1));
-        let usage = |mib: u64| Usage { ram: mib << 20, zswap: 1, swapped: 5, refaults: 0, processes: 1, stalled };
+        let usage = |mib: u64| Usage {
+            ram: mib << 20,
+            zswap: 1,
+            swapped: 5,
+            refaults: 0,
+            processes: 1,
+            stalled,
+        };
         let mut look = |in_a: u64, in_b: u64, starved: bool| {
-            groups.account(&BTreeMap::from([(a, usage(in_a)), (b, usage(in_b))]), Duration::from_secs(2), |_| starved);
+            groups.account(
+                &BTreeMap::from([(a, usage(in_a)), (b, usage(in_b))]),
+                Duration::from_secs(2),
+                |_| starved,
+            );
             (groups.usage(GroupIndex::ROOT).ram >> 20, groups.events(GroupIndex::ROOT))
         };
         assert_eq!(look(10, 90, false), (100, Events::default()));
         assert_eq!(look(500, 101, false).1, Events { ram_high: 1, ..Events::default() });
         assert_eq!(look(500, 110, true).1, Events { ram_high: 1, ram_low: 1, ..Events::default() });
         assert_eq!(look(500, 90, true).1.ram_high, 1);
-        assert_eq!(look(500, 199, false), (699, Events { ram_high: 2, ram_max: 1, ram_low: 1, ..Events::default() }));
+        assert_eq!(
+            look(500, 199, false),
+            (699, Events { ram_high: 2, ram_max: 1, ram_low: 1, ..Events::default() })
+        );
         assert_eq!(value(&groups, "/a", "ram.events"), "low 1 high 2 max 1");
         // Five looks of two seconds: half of the time in one, three quarters in both.
-        assert_eq!(value(&groups, "/a/b", "ram.pressure"), "some avg10=31.61 avg60=7.68 avg300=1.64 total=5000000");
+        assert_eq!(
+            value(&groups, "/a/b", "ram.pressure"),
+            "some avg10=31.61 avg60=7.68 avg300=1.64 total=5000000"
+        );
         assert_eq!(value(&groups, "/a", "ram.pressure"), value(&groups, "/", "ram.pressure"));
         assert!(value(&groups, "/", "ram.pressure").ends_with("total=7500000"));
-        assert_eq!((value(&groups, "/a", "processes"), value(&groups, "/", "zswap.current")), ("2".into(), "2".into()));
+        assert_eq!(
+            (value(&groups, "/a", "processes"), value(&groups, "/", "zswap.current")),
+            ("2".into(), "2".into())
+        );
     }
 
     #[test]

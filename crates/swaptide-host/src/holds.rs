@@ -3,8 +3,8 @@
 //! The threads of an engine end as soon as their process is told to end. Another thread may still
 //! be in a system call that copies from memory. If the userfaultfd were closed then, the kernel
 //! would fill missing pages with zeros, and they would leave the process. So the supervisor has a
-//! second descriptor of it ([`swaptide_ipc::Request::Hold`]). A fault on a missing page waits, sees the
-//! fatal signal, and the call ends short.
+//! second descriptor of it ([`swaptide_ipc::Request::Hold`]). A fault on a missing page waits, sees
+//! the fatal signal, and the call ends short.
 //!
 //! The engine's connection tells what happens:
 //!
@@ -14,16 +14,17 @@
 //! | its end | the engine's threads are gone | it is closed as soon as no thread has SIGKILL pending |
 //!
 //! A process ends, or executes another program, by a SIGKILL pending for each of its threads. A
-//! thread that is in a system call keeps it pending until it has left that. So nobody copies when no
-//! thread has it pending. The check is also what lets execve go on: its thread may meet a missing
-//! page of the old memory (the list of robust mutexes) when no other thread exists.
+//! thread that is in a system call keeps it pending until it has left that. So nobody copies when
+//! no thread has it pending. The check is also what lets execve go on: its thread may meet a
+//! missing page of the old memory (the list of robust mutexes) when no other thread exists.
 //!
 //! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
 //!
 //! Invariants
 //! 1. A held userfaultfd is never read.
-//! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process has at
-//!    most [`MOST_OF_ONE`]. A process beyond that is not held for: at its end it is as without.
+//! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
+//!    has at most [`MOST_OF_ONE`]. A process beyond that is not held for: at its end it is as
+//!    without.
 //!
 //! Locks: the list of new holds, for a push or a take.
 
@@ -33,7 +34,8 @@ use std::time::Duration;
 
 use swaptide_sys::sock::Conn;
 
-/// Holds of one process: of its engine, of one before it whose end is being looked at, and some more.
+/// Holds of one process: of its engine, of one before it whose end is being looked at, and some
+/// more.
 const MOST_OF_ONE: usize = 8;
 /// How often the threads of a process without an engine are looked at.
 const LOOKS: Duration = Duration::from_millis(2);
@@ -61,18 +63,27 @@ impl Holds {
         let wake = self.wake.get_or_init(|| {
             let (wake, woken) = Conn::pair().ok()?;
             let new = Arc::clone(&self.new);
-            std::thread::Builder::new().name("holds".into()).spawn(move || hold(&new, &woken)).ok()?;
+            std::thread::Builder::new()
+                .name("holds".into())
+                .spawn(move || hold(&new, &woken))
+                .ok()?;
             Some(wake)
         });
         let Some(wake) = wake else { return };
-        self.new.lock().unwrap_or_else(PoisonError::into_inner).push(Hold { pid, conn, _uffd: uffd, is_ending: false });
+        self.new.lock().unwrap_or_else(PoisonError::into_inner).push(Hold {
+            pid,
+            conn,
+            _uffd: uffd,
+            is_ending: false,
+        });
         let _ = wake.send(b"+", &[]);
     }
 }
 
 /// Holds that the process's limit on descriptors allows: each takes two.
 fn most() -> usize {
-    let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
+    let files =
+        rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
     (files / 8) as usize
 }
 
@@ -85,7 +96,8 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
             .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
             .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
             .collect();
-        let patience = if holds.iter().any(|hold| hold.is_ending) { LOOKS.as_millis() as i32 } else { -1 };
+        let patience =
+            if holds.iter().any(|hold| hold.is_ending) { LOOKS.as_millis() as i32 } else { -1 };
         // SAFETY: the array is this thread's own and as long as said.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
         let is_ready = |fd: i32| polls.iter().any(|poll| poll.fd == fd && poll.revents != 0);
@@ -120,8 +132,9 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
 
 /// True while a thread of the process has SIGKILL pending: it may be in a system call.
 ///
-/// The kernel's list of threads ends early where one of them ends while it is read. No thread is made meanwhile, for
-/// all are killed: so a list is whole if it is as long as the number of threads that was read before.
+/// The kernel's list of threads ends early where one of them ends while it is read. No thread is
+/// made meanwhile, for all are killed: so a list is whole if it is as long as the number of threads
+/// that was read before.
 fn is_killed(pid: u32) -> bool {
     let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
@@ -141,7 +154,9 @@ fn value<'s>(status: &'s str, name: &str) -> Option<&'s str> {
 /// The same of the thread's status. One that has ended may have it pending for good.
 fn is_pending(status: &str) -> bool {
     let has_ended = value(status, "State:").is_some_and(|state| state.starts_with(['Z', 'X']));
-    let signals = value(status, "SigPnd:").and_then(|signals| u64::from_str_radix(signals, 16).ok()).unwrap_or(0);
+    let signals = value(status, "SigPnd:")
+        .and_then(|signals| u64::from_str_radix(signals, 16).ok())
+        .unwrap_or(0);
     !has_ended && signals >> (libc::SIGKILL - 1) & 1 == 1
 }
 
@@ -192,7 +207,9 @@ mod tests {
 
     #[test]
     fn a_killed_thread_is_known_until_it_has_ended() {
-        let status = |state: &str, signals: &str| format!("Name:\tx\nState:\t{state}\nSigPnd:\t{signals}\nShdPnd:\t0\n");
+        let status = |state: &str, signals: &str| {
+            format!("Name:\tx\nState:\t{state}\nSigPnd:\t{signals}\nShdPnd:\t0\n")
+        };
         assert!(is_pending(&status("R (running)", "0000000000000100")));
         assert!(is_pending(&status("D (disk sleep)", "0000000000000180")));
         assert!(!is_pending(&status("R (running)", "0000000000000080")));

@@ -1,15 +1,21 @@
-//! The thread that keeps processes within their budgets: those of one run, or of all runs of a host.
+//! The thread that keeps processes within their budgets: those of one run, or of all runs of a
+//! host.
 //!
-//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them (`Places`), the supervisor's side of every process slot, the totals of
-//! processes that are gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries out
-//! the decision through the segment: `limit_bytes`, `wanted`, the bell, and what follows from a process's group.
+//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them (`Places`), the
+//! supervisor's side of every process slot, the totals of processes that are gone, and the swap
+//! areas' holes. Each tick it reads what everybody uses, lets [`budget::decide`] judge, and carries
+//! out the decision through the segment: `limit_bytes`, `wanted`, the bell, and what follows from a
+//! process's group.
 //!
 //! Invariants
-//! 1. A slot is released after its process is gone; its counters go into the totals of its run first.
-//! 2. An area's bytes are freed only while their extent is kept from everybody ([`Segment::while_unheld`]).
+//! 1. A slot is released after its process is gone; its counters go into the totals of its run
+//!    first.
+//! 2. An area's bytes are freed only while their extent is kept from everybody
+//!    ([`Segment::while_unheld`]).
 //! 3. Groups and tiers change between two ticks only.
-//! 4. Who is charged or killed is a member of the tree, by the kernel's word; a number in the segment makes nobody one. What the segment
-//!    says of amounts is bounded before it is added up (docs/segment.md).
+//! 4. Who is charged or killed is a member of the tree, by the kernel's word; a number in the
+//!    segment makes nobody one. What the segment says of amounts is bounded before it is added up
+//!    (docs/segment.md).
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
@@ -29,7 +35,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use swaptide_ipc::{Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex};
+use swaptide_ipc::{
+    Counter, EXTENT_BYTES, GroupIndex, NO_LIMIT, ProcSlot, ProcState, Segment, SlotIndex,
+};
 use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
@@ -69,7 +77,10 @@ pub enum Request {
 }
 
 /// Asks the keeper something and waits; `None` when it has ended.
-pub fn ask<T: Send + 'static>(keeper: &Sender<Request>, f: impl FnOnce(&mut Keeper) -> T + Send + 'static) -> Option<T> {
+pub fn ask<T: Send + 'static>(
+    keeper: &Sender<Request>,
+    f: impl FnOnce(&mut Keeper) -> T + Send + 'static,
+) -> Option<T> {
     let (answer, result) = channel();
     let task = move |keeper: &mut Keeper| {
         // Who asked may have stopped waiting.
@@ -92,7 +103,8 @@ pub struct Run {
     pub program: String,
     /// When it began, in seconds since 1970.
     pub started: f64,
-    /// The group that they are in, unless they were moved; where there is none, that of their cgroup.
+    /// The group that they are in, unless they were moved; where there is none, that of their
+    /// cgroup.
     #[serde(skip)]
     pub group: Option<GroupIndex>,
     /// The most that they may have together, where that is not its group's matter.
@@ -128,7 +140,8 @@ pub struct Keeper {
     areas_epoch: u32,
     budget: u64,
     tree: Tree,
-    /// Which slot is whose. A process keeps the first one that it was seen with, whatever others say.
+    /// Which slot is whose. A process keeps the first one that it was seen with, whatever others
+    /// say.
     bound: HashMap<u32, SlotIndex>,
     groups: Groups,
     places: Places,
@@ -150,7 +163,12 @@ pub struct Keeper {
 
 impl Keeper {
     /// A keeper of nobody yet.
-    pub fn new(segment: &'static Segment, areas: Arc<Areas>, groups: Groups, budget: u64) -> Keeper {
+    pub fn new(
+        segment: &'static Segment,
+        areas: Arc<Areas>,
+        groups: Groups,
+        budget: u64,
+    ) -> Keeper {
         Keeper {
             segment,
             areas,
@@ -180,7 +198,8 @@ impl Keeper {
         Keeper { shared: Some(shared), ..self }
     }
 
-    /// Keeps within what the memory cgroups of this process leave, too: all that it keeps is in them.
+    /// Keeps within what the memory cgroups of this process leave, too: all that it keeps is in
+    /// them.
     pub fn within_cgroups(self) -> Keeper {
         Keeper { ceiling: Ceiling::of_own_cgroups(), ..self }
     }
@@ -190,7 +209,10 @@ impl Keeper {
         self.tree.add_root(run.root);
         self.tree.add_front(run.front, run.root);
         let pidfd = pidfd_open(run.root).ok();
-        self.runs.insert(run.root, Kept { run, pidfd, totals: Totals::default(), swap_full: 0, excess: Excess::default() });
+        self.runs.insert(
+            run.root,
+            Kept { run, pidfd, totals: Totals::default(), swap_full: 0, excess: Excess::default() },
+        );
     }
 
     /// The thread: ticks until it is told to stop or nobody is left to tell it.
@@ -216,7 +238,8 @@ impl Keeper {
     fn tick(&mut self) -> Duration {
         let elapsed = self.last_tick.elapsed();
         self.last_tick = Instant::now();
-        if std::mem::replace(&mut self.areas_epoch, self.segment.areas_epoch()) != self.areas_epoch {
+        if std::mem::replace(&mut self.areas_epoch, self.segment.areas_epoch()) != self.areas_epoch
+        {
             self.groups.publish();
         }
         let slots = self.slots();
@@ -236,10 +259,13 @@ impl Keeper {
             }
         }
         let pids: Vec<u32> = self.tree.pids().collect();
-        let members: Vec<Member> = pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
+        let members: Vec<Member> =
+            pids.into_iter().map(|pid| self.member(pid, slots.get(&pid).copied())).collect();
         let (bounds, nodes) = self.bounds(&members);
-        let processes: Vec<Process> = members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
-        // Not those of whom lives and is no member: what it holds is needed, or somebody has lied, and then nothing is lost.
+        let processes: Vec<Process> =
+            members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
+        // Not those of whom lives and is no member: what it holds is needed, or somebody has lied,
+        // and then nothing is lost.
         let claimed: Vec<(SlotIndex, u32)> =
             self.segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in claimed {
@@ -253,11 +279,13 @@ impl Keeper {
         self.measure(&processes, &members);
         let counted = self.counted(&members, &processes);
         let decision = budget::decide(&bounds, &counted, elapsed);
-        let sharing: Vec<Sharing> = members.iter().map(|member| self.sharing(member, elapsed)).collect();
+        let sharing: Vec<Sharing> =
+            members.iter().map(|member| self.sharing(member, elapsed)).collect();
         let lent = budget::lend(&bounds, &counted, &sharing);
         for ((at, limit), fair) in decision.limits.iter().zip(&decision.fair) {
             let Some(index) = members[*at].slot else { continue };
-            let has_limit = command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at));
+            let has_limit =
+                command(self.segment.slot(index), limit + lent[*at], decision.engage.contains(at));
             if let Some(watch) = self.watches.get_mut(&index) {
                 watch.fair = *fair;
                 if has_limit {
@@ -286,7 +314,9 @@ impl Keeper {
         for (index, slot) in self.segment.claimed() {
             let pid = slot.pid.load(Relaxed);
             let own = self.bound.get(&pid);
-            if own.is_none_or(|own| *own == index || self.segment.slot(*own).pid.load(Relaxed) != pid) {
+            if own
+                .is_none_or(|own| *own == index || self.segment.slot(*own).pid.load(Relaxed) != pid)
+            {
                 slots.insert(pid, index);
                 self.bound.insert(pid, index);
             }
@@ -298,10 +328,13 @@ impl Keeper {
     /// Forgets runs whose supervisor is gone, and nobody is left of.
     fn forget_runs(&mut self) {
         let gone = |kept: &Kept| {
-            let ended = |pidfd: &OwnedFd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0);
+            let ended = |pidfd: &OwnedFd| {
+                poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+            };
             kept.pidfd.as_ref().is_none_or(ended)
         };
-        let gone: Vec<u32> = self.runs.iter().filter(|(_, kept)| gone(kept)).map(|(root, _)| *root).collect();
+        let gone: Vec<u32> =
+            self.runs.iter().filter(|(_, kept)| gone(kept)).map(|(root, _)| *root).collect();
         for root in gone {
             if !self.tree.pids().any(|pid| self.tree.root_of(pid) == root) {
                 self.tree.forget_root(root);
@@ -329,10 +362,16 @@ impl Keeper {
     /// What is known of a process; who has none gets its group.
     fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> Member {
         let run = self.tree.root_of(pid);
-        let group = self.places.look(pid, self.runs.get(&run).and_then(|kept| kept.run.group), &self.groups);
+        let group = self.places.look(
+            pid,
+            self.runs.get(&run).and_then(|kept| kept.run.group),
+            &self.groups,
+        );
         if let Some(slot) = slot.map(|index| self.segment.slot(index)) {
             let no_writeback = u32::from(!self.groups.writes_back(group));
-            if slot.group_wanted.load(Relaxed) != group.0 || slot.no_writeback.load(Relaxed) != no_writeback {
+            if slot.group_wanted.load(Relaxed) != group.0
+                || slot.no_writeback.load(Relaxed) != no_writeback
+            {
                 slot.group_wanted.store(group.0, Relaxed);
                 slot.no_writeback.store(no_writeback, Relaxed);
                 slot.ring();
@@ -342,13 +381,15 @@ impl Keeper {
         Member { pid, slot, run, group }
     }
 
-    /// What each group may have, and below its group each run that has a maximum of its own; and where these stand.
+    /// What each group may have, and below its group each run that has a maximum of its own; and
+    /// where these stand.
     fn bounds(&mut self, members: &[Member]) -> (Vec<Bounds>, HashMap<Node, usize>) {
         let resident = members.iter().map(|member| self.tree.used(member.pid)).sum();
         let left = self.ceiling.look(resident).unwrap_or(u64::MAX);
         if left < self.budget {
             for kept in self.runs.values_mut() {
-                kept.totals.cgroup_left = Some(kept.totals.cgroup_left.map_or(left, |least| least.min(left)));
+                kept.totals.cgroup_left =
+                    Some(kept.totals.cgroup_left.map_or(left, |least| least.min(left)));
             }
         }
         let mut bounds = Vec::new();
@@ -362,7 +403,10 @@ impl Keeper {
             let high = group.settings.ram_high.unwrap_or(u64::MAX);
             nodes.insert(Node::Group(index), bounds.len());
             bounds.push(Bounds {
-                parent: group.parent.and_then(|parent| nodes.get(&Node::Group(parent)).copied()).unwrap_or(0),
+                parent: group
+                    .parent
+                    .and_then(|parent| nodes.get(&Node::Group(parent)).copied())
+                    .unwrap_or(0),
                 max: group.settings.ram_max.unwrap_or(u64::MAX).min(own),
                 high: if frozen { 0 } else { bound.map_or(high, |bound| bound.min(high)) },
                 low: if frozen || squeezed.is_some() { 0 } else { group.settings.ram_low },
@@ -394,8 +438,10 @@ impl Keeper {
                 sum.footprint += process.used;
                 continue;
             };
-            let own = [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(ProcSlot::bytes);
-            let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
+            let own =
+                [&slot.pool_bytes, &slot.staging_bytes, &slot.overhead_bytes].map(ProcSlot::bytes);
+            let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes)
+                + ProcSlot::bytes(&slot.swapped_file_bytes);
             sum.footprint += process.used.saturating_sub(own.iter().sum()) + swapped;
             sum.pool += own[0];
         }
@@ -409,15 +455,17 @@ impl Keeper {
         }
     }
 
-    /// Divides what groups may have of compressed memory among their processes, as memory is divided.
+    /// Divides what groups may have of compressed memory among their processes, as memory is
+    /// divided.
     fn bound_pools(&self, members: &[Member], limits: &[(usize, u64)]) {
         let mut given: HashMap<GroupIndex, u64> = HashMap::new();
         let above = |member: &Member| self.groups.ancestry(member.group).collect::<Vec<_>>();
         // What shall stay out goes on to the swap areas, where there are any.
-        let bound = |group: GroupIndex| match self.frozen.contains(&group) && self.segment.has_area() {
-            true => Some(0),
-            false => self.groups.get(group).and_then(|group| group.settings.zswap_max),
-        };
+        let bound =
+            |group: GroupIndex| match self.frozen.contains(&group) && self.segment.has_area() {
+                true => Some(0),
+                false => self.groups.get(group).and_then(|group| group.settings.zswap_max),
+            };
         for (at, limit) in limits {
             for group in above(&members[*at]).into_iter().filter(|group| bound(*group).is_some()) {
                 *given.entry(group).or_default() += limit;
@@ -435,7 +483,13 @@ impl Keeper {
         }
     }
 
-    fn account(&mut self, members: &[Member], processes: &[Process], elapsed: Duration, starved: impl Fn(GroupIndex) -> bool) {
+    fn account(
+        &mut self,
+        members: &[Member],
+        processes: &[Process],
+        elapsed: Duration,
+        starved: impl Fn(GroupIndex) -> bool,
+    ) {
         let mut own: BTreeMap<GroupIndex, Usage> = BTreeMap::new();
         for (member, process) in members.iter().zip(processes) {
             let usage = own.entry(member.group).or_default();
@@ -443,11 +497,13 @@ impl Keeper {
             usage.processes += 1;
             if let Some(index) = member.slot {
                 let slot = self.segment.slot(index);
-                let stalled = self.watches.get(&index).map_or_else(Part::default, |watch| watch.stalled);
+                let stalled =
+                    self.watches.get(&index).map_or_else(Part::default, |watch| watch.stalled);
                 usage.stalled = usage.stalled.or(stalled);
                 usage.zswap += ProcSlot::bytes(&slot.pool_bytes);
                 usage.refaults += slot.counted(Counter::WorkingsetRefault);
-                usage.swapped += ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
+                usage.swapped += ProcSlot::bytes(&slot.swapped_pool_bytes)
+                    + ProcSlot::bytes(&slot.swapped_file_bytes);
             }
         }
         self.groups.account(&own, elapsed, starved);
@@ -456,10 +512,15 @@ impl Keeper {
 
     /// Ends a run that was started with `--strict` and has more than it may (see [`strict`]).
     fn enforce(&mut self, root: u32, members: &[Member], processes: &[Process]) {
-        let Some(most) = self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run)) else { return };
+        let Some(most) =
+            self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run))
+        else {
+            return;
+        };
         let own = || members.iter().zip(processes).filter(|(member, _)| member.run == root);
         let counted: u64 = own().map(|(_, process)| process.used).sum();
-        let anonymous: u64 = own().map(|(member, process)| process.used.min(self.tree.used(member.pid))).sum();
+        let anonymous: u64 =
+            own().map(|(member, process)| process.used.min(self.tree.used(member.pid))).sum();
         let full = self.totals(root).get(Counter::SwapFull);
         let Some(kept) = self.runs.get_mut(&root) else { return };
         let now = Instant::now();
@@ -483,7 +544,8 @@ impl Keeper {
 
     /// The most that a run may have.
     fn most_of(&self, run: &Run) -> u64 {
-        let group = run.group.and_then(|group| self.groups.least(group, |settings| settings.ram_max));
+        let group =
+            run.group.and_then(|group| self.groups.least(group, |settings| settings.ram_max));
         [Some(self.budget), run.max, group].into_iter().flatten().min().unwrap_or(self.budget)
     }
 
@@ -501,13 +563,25 @@ impl Keeper {
     /// A run, all but what the keeper does not know: its number, name and age.
     pub fn view(&self, root: u32) -> View {
         let totals = self.totals(root);
-        let slots: HashMap<u32, (SlotIndex, &ProcSlot)> =
-            self.bound.iter().map(|(pid, index)| (*pid, (*index, self.segment.slot(*index)))).collect();
+        let slots: HashMap<u32, (SlotIndex, &ProcSlot)> = self
+            .bound
+            .iter()
+            .map(|(pid, index)| (*pid, (*index, self.segment.slot(*index))))
+            .collect();
         let process = |pid: u32| {
             let resident_bytes = self.tree.used(pid);
-            let group = self.groups.get(self.places.of(pid)).map_or_else(String::new, |group| group.path.to_string());
+            let group = self
+                .groups
+                .get(self.places.of(pid))
+                .map_or_else(String::new, |group| group.path.to_string());
             let Some((index, slot)) = slots.get(&pid) else {
-                return ProcessView { pid, group, state: "unmanaged".into(), resident_bytes, ..ProcessView::default() };
+                return ProcessView {
+                    pid,
+                    group,
+                    state: "unmanaged".into(),
+                    resident_bytes,
+                    ..ProcessView::default()
+                };
             };
             let state = match slot.state() {
                 ProcState::Engaged => "engaged",
@@ -520,14 +594,19 @@ impl Keeper {
                 group,
                 state: state.into(),
                 limit_bytes: ProcSlot::bytes(&slot.limit_bytes),
-                fair_bytes: self.watches.get(index).filter(|watch| watch.pid == pid).map_or(0, |watch| watch.fair),
+                fair_bytes: self
+                    .watches
+                    .get(index)
+                    .filter(|watch| watch.pid == pid)
+                    .map_or(0, |watch| watch.fair),
                 resident_bytes,
                 pool_bytes: ProcSlot::bytes(&slot.pool_bytes),
                 swapped_pool_bytes: ProcSlot::bytes(&slot.swapped_pool_bytes),
                 swapped_file_bytes: ProcSlot::bytes(&slot.swapped_file_bytes),
             }
         };
-        let processes: Vec<ProcessView> = self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).map(process).collect();
+        let processes: Vec<ProcessView> =
+            self.tree.pids().filter(|pid| self.tree.root_of(*pid) == root).map(process).collect();
         View {
             budget_bytes: self.runs.get(&root).map_or(self.budget, |kept| self.most_of(&kept.run)),
             resident_bytes: processes.iter().map(|process| process.resident_bytes).sum(),
@@ -535,7 +614,10 @@ impl Keeper {
             peak_footprint_bytes: totals.peak_footprint,
             file_bytes: u64::from(self.segment.extents_used()) * EXTENT_BYTES,
             processes,
-            stats: Counter::ALL.iter().map(|counter| (counter.name().to_owned(), totals.get(*counter))).collect(),
+            stats: Counter::ALL
+                .iter()
+                .map(|counter| (counter.name().to_owned(), totals.get(*counter)))
+                .collect(),
             fault_us: totals.fault_times(),
             ..View::default()
         }
@@ -543,12 +625,16 @@ impl Keeper {
 
     /// What a run did so far.
     pub fn totals(&self, root: u32) -> Totals {
-        let mut totals = self.runs.get(&root).map_or_else(Totals::default, |kept| kept.totals.clone());
+        let mut totals =
+            self.runs.get(&root).map_or_else(Totals::default, |kept| kept.totals.clone());
         totals.areas = self.areas.view().into_iter().map(|(_, view)| view).collect();
         for (pid, index) in &self.bound {
             let slot = self.segment.slot(*index);
             // One that was given back since has been counted.
-            if slot.pid.load(Relaxed) == *pid && self.tree.contains(*pid) && self.tree.root_of(*pid) == root {
+            if slot.pid.load(Relaxed) == *pid
+                && self.tree.contains(*pid)
+                && self.tree.root_of(*pid) == root
+            {
                 totals.add(slot);
             }
         }
@@ -558,9 +644,11 @@ impl Keeper {
 
     fn release(&mut self, index: SlotIndex) {
         let pid = self.segment.slot(index).pid.load(Relaxed);
-        // Who came and went between two ticks was seen in no run; where there is only one, it was that.
+        // Who came and went between two ticks was seen in no run; where there is only one, it was
+        // that.
         let only = self.runs.keys().next().copied().filter(|_| self.runs.len() == 1);
-        let seen = self.watches.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run);
+        let seen =
+            self.watches.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run);
         if let Some(kept) = seen.or(only).and_then(|run| self.runs.get_mut(&run)) {
             kept.totals.add(self.segment.slot(index));
         }
@@ -595,7 +683,10 @@ impl Keeper {
     /// [`GroupError::NotFound`].
     pub fn group_views(&self, path: &GroupPath) -> Result<Vec<GroupView>, GroupError> {
         let top = self.groups.find(path)?;
-        let below = self.groups.iter().filter(|(index, _)| self.groups.ancestry(*index).any(|above| above == top));
+        let below = self
+            .groups
+            .iter()
+            .filter(|(index, _)| self.groups.ancestry(*index).any(|above| above == top));
         Ok(below.map(|(index, _)| self.groups.view(index)).collect())
     }
 
@@ -619,8 +710,8 @@ impl Keeper {
         self.idlers.set_rule(rule);
     }
 
-    /// A process that lives and was kept by the supervisor before this one, in this group. The caller has the kernel's word that it has
-    /// the segment.
+    /// A process that lives and was kept by the supervisor before this one, in this group. The
+    /// caller has the kernel's word that it has the segment.
     pub fn adopt(&mut self, pid: u32, group: GroupIndex) {
         if self.groups.get(group).is_some() && self.tree.admit_known(pid) {
             self.places.fix(pid, group);
@@ -641,7 +732,8 @@ impl Keeper {
         };
     }
 
-    /// Asks the processes of a group and of those below it to bring in what is swapped, as far as there is room.
+    /// Asks the processes of a group and of those below it to bring in what is swapped, as far as
+    /// there is room.
     pub fn preload(&mut self, group: GroupIndex) {
         for (_, slot) in self.members_of(group) {
             slot.preload.store(1, Relaxed);
@@ -651,7 +743,8 @@ impl Keeper {
 
     /// How many of them have not done so yet; with `give_up`, they shall leave it.
     pub fn preloading(&self, group: GroupIndex, give_up: bool) -> usize {
-        let busy: Vec<_> = self.members_of(group).filter(|(_, slot)| slot.preload.load(Relaxed) != 0).collect();
+        let busy: Vec<_> =
+            self.members_of(group).filter(|(_, slot)| slot.preload.load(Relaxed) != 0).collect();
         if give_up {
             busy.iter().for_each(|(_, slot)| slot.preload.store(0, Relaxed));
         }
@@ -659,9 +752,14 @@ impl Keeper {
     }
 
     /// The managed processes of a group and of those below it.
-    fn members_of(&self, group: GroupIndex) -> impl Iterator<Item = (SlotIndex, &'static ProcSlot)> {
+    fn members_of(
+        &self,
+        group: GroupIndex,
+    ) -> impl Iterator<Item = (SlotIndex, &'static ProcSlot)> {
         let engaged = self.segment.claimed().filter(|(_, slot)| slot.state() == ProcState::Engaged);
-        engaged.filter(move |(_, slot)| self.groups.ancestry(self.places.of(slot.pid.load(Relaxed))).any(|above| above == group))
+        engaged.filter(move |(_, slot)| {
+            self.groups.ancestry(self.places.of(slot.pid.load(Relaxed))).any(|above| above == group)
+        })
     }
 
     /// The groups that stay out.
@@ -682,7 +780,8 @@ enum Node {
     Run(u32),
 }
 
-/// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet. True when it was news.
+/// Carries a limit over to a process, if it is news, and asks it to be managed, if it was not yet.
+/// True when it was news.
 fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
     // All of it is on its way in.
     let limit = if slot.detach.load(Relaxed) != 0 { NO_LIMIT } else { limit };

@@ -1,8 +1,9 @@
 //! The supervisor of a run: one program, the processes it starts, and the memory they share.
 //!
-//! Owns everything about `swaptide run` that is not the command line: what a budget and a device are, which programs can be run,
-//! who belongs to the tree, who gets how much, what is told at the end. The processes themselves swap; the supervisor only counts,
-//! sets limits, and hands out the segment and the swap file. When it is killed, they go on with the limits they have.
+//! Owns everything about `swaptide run` that is not the command line: what a budget and a device
+//! are, which programs can be run, who belongs to the tree, who gets how much, what is told at the
+//! end. The processes themselves swap; the supervisor only counts, sets limits, and hands out the
+//! segment and the swap file. When it is killed, they go on with the limits they have.
 //!
 //! | module | owns |
 //! |---|---|
@@ -28,7 +29,8 @@
 //! | [`report`] | totals, JSON, summary |
 //! | [`doctor`] | what this machine allows |
 //!
-//! Locks: none; threads talk through channels, processes through the segment's atomics and a socket.
+//! Locks: none; threads talk through channels, processes through the segment's atomics and a
+//! socket.
 
 pub mod areas;
 pub mod budget;

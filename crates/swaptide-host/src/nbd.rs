@@ -1,16 +1,20 @@
-//! The network tier: how an export of an NBD server becomes a socket that a process can use for its swap.
+//! The network tier: how an export of an NBD server becomes a socket that a process can use for its
+//! swap.
 //!
-//! Owns what a URL means ([`url`]), the connection, the negotiation of the protocol ([`handshake`]) and TLS ([`tls`]). What
-//! comes out of [`Connector::connect`] is a connected socket in the transmission phase and what was agreed on; from there on
-//! `swaptide_store::nbd` goes on, in whichever process has the socket. With TLS, that socket is one end of a pair, and a thread
-//! here pumps between the other end and the session, so that no process of the tree has keys or needs to know of TLS.
+//! Owns what a URL means ([`url`]), the connection, the negotiation of the protocol ([`handshake`])
+//! and TLS ([`tls`]). What comes out of [`Connector::connect`] is a connected socket in the
+//! transmission phase and what was agreed on; from there on `swaptide_store::nbd` goes on, in
+//! whichever process has the socket. With TLS, that socket is one end of a pair, and a thread here
+//! pumps between the other end and the session, so that no process of the tree has keys or needs to
+//! know of TLS.
 //!
-//! Servers are not trusted: every length they send has a bound that is checked before anything is allocated, the whole of
-//! connecting and negotiating has one time limit, and what they say is shown with control characters taken out.
+//! Servers are not trusted: every length they send has a bound that is checked before anything is
+//! allocated, the whole of connecting and negotiating has one time limit, and what they say is
+//! shown with control characters taken out.
 //!
-//! TLS is used where the URL asks for it (`nbds:`) and then nothing else will do; with `nbd:` it is used when the server insists
-//! on it. Pages are sealed before they come here in any case: TLS adds that nobody between can tell which blocks are used, or
-//! disturb them.
+//! TLS is used where the URL asks for it (`nbds:`) and then nothing else will do; with `nbd:` it is
+//! used when the server insists on it. Pages are sealed before they come here in any case: TLS adds
+//! that nobody between can tell which blocks are used, or disturb them.
 //!
 //! Locks: none.
 
@@ -78,7 +82,8 @@ pub enum NbdError {
     NoRoots,
     /// The name cannot be one in a certificate.
     ServerName(String),
-    /// The session could not be made: the certificate is wrong, or the two sides have no method in common.
+    /// The session could not be made: the certificate is wrong, or the two sides have no method in
+    /// common.
     Tls(String, rustls::Error),
     /// The thread that pumps could not be made.
     Pump(io::Error),
@@ -89,41 +94,85 @@ pub enum NbdError {
 impl fmt::Display for NbdError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            NbdError::Resolve(host, error) => write!(f, "{host}: no address: {error}; check the name, or write an address"),
+            NbdError::Resolve(host, error) => {
+                write!(f, "{host}: no address: {error}; check the name, or write an address")
+            }
             NbdError::Connect(url, error) => {
-                write!(f, "{url}: cannot connect: {error}; check that the server runs and the port is open")
+                write!(
+                    f,
+                    "{url}: cannot connect: {error}; check that the server runs and the port is \
+                    open"
+                )
             }
             NbdError::Talk(url, error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                write!(f, "{url}: the server hung up; it may have no connection left for us, its log tells")
+                write!(
+                    f,
+                    "{url}: the server hung up; it may have no connection left for us, its log \
+                    tells"
+                )
             }
             NbdError::Talk(url, error) if error.kind() == io::ErrorKind::TimedOut => {
-                write!(f, "{url}: the server did not answer in time; it may be busy with another client")
+                write!(
+                    f,
+                    "{url}: the server did not answer in time; it may be busy with another client"
+                )
             }
             NbdError::Talk(url, error) => write!(f, "{url}: the connection failed: {error}"),
-            NbdError::NotNbd(url) => write!(f, "{url}: what answers there is no NBD server; check host and port"),
-            NbdError::Protocol(url, what) => write!(f, "{url}: the server breaks the protocol: {what}"),
+            NbdError::NotNbd(url) => {
+                write!(f, "{url}: what answers there is no NBD server; check host and port")
+            }
+            NbdError::Protocol(url, what) => {
+                write!(f, "{url}: the server breaks the protocol: {what}")
+            }
             NbdError::Oldstyle(url) => {
-                write!(f, "{url}: the server speaks only the protocol without negotiation; start it in newstyle mode")
+                write!(
+                    f,
+                    "{url}: the server speaks only the protocol without negotiation; start it in \
+                    newstyle mode"
+                )
             }
             NbdError::Refused { url, why, text } if text.is_empty() => write!(f, "{url}: {why}"),
-            NbdError::Refused { url, why, text } => write!(f, "{url}: {why}; the server says: {text}"),
-            NbdError::ReadOnly(url) => write!(f, "{url}: the export is read-only; swap is written, too"),
+            NbdError::Refused { url, why, text } => {
+                write!(f, "{url}: {why}; the server says: {text}")
+            }
+            NbdError::ReadOnly(url) => {
+                write!(f, "{url}: the export is read-only; swap is written, too")
+            }
             NbdError::BlockSize(url, least, most) => {
-                write!(f, "{url}: the export takes transfers of {least} to {most} bytes; swap needs single pages of 4096")
+                write!(
+                    f,
+                    "{url}: the export takes transfers of {least} to {most} bytes; swap needs \
+                    single pages of 4096"
+                )
             }
             NbdError::Empty(url) => write!(f, "{url}: the export is smaller than a page"),
-            NbdError::NoTls(url) => write!(f, "{url}: the server has no TLS; set it up there, or write nbd: instead of nbds:"),
+            NbdError::NoTls(url) => write!(
+                f,
+                "{url}: the server has no TLS; set it up there, or write nbd: instead of nbds:"
+            ),
             NbdError::Certificates(path, why) => write!(f, "{}: {why}", path.display()),
             NbdError::NoRoots => {
-                write!(f, "no trusted certificates on this machine; install ca-certificates, or name the authority: ca=PATH")
+                write!(
+                    f,
+                    "no trusted certificates on this machine; install ca-certificates, or name the \
+                    authority: ca=PATH"
+                )
             }
             NbdError::ServerName(name) => {
-                write!(f, "{name:?} cannot be a name in a certificate; say which one it has: tls-hostname=NAME")
+                write!(
+                    f,
+                    "{name:?} cannot be a name in a certificate; say which one it has: \
+                    tls-hostname=NAME"
+                )
             }
             NbdError::Tls(url, error) => write!(f, "{url}: no TLS session: {error}"),
             NbdError::Pump(error) => write!(f, "TLS: cannot start a session's thread: {error}"),
             NbdError::Changed(url) => {
-                write!(f, "{url}: the export is smaller than it was, or can do less; it is not used any more")
+                write!(
+                    f,
+                    "{url}: the export is smaller than it was, or can do less; it is not used any \
+                    more"
+                )
             }
         }
     }
@@ -137,12 +186,17 @@ impl NbdError {
     pub fn errno(&self) -> Errno {
         match self {
             NbdError::Resolve(..) => Errno::HOSTUNREACH,
-            NbdError::Connect(_, error) | NbdError::Talk(_, error) | NbdError::Pump(error) => match error.kind() {
-                io::ErrorKind::TimedOut => Errno::TIMEDOUT,
-                io::ErrorKind::UnexpectedEof => Errno::CONNRESET,
-                _ => Errno::from_io_error(error).unwrap_or(Errno::IO),
-            },
-            NbdError::Refused { .. } | NbdError::ReadOnly(_) | NbdError::NoTls(_) | NbdError::Tls(..) => Errno::ACCESS,
+            NbdError::Connect(_, error) | NbdError::Talk(_, error) | NbdError::Pump(error) => {
+                match error.kind() {
+                    io::ErrorKind::TimedOut => Errno::TIMEDOUT,
+                    io::ErrorKind::UnexpectedEof => Errno::CONNRESET,
+                    _ => Errno::from_io_error(error).unwrap_or(Errno::IO),
+                }
+            }
+            NbdError::Refused { .. }
+            | NbdError::ReadOnly(_)
+            | NbdError::NoTls(_)
+            | NbdError::Tls(..) => Errno::ACCESS,
             NbdError::Changed(_) => Errno::STALE,
             _ => Errno::PROTO,
         }
@@ -217,11 +271,13 @@ impl Connector {
 
     fn dial(&self, deadline: Instant) -> Result<OwnedFd, NbdError> {
         let failed = |error: io::Error| NbdError::Connect(self.url.to_string(), error);
-        let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let left =
+            || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         match &self.url.place {
             Place::Tcp { host, port } => {
-                let addresses =
-                    (host.as_str(), *port).to_socket_addrs().map_err(|error| NbdError::Resolve(host.clone(), error))?;
+                let addresses = (host.as_str(), *port)
+                    .to_socket_addrs()
+                    .map_err(|error| NbdError::Resolve(host.clone(), error))?;
                 let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
                 for address in addresses {
                     match TcpStream::connect_timeout(&address, left()) {
@@ -237,8 +293,13 @@ impl Connector {
             }
             Place::Unix(path) => {
                 let failed = |errno: Errno| failed(errno.into());
-                let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-                    .map_err(failed)?;
+                let fd = rustix::net::socket_with(
+                    AddressFamily::UNIX,
+                    SocketType::STREAM,
+                    SocketFlags::CLOEXEC,
+                    None,
+                )
+                .map_err(failed)?;
                 let address = SocketAddrUnix::new(path.as_path()).map_err(failed)?;
                 // A server that accepts nobody must not hold us for ever.
                 set_socket_timeout(&fd, Timeout::Send, Some(left())).map_err(failed)?;
@@ -274,7 +335,11 @@ impl Connector {
         if agreed.size < PAGE {
             return Err(NbdError::Empty(url()));
         }
-        let connections = if flags.has(Flags::CAN_MULTI_CONN) { self.url.connections.unwrap_or(DEFAULT_CONNECTIONS) } else { 1 };
+        let connections = if flags.has(Flags::CAN_MULTI_CONN) {
+            self.url.connections.unwrap_or(DEFAULT_CONNECTIONS)
+        } else {
+            1
+        };
         Ok(Export {
             size: agreed.size - agreed.size % PAGE,
             flags,

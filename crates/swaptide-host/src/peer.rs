@@ -1,18 +1,21 @@
 //! Who asks at the run's socket, by the kernel's word.
 //!
-//! Owns the identity of one client: its number, its user, and a descriptor or a start time that tells whether the number still
-//! means the process that connected. All services of the socket that open something of a process go through here.
+//! Owns the identity of one client: its number, its user, and a descriptor or a start time that
+//! tells whether the number still means the process that connected. All services of the socket that
+//! open something of a process go through here.
 //!
-//! A number alone is not enough: a process can connect, give the connection to a child and execute a set-uid program, and then
-//! its number means that program. So:
+//! A number alone is not enough: a process can connect, give the connection to a child and execute
+//! a set-uid program, and then its number means that program. So:
 //!
 //! Invariants
-//! 1. A peer descends from the supervisor. One in a pid namespace that is not below the supervisor's has number 0, and is refused;
-//!    so is one that merely has the same user.
+//! 1. A peer descends from the supervisor. One in a pid namespace that is not below the
+//!    supervisor's has number 0, and is refused; so is one that merely has the same user.
 //! 2. A request comes from the process that connected, by the credentials of its packet.
-//! 3. A file of a process is handed out only if, after it was opened, the process is the one that connected, all of its user ids
-//!    are ids that the sender had (or the sender is of the supervisor's user), and it does not execute a set-uid, set-gid or file-capability program (`AT_SECURE`). The file
-//!    is of the memory that the process had when it was opened, so a later exec shows nothing.
+//! 3. A file of a process is handed out only if, after it was opened, the process is the one that
+//!    connected, all of its user ids are ids that the sender had (or the sender is of the
+//!    supervisor's user), and it does not execute a set-uid, set-gid or file-capability program
+//!    (`AT_SECURE`). The file is of the memory that the process had when it was opened, so a later
+//!    exec shows nothing.
 //!
 //! Locks: none.
 
@@ -43,7 +46,8 @@ impl Peer {
     /// Who is at the other end, if it is `supervisor` itself or descends from it, and lives.
     pub fn of(conn: &Conn, supervisor: u32) -> Option<Peer> {
         let cred = conn.peer().ok()?;
-        // Before Linux 6.5 the number may have passed to another process since it connected; the packet's sender is compared.
+        // Before Linux 6.5 the number may have passed to another process since it connected; the
+        // packet's sender is compared.
         let pidfd = conn.peer_pidfd().or_else(|_| pidfd_open(cred.pid)).ok()?;
         if cred.pid == 0 || (cred.pid != supervisor && !descends(cred.pid, supervisor)) {
             return None;
@@ -71,30 +75,39 @@ impl Peer {
         let pid = self.pid;
         let file = without_physical_numbers(|| File::open(format!("/proc/{pid}/{name}")).ok())?;
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let mut uids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_ascii_whitespace();
-        // A thread that keeps the supervisor's user while its process has dropped it (as an engine's does) has all rights itself.
+        let mut uids =
+            status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_ascii_whitespace();
+        // A thread that keeps the supervisor's user while its process has dropped it (as an
+        // engine's does) has all rights itself.
         let as_supervisor = self.is_of(rustix::process::geteuid().as_raw(), Some(sender));
-        let same_user = as_supervisor || uids.all(|uid| uid.parse() == Ok(self.uid) || uid.parse() == Ok(sender.uid));
+        let same_user = as_supervisor
+            || uids.all(|uid| uid.parse() == Ok(self.uid) || uid.parse() == Ok(sender.uid));
         // What everybody may read is told of everybody.
-        let ordinary = name == "statm" || std::fs::read(format!("/proc/{pid}/auxv")).is_ok_and(|auxv| !is_secure(&auxv));
+        let ordinary = name == "statm"
+            || std::fs::read(format!("/proc/{pid}/auxv")).is_ok_and(|auxv| !is_secure(&auxv));
         let same_process = start_time(pid) == Some(self.start) && self.lives();
         (same_user && ordinary && same_process).then(|| file.into())
     }
 }
 
-/// Whether an auxiliary vector says that its program has rights of its own; so does one that says nothing.
+/// Whether an auxiliary vector says that its program has rights of its own; so does one that says
+/// nothing.
 fn is_secure(auxv: &[u8]) -> bool {
     let words = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
     let mut pairs = auxv.chunks_exact(16).map(|pair| (words(&pair[..8]), words(&pair[8..])));
     pairs.find(|(key, _)| *key == AT_SECURE).is_none_or(|(_, value)| value != 0)
 }
 
-/// Who opens a page map decides whether it shows physical page numbers, which are not for everybody.
+/// Who opens a page map decides whether it shows physical page numbers, which are not for
+/// everybody.
 fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
     let before = capabilities(None);
     if let Ok(sets) = before {
         // Refused, it has not the capability in the first place.
-        let _ = set_capabilities(None, CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets });
+        let _ = set_capabilities(
+            None,
+            CapabilitySets { effective: sets.effective - CapabilitySet::SYS_ADMIN, ..sets },
+        );
     }
     let opened = open();
     if let Ok(sets) = before {
@@ -125,7 +138,10 @@ mod tests {
             assert!(peer.open(name, me).is_some(), "{name}");
         }
         let sets = capabilities(None).expect("capabilities");
-        assert!(!sets.permitted.contains(CapabilitySet::SYS_ADMIN) || sets.effective.contains(CapabilitySet::SYS_ADMIN));
+        assert!(
+            !sets.permitted.contains(CapabilitySet::SYS_ADMIN)
+                || sets.effective.contains(CapabilitySet::SYS_ADMIN)
+        );
     }
 
     #[test]
@@ -136,7 +152,10 @@ mod tests {
         peer.start -= 1;
         peer.uid = 12345;
         let other = Sender { uid: 12345, ..me };
-        assert!(peer.open("maps", other).is_none(), "the process has rights that the sender has not");
+        assert!(
+            peer.open("maps", other).is_none(),
+            "the process has rights that the sender has not"
+        );
     }
 
     #[test]

@@ -1,16 +1,20 @@
-//! How long programs wait for memory: the part of the time in which at least one thread of a process or a group stalled.
+//! How long programs wait for memory: the part of the time in which at least one thread of a
+//! process or a group stalled.
 //!
-//! What each process counts is exact ([`swaptide_ipc::ProcSlot::stalled_us`]). Of several processes together only the parts are known, not when within a look
-//! each one waited: they are taken as independent of each other, which lies between all at once and one after the other.
+//! What each process counts is exact ([`swaptide_ipc::ProcSlot::stalled_us`]). Of several processes
+//! together only the parts are known, not when within a look each one waited: they are taken as
+//! independent of each other, which lies between all at once and one after the other.
 //!
-//! Owns the averages, in the form of the kernel's memory.pressure: over 10, 60 and 300 seconds, and the sum since the group was made. Locks: none.
+//! Owns the averages, in the form of the kernel's memory.pressure: over 10, 60 and 300 seconds, and
+//! the sum since the group was made. Locks: none.
 
 use std::fmt;
 use std::time::Duration;
 
 /// Windows of the averages, in seconds.
 const WINDOWS: [f64; 3] = [10.0, 60.0, 300.0];
-/// A process's own pressure is averaged over this time: one look is too short to tell a busy program from one that waits.
+/// A process's own pressure is averaged over this time: one look is too short to tell a busy
+/// program from one that waits.
 const OWN_WINDOW: Duration = Duration::from_secs(1);
 
 /// A part of the time, 0 to 1, in which somebody waited.
@@ -76,7 +80,11 @@ impl Pressure {
 impl fmt::Display for Pressure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [ten, sixty, three_hundred] = self.averages.map(|average| average.0 * 100.0);
-        write!(f, "some avg10={ten:.2} avg60={sixty:.2} avg300={three_hundred:.2} total={:.0}", self.total_s * 1e6)
+        write!(
+            f,
+            "some avg10={ten:.2} avg60={sixty:.2} avg300={three_hundred:.2} total={:.0}",
+            self.total_s * 1e6
+        )
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is told at the end of a run: totals, the JSON report, the line of summary.
 //!
-//! Owns the names of the report's keys (scripts rely on them) and the writing of the file: whole or not at all.
+//! Owns the names of the report's keys (scripts rely on them) and the writing of the file: whole or
+//! not at all.
 //!
 //! Locks: none.
 
@@ -36,7 +37,8 @@ pub struct Totals {
     pub peak_footprint: u64,
     /// Most compressed memory at one time, in bytes.
     pub peak_pool: u64,
-    /// The least that the memory cgroups around the run left of its budget, in bytes; none if they left all of it.
+    /// The least that the memory cgroups around the run left of its budget, in bytes; none if they
+    /// left all of it.
     pub cgroup_left: Option<u64>,
     /// The swap areas.
     pub areas: Vec<AreaView>,
@@ -46,7 +48,8 @@ pub struct Totals {
     pub refused: u64,
     /// The tree was killed under `--strict`.
     pub strict_kill: bool,
-    /// What it had then, where that was because it was above its budget for long, and not because swap space was out.
+    /// What it had then, where that was because it was above its budget for long, and not because
+    /// swap space was out.
     #[serde(default)]
     pub strict_used: Option<u64>,
 }
@@ -88,8 +91,8 @@ impl Totals {
         self.counters.get(counter as usize).copied().unwrap_or(0)
     }
 
-    /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that was compressed and went on to the
-    /// file later left it once.
+    /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that
+    /// was compressed and went on to the file later left it once.
     pub fn pages_out(&self) -> u64 {
         let out = [Counter::Pswpout, Counter::Zswpout, Counter::SwpoutZero];
         let out = out.into_iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(counter)));
@@ -104,7 +107,11 @@ impl Totals {
 
     /// Times of all faults.
     pub fn fault_times(&self) -> FaultTimes {
-        FaultTimes { p50: self.fault_us(0.5), p99: self.fault_us(0.99), max: self.longest_fault_ns as f64 / 1e3 }
+        FaultTimes {
+            p50: self.fault_us(0.5),
+            p99: self.fault_us(0.99),
+            max: self.longest_fault_ns as f64 / 1e3,
+        }
     }
 
     /// An upper bound of the time that a share of all faults took at most, in microseconds.
@@ -137,7 +144,8 @@ pub struct Report {
     pub peak_footprint_bytes: u64,
     /// Most compressed memory.
     pub peak_pool_bytes: u64,
-    /// The least that the memory cgroups around the run left of the budget; `null` if they left all of it.
+    /// The least that the memory cgroups around the run left of the budget; `null` if they left all
+    /// of it.
     pub cgroup_left_bytes: Option<u64>,
     /// Counters under the kernel's names.
     pub stats: BTreeMap<&'static str, u64>,
@@ -189,7 +197,8 @@ pub struct ProcessView {
     pub state: String,
     /// Its limit; 0 when it has none.
     pub limit_bytes: u64,
-    /// What its limit would be if the budget were divided by demand at once; 0 when it has none. Limits follow it by and by.
+    /// What its limit would be if the budget were divided by demand at once; 0 when it has none.
+    /// Limits follow it by and by.
     #[serde(default)]
     pub fair_bytes: u64,
     /// What counts of it against the budget.
@@ -274,7 +283,10 @@ impl Report {
             peak_footprint_bytes: totals.peak_footprint,
             peak_pool_bytes: totals.peak_pool,
             cgroup_left_bytes: totals.cgroup_left,
-            stats: Counter::ALL.iter().map(|counter| (counter.name(), totals.get(*counter))).collect(),
+            stats: Counter::ALL
+                .iter()
+                .map(|counter| (counter.name(), totals.get(*counter)))
+                .collect(),
             fault_us: totals.fault_times(),
             devices,
             groups: totals.groups.clone(),
@@ -291,10 +303,15 @@ impl Report {
 
 /// What of the peak lies over the budget and the twentieth that is granted to it.
 fn past_budget(frame: &Frame, totals: &Totals) -> u64 {
-    if totals.peak_resident > frame.budget + frame.budget / 20 { totals.peak_resident - frame.budget } else { 0 }
+    if totals.peak_resident > frame.budget + frame.budget / 20 {
+        totals.peak_resident - frame.budget
+    } else {
+        0
+    }
 }
 
-/// Says which memory could not go out, where it is at least half of what the run was past its budget.
+/// Says which memory could not go out, where it is at least half of what the run was past its
+/// budget.
 fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
     let kinds = [
         (Counter::UnmovableReadOnly, "read-only"),
@@ -313,10 +330,14 @@ fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
 pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
     let (peak, budget) = (human(totals.peak_resident), human(frame.budget));
     let mut line = if totals.get(Counter::Engaged) == 0 && totals.pages_out() == 0 {
-        format!("{}: {peak} of memory, within its {budget} budget, nothing swapped, {wall_s:.1} s", frame.program)
+        format!(
+            "{}: {peak} of memory, within its {budget} budget, nothing swapped, {wall_s:.1} s",
+            frame.program
+        )
     } else {
         format!(
-            "{}: {} of memory in a {budget} budget (peak {peak} resident), {} pages out, {} in, {wall_s:.1} s",
+            "{}: {} of memory in a {budget} budget (peak {peak} resident), {} pages out, {} in, \
+            {wall_s:.1} s",
             frame.program,
             human(totals.peak_footprint.max(totals.peak_resident)),
             human_count(totals.pages_out()),
@@ -327,11 +348,15 @@ pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
         line += &format!("; its cgroup left {} of the budget", human(left));
     }
     if totals.get(Counter::PagesPoisoned) > 0 {
-        line += &format!("; {} PAGES LOST, their reader got SIGBUS", totals.get(Counter::PagesPoisoned));
+        line += &format!(
+            "; {} PAGES LOST, their reader got SIGBUS",
+            totals.get(Counter::PagesPoisoned)
+        );
     }
     if past_budget(frame, totals) > 0 {
         let why = match (totals.get(Counter::SwapFull), totals.refused) {
-            (0, 0) => unmovable(frame, totals).unwrap_or_else(|| "it grew faster than it could be swapped".into()),
+            (0, 0) => unmovable(frame, totals)
+                .unwrap_or_else(|| "it grew faster than it could be swapped".into()),
             (0, _) => "a process could not be managed, see swaptide doctor".into(),
             _ => "swap space ran out, give it more with --swap".into(),
         };
@@ -343,7 +368,11 @@ pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
 
 /// The name by which a program is called in messages.
 pub fn program_name(command: &OsStr) -> String {
-    Path::new(command).file_name().unwrap_or(command).to_string_lossy().replace(char::is_control, "?")
+    Path::new(command)
+        .file_name()
+        .unwrap_or(command)
+        .to_string_lossy()
+        .replace(char::is_control, "?")
 }
 
 /// Where a report goes, found to be writable before the run starts.
@@ -389,7 +418,8 @@ impl Sink {
             Sink::Stream(file) => file.write_all(&text),
             Sink::File(path) => {
                 let beside = beside(path)?;
-                let written = std::fs::write(&beside, &text).and_then(|()| std::fs::rename(&beside, path));
+                let written =
+                    std::fs::write(&beside, &text).and_then(|()| std::fs::rename(&beside, path));
                 if written.is_err() {
                     let _ = std::fs::remove_file(beside);
                 }
@@ -428,12 +458,23 @@ mod tests {
         let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
         let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
         let segment = Segment::raw(map).expect("segment");
-        let mut totals = Totals { peak_resident: 509 << 20, peak_footprint: (19 << 30) / 10, peak_pool: 5, ..Totals::default() };
-        totals.areas.push(AreaView { kind: "file".into(), place: "/var/tmp".into(), size_bytes: 1 << 32, ..AreaView::default() });
+        let mut totals = Totals {
+            peak_resident: 509 << 20,
+            peak_footprint: (19 << 30) / 10,
+            peak_pool: 5,
+            ..Totals::default()
+        };
+        totals.areas.push(AreaView {
+            kind: "file".into(),
+            place: "/var/tmp".into(),
+            size_bytes: 1 << 32,
+            ..AreaView::default()
+        });
         for pid in [7, 8] {
             let slot = segment.slot(segment.claim(pid, 0).expect("slot"));
             slot.count(Counter::Engaged, 1);
-            // 40,000 were compressed, of which 10,000 went on to the file; 15,000 went there at once.
+            // 40,000 were compressed, of which 10,000 went on to the file; 15,000 went there at
+            // once.
             slot.count(Counter::Zswpout, 40_000);
             slot.count(Counter::Zswpwb, 10_000);
             slot.count(Counter::Pswpout, 25_000);
@@ -454,8 +495,17 @@ mod tests {
     fn the_report_has_the_documented_keys() {
         let report = Report::new(&frame(), &swapped_totals(), 3, 1.5);
         let json: serde_json::Value = serde_json::to_value(&report).expect("json");
-        let keys: Vec<&str> = json.as_object().expect("object").keys().map(String::as_str).collect();
-        for key in ["exit_status", "wall_s", "budget_bytes", "peak_resident_bytes", "peak_footprint_bytes", "stats", "fault_us"] {
+        let keys: Vec<&str> =
+            json.as_object().expect("object").keys().map(String::as_str).collect();
+        for key in [
+            "exit_status",
+            "wall_s",
+            "budget_bytes",
+            "peak_resident_bytes",
+            "peak_footprint_bytes",
+            "stats",
+            "fault_us",
+        ] {
             assert!(keys.contains(&key), "{key} in {keys:?}");
         }
         for key in ["devices", "groups", "errors", "peak_pool_bytes"] {
@@ -463,7 +513,10 @@ mod tests {
         }
         assert_eq!(json["stats"]["pswpout"], 50_000);
         assert_eq!(json["devices"][0]["type"], "zram");
-        assert_eq!((&json["devices"][1]["type"], &json["devices"][1]["place"]), (&"file".into(), &"/var/tmp".into()));
+        assert_eq!(
+            (&json["devices"][1]["type"], &json["devices"][1]["place"]),
+            (&"file".into(), &"/var/tmp".into())
+        );
         let p50 = json["fault_us"]["p50"].as_f64().expect("p50");
         assert!((5.0..8.0).contains(&p50), "{p50}");
         assert_eq!(json["fault_us"]["max"], 3000.0);
@@ -474,12 +527,16 @@ mod tests {
         let mut totals = swapped_totals();
         assert_eq!(
             summary(&frame(), &totals, 12.34),
-            "python3: 1.9G of memory in a 512M budget (peak 509M resident), 120k pages out, 80k in, 12.3 s"
+            "python3: 1.9G of memory in a 512M budget (peak 509M resident), 120k pages out, 80k \
+            in, 12.3 s"
         );
         totals.peak_resident = 700 << 20;
         assert!(summary(&frame(), &totals, 1.0).contains("WENT PAST THE BUDGET"));
         let idle = Totals { peak_resident: 1 << 20, ..Totals::default() };
-        assert_eq!(summary(&frame(), &idle, 0.0), "python3: 1.0M of memory, within its 512M budget, nothing swapped, 0.0 s");
+        assert_eq!(
+            summary(&frame(), &idle, 0.0),
+            "python3: 1.0M of memory, within its 512M budget, nothing swapped, 0.0 s"
+        );
     }
 
     #[test]
@@ -489,10 +546,15 @@ mod tests {
         for status in [1, 2] {
             let mut sink = Sink::open(&path).expect("writable");
             sink.write(&Report::new(&frame(), &Totals::default(), status, 0.1)).expect("written");
-            let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).expect("read")).expect("json");
+            let json: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(&path).expect("read")).expect("json");
             assert_eq!(json["exit_status"], status);
         }
-        assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 1, "nothing else is left");
+        assert_eq!(
+            std::fs::read_dir(scratch.root()).expect("list").count(),
+            1,
+            "nothing else is left"
+        );
     }
 
     #[test]

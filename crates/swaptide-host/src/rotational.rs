@@ -8,8 +8,8 @@ use std::path::Path;
 
 use rustix::fs::{major, minor};
 
-/// True if reads of this file or block device begin with a seek. Where nobody knows (a file system of many disks, in memory or on a server),
-/// false.
+/// True if reads of this file or block device begin with a seek. Where nobody knows (a file system
+/// of many disks, in memory or on a server), false.
 pub fn turns(file: &File) -> bool {
     let Ok(found) = file.metadata() else { return false };
     let disk = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
@@ -19,7 +19,9 @@ pub fn turns(file: &File) -> bool {
 fn says_so(disks: &Path, disk: u64) -> bool {
     let disk = disks.join(format!("{}:{}", major(disk), minor(disk)));
     // A partition has no queue: its disk, one directory up, has.
-    let says = ["queue/rotational", "../queue/rotational"].iter().find_map(|name| std::fs::read_to_string(disk.join(name)).ok());
+    let says = ["queue/rotational", "../queue/rotational"]
+        .iter()
+        .find_map(|name| std::fs::read_to_string(disk.join(name)).ok());
     says.is_some_and(|says| says.trim() == "1")
 }
 
@@ -46,7 +48,8 @@ mod tests {
         }
         let turns = |disk, partition| says_so(root, makedev(disk, partition));
         assert!(turns(8, 0) && turns(8, 1) && !turns(9, 0) && !turns(9, 1) && !turns(10, 0));
-        let memory = rustix::fs::memfd_create("rotational", rustix::fs::MemfdFlags::CLOEXEC).expect("a file in memory");
+        let memory = rustix::fs::memfd_create("rotational", rustix::fs::MemfdFlags::CLOEXEC)
+            .expect("a file in memory");
         assert!(!super::turns(&File::from(memory)));
     }
 }

@@ -1,8 +1,9 @@
 //! The pager of the run's shared memory.
 //!
-//! Owns it: it is started when the first process asks for a region, and lives as long as this one. To the keeper it is a process of the run: it has
-//! a slot in the segment, with a limit, and what it uses is this process's own memory and the regions' pages. The keeper of a daemon reads these from
-//! the slot, where the pager tells of them every few milliseconds.
+//! Owns it: it is started when the first process asks for a region, and lives as long as this one.
+//! To the keeper it is a process of the run: it has a slot in the segment, with a limit, and what
+//! it uses is this process's own memory and the regions' pages. The keeper of a daemon reads these
+//! from the slot, where the pager tells of them every few milliseconds.
 //!
 //! Locks: none of its own.
 
@@ -25,13 +26,14 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the process's life, for the process ends when nobody
-    /// needs it.
+    /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the
+    /// process's life, for the process ends when nobody needs it.
     pub fn new(segment: &'static Segment, areas: Arc<dyn Open>, wanted: bool) -> &'static Shared {
         Box::leak(Box::new(Shared { segment, areas, wanted, pager: OnceLock::new() }))
     }
 
-    /// Answers a process's request that concerns shared memory. Without a pager it is hung up on, and goes on without.
+    /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
+    /// and goes on without.
     pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
         let pager = match request {
             Request::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),

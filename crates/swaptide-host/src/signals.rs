@@ -1,7 +1,8 @@
 //! Signals as descriptors: the supervisor takes none by a handler.
 //!
-//! Owns the blocking of signals and the reading of the signalfd. Both processes of a supervisor block everything that can be
-//! blocked; the program gets the mask and the dispositions that the supervisor itself was started with.
+//! Owns the blocking of signals and the reading of the signalfd. Both processes of a supervisor
+//! block everything that can be blocked; the program gets the mask and the dispositions that the
+//! supervisor itself was started with.
 //!
 //! Locks: none.
 
@@ -25,7 +26,8 @@ pub struct Inherited {
     children_ignored: bool,
 }
 
-/// Blocks every signal and opens a descriptor on all of them. For a process with one thread; threads started later inherit it.
+/// Blocks every signal and opens a descriptor on all of them. For a process with one thread;
+/// threads started later inherit it.
 ///
 /// # Errors
 /// What the kernel answers.
@@ -37,14 +39,16 @@ pub fn take() -> io::Result<(Signals, Inherited)> {
         libc::sigfillset(all.as_mut_ptr());
         all.assume_init()
     };
-    // SAFETY: both sets are locals; sigprocmask writes the second whole when it succeeds, which is checked before it is read.
+    // SAFETY: both sets are locals; sigprocmask writes the second whole when it succeeds, which is
+    // checked before it is read.
     let mask = unsafe {
         if libc::sigprocmask(libc::SIG_SETMASK, &all, before.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
         }
         before.assume_init()
     };
-    // SAFETY: no handler is installed: the disposition becomes the default, so that children leave a status to be waited for.
+    // SAFETY: no handler is installed: the disposition becomes the default, so that children leave
+    // a status to be waited for.
     let before = unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     let signals = Signals::open(&all)?;
     Ok((signals, Inherited { mask, children_ignored: before == libc::SIG_IGN }))
@@ -53,7 +57,8 @@ pub fn take() -> io::Result<(Signals, Inherited)> {
 impl Inherited {
     /// Puts back what was there. Between fork and exec of the program.
     pub fn restore(&self) -> io::Result<()> {
-        // SAFETY: the mask was filled by the kernel, and SIG_IGN installs no handler. Both calls may be made between fork and exec.
+        // SAFETY: the mask was filled by the kernel, and SIG_IGN installs no handler. Both calls
+        // may be made between fork and exec.
         unsafe {
             if self.children_ignored {
                 libc::signal(libc::SIGCHLD, libc::SIG_IGN);
@@ -84,7 +89,8 @@ impl Signals {
     pub fn next(&self) -> Option<Arrived> {
         let mut info = MaybeUninit::<libc::signalfd_siginfo>::uninit();
         let size = size_of::<libc::signalfd_siginfo>();
-        // SAFETY: the buffer is as long as said; what is read back is plain numbers, and only after all of it was written.
+        // SAFETY: the buffer is as long as said; what is read back is plain numbers, and only after
+        // all of it was written.
         let info = unsafe {
             if libc::read(self.0.as_raw_fd(), info.as_mut_ptr().cast(), size) != size as isize {
                 return None;
@@ -103,7 +109,8 @@ impl AsFd for Signals {
     }
 }
 
-/// Sends a signal to a process that this one is the parent or the child of. Who is gone is no error.
+/// Sends a signal to a process that this one is the parent or the child of. Who is gone is no
+/// error.
 pub fn send(pid: u32, signal: i32) {
     // SAFETY: kill takes two numbers.
     unsafe { libc::kill(pid as i32, signal) };
@@ -142,14 +149,18 @@ pub enum Change {
 pub fn child_change() -> Change {
     let mut status = 0;
     // SAFETY: the status is a local number.
-    let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED) };
+    let pid = unsafe {
+        libc::waitpid(-1, &mut status, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
+    };
     let Ok(pid) = u32::try_from(pid) else { return Change::NoChild };
     match pid {
         0 => Change::Nothing,
         _ if libc::WIFSTOPPED(status) && status >> 16 != 0 => Change::Followed(pid, status as u32),
         _ if libc::WIFSTOPPED(status) => Change::Stopped(pid, libc::WSTOPSIG(status) as u32),
         _ if libc::WIFCONTINUED(status) => Change::Continued(pid),
-        _ if libc::WIFSIGNALED(status) => Change::Ended { pid, status: 128 + libc::WTERMSIG(status) as u8 },
+        _ if libc::WIFSIGNALED(status) => {
+            Change::Ended { pid, status: 128 + libc::WTERMSIG(status) as u8 }
+        }
         _ => Change::Ended { pid, status: libc::WEXITSTATUS(status) as u8 },
     }
 }

@@ -1,7 +1,7 @@
 //! Sizes as people write them, and the amount of memory that a percentage is of.
 //!
-//! Owns the grammar: a number, with decimals if you like, then one of `B K M G T P` (also `KB`, `KiB` and so on, in either case,
-//! always powers of 1024) or, where it is allowed, `%`.
+//! Owns the grammar: a number, with decimals if you like, then one of `B K M G T P` (also `KB`,
+//! `KiB` and so on, in either case, always powers of 1024) or, where it is allowed, `%`.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -23,10 +23,14 @@ pub enum SizeError {
 impl fmt::Display for SizeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            SizeError::Syntax(text) => write!(f, "{text:?} is not a size; write it like 512M, 1.5G or 50%"),
+            SizeError::Syntax(text) => {
+                write!(f, "{text:?} is not a size; write it like 512M, 1.5G or 50%")
+            }
             SizeError::Zero(text) => write!(f, "{text:?} is no memory at all"),
             SizeError::TooLarge(text) => write!(f, "{text:?} is more than any machine has"),
-            SizeError::Percent(text) => write!(f, "{text:?} is a share of nothing here; write a size like 4G"),
+            SizeError::Percent(text) => {
+                write!(f, "{text:?} is a share of nothing here; write a size like 4G")
+            }
         }
     }
 }
@@ -40,7 +44,9 @@ impl std::error::Error for SizeError {}
 pub fn parse_bytes(text: &str) -> Result<u64, SizeError> {
     match split(text)? {
         (_, "%") => Err(SizeError::Percent(text.to_owned())),
-        (number, unit) => scale(text, number, shift(unit).ok_or_else(|| SizeError::Syntax(text.to_owned()))?),
+        (number, unit) => {
+            scale(text, number, shift(unit).ok_or_else(|| SizeError::Syntax(text.to_owned()))?)
+        }
     }
 }
 
@@ -119,7 +125,8 @@ pub fn human_count(count: u64) -> String {
     if value < 9.95 { format!("{value:.1}{name}") } else { format!("{value:.0}{name}") }
 }
 
-/// The memory that a budget in percent is a share of: the machine's, or less where a memory cgroup allows less.
+/// The memory that a budget in percent is a share of: the machine's, or less where a memory cgroup
+/// allows less.
 pub fn ram_total() -> u64 {
     let total = swaptide_sys::process::mem_total().unwrap_or(1 << 30);
     cgroup_limit().map_or(total, |limit| limit.min(total))
@@ -130,32 +137,48 @@ fn cgroup_limit() -> Option<u64> {
     each_cgroup(|limit, _| limit)
 }
 
-/// The least that this process's cgroup, or one above it, still has room for. What the kernel can give up of files counts as free.
+/// The least that this process's cgroup, or one above it, still has room for. What the kernel can
+/// give up of files counts as free.
 pub fn cgroup_room() -> Option<u64> {
     each_cgroup(|limit, directory| {
-        let number = |file: &str| std::fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok();
-        let Some(used) = number("memory.current").or_else(|| number("memory.usage_in_bytes")) else { return limit };
+        let number = |file: &str| {
+            std::fs::read_to_string(directory.join(file)).ok()?.trim().parse::<u64>().ok()
+        };
+        let Some(used) = number("memory.current").or_else(|| number("memory.usage_in_bytes"))
+        else {
+            return limit;
+        };
         let stat = std::fs::read_to_string(directory.join("memory.stat")).unwrap_or_default();
-        let files = |name: &str| stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        let files = |name: &str| {
+            stat.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok())
+        };
         let files = files("total_inactive_file ").or_else(|| files("inactive_file ")).unwrap_or(0);
         limit.saturating_sub(used.saturating_sub(files))
     })
 }
 
-/// The smallest that `f` makes of the limits of this process's cgroup and the ones above it, and their directories.
+/// The smallest that `f` makes of the limits of this process's cgroup and the ones above it, and
+/// their directories.
 fn each_cgroup(f: impl Fn(u64, &Path) -> u64) -> Option<u64> {
     limiting_cgroups().iter().filter_map(|(directory, limit)| Some(f((*limit)?, directory))).min()
 }
 
-/// The memory cgroups that this process is in, of version 2 or 1: the directory of each, and its limit if it has one now.
+/// The memory cgroups that this process is in, of version 2 or 1: the directory of each, and its
+/// limit if it has one now.
 pub fn limiting_cgroups() -> Vec<(PathBuf, Option<u64>)> {
     let mut found = Vec::new();
     for line in std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default().lines() {
         let mut fields = line.splitn(3, ':');
-        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
+        let (Some(_), Some(controllers), Some(path)) =
+            (fields.next(), fields.next(), fields.next())
+        else {
+            continue;
+        };
         let (root, file) = match controllers {
             "" => ("/sys/fs/cgroup", "memory.max"),
-            list if list.split(',').any(|c| c == "memory") => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            list if list.split(',').any(|c| c == "memory") => {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
             _ => continue,
         };
         let mut path = Path::new(path);
@@ -199,10 +222,15 @@ mod tests {
 
     #[test]
     fn what_is_no_size_is_refused_by_its_kind() {
-        for text in
-            ["", "M", "-5M", "5X", "5 apples", "1e9", "1..5G", ".5G", "5.", "0x10", "inf", "NaN", "5MM", "ib", "1ib", "5é"]
-        {
-            assert!(matches!(parse_bytes(text), Err(SizeError::Syntax(_))), "{text}: {:?}", parse_bytes(text));
+        for text in [
+            "", "M", "-5M", "5X", "5 apples", "1e9", "1..5G", ".5G", "5.", "0x10", "inf", "NaN",
+            "5MM", "ib", "1ib", "5é",
+        ] {
+            assert!(
+                matches!(parse_bytes(text), Err(SizeError::Syntax(_))),
+                "{text}: {:?}",
+                parse_bytes(text)
+            );
         }
         assert!(matches!(parse_bytes("0"), Err(SizeError::Zero(_))));
         assert!(matches!(parse_bytes("0.0001K"), Err(SizeError::Zero(_))));
@@ -221,12 +249,19 @@ mod tests {
 
     #[test]
     fn sizes_for_people() {
-        for (bytes, text) in
-            [(0, "0B"), (1023, "1023B"), (1024, "1.0K"), (512 << 20, "512M"), ((19 << 30) / 10, "1.9G"), ((1 << 30) - 1, "1.0G")]
-        {
+        for (bytes, text) in [
+            (0, "0B"),
+            (1023, "1023B"),
+            (1024, "1.0K"),
+            (512 << 20, "512M"),
+            ((19 << 30) / 10, "1.9G"),
+            ((1 << 30) - 1, "1.0G"),
+        ] {
             assert_eq!(human(bytes), text);
         }
-        for (count, text) in [(7, "7"), (999, "999"), (1200, "1.2k"), (120_000, "120k"), (3_400_000, "3.4M")] {
+        for (count, text) in
+            [(7, "7"), (999, "999"), (1200, "1.2k"), (120_000, "120k"), (3_400_000, "3.4M")]
+        {
             assert_eq!(human_count(count), text);
         }
     }

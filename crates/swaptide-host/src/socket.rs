@@ -1,8 +1,9 @@
 //! The socket on which the processes of a run ask for what they share.
 //!
-//! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte in, the same byte and a
-//! descriptor out, both hang up. Who does not descend from the supervisor gets nothing (see [`crate::peer`]). What concerns one
-//! process is given for the asking process alone. A client that says nothing keeps nobody waiting.
+//! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte
+//! in, the same byte and a descriptor out, both hang up. Who does not descend from the supervisor
+//! gets nothing (see [`crate::peer`]). What concerns one process is given for the asking process
+//! alone. A client that says nothing keeps nobody waiting.
 //!
 //! Locks: none.
 
@@ -25,11 +26,12 @@ use crate::holds::Holds;
 use crate::peer::Peer;
 use crate::shared::Shared;
 
-/// A client sends its byte right after it connects; one that does not is not waited for. Long enough for one that lost its turn on
-/// a busy machine in between.
+/// A client sends its byte right after it connects; one that does not is not waited for. Long
+/// enough for one that lost its turn on a busy machine in between.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Clients whose request has not come yet that are kept. More are hung up on, those first that wait longest.
+/// Clients whose request has not come yet that are kept. More are hung up on, those first that wait
+/// longest.
 const MOST_WAITING: usize = 24;
 
 /// The socket.
@@ -60,7 +62,9 @@ impl std::str::FromStr for Users {
         match text {
             "all" => Ok(Users::All),
             "same-user" => Ok(Users::SameUser),
-            _ => Err(format!("{text:?}: whose processes are given a userfaultfd is all or same-user")),
+            _ => Err(format!(
+                "{text:?}: whose processes are given a userfaultfd is all or same-user"
+            )),
         }
     }
 }
@@ -84,7 +88,14 @@ impl Counter {
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
         listener.want_senders()?;
-        Ok(Counter { listener, name, supervisor: std::process::id(), users, waiting: Vec::new(), holds: Holds::default() })
+        Ok(Counter {
+            listener,
+            name,
+            supervisor: std::process::id(),
+            users,
+            waiting: Vec::new(),
+            holds: Holds::default(),
+        })
     }
 
     /// The name for the environment of the tree.
@@ -102,7 +113,8 @@ impl Counter {
         self.waiting.iter().map(|waiting| PATIENCE.saturating_sub(waiting.since.elapsed())).min()
     }
 
-    /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits for nobody.
+    /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits
+    /// for nobody.
     pub fn serve(
         &mut self,
         segment: &OwnedFd,
@@ -110,7 +122,8 @@ impl Counter {
         shared: Option<&Shared>,
         followed: &mut Followed,
     ) -> Vec<u32> {
-        // No more at a time, so that who connects again and again does not keep the supervisor from everything else.
+        // No more at a time, so that who connects again and again does not keep the supervisor from
+        // everything else.
         for _ in 0..MOST_WAITING {
             let Ok((client, _)) = self.listener.accept() else { break };
             // One that is not ours is hung up on.
@@ -128,7 +141,14 @@ impl Counter {
                 // So is one that hung up or asks for nothing that there is.
                 Ok(_) => {
                     let pid = waiting.peer.pid;
-                    let request = self.answer(waiting.client, &waiting.peer, segment, areas, shared, followed);
+                    let request = self.answer(
+                        waiting.client,
+                        &waiting.peer,
+                        segment,
+                        areas,
+                        shared,
+                        followed,
+                    );
                     if request == Some(Request::Segment) {
                         joined.push(pid);
                     }
@@ -164,7 +184,10 @@ impl Counter {
         let pid = peer.pid;
         let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
         let request = Request::from_byte(message[0])?;
-        if matches!(request, Request::Device | Request::Handshake) && self.users == Users::SameUser && !own_user {
+        if matches!(request, Request::Device | Request::Handshake)
+            && self.users == Users::SameUser
+            && !own_user
+        {
             return None;
         }
         let [fd] = fds;
@@ -208,7 +231,9 @@ impl Counter {
                 opened.as_fd()
             }
             Request::Device => {
-                opened = OwnedFd::from(File::options().read(true).write(true).open("/dev/userfaultfd").ok()?);
+                opened = OwnedFd::from(
+                    File::options().read(true).write(true).open("/dev/userfaultfd").ok()?,
+                );
                 opened.as_fd()
             }
             Request::Pagemap | Request::Maps | Request::Statm => {
@@ -231,7 +256,12 @@ impl Counter {
                 client.send(&message[..1], &[]).ok()?;
                 return Some(request);
             }
-            Request::Fork | Request::Region | Request::Attach | Request::Guard | Request::Advise | Request::Hold => return None,
+            Request::Fork
+            | Request::Region
+            | Request::Attach
+            | Request::Guard
+            | Request::Advise
+            | Request::Hold => return None,
         };
         client.send(&message[..1], &[descriptor]).ok()?;
         Some(request)
@@ -243,10 +273,11 @@ fn is_userfaultfd(fd: &OwnedFd) -> bool {
     what.is_ok_and(|what| what.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
-/// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to it itself. Nothing else is asked for, and
-/// of nothing else.
+/// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to
+/// it itself. Nothing else is asked for, and of nothing else.
 fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
-    let known = is_userfaultfd(&fd) && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
+    let known = is_userfaultfd(&fd)
+        && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
     known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
 }
 
@@ -255,7 +286,12 @@ mod tests {
     use super::*;
     use crate::areas::Areas;
 
-    fn ask(counter: &mut Counter, request: &[u8], segment: &OwnedFd, areas: &Arc<dyn Open>) -> (Vec<u32>, Option<OwnedFd>) {
+    fn ask(
+        counter: &mut Counter,
+        request: &[u8],
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+    ) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
         let joined = counter.serve(segment, areas, None, &mut Followed::default());
@@ -284,7 +320,10 @@ mod tests {
         assert!(joined.is_empty() && fd.is_some());
         assert!(ask(&mut counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
         for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?"] {
-            assert!(ask(&mut counter, bad, &segment, &areas).1.is_none(), "no such area, or no request");
+            assert!(
+                ask(&mut counter, bad, &segment, &areas).1.is_none(),
+                "no such area, or no request"
+            );
         }
     }
 
@@ -301,8 +340,12 @@ mod tests {
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());
         for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
             let fd = ask(&mut counter, byte, &segment, &areas).1.expect("a file of this process");
-            let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
-            assert_eq!(path, std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id())));
+            let path =
+                std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
+            assert_eq!(
+                path,
+                std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id()))
+            );
         }
     }
 

@@ -1,21 +1,25 @@
 //! A run from its first check to its exit status.
 //!
 //! Owns the order of things and the two processes of a supervisor:
-//! - the *front* is what the user started. It waits, passes signals on, stops and continues with the program, prints the summary,
-//!   and exits with the program's status;
-//! - the *back* is its child and the program's parent. It is the subreaper of the tree, serves the socket, runs the keeper's thread
-//!   and writes the report. When the program ends and others of its tree live on, the front ends and the back stays for them.
+//! - the *front* is what the user started. It waits, passes signals on, stops and continues with
+//!   the program, prints the summary, and exits with the program's status;
+//! - the *back* is its child and the program's parent. It is the subreaper of the tree, serves the
+//!   socket, runs the keeper's thread and writes the report. When the program ends and others of
+//!   its tree live on, the front ends and the back stays for them.
 //!
 //! All checks come before the fork: bad input never starts anything.
 //!
-//! Signals. Neither process has a handler; both block everything and read descriptors. What the terminal sends goes to the whole
-//! process group, so the program has it already, and what somebody sends to the group by `kill` arrives at the back as well,
-//! which tells it from a signal for the front alone; only the latter is passed on.
+//! Signals. Neither process has a handler; both block everything and read descriptors. What the
+//! terminal sends goes to the whole process group, so the program has it already, and what somebody
+//! sends to the group by `kill` arrives at the back as well, which tells it from a signal for the
+//! front alone; only the latter is passed on.
 //!
 //! Invariants
-//! 1. The program inherits the standard streams, other descriptors, mask and dispositions exactly as the front was started with;
-//!    neither process of the supervisor keeps the streams open but the front its standard error.
-//! 2. A killed supervisor kills nobody: the processes hold their own descriptors of the segment and the file, and keep their limits.
+//! 1. The program inherits the standard streams, other descriptors, mask and dispositions exactly
+//!    as the front was started with; neither process of the supervisor keeps the streams open but
+//!    the front its standard error.
+//! 2. A killed supervisor kills nobody: the processes hold their own descriptors of the segment and
+//!    the file, and keep their limits.
 //!
 //! Locks: none.
 
@@ -74,7 +78,8 @@ pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
 /// Every so manyth large fill ends half way: for tests of what happens then.
 pub const ENV_PART: &str = "SWAPTIDE_TEST_PART";
-/// Every so manyth transfer to or from the first swap area goes wrong: for tests of what happens then.
+/// Every so manyth transfer to or from the first swap area goes wrong: for tests of what happens
+/// then.
 pub const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
 /// How engines end, for tests.
 pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
@@ -83,12 +88,13 @@ pub const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
 /// The agent's file name.
 pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
-/// The share of a process's limit that compressed memory may take where a file stands behind it, in percent.
+/// The share of a process's limit that compressed memory may take where a file stands behind it, in
+/// percent.
 const POOL_PERCENT: u32 = 60;
 /// The same where there is nothing behind it.
 const POOL_PERCENT_ALONE: u32 = 75;
-/// Two signals from one sender within this time, one here and one at the front, are one sent to the group. The front may have to
-/// wait for its turn on a busy machine before it passes its own on.
+/// Two signals from one sender within this time, one here and one at the front, are one sent to the
+/// group. The front may have to wait for its turn on a busy machine before it passes its own on.
 const SAME_SIGNAL: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
 const CROWDED: Duration = Duration::from_millis(20);
@@ -194,11 +200,13 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
     let system = |what| move |error: io::Error| RunError::System(what, error);
     let (front_end, back_end) = UnixStream::pair().map_err(system("socketpair"))?;
     let (signals, inherited) = signals::take().map_err(system("signals"))?;
-    let subreaper = |error: swaptide_sys::Errno| RunError::System("PR_SET_CHILD_SUBREAPER", error.into());
+    let subreaper =
+        |error: swaptide_sys::Errno| RunError::System("PR_SET_CHILD_SUBREAPER", error.into());
     // If the back is killed, the program comes to the front, which then waits for it itself.
     set_child_subreaper(true).map_err(subreaper)?;
     let front = std::process::id();
-    // SAFETY: this process has one thread, so the child's copy of all locks and of the heap is consistent.
+    // SAFETY: this process has one thread, so the child's copy of all locks and of the heap is
+    // consistent.
     match unsafe { libc::fork() } {
         -1 => Err(RunError::System("fork", io::Error::last_os_error())),
         0 => {
@@ -208,11 +216,14 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         back => {
             drop(back_end);
             release_streams(&prepared.inherited_fds, &[0, 1]);
-            // A daemon that is started again finds its segment by who has it open; this process has it should the back be killed.
-            let kept = matches!(prepared.place, Place::Daemon { .. }).then(|| prepared.segment_fd.try_clone());
+            // A daemon that is started again finds its segment by who has it open; this process has
+            // it should the back be killed.
+            let kept = matches!(prepared.place, Place::Daemon { .. })
+                .then(|| prepared.segment_fd.try_clone());
             std::mem::forget(kept);
             drop(prepared);
-            Front { back: back as u32, channel: Channel::new(front_end), signals, program: None }.run()
+            Front { back: back as u32, channel: Channel::new(front_end), signals, program: None }
+                .run()
         }
     }
 }
@@ -230,12 +241,20 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         return Err(RunError::SmallBudget(budget));
     }
     let swap = if config.swap.is_empty() { &file.swap } else { &config.swap };
-    let mut devices: Vec<_> = swap.iter().map(|text| device::parse(text)).collect::<Result<_, _>>().map_err(RunError::Swap)?;
+    let mut devices: Vec<_> = swap
+        .iter()
+        .map(|text| device::parse(text))
+        .collect::<Result<_, _>>()
+        .map_err(RunError::Swap)?;
     let (name, arguments) = config.command.split_first().ok_or(RunError::NoCommand)?;
-    let target = target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
+    let target =
+        target::find(name, std::env::var_os("PATH").as_deref()).map_err(RunError::Target)?;
     let preload = preload(&find_agent()?)?;
     let report = match &config.report {
-        Some(path) => Some((path.clone(), Sink::open(path).map_err(|error| RunError::Report(path.clone(), error))?)),
+        Some(path) => Some((
+            path.clone(),
+            Sink::open(path).map_err(|error| RunError::Report(path.clone(), error))?,
+        )),
         None => None,
     };
     let forks = doctor::forks().map_err(RunError::Userfaultfd)?;
@@ -243,7 +262,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
         return Err(RunError::SharedNeedsEvents);
     }
     let program = program_name(name);
-    let alone = config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
+    let alone =
+        config.no_daemon || std::env::var_os(ENV_NO_DAEMON).is_some_and(|set| !set.is_empty());
     let joined = if alone { None } else { look_for_daemon(config, ram.map(|_| budget), &program)? };
     let mut users = config.userfaultfd.or(file.userfaultfd).unwrap_or_default();
     let (segment, segment_fd, place, frame) = match joined {
@@ -252,18 +272,30 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
                 users = Users::SameUser;
             }
             let system = |error| RunError::System("the daemon's segment", error);
-            let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES).map_err(|errno| system(errno.into()))?;
+            let map = SharedMap::map(segment_fd.as_fd(), Segment::BYTES)
+                .map_err(|errno| system(errno.into()))?;
             let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
             let codec = Scheme::from_number(joined.codec);
             let acceptance = Acceptance::of(segment);
-            let frame = Frame { budget: joined.budget, pool_cap: joined.pool_cap, codec, acceptance, program };
-            (segment, segment_fd, Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) }, frame)
+            let frame = Frame {
+                budget: joined.budget,
+                pool_cap: joined.pool_cap,
+                codec,
+                acceptance,
+                program,
+            };
+            (
+                segment,
+                segment_fd,
+                Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) },
+                frame,
+            )
         }
         None => {
             mirror::settle_all(&mut devices, &tiers_of(config, &file)).map_err(RunError::Swap)?;
             let space = device::open(&devices, budget).map_err(RunError::Swap)?;
-            let (segment, segment_fd) =
-                set_up_segment(config, budget, &space).map_err(|error| RunError::System("shared segment", error))?;
+            let (segment, segment_fd) = set_up_segment(config, budget, &space)
+                .map_err(|error| RunError::System("shared segment", error))?;
             let areas = Arc::new(Areas::new(segment));
             let SwapSpace { pool_cap, codec, acceptance, .. } = space;
             let frame = Frame { budget, pool_cap, codec, acceptance, program };
@@ -294,10 +326,21 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
 }
 
 /// What a daemon would give this run, if one is there.
-fn look_for_daemon(config: &RunConfig, max: Option<u64>, program: &str) -> Result<Option<(Joined, OwnedFd, Join)>, RunError> {
-    let join =
-        Join { front: std::process::id(), program: program.to_owned(), group: config.group.clone(), max, strict: config.strict };
-    let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else { return Ok(None) };
+fn look_for_daemon(
+    config: &RunConfig,
+    max: Option<u64>,
+    program: &str,
+) -> Result<Option<(Joined, OwnedFd, Join)>, RunError> {
+    let join = Join {
+        front: std::process::id(),
+        program: program.to_owned(),
+        group: config.group.clone(),
+        max,
+        strict: config.strict,
+    };
+    let Some((joined, segment)) = client::look(&join).map_err(RunError::Daemon)? else {
+        return Ok(None);
+    };
     let own = [
         ("--swap", !config.swap.is_empty()),
         ("--tiers", config.tiers.is_some()),
@@ -320,7 +363,11 @@ fn tiers_of(config: &RunConfig, file: &Config) -> Tiers {
 }
 
 /// The groups and tiers of a run, and the group of its processes.
-fn set_up_groups(config: &RunConfig, file: &Config, groups: &mut Groups) -> Result<Option<GroupIndex>, RunError> {
+fn set_up_groups(
+    config: &RunConfig,
+    file: &Config,
+    groups: &mut Groups,
+) -> Result<Option<GroupIndex>, RunError> {
     let owner = rustix::process::geteuid().as_raw();
     file.apply(groups, owner).map_err(|error| RunError::Groups("--config", error))?;
     if let Some(text) = &config.tiers {
@@ -329,11 +376,13 @@ fn set_up_groups(config: &RunConfig, file: &Config, groups: &mut Groups) -> Resu
     let Some(text) = &config.group else {
         return Ok(None);
     };
-    let path = GroupPath::parse(text).map_err(|error| RunError::Groups("--group", GroupError::Path(error)))?;
+    let path = GroupPath::parse(text)
+        .map_err(|error| RunError::Groups("--group", GroupError::Path(error)))?;
     groups.ensure(&path, owner).map(Some).map_err(|error| RunError::Groups("--group", error))
 }
 
-/// The preloaded library: the one that is named, or beside this executable, or in the library directory beside it.
+/// The preloaded library: the one that is named, or beside this executable, or in the library
+/// directory beside it.
 ///
 /// # Errors
 /// [`RunError::NoAgent`].
@@ -341,13 +390,17 @@ pub fn find_agent() -> Result<PathBuf, RunError> {
     let places = match std::env::var_os(ENV_AGENT).filter(|path| !path.is_empty()) {
         Some(path) => vec![PathBuf::from(path)],
         None => {
-            let exe = std::env::current_exe().map_err(|error| RunError::System("own executable", error))?;
+            let exe = std::env::current_exe()
+                .map_err(|error| RunError::System("own executable", error))?;
             let directory = exe.parent().unwrap_or(Path::new("/"));
             vec![directory.join(AGENT_NAME), directory.join("../lib/swaptide").join(AGENT_NAME)]
         }
     };
     // The tree's processes may be in any directory.
-    let found = places.iter().find(|place| place.is_file()).and_then(|place| std::fs::canonicalize(place).ok());
+    let found = places
+        .iter()
+        .find(|place| place.is_file())
+        .and_then(|place| std::fs::canonicalize(place).ok());
     found.ok_or(RunError::NoAgent(places))
 }
 
@@ -357,8 +410,12 @@ fn preload(agent: &Path) -> Result<OsString, RunError> {
         return Err(RunError::AgentPath(agent.to_owned()));
     }
     if let Some(before) = std::env::var_os("LD_PRELOAD").filter(|before| !before.is_empty()) {
-        // A run inside a run: the library is there already and belongs to the inner run from here on.
-        let others = before.as_bytes().split(|byte| b": ".contains(byte)).filter(|entry| *entry != agent.as_os_str().as_bytes());
+        // A run inside a run: the library is there already and belongs to the inner run from here
+        // on.
+        let others = before
+            .as_bytes()
+            .split(|byte| b": ".contains(byte))
+            .filter(|entry| *entry != agent.as_os_str().as_bytes());
         for other in others.filter(|entry| !entry.is_empty()) {
             list.push(":");
             list.push(std::ffi::OsStr::from_bytes(other));
@@ -367,7 +424,11 @@ fn preload(agent: &Path) -> Result<OsString, RunError> {
     Ok(list)
 }
 
-fn set_up_segment(config: &RunConfig, budget: u64, space: &SwapSpace) -> io::Result<(&'static Segment, OwnedFd)> {
+fn set_up_segment(
+    config: &RunConfig,
+    budget: u64,
+    space: &SwapSpace,
+) -> io::Result<(&'static Segment, OwnedFd)> {
     let fd = memfd_create(c"swaptide", Segment::BYTES as u64)?;
     let map = SharedMap::map(fd.as_fd(), Segment::BYTES)?;
     let segment = Segment::raw(map).map_err(io::Error::other)?;
@@ -396,7 +457,9 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
     let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
     header.followed_forks.store(followed.into(), Relaxed);
-    header.pool_percent.store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
+    header
+        .pool_percent
+        .store(if !space.beyond.is_empty() { POOL_PERCENT } else { POOL_PERCENT_ALONE }, Relaxed);
     let mut key = [0u8; 32];
     rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
     for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
@@ -410,7 +473,8 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
 /// Descriptors beyond the standard streams that were given to this process and pass through exec.
 fn inherited_descriptors() -> Vec<RawFd> {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return Vec::new() };
-    let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
+    let numbers =
+        entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<RawFd>().ok());
     let passes_exec = |fd: &RawFd| {
         // SAFETY: F_GETFD changes nothing; a number that is no descriptor answers with an error.
         let flags = unsafe { libc::fcntl(*fd, libc::F_GETFD) };
@@ -419,15 +483,18 @@ fn inherited_descriptors() -> Vec<RawFd> {
     numbers.filter(|fd| *fd > 2).filter(passes_exec).collect()
 }
 
-/// Lets go of what was inherited: a reader at the other end of a pipe must see its end when the program closes it.
+/// Lets go of what was inherited: a reader at the other end of a pipe must see its end when the
+/// program closes it.
 fn release_streams(inherited: &[RawFd], standard: &[RawFd]) {
     for fd in inherited {
-        // SAFETY: the number was open before this program opened anything, and nothing in it ever owned or used it.
+        // SAFETY: the number was open before this program opened anything, and nothing in it ever
+        // owned or used it.
         unsafe { libc::close(*fd) };
     }
     if let Ok(null) = File::options().read(true).write(true).open("/dev/null") {
         for fd in standard {
-            // SAFETY: the standard streams are addressed by their numbers only; these refer to /dev/null from here on.
+            // SAFETY: the standard streams are addressed by their numbers only; these refer to
+            // /dev/null from here on.
             unsafe { libc::dup2(null.as_raw_fd(), *fd) };
         }
     }
@@ -452,7 +519,8 @@ impl Channel {
         }
     }
 
-    /// All messages that came; `None` when the other side is gone and all of its messages were read.
+    /// All messages that came; `None` when the other side is gone and all of its messages were
+    /// read.
     fn receive<T: for<'a> Deserialize<'a>>(&mut self) -> Option<Vec<T>> {
         let mut buffer = [0u8; 4096];
         match self.stream.read(&mut buffer) {
@@ -463,7 +531,12 @@ impl Channel {
         }
         let end = self.received.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         let lines: Vec<u8> = self.received.drain(..end).collect();
-        Some(lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect())
+        Some(
+            lines
+                .split(|byte| *byte == b'\n')
+                .filter_map(|line| serde_json::from_slice(line).ok())
+                .collect(),
+        )
     }
 }
 
@@ -478,7 +551,8 @@ struct Front {
 impl Front {
     fn run(mut self) -> Result<u8, RunError> {
         loop {
-            let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None).unwrap_or(0);
+            let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None)
+                .unwrap_or(0);
             if ready & 1 != 0 {
                 self.pass_on();
             }
@@ -491,7 +565,8 @@ impl Front {
                     ToFront::Started(pid) => self.program = Some(pid),
                     ToFront::Failed(message) => return Err(RunError::Start(message)),
                     ToFront::Said(line) => say(&line),
-                    // As the program stands still, so does this process: the shell takes the terminal back.
+                    // As the program stands still, so does this process: the shell takes the
+                    // terminal back.
                     ToFront::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
                     ToFront::Ended { status, lines, stays } => {
                         lines.iter().for_each(|line| say(line));
@@ -516,7 +591,8 @@ impl Front {
         }
     }
 
-    /// Nothing is left in the background: whoever waited for this run sees no process of it any more.
+    /// Nothing is left in the background: whoever waited for this run sees no process of it any
+    /// more.
     fn wait_for_back(&self) {
         while !matches!(signals::child_change(), Change::NoChild | Change::Ended { .. }) {
             let _ = poll_readable(&[self.signals.as_fd()], Some(Duration::from_millis(5)));
@@ -526,12 +602,18 @@ impl Front {
 
     /// The back was killed. The program is this process's child now and keeps the limits it has.
     fn wait_alone(mut self) -> Result<u8, RunError> {
-        let Some(program) = self.program else { return Err(RunError::Start("the supervisor was killed".into())) };
+        let Some(program) = self.program else {
+            return Err(RunError::Start("the supervisor was killed".into()));
+        };
         say("the supervisor was killed: limits stay as they are, there is no report");
         loop {
             match signals::child_change() {
                 Change::Ended { pid, status } if pid == program => return Ok(status),
-                Change::NoChild => return Err(RunError::Start("the supervisor was killed, and the program with it".into())),
+                Change::NoChild => {
+                    return Err(RunError::Start(
+                        "the supervisor was killed, and the program with it".into(),
+                    ));
+                }
                 Change::Nothing => {
                     let _ = poll_readable(&[self.signals.as_fd()], None);
                     while let Some(arrived) = self.signals.next() {
@@ -572,7 +654,8 @@ impl Prepared {
         }
     }
 
-    /// Starts the keeper of a run that is alone, and opens its door; and what a pager of shared memory needs.
+    /// Starts the keeper of a run that is alone, and opens its door; and what a pager of shared
+    /// memory needs.
     fn keep(&mut self, front: u32) -> Beside {
         raise_descriptor_limit();
         let shared = Shared::new(self.segment, self.place.areas(), self.shared);
@@ -583,7 +666,9 @@ impl Prepared {
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
-        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget).with_shared(shared).within_cgroups();
+        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget)
+            .with_shared(shared)
+            .within_cgroups();
         let uid = rustix::process::geteuid().as_raw();
         let run = keeper::Run {
             root,
@@ -596,8 +681,12 @@ impl Prepared {
             strict: self.strict,
         };
         thread.add_run(run);
-        let thread = std::thread::Builder::new().name("keeper".into()).spawn(move || thread.run(requests)).ok();
-        let run = Run { pid: front, root, program, started: self.started, budget: self.frame.budget };
+        let thread = std::thread::Builder::new()
+            .name("keeper".into())
+            .spawn(move || thread.run(requests))
+            .ok();
+        let run =
+            Run { pid: front, root, program, started: self.started, budget: self.frame.budget };
         // Without a door nobody can ask, and that is all.
         let door = control::open(run, areas.clone(), keeper.clone()).ok();
         Beside { keeper: Some(keeper), thread, door, shared: Some(shared) }
@@ -622,20 +711,32 @@ struct Back {
     keeper: Option<mpsc::Sender<keeper::Request>>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
-    /// Who sent which signal to this process, and when: what somebody sends to the group arrives here as well.
+    /// Who sent which signal to this process, and when: what somebody sends to the group arrives
+    /// here as well.
     seen: HashMap<i32, (u32, Instant)>,
     /// What became of the signals that were to end the run.
     ending: Ending,
 }
 
 impl Back {
-    fn run(mut prepared: Prepared, mut channel: Channel, signals: Signals, inherited: Inherited, front: u32) -> ! {
+    fn run(
+        mut prepared: Prepared,
+        mut channel: Channel,
+        signals: Signals,
+        inherited: Inherited,
+        front: u32,
+    ) -> ! {
         let subreaper = set_child_subreaper(true).map_err(io::Error::from);
-        let started = subreaper.and_then(|()| prepared.join()).and_then(|()| start(&prepared, inherited, &channel));
+        let started = subreaper
+            .and_then(|()| prepared.join())
+            .and_then(|()| start(&prepared, inherited, &channel));
         let (counter, program) = match started {
             Ok(started) => started,
             Err(error) => {
-                channel.send(&ToFront::Failed(format!("{}: cannot be started: {error}", prepared.target.path.display())));
+                channel.send(&ToFront::Failed(format!(
+                    "{}: cannot be started: {error}",
+                    prepared.target.path.display()
+                )));
                 std::process::exit(0);
             }
         };
@@ -668,20 +769,36 @@ impl Back {
         swaptide_sys::affinity::go_first();
         loop {
             let mut fds = vec![self.signals.as_fd(), self.counter.as_fd()];
-            fds.push(self.channel.as_ref().map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()));
+            fds.push(
+                self.channel
+                    .as_ref()
+                    .map_or(self.signals.as_fd(), |channel| channel.stream.as_fd()),
+            );
             fds.extend(self.counter.awaited());
             fds.extend(self.followed.awaited());
             let patience =
-                [self.counter.patience(), self.followed.patience(), self.ending.patience()].into_iter().flatten().min();
+                [self.counter.patience(), self.followed.patience(), self.ending.patience()]
+                    .into_iter()
+                    .flatten()
+                    .min();
             // Those for which there is no place are looked at all the same, a little later.
-            let patience = if fds.len() > MAX_POLL { Some(patience.unwrap_or(CROWDED).min(CROWDED)) } else { patience };
+            let patience = if fds.len() > MAX_POLL {
+                Some(patience.unwrap_or(CROWDED).min(CROWDED))
+            } else {
+                patience
+            };
             fds.truncate(MAX_POLL);
             let ready = poll_readable(&fds, patience).unwrap_or(0);
             // Signals first: they tell whether one that the front passes on was meant for it alone.
             self.note_signals();
             if ready & 2 != 0 || self.counter.patience().is_some() {
                 let areas = self.prepared.place.areas();
-                let joined = self.counter.serve(&self.prepared.segment_fd, &areas, self.shared, &mut self.followed);
+                let joined = self.counter.serve(
+                    &self.prepared.segment_fd,
+                    &areas,
+                    self.shared,
+                    &mut self.followed,
+                );
                 for (pid, keeper) in joined.into_iter().zip(std::iter::repeat(&self.keeper)) {
                     // A daemon finds them in the segment.
                     let _ = keeper.as_ref().map(|keeper| keeper.send(keeper::Request::Joined(pid)));
@@ -703,7 +820,11 @@ impl Back {
     fn attend_forks(&mut self) {
         // A test that has something fail wants to see what comes of it.
         let is_test = self.prepared.segment.header.fail.load(Relaxed) != 0;
-        for pid in self.followed.attend(if is_test { followed::ARMS_WITHIN / 15 } else { followed::ARMS_WITHIN }) {
+        for pid in self.followed.attend(if is_test {
+            followed::ARMS_WITHIN / 15
+        } else {
+            followed::ARMS_WITHIN
+        }) {
             self.say(format!("forked child {pid} does not arm its memory: it is killed"));
         }
     }
@@ -718,7 +839,9 @@ impl Back {
     /// Ends who cannot take the signal that was to end the run.
     fn follow_signals(&mut self) {
         for pid in self.ending.look() {
-            self.say(format!("process {pid} was told to end and cannot: its threads wait inside swaptide; killed"));
+            self.say(format!(
+                "process {pid} was told to end and cannot: its threads wait inside swaptide; killed"
+            ));
         }
     }
 
@@ -732,17 +855,17 @@ impl Back {
     }
 
     fn listen_to_front(&mut self) {
-        let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>()) else {
+        let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>())
+        else {
             // The front was killed. The tree goes on.
             self.channel = None;
             return;
         };
         for message in messages {
             self.ending.told(message.signal);
-            let whole_group = self
-                .seen
-                .remove(&message.signal)
-                .is_some_and(|(sender, when)| sender == message.sender && when.elapsed() < SAME_SIGNAL);
+            let whole_group = self.seen.remove(&message.signal).is_some_and(|(sender, when)| {
+                sender == message.sender && when.elapsed() < SAME_SIGNAL
+            });
             if let Some(program) = self.program
                 && !(whole_group && signals::same_group(program, std::process::id()))
             {
@@ -764,7 +887,9 @@ impl Back {
                     self.program = None;
                     ended = Some(status);
                 }
-                Change::Followed(pid, status) => self.followed.changed(pid, ptrace::Change::of(status)),
+                Change::Followed(pid, status) => {
+                    self.followed.changed(pid, ptrace::Change::of(status))
+                }
                 Change::Stopped(pid, signal) if self.followed.has(pid) => {
                     self.followed.changed(pid, ptrace::Change::Signal(signal));
                 }
@@ -804,10 +929,12 @@ impl Back {
             let (program, budget) = (&frame.program, human(frame.budget));
             lines.push(match totals.strict_used {
                 None => format!(
-                    "{program}: killed by --strict: swap space ran out and its memory went past the {budget} budget; give it more with --swap"
+                    "{program}: killed by --strict: swap space ran out and its memory went past \
+                    the {budget} budget; give it more with --swap"
                 ),
                 Some(used) => format!(
-                    "{program}: killed by --strict: its memory stayed above the {budget} budget for 5 s ({} at the end), in parts that \
+                    "{program}: killed by --strict: its memory stayed above the {budget} budget \
+                    for 5 s ({} at the end), in parts that \
                      cannot be swapped; give it more with --ram",
                     human(used)
                 ),
@@ -831,9 +958,13 @@ impl Back {
     }
 }
 
-/// Starts the program, which tells the front its own number before it begins: however early this process is killed, the front
-/// knows whom to wait for.
-fn start(prepared: &Prepared, inherited: Inherited, channel: &Channel) -> io::Result<(Counter, u32)> {
+/// Starts the program, which tells the front its own number before it begins: however early this
+/// process is killed, the front knows whom to wait for.
+fn start(
+    prepared: &Prepared,
+    inherited: Inherited,
+    channel: &Channel,
+) -> io::Result<(Counter, u32)> {
     let counter = Counter::open(prepared.users)?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
@@ -843,8 +974,8 @@ fn start(prepared: &Prepared, inherited: Inherited, channel: &Channel) -> io::Re
         to_front.send(&ToFront::Started(std::process::id()));
         inherited.restore()
     };
-    // SAFETY: this process has one thread, so the child's copy of the heap, from which the message comes, is consistent; the rest
-    // makes system calls only.
+    // SAFETY: this process has one thread, so the child's copy of the heap, from which the message
+    // comes, is consistent; the rest makes system calls only.
     unsafe { command.pre_exec(before_exec) };
     let child = command.spawn()?;
     Ok((counter, child.id()))

@@ -1,7 +1,9 @@
-//! The program to run: found as the shell would find it, and checked for everything that would keep the agent out of it.
+//! The program to run: found as the shell would find it, and checked for everything that would keep
+//! the agent out of it.
 //!
-//! Owns the rules of what cannot work: the agent is a library that the dynamic loader preloads, so a program without a loader, with
-//! another machine's loader, or one that the kernel runs in secure mode would run outside of the budget without a word.
+//! Owns the rules of what cannot work: the agent is a library that the dynamic loader preloads, so
+//! a program without a loader, with another machine's loader, or one that the kernel runs in secure
+//! mode would run outside of the budget without a word.
 //!
 //! Locks: none.
 
@@ -51,31 +53,55 @@ pub enum TargetError {
 impl fmt::Display for TargetError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            TargetError::Missing(path) if path.components().count() > 1 => write!(f, "{}: no such file", path.display()),
-            TargetError::Missing(path) => write!(f, "{}: not found in PATH", path.display()),
-            TargetError::NotAFile(path) => write!(f, "{}: not a program but a directory or a device", path.display()),
-            TargetError::NotExecutable(path) => {
-                write!(f, "{}: not executable; chmod +x it, or name its interpreter", path.display())
+            TargetError::Missing(path) if path.components().count() > 1 => {
+                write!(f, "{}: no such file", path.display())
             }
-            TargetError::Read(path, error) => write!(f, "{}: cannot be read: {error}", path.display()),
+            TargetError::Missing(path) => write!(f, "{}: not found in PATH", path.display()),
+            TargetError::NotAFile(path) => {
+                write!(f, "{}: not a program but a directory or a device", path.display())
+            }
+            TargetError::NotExecutable(path) => {
+                write!(
+                    f,
+                    "{}: not executable; chmod +x it, or name its interpreter",
+                    path.display()
+                )
+            }
+            TargetError::Read(path, error) => {
+                write!(f, "{}: cannot be read: {error}", path.display())
+            }
             TargetError::Static(path) => {
                 write!(
                     f,
-                    "{}: statically linked, so no library can be loaded into it; use a dynamically linked build",
+                    "{}: statically linked, so no library can be loaded into it; use a dynamically \
+                    linked build",
                     path.display()
                 )
             }
             TargetError::Secure(path, what) => {
-                write!(f, "{}: {what}, so the loader ignores preloaded libraries; run it without that privilege", path.display())
+                write!(
+                    f,
+                    "{}: {what}, so the loader ignores preloaded libraries; run it without that \
+                    privilege",
+                    path.display()
+                )
             }
             TargetError::Machine(path, what) => {
-                write!(f, "{}: built for {what}, and this swaptide is for 64-bit {}", path.display(), std::env::consts::ARCH)
+                write!(
+                    f,
+                    "{}: built for {what}, and this swaptide is for 64-bit {}",
+                    path.display(),
+                    std::env::consts::ARCH
+                )
             }
-            TargetError::Damaged(path) => write!(f, "{}: damaged: its ELF headers end too early", path.display()),
+            TargetError::Damaged(path) => {
+                write!(f, "{}: damaged: its ELF headers end too early", path.display())
+            }
             TargetError::Loader(path, loader) => {
                 write!(
                     f,
-                    "{}: uses the loader {loader} of another C library than swaptide's glibc; use a glibc build",
+                    "{}: uses the loader {loader} of another C library than swaptide's glibc; use \
+                    a glibc build",
                     path.display()
                 )
             }
@@ -104,9 +130,15 @@ fn locate(name: &OsStr, search: Option<&OsStr>) -> Result<PathBuf, TargetError> 
         return if path.exists() { Ok(path) } else { Err(TargetError::Missing(path)) };
     }
     let mut found = None;
-    for directory in std::env::split_paths(search.unwrap_or(OsStr::new("/usr/local/bin:/usr/bin:/bin"))) {
+    for directory in
+        std::env::split_paths(search.unwrap_or(OsStr::new("/usr/local/bin:/usr/bin:/bin")))
+    {
         // An empty entry of PATH means the current directory.
-        let path = if directory.as_os_str().is_empty() { Path::new(".").join(name) } else { directory.join(name) };
+        let path = if directory.as_os_str().is_empty() {
+            Path::new(".").join(name)
+        } else {
+            directory.join(name)
+        };
         if !name.is_empty() && path.is_file() {
             if executable(&path) {
                 return Ok(path);
@@ -143,7 +175,8 @@ fn check(path: &Path, depth: u32) -> Result<(), TargetError> {
         Err(error) => return Err(TargetError::Read(owned(), error)),
     };
     let mut head = [0u8; 256];
-    let length = read_some(&file, &mut head, 0).map_err(|error| TargetError::Read(owned(), error))?;
+    let length =
+        read_some(&file, &mut head, 0).map_err(|error| TargetError::Read(owned(), error))?;
     let head = &head[..length];
     if head.starts_with(b"\x7fELF") {
         return check_elf(path, &file, head, &metadata);
@@ -156,7 +189,8 @@ fn check(path: &Path, depth: u32) -> Result<(), TargetError> {
     if depth >= 4 {
         return Err(TargetError::Damaged(owned()));
     }
-    check(&interpreter, depth + 1).map_err(|error| TargetError::Interpreter(owned(), Box::new(error)))
+    check(&interpreter, depth + 1)
+        .map_err(|error| TargetError::Interpreter(owned(), Box::new(error)))
 }
 
 fn script_interpreter(rest: &[u8]) -> Option<PathBuf> {
@@ -175,9 +209,17 @@ const EM_NATIVE: u16 = EM_X86_64;
 #[cfg(target_arch = "aarch64")]
 const EM_NATIVE: u16 = EM_AARCH64;
 
-fn check_elf(path: &Path, file: &File, head: &[u8], metadata: &std::fs::Metadata) -> Result<(), TargetError> {
+fn check_elf(
+    path: &Path,
+    file: &File,
+    head: &[u8],
+    metadata: &std::fs::Metadata,
+) -> Result<(), TargetError> {
     let damaged = || TargetError::Damaged(path.to_owned());
-    let (Some(class), Some(order), Some(machine)) = (head.get(4), head.get(5), u16_at(head, 18)) else { return Err(damaged()) };
+    let (Some(class), Some(order), Some(machine)) = (head.get(4), head.get(5), u16_at(head, 18))
+    else {
+        return Err(damaged());
+    };
     if *class != 2 || *order != 1 || machine != EM_NATIVE {
         let machine = match machine {
             EM_X86_64 => "x86_64".to_owned(),
@@ -200,7 +242,9 @@ fn check_elf(path: &Path, file: &File, head: &[u8], metadata: &std::fs::Metadata
     if !rustix::process::geteuid().is_root() && metadata.size() > 0 && has_capabilities(path) {
         return Err(TargetError::Secure(path.to_owned(), "has file capabilities"));
     }
-    let loader = interpreter(file, head).ok_or_else(damaged)?.ok_or_else(|| TargetError::Static(path.to_owned()))?;
+    let loader = interpreter(file, head)
+        .ok_or_else(damaged)?
+        .ok_or_else(|| TargetError::Static(path.to_owned()))?;
     if cfg!(target_env = "gnu") && loader.contains("ld-musl") {
         return Err(TargetError::Loader(path.to_owned(), loader));
     }
@@ -286,9 +330,18 @@ mod tests {
         let found = find(OsStr::new("sh"), Some(OsStr::new("/nowhere:/bin"))).expect("sh");
         assert_eq!(found, Target { path: PathBuf::from("/bin/sh"), name: OsString::from("sh") });
         assert_eq!(find(OsStr::new("/bin/sh"), None).expect("sh").path, Path::new("/bin/sh"));
-        assert!(matches!(find(OsStr::new("no-such-program"), Some(OsStr::new("/bin"))), Err(TargetError::Missing(_))));
-        assert!(matches!(find(OsStr::new(""), Some(OsStr::new("/bin"))), Err(TargetError::Missing(_))));
-        assert!(matches!(find(OsStr::new("/bin/no-such-program"), None), Err(TargetError::Missing(_))));
+        assert!(matches!(
+            find(OsStr::new("no-such-program"), Some(OsStr::new("/bin"))),
+            Err(TargetError::Missing(_))
+        ));
+        assert!(matches!(
+            find(OsStr::new(""), Some(OsStr::new("/bin"))),
+            Err(TargetError::Missing(_))
+        ));
+        assert!(matches!(
+            find(OsStr::new("/bin/no-such-program"), None),
+            Err(TargetError::Missing(_))
+        ));
         assert!(matches!(find(OsStr::new("/bin/"), None), Err(TargetError::NotAFile(_))));
     }
 
@@ -296,7 +349,10 @@ mod tests {
     fn what_is_in_path_and_not_executable_is_told_apart_from_what_is_missing() {
         let scratch = Scratch::new("path");
         std::fs::write(scratch.path("tool"), "text").expect("write");
-        assert!(matches!(find(OsStr::new("tool"), Some(scratch.root().as_os_str())), Err(TargetError::NotExecutable(_))));
+        assert!(matches!(
+            find(OsStr::new("tool"), Some(scratch.root().as_os_str())),
+            Err(TargetError::NotExecutable(_))
+        ));
     }
 
     #[test]
@@ -311,15 +367,29 @@ mod tests {
                 }
             }
         };
-        assert!(message(&altered_shell(&scratch, "static", without_interpreter)).contains("statically linked"));
+        assert!(
+            message(&altered_shell(&scratch, "static", without_interpreter))
+                .contains("statically linked")
+        );
         assert!(message(&altered_shell(&scratch, "old", |bytes| bytes[4] = 1)).contains("32-bit"));
-        assert!(message(&altered_shell(&scratch, "foreign", |bytes| bytes[18] = 243)).contains("machine number 243"));
-        assert!(message(&altered_shell(&scratch, "short", |bytes| bytes.truncate(60))).contains("damaged"));
-        assert!(message(&altered_shell(&scratch, "tiny", |bytes| bytes.truncate(9))).contains("damaged"));
+        assert!(
+            message(&altered_shell(&scratch, "foreign", |bytes| bytes[18] = 243))
+                .contains("machine number 243")
+        );
+        assert!(
+            message(&altered_shell(&scratch, "short", |bytes| bytes.truncate(60)))
+                .contains("damaged")
+        );
+        assert!(
+            message(&altered_shell(&scratch, "tiny", |bytes| bytes.truncate(9)))
+                .contains("damaged")
+        );
         let privileged = altered_shell(&scratch, "suid", |_| {});
-        std::fs::set_permissions(&privileged, std::fs::Permissions::from_mode(0o4755)).expect("chmod");
+        std::fs::set_permissions(&privileged, std::fs::Permissions::from_mode(0o4755))
+            .expect("chmod");
         assert!(message(&privileged).contains("set-user-id"));
-        std::fs::set_permissions(&privileged, std::fs::Permissions::from_mode(0o2755)).expect("chmod");
+        std::fs::set_permissions(&privileged, std::fs::Permissions::from_mode(0o2755))
+            .expect("chmod");
         assert!(message(&privileged).contains("set-group-id"));
     }
 
@@ -339,7 +409,11 @@ mod tests {
         find_path(&scratch.program("good", b"#! /bin/sh -e\necho\n")).expect("a script");
         find_path(&scratch.program("plain", b"echo\n")).expect("a script for sh");
         let broken = scratch.program("broken", b"#!/no/such/interpreter\n");
-        assert!(message(&broken).contains("/no/such/interpreter: no such file"), "{}", message(&broken));
+        assert!(
+            message(&broken).contains("/no/such/interpreter: no such file"),
+            "{}",
+            message(&broken)
+        );
         let endless = scratch.path("endless");
         scratch.program("endless", format!("#!{}\n", endless.display()).as_bytes());
         find_path(&endless).expect_err("a script that interprets itself");

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 pub(crate) fn segment() -> &'static swaptide_ipc::Segment {
     use swaptide_ipc::Segment;
     let fd = swaptide_sys::mem::memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
-    let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+    let map = swaptide_sys::mem::SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES)
+        .expect("map");
     Segment::raw(map).expect("segment")
 }
 
@@ -20,7 +21,8 @@ pub(crate) struct Scratch(PathBuf);
 impl Scratch {
     pub(crate) fn new(name: &str) -> Scratch {
         let number = NUMBER.fetch_add(1, Relaxed);
-        let path = std::env::temp_dir().join(format!("swaptide-test-{name}-{}-{number}", std::process::id()));
+        let path = std::env::temp_dir()
+            .join(format!("swaptide-test-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a directory for the test");
         Scratch(path)
     }

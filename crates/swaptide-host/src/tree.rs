@@ -1,22 +1,27 @@
 //! The processes of one run or several, and the memory they use.
 //!
-//! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is their subreaper, so that nobody leaves the tree by
-//! losing a parent; and, should that be killed, everything that descends from who was a member. A member is known by its pidfd; its number
-//! alone never stands for it.
+//! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is
+//! their subreaper, so that nobody leaves the tree by losing a parent; and, should that be killed,
+//! everything that descends from who was a member. A member is known by its pidfd; its number alone
+//! never stands for it.
 //!
-//! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for processes that were forked and
-//! did not exec: they share pages, which would count once for each of them. Such processes have the same start of stack, for fork
-//! copies it and exec draws a new one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
-//! carried on in between by the change of the resident size, and by what was copied: a write to a shared page makes two of it, of which only the number of minor
-//! faults tells. When one of them comes or goes, all are read.
+//! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for
+//! processes that were forked and did not exec: they share pages, which would count once for each
+//! of them. Such processes have the same start of stack, for fork copies it and exec draws a new
+//! one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
+//! carried on in between by the change of the resident size, and by what was copied: a write to a
+//! shared page makes two of it, of which only the number of minor faults tells. When one of them
+//! comes or goes, all are read.
 //!
 //! Who runs on another's memory, as between vfork and exec, uses nothing itself.
 //!
 //! Invariants
-//! 1. A member is reported dead once, after all its threads are gone, and then it is no member any more.
-//! 2. A process is a member because it descends from a root or a member, or because the caller has the kernel's word for it
-//!    ([`Tree::admit_known`]); never because a program said so.
-//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes the machine has.
+//! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
+//!    more.
+//! 2. A process is a member because it descends from a root or a member, or because the caller has
+//!    the kernel's word for it ([`Tree::admit_known`]); never because a program said so.
+//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
+//!    the machine has.
 //!
 //! Locks: none.
 
@@ -28,7 +33,8 @@ use std::time::{Duration, Instant};
 
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::{
-    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon, same_memory,
+    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon,
+    same_memory,
 };
 use swaptide_sys::sock::poll_readable;
 
@@ -53,7 +59,8 @@ struct Member {
     resident: u64,
     used: u64,
     pss: Option<Pss>,
-    /// Its minor faults, while it is one of several that share pages; and bytes of those that copied nothing.
+    /// Its minor faults, while it is one of several that share pages; and bytes of those that
+    /// copied nothing.
     faults: u64,
     excused: u64,
     /// It runs on another member's memory, which counts there (vfork).
@@ -83,7 +90,8 @@ pub struct Tree {
     strangers: HashMap<u32, Instant>,
     members: BTreeMap<u32, Member>,
     newest_pid: Option<u32>,
-    /// Where it is told. Kept open, as all is that is read at each look: to open a file takes memory, which may just then be short in the cgroup.
+    /// Where it is told. Kept open, as all is that is read at each look: to open a file takes
+    /// memory, which may just then be short in the cgroup.
     loadavg: Option<File>,
     scanned: Option<Instant>,
     scan_cost: Duration,
@@ -116,8 +124,8 @@ impl Tree {
         self.fronts.retain(|_, of| *of != root);
     }
 
-    /// Makes a process a member if it descends from a root or from a member, and lives. False when it does not: whoever named it
-    /// may have lied.
+    /// Makes a process a member if it descends from a root or from a member, and lives. False when
+    /// it does not: whoever named it may have lied.
     pub fn admit(&mut self, pid: u32) -> bool {
         if self.members.contains_key(&pid) {
             return true;
@@ -133,7 +141,8 @@ impl Tree {
         admitted
     }
 
-    /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs here.
+    /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs
+    /// here.
     pub fn admit_known(&mut self, pid: u32) -> bool {
         self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
     }
@@ -142,7 +151,8 @@ impl Tree {
         if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
             let Some(member) = Member::open(pid, root) else { return false };
             vacant.insert(member);
-            // Its parent may have been seen first between its own fork and exec: it has another stack since.
+            // Its parent may have been seen first between its own fork and exec: it has another
+            // stack since.
             if let Some(parent) = parent_of(pid)
                 && let Some(member) = self.members.get_mut(&parent)
             {
@@ -160,7 +170,8 @@ impl Tree {
         }
         let known = |at: u32| {
             let root = self.roots.contains(&at).then_some(at);
-            root.or_else(|| self.fronts.get(&at).copied()).or_else(|| self.members.get(&at).map(|member| member.root))
+            root.or_else(|| self.fronts.get(&at).copied())
+                .or_else(|| self.members.get(&at).map(|member| member.root))
         };
         above(pid, known)
     }
@@ -181,16 +192,20 @@ impl Tree {
         std::str::from_utf8(&text[..n]).ok()?.split_ascii_whitespace().last()?.parse().ok()
     }
 
-    /// Looks for new members, if any process was started since the last look and the last look was cheap or long ago.
+    /// Looks for new members, if any process was started since the last look and the last look was
+    /// cheap or long ago.
     pub fn look(&mut self) {
         let newest = self.newest();
-        let due = self.scanned.is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
+        let due = self
+            .scanned
+            .is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
         if !due || (newest.is_some() && newest == self.newest_pid) {
             return;
         }
         let started = Instant::now();
         let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
-        for process in processes().unwrap_or_default().into_iter().filter(|process| !process.zombie) {
+        for process in processes().unwrap_or_default().into_iter().filter(|process| !process.zombie)
+        {
             children.entry(process.ppid).or_default().push(process.pid);
         }
         let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
@@ -229,9 +244,17 @@ impl Tree {
             }
         }
         self.find_guests(&families);
-        let shares = |member: &Member| member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1);
-        // Who comes or goes changes what all others of its family have for themselves: old numbers would count pages twice, or not at all.
-        changed.extend(self.members.values().filter(|m| shares(m) && !m.guest && m.pss.is_none()).map(|m| m.family));
+        let shares = |member: &Member| {
+            member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1)
+        };
+        // Who comes or goes changes what all others of its family have for themselves: old numbers
+        // would count pages twice, or not at all.
+        changed.extend(
+            self.members
+                .values()
+                .filter(|m| shares(m) && !m.guest && m.pss.is_none())
+                .map(|m| m.family),
+        );
         for (pid, member) in &mut self.members {
             if member.guest {
                 member.used = 0;
@@ -246,7 +269,8 @@ impl Tree {
         dead
     }
 
-    /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied for one of them is no longer shared by it, and by one less of the others.
+    /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied
+    /// for one of them is no longer shared by it, and by one less of the others.
     fn count_copies(&mut self) {
         let mut families: HashMap<u64, (u64, u64)> = HashMap::new();
         for member in self.members.values().filter(|member| member.pss.is_some()) {
@@ -254,7 +278,11 @@ impl Tree {
             (*count, *copied) = (*count + 1, *copied + member.copied());
         }
         for member in self.members.values_mut().filter(|member| member.pss.is_some()) {
-            let Some((count, all)) = families.get(&member.family).copied().filter(|(count, _)| *count > 1) else { continue };
+            let Some((count, all)) =
+                families.get(&member.family).copied().filter(|(count, _)| *count > 1)
+            else {
+                continue;
+            };
             let own = member.copied();
             let lost = own / count * (count - 1) + (all - own) / (count * (count - 1));
             member.used = (member.used + lost).min(member.resident);
@@ -268,17 +296,22 @@ impl Tree {
         }
     }
 
-    /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be one.
+    /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be
+    /// one.
     fn find_guests(&mut self, families: &HashMap<u64, u32>) {
         let mut hosts: Vec<(u32, u64)> = Vec::new();
         for (pid, member) in &mut self.members {
-            if member.resident < SMALL || families.get(&member.family).is_none_or(|count| *count < 2) {
+            if member.resident < SMALL
+                || families.get(&member.family).is_none_or(|count| *count < 2)
+            {
                 member.guest = false;
                 continue;
             }
             if member.guest || member.pss.is_none() {
                 let was = member.guest;
-                member.guest = hosts.iter().any(|(host, family)| *family == member.family && same_memory(*host, *pid));
+                member.guest = hosts
+                    .iter()
+                    .any(|(host, family)| *family == member.family && same_memory(*host, *pid));
                 if was && !member.guest {
                     // It has executed a program.
                     member.family = family(*pid);
@@ -297,13 +330,19 @@ impl Tree {
 
     /// What it held then beyond that: the parts of pages shared since a fork that count for others.
     pub fn shared(&self, pid: u32) -> u64 {
-        let beyond = |member: &Member| member.pss.as_ref().map_or(0, |_| member.resident.saturating_sub(member.used));
+        let beyond = |member: &Member| {
+            member.pss.as_ref().map_or(0, |_| member.resident.saturating_sub(member.used))
+        };
         self.members.get(&pid).map_or(0, beyond)
     }
 
-    /// Bytes of pages that came to a member without reading so far, copies of shared ones among them; none for one that shares nothing.
+    /// Bytes of pages that came to a member without reading so far, copies of shared ones among
+    /// them; none for one that shares nothing.
     pub fn grown(&self, pid: u32) -> Option<u64> {
-        self.members.get(&pid).filter(|member| member.pss.is_some()).map(|member| member.faults * PAGE_SIZE as u64)
+        self.members
+            .get(&pid)
+            .filter(|member| member.pss.is_some())
+            .map(|member| member.faults * PAGE_SIZE as u64)
     }
 
     /// Members whose first thread has ended and that live on, or seem to.
@@ -324,7 +363,9 @@ impl Tree {
     /// Kills every member of a root's tree.
     pub fn kill_all(&self, root: u32) {
         // The root itself is a member where it is the pager of shared memory.
-        for (_, member) in self.members.iter().filter(|(pid, member)| member.root == root && **pid != root) {
+        for (_, member) in
+            self.members.iter().filter(|(pid, member)| member.root == root && **pid != root)
+        {
             // Who is gone already is no error.
             let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
         }
@@ -349,7 +390,8 @@ impl Member {
             guest: false,
             leaderless: false,
         };
-        // The number may have passed to another process before the pidfd was open; then it lived at that moment, and is the member.
+        // The number may have passed to another process before the pidfd was open; then it lived at
+        // that moment, and is the member.
         if member.is_dead() { None } else { Some(member) }
     }
 
@@ -375,7 +417,8 @@ impl Member {
             // An exec in the meantime ends the sharing.
             self.family = family(pid);
             let started = Instant::now();
-            // Before: what is copied meanwhile may be counted twice until the next time, and not left out.
+            // Before: what is copied meanwhile may be counted twice until the next time, and not
+            // left out.
             let faults = self.minor_faults(pid).unwrap_or_default();
             if let Some(bytes) = pss_anon(pid) {
                 self.pss = Some(Pss {
@@ -403,11 +446,13 @@ impl Member {
         stat.minor_faults()
     }
 
-    /// Bytes of shared pages that it has written to since its proportional size was read, at most: what it grew by came by such faults, too.
+    /// Bytes of shared pages that it has written to since its proportional size was read, at most:
+    /// what it grew by came by such faults, too.
     fn copied(&self) -> u64 {
         let Some(pss) = &self.pss else { return 0 };
         let came = self.faults.saturating_sub(pss.faults).saturating_mul(PAGE_SIZE as u64);
-        let excused = self.excused.saturating_sub(pss.excused) + self.resident.saturating_sub(pss.resident);
+        let excused =
+            self.excused.saturating_sub(pss.excused) + self.resident.saturating_sub(pss.resident);
         came.saturating_sub(excused)
     }
 }
@@ -428,7 +473,11 @@ fn family(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The command in the second field may contain anything, also brackets; the field is number 28.
     let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
-    after_command.split_ascii_whitespace().nth(28 - 3).and_then(|field| field.parse().ok()).unwrap_or(0)
+    after_command
+        .split_ascii_whitespace()
+        .nth(28 - 3)
+        .and_then(|field| field.parse().ok())
+        .unwrap_or(0)
 }
 
 fn parent_of(pid: u32) -> Option<u32> {
@@ -442,12 +491,14 @@ pub fn descends(pid: u32, ancestor: u32) -> bool {
 
 /// Whether a process or one of its threads lives.
 pub fn lives(pid: u32) -> bool {
-    pidfd_open(pid).is_ok_and(|pidfd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0))
+    pidfd_open(pid)
+        .is_ok_and(|pidfd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0))
 }
 
 /// What `known` says of the nearest ancestor of which it says anything.
 fn above<T>(pid: u32, known: impl Fn(u32) -> Option<T>) -> Option<T> {
-    // An ancestor that ends between two steps breaks the chain: its children have another parent by then.
+    // An ancestor that ends between two steps breaks the chain: its children have another parent by
+    // then.
     'walk: for _ in 0..8 {
         let mut at = pid;
         for _ in 0..1024 {
@@ -495,7 +546,8 @@ mod tests {
 
     #[test]
     fn descendants_are_found_and_their_death_is_seen_once() {
-        let mut shell = Killed(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().expect("sh"));
+        let mut shell =
+            Killed(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().expect("sh"));
         let mut tree = Tree::new(std::process::id());
         let deadline = Instant::now() + Duration::from_secs(90);
         let inner = loop {
@@ -513,7 +565,9 @@ mod tests {
         shell.0.wait().expect("the shell ends with its child");
         let mut dead = Vec::new();
         while dead.len() < 2 {
-            dead.extend(tree.sample().into_iter().filter(|pid| *pid == inner || *pid == shell.0.id()));
+            dead.extend(
+                tree.sample().into_iter().filter(|pid| *pid == inner || *pid == shell.0.id()),
+            );
             assert!(Instant::now() < deadline, "deaths were not seen");
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -527,14 +581,18 @@ mod tests {
     fn memory_is_counted_and_a_fork_counts_shared_pages_once() {
         let size = 64 << 20;
         let program = format!(
-            "import os,sys\nx=bytearray(b'x'*{size})\npid=os.fork()\nif pid: sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()"
+            "import os,sys\nx=bytearray(b'x'*{size})\npid=os.fork()\nif pid: \
+            sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()"
         );
         let mut parent = python(&program);
         let mut tree = Tree::new(std::process::id());
         tree.admit(parent.0.id());
         tree.look();
         tree.sample();
-        let child = tree.pids().find(|pid| parent_of(*pid) == Some(parent.0.id())).expect("the forked child");
+        let child = tree
+            .pids()
+            .find(|pid| parent_of(*pid) == Some(parent.0.id()))
+            .expect("the forked child");
         let resident = tree.members[&parent.0.id()].resident + tree.members[&child].resident;
         let used = tree.used(parent.0.id()) + tree.used(child);
         assert!(resident >= 2 * size, "{resident}");
@@ -545,21 +603,27 @@ mod tests {
     /// Between fork and exec a process looks like its parent; what it forks later does not.
     #[test]
     fn who_was_seen_before_its_exec_shares_with_what_it_forks_after_it() {
-        let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
+        let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: \
+            sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
         let parent = python(program);
         let mut tree = Tree::new(std::process::id());
         tree.admit(parent.0.id());
-        tree.members.get_mut(&parent.0.id()).expect("it was admitted").family = family(std::process::id());
+        tree.members.get_mut(&parent.0.id()).expect("it was admitted").family =
+            family(std::process::id());
         tree.look();
         tree.sample();
-        let child = tree.pids().find(|pid| parent_of(*pid) == Some(parent.0.id())).expect("the forked child");
+        let child = tree
+            .pids()
+            .find(|pid| parent_of(*pid) == Some(parent.0.id()))
+            .expect("the forked child");
         let used = tree.used(parent.0.id()) + tree.used(child);
         assert!(used < 48 << 20 && tree.shared(child) > 12 << 20, "{used}");
     }
 
     #[test]
     fn members_know_their_root_and_outlive_it() {
-        let shell = |command: &str| Killed(Command::new("sh").args(["-c", command]).spawn().expect("sh"));
+        let shell =
+            |command: &str| Killed(Command::new("sh").args(["-c", command]).spawn().expect("sh"));
         let (one, other) = (shell("sleep 600 & wait"), shell("sleep 600 & wait"));
         let mut tree = Tree::default();
         tree.add_root(one.0.id());
@@ -590,8 +654,10 @@ mod tests {
 
     #[test]
     fn who_descends_from_no_root_is_not_admitted_whoever_names_it() {
-        let (mine, other) =
-            (python("print('r', end='', flush=True); input()"), python("print('r', end='', flush=True); input()"));
+        let (mine, other) = (
+            python("print('r', end='', flush=True); input()"),
+            python("print('r', end='', flush=True); input()"),
+        );
         let mut tree = Tree::new(mine.0.id());
         assert!(!tree.admit(other.0.id()) && !tree.admit(1) && !tree.admit(std::process::id()));
         tree.sample();

@@ -1,4 +1,5 @@
-//! Everything that a run or a daemon shows at a moment, and what happened between two moments: for `swaptide top`.
+//! Everything that a run or a daemon shows at a moment, and what happened between two moments: for
+//! `swaptide top`.
 //!
 //! Locks: none.
 
@@ -51,7 +52,8 @@ pub struct Rates {
     pub faults: f64,
 }
 
-/// Looks at a run (the one that `pid` started or is in), or at the only one there is, or at the daemon.
+/// Looks at a run (the one that `pid` started or is in), or at the only one there is, or at the
+/// daemon.
 ///
 /// # Errors
 /// See [`ControlError`].
@@ -60,10 +62,12 @@ pub fn look(pid: Option<u32>) -> Result<Scene, ControlError> {
     // The run may be one that a daemon keeps: its groups and areas are the daemon's then.
     let groups = control::run_group(pid, "/", &[])?;
     let runs = if daemon { control::views()? } else { vec![control::stats(pid)?] };
-    let of_root = |key: &str| groups.iter().find(|group| group.path == "/")?.values.get(key)?.parse().ok();
+    let of_root =
+        |key: &str| groups.iter().find(|group| group.path == "/")?.values.get(key)?.parse().ok();
     let own = |f: fn(&View) -> u64| runs.iter().map(f).sum();
     let budget_bytes = if daemon { control::budget()? } else { own(|run| run.budget_bytes) };
-    let resident_bytes = if daemon { of_root("ram.current").unwrap_or(0) } else { own(|run| run.resident_bytes) };
+    let resident_bytes =
+        if daemon { of_root("ram.current").unwrap_or(0) } else { own(|run| run.resident_bytes) };
     Ok(Scene {
         daemon,
         budget_bytes,
@@ -89,7 +93,10 @@ impl Scene {
         let then: BTreeMap<u32, &View> = before.runs.iter().map(|run| (run.pid, run)).collect();
         let rate = |name: &str| {
             let of = |view: &View| view.stats.get(name).copied().unwrap_or(0);
-            let grown = self.runs.iter().filter_map(|run| Some(of(run).saturating_sub(of(then.get(&run.pid)?))));
+            let grown = self
+                .runs
+                .iter()
+                .filter_map(|run| Some(of(run).saturating_sub(of(then.get(&run.pid)?))));
             grown.sum::<u64>() as f64 / seconds
         };
         Rates {
@@ -117,7 +124,10 @@ mod tests {
     fn scene(at: Instant, runs: &[(u32, u64)]) -> Scene {
         let run = |&(pid, pages): &(u32, u64)| View {
             pid,
-            stats: BTreeMap::from([("zswpin".to_owned(), pages), ("pgmajfault".to_owned(), pages / 2)]),
+            stats: BTreeMap::from([
+                ("zswpin".to_owned(), pages),
+                ("pgmajfault".to_owned(), pages / 2),
+            ]),
             ..View::default()
         };
         let tier = |name: &str, start, end| TierRow { name: name.into(), index: 0, start, end };
@@ -138,13 +148,19 @@ mod tests {
         let now = Instant::now();
         let before = scene(now, &[(1, 1000), (2, 500), (3, 9)]);
         let after = scene(now + Duration::from_secs(2), &[(1, 3000), (2, 100), (4, 7777)]);
-        assert_eq!(after.rates_since(&before), Rates { zswpin: 1000.0, faults: 500.0, ..Rates::default() });
+        assert_eq!(
+            after.rates_since(&before),
+            Rates { zswpin: 1000.0, faults: 500.0, ..Rates::default() }
+        );
         assert_eq!(before.rates_since(&before), Rates::default());
     }
 
     #[test]
     fn a_priority_has_the_tier_that_covers_it() {
         let scene = scene(Instant::now(), &[]);
-        assert_eq!([32767, 100, 99, 5, 4].map(|priority| scene.tier_of(priority)), ["SSD", "SSD", "NET", "NET", "-"]);
+        assert_eq!(
+            [32767, 100, 99, 5, 4].map(|priority| scene.tier_of(priority)),
+            ["SSD", "SSD", "NET", "NET", "-"]
+        );
     }
 }

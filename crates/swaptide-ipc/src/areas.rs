@@ -1,21 +1,26 @@
-//! The table of swap areas: the devices beyond compressed memory, and which of their extents are whose.
+//! The table of swap areas: the devices beyond compressed memory, and which of their extents are
+//! whose.
 //!
-//! An *area* is a swap file, a block device or a network export. The extents of all areas have one numbering, in which those of an area follow each
-//! other; between two areas at least one number is nobody's, so that what lies on two devices never looks like one piece.
+//! An *area* is a swap file, a block device or a network export. The extents of all areas have one
+//! numbering, in which those of an area follow each other; between two areas at least one number is
+//! nobody's, so that what lies on two devices never looks like one piece.
 //!
-//! An area may have a *mirror*: a device of its own number, from which nothing is leased. What is written to an extent of the area is written to the same
-//! place of the mirror as well.
+//! An area may have a *mirror*: a device of its own number, from which nothing is leased. What is
+//! written to an extent of the area is written to the same place of the mirror as well.
 //!
 //! Invariants
 //! 1. Only the supervisor adds, closes and removes areas; everybody leases.
-//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks once more whether the area is open, and of the generation
-//!    that it was, after it has counted itself in; so a closed area without a held extent stays without one.
-//! 3. An area's number may be used again, with a higher generation: who remembers anything of an area remembers the generation with it.
+//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks
+//!    once more whether the area is open, and of the generation that it was, after it has counted
+//!    itself in; so a closed area without a held extent stays without one.
+//! 3. An area's number may be used again, with a higher generation: who remembers anything of an
+//!    area remembers the generation with it.
 //! 4. A mirror comes before its area and goes with it.
 //! 5. The order of areas is one word: who leases sees one whole order, at worst an older one.
 
 use std::sync::atomic::{
-    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
+    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    Ordering::SeqCst, fence,
 };
 
 use crate::layout::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, ProcSlot, Segment, SlotIndex};
@@ -164,8 +169,18 @@ pub struct NewArea {
 impl NewArea {
     /// A file, from its first byte on.
     pub const fn of_file(priority: i32, extents: u32) -> NewArea {
-        let export = ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
-        NewArea { transport: Transport::File, priority, extents, base_bytes: 0, export, mirror: None, plain: false, turns: false }
+        let export =
+            ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
+        NewArea {
+            transport: Transport::File,
+            priority,
+            extents,
+            base_bytes: 0,
+            export,
+            mirror: None,
+            plain: false,
+            turns: false,
+        }
     }
 }
 
@@ -183,7 +198,11 @@ impl Area {
 
     /// How it is read and written.
     pub fn transport(&self) -> Transport {
-        if self.transport.load(Relaxed) == Transport::Nbd as u32 { Transport::Nbd } else { Transport::File }
+        if self.transport.load(Relaxed) == Transport::Nbd as u32 {
+            Transport::Nbd
+        } else {
+            Transport::File
+        }
     }
 
     /// Its priority.
@@ -201,7 +220,8 @@ impl Area {
         self.extents.load(Relaxed).min(MAX_EXTENTS as u32)
     }
 
-    /// How many of them are leased; one more than there are numbers where a damaged table says more.
+    /// How many of them are leased; one more than there are numbers where a damaged table says
+    /// more.
     pub fn used(&self) -> u32 {
         self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
     }
@@ -241,10 +261,15 @@ impl Area {
     /// Its mirror.
     pub fn mirror(&self) -> Option<AreaId> {
         // Whatever a damaged table says, there are no others.
-        self.mirror.load(Relaxed).checked_sub(1).filter(|id| (*id as usize) < MAX_AREAS).map(|id| AreaId(id as u8))
+        self.mirror
+            .load(Relaxed)
+            .checked_sub(1)
+            .filter(|id| (*id as usize) < MAX_AREAS)
+            .map(|id| AreaId(id as u8))
     }
 
-    /// Whether it was given to another device since `generation` was read: what was read of it in between counts for nothing then.
+    /// Whether it was given to another device since `generation` was read: what was read of it in
+    /// between counts for nothing then.
     fn changed_since(&self, generation: u32) -> bool {
         fence(Acquire);
         self.generation.load(Relaxed) != generation
@@ -281,7 +306,10 @@ impl Segment {
 
     /// The areas that there are.
     pub fn areas(&self) -> impl Iterator<Item = (AreaId, &Area)> {
-        (0..MAX_AREAS as u8).map(AreaId).zip(&self.header.areas).filter(|(_, area)| area.state() != AreaState::None)
+        (0..MAX_AREAS as u8)
+            .map(AreaId)
+            .zip(&self.header.areas)
+            .filter(|(_, area)| area.state() != AreaState::None)
     }
 
     /// Counts changes of the table.
@@ -296,7 +324,10 @@ impl Segment {
 
     /// Extents of all open areas.
     pub fn extents(&self) -> u32 {
-        self.areas().filter(|(_, area)| area.state() == AreaState::Open).map(|(_, area)| area.extents()).sum()
+        self.areas()
+            .filter(|(_, area)| area.state() == AreaState::Open)
+            .map(|(_, area)| area.extents())
+            .sum()
     }
 
     /// Extents leased, of all areas.
@@ -309,7 +340,8 @@ impl Segment {
         let (id, area) = self.area_of(extent)?;
         // Between the search and here a damaged table may say something else again.
         let within = u64::from(extent.0.saturating_sub(area.first.load(Relaxed))) * EXTENT_BYTES;
-        let spot = |area: &Area| (area.generation(), area.base_bytes.load(Relaxed).saturating_add(within));
+        let spot =
+            |area: &Area| (area.generation(), area.base_bytes.load(Relaxed).saturating_add(within));
         let (generation, offset) = spot(area);
         let mirror = area.mirror().map(|id| {
             let (generation, offset) = spot(self.area(id));
@@ -332,10 +364,12 @@ impl Segment {
         self.area_of(extent).is_some_and(|(_, area)| area.turns())
     }
 
-    /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents. Supervisor only.
+    /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents.
+    /// Supervisor only.
     pub fn add_area(&self, new: NewArea) -> Option<AreaId> {
         let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
-        let mut taken: Vec<_> = self.areas().map(|(_, area)| area.range()).filter(|range| !range.is_empty()).collect();
+        let mut taken: Vec<_> =
+            self.areas().map(|(_, area)| area.range()).filter(|range| !range.is_empty()).collect();
         taken.sort_by_key(|range| range.start);
         let mut first = 0;
         for range in taken {
@@ -351,7 +385,8 @@ impl Segment {
         Some(self.fill_in(id, first, new, AreaState::Open))
     }
 
-    /// Adds a mirror, a file or a block device. `None` when all numbers of areas are taken. Supervisor only.
+    /// Adds a mirror, a file or a block device. `None` when all numbers of areas are taken.
+    /// Supervisor only.
     pub fn add_mirror(&self, priority: i32, base_bytes: u64) -> Option<AreaId> {
         let id = self.header.areas.iter().position(|area| area.state() == AreaState::None)?;
         let new = NewArea { base_bytes, ..NewArea::of_file(priority, 0) };
@@ -378,10 +413,12 @@ impl Segment {
         area.plain.store(u32::from(new.plain), Relaxed);
         area.turns.store(u32::from(new.turns), Relaxed);
         area.export_bytes.store(new.export.bytes, Relaxed);
-        area.export_flags.store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
+        area.export_flags
+            .store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
         area.export_longest.store(new.export.longest, Relaxed);
         area.export_connections.store(new.export.connections, Relaxed);
-        // Not `used`: nobody holds anything, and who is late in `lease_in` counts itself in and out again.
+        // Not `used`: nobody holds anything, and who is late in `lease_in` counts itself in and out
+        // again.
         for word in [&area.hint, &area.errors] {
             word.store(0, Relaxed);
         }
@@ -408,7 +445,8 @@ impl Segment {
         self.sort_areas();
     }
 
-    /// Removes an area and its mirror; false when it is open, or some of it is still held. Supervisor only.
+    /// Removes an area and its mirror; false when it is open, or some of it is still held.
+    /// Supervisor only.
     pub fn remove_area(&self, id: AreaId) -> bool {
         let area = self.area(id);
         let may = area.state() == AreaState::Closed && area.used() == 0;
@@ -425,14 +463,21 @@ impl Segment {
     /// Processes that hold extents of an area.
     pub fn holders(&self, id: AreaId) -> Vec<u32> {
         let range = self.area(id).range();
-        let holds =
-            |slot: &ProcSlot| range.clone().any(|extent| slot.held[extent as usize / 64].load(Relaxed) >> (extent % 64) & 1 == 1);
-        self.claimed().filter(|(_, slot)| holds(slot)).map(|(_, slot)| slot.pid.load(Relaxed)).collect()
+        let holds = |slot: &ProcSlot| {
+            range.clone().any(|extent| {
+                slot.held[extent as usize / 64].load(Relaxed) >> (extent % 64) & 1 == 1
+            })
+        };
+        self.claimed()
+            .filter(|(_, slot)| holds(slot))
+            .map(|(_, slot)| slot.pid.load(Relaxed))
+            .collect()
     }
 
     /// Writes the order of open areas anew.
     fn sort_areas(&self) {
-        let mut open: Vec<_> = self.areas().filter(|(_, area)| area.state() == AreaState::Open).collect();
+        let mut open: Vec<_> =
+            self.areas().filter(|(_, area)| area.state() == AreaState::Open).collect();
         open.sort_by_key(|(_, area)| std::cmp::Reverse(area.priority()));
         let numbers = open.iter().rev().fold(0, |word, (id, _)| word << 4 | u64::from(id.0));
         self.header.area_order.store(numbers, Relaxed);
@@ -445,14 +490,17 @@ impl Segment {
         Sequence { numbers: self.header.area_order.load(Relaxed), len }
     }
 
-    /// Takes a free extent for the process at `index`: of the area with the highest priority that has one and that `mask` permits. Areas of one priority
-    /// take turns. `None` when there is none.
+    /// Takes a free extent for the process at `index`: of the area with the highest priority that
+    /// has one and that `mask` permits. Areas of one priority take turns. `None` when there is
+    /// none.
     pub fn lease_extent(&self, index: SlotIndex, mask: AreaMask) -> Option<ExtentId> {
         let sequence = self.sequence();
         let mut from = 0;
         while from < sequence.len {
             let priority = self.area(sequence.at(from)).priority();
-            let equals = (from..sequence.len).take_while(|&at| self.area(sequence.at(at)).priority() == priority).count() as u32;
+            let equals = (from..sequence.len)
+                .take_while(|&at| self.area(sequence.at(at)).priority() == priority)
+                .count() as u32;
             let turn = if equals > 1 { self.header.area_turn.fetch_add(1, Relaxed) } else { 0 };
             for step in 0..equals {
                 let id = sequence.at(from + turn.wrapping_add(step) % equals);
@@ -478,7 +526,8 @@ impl Segment {
         for step in 0..total {
             let number = start.wrapping_add(step) % total;
             let extent = ExtentId(first.saturating_add(number));
-            // The numbers may be those of another area by now: read while its place was being given away.
+            // The numbers may be those of another area by now: read while its place was being given
+            // away.
             let refs = self.extent_refs.get(extent.0 as usize)?;
             if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
                 area.used.fetch_add(1, SeqCst);
@@ -496,7 +545,8 @@ impl Segment {
         None
     }
 
-    /// Holds an extent again that nobody holds, so that what lies there can be freed. False where somebody does, or its area is not open.
+    /// Holds an extent again that nobody holds, so that what lies there can be freed. False where
+    /// somebody does, or its area is not open.
     pub(crate) fn retake_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let refs = &self.extent_refs[extent.0 as usize];
         let Some((_, area)) = self.area_of(extent) else { return false };
@@ -504,9 +554,13 @@ impl Segment {
         if refs.compare_exchange(0, 1, SeqCst, Relaxed).is_err() {
             return false;
         }
-        // As in a lease: counted in, the area stays, if it is open and still the one whose extent this is.
+        // As in a lease: counted in, the area stays, if it is open and still the one whose extent
+        // this is.
         area.used.fetch_add(1, SeqCst);
-        if area.state() != AreaState::Open || area.changed_since(generation) || !area.range().contains(&extent.0) {
+        if area.state() != AreaState::Open
+            || area.changed_since(generation)
+            || !area.range().contains(&extent.0)
+        {
             area.used.fetch_sub(1, SeqCst);
             refs.fetch_sub(1, SeqCst);
             return false;
@@ -521,7 +575,8 @@ impl Segment {
         self.set_held(index, extent);
     }
 
-    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more: its bytes are nobody's.
+    /// Gives back the hold of the process at `index`. True when nobody holds the extent any more:
+    /// its bytes are nobody's.
     pub fn release_extent(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let word = &self.slot(index).held[extent.0 as usize / 64];
         let bit = 1u64 << (extent.0 % 64);
@@ -531,8 +586,9 @@ impl Segment {
         self.unref(extent)
     }
 
-    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes on the device goes in there, for
-    /// otherwise the extent could be leased and written in between. True when `f` ran.
+    /// Runs `f` while the extent is kept from everybody, if nobody holds it; what frees its bytes
+    /// on the device goes in there, for otherwise the extent could be leased and written in
+    /// between. True when `f` ran.
     pub fn while_unheld(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
         let refs = &self.extent_refs[extent.0 as usize];
         let Some((_, area)) = self.area_of(extent) else { return false };
@@ -542,7 +598,9 @@ impl Segment {
         }
         // Counted in, the area stays: if it is still the one whose extent this is.
         area.used.fetch_add(1, SeqCst);
-        let stays = area.state() != AreaState::None && !area.changed_since(generation) && area.range().contains(&extent.0);
+        let stays = area.state() != AreaState::None
+            && !area.changed_since(generation)
+            && area.range().contains(&extent.0);
         if stays {
             f();
         }
@@ -556,7 +614,8 @@ impl Segment {
         self.extent_refs[extent.0 as usize].load(Acquire) == 1
     }
 
-    /// Gives back all holds of the process at `index`; calls `freed` for each extent that nobody holds any more.
+    /// Gives back all holds of the process at `index`; calls `freed` for each extent that nobody
+    /// holds any more.
     pub(crate) fn release_extents(&self, index: SlotIndex, mut freed: impl FnMut(ExtentId)) {
         for (word_index, word) in self.slot(index).held.iter().enumerate() {
             let mut bits = word.swap(0, SeqCst);
@@ -586,21 +645,28 @@ impl Segment {
         true
     }
 
-    /// Corrects the references of an extent by as many as `missing` says; true when that leaves none. (See [`crate::groups`].)
+    /// Corrects the references of an extent by as many as `missing` says; true when that leaves
+    /// none. (See [`crate::groups`].)
     pub(crate) fn correct_refs(&self, extent: ExtentId, missing: i16) -> bool {
         let before = self.extent_refs[extent.0 as usize].fetch_add(missing as u16, SeqCst);
         before.wrapping_add(missing as u16) == 0
     }
 
-    /// How many more extents of each area are held, by the numbers of holders, than are counted as used.
+    /// How many more extents of each area are held, by the numbers of holders, than are counted as
+    /// used.
     pub(crate) fn missing_used(&self, held: &[u16]) -> Vec<(AreaId, i32)> {
         let missing = |area: &Area| {
-            let held = held.get(area.range().start as usize..area.range().end as usize).unwrap_or_default();
+            let held = held
+                .get(area.range().start as usize..area.range().end as usize)
+                .unwrap_or_default();
             let used = held.iter().filter(|holders| **holders > 0).count() as u32;
             // The word itself: what is added to it has to make it right.
             used.wrapping_sub(area.used.load(SeqCst)) as i32
         };
-        self.areas().map(|(id, area)| (id, missing(area))).filter(|(_, missing)| *missing != 0).collect()
+        self.areas()
+            .map(|(id, area)| (id, missing(area)))
+            .filter(|(_, missing)| *missing != 0)
+            .collect()
     }
 
     /// Corrects it.

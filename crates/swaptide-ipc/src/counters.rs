@@ -28,15 +28,18 @@ counters! {
     Zswpin = "zswpin",
     /// Pages written back from compressed memory to the file.
     Zswpwb = "zswpwb",
-    /// Pages that were compressed again because they stayed long in compressed memory, and got smaller by it.
+    /// Pages that were compressed again because they stayed long in compressed memory, and got
+    /// smaller by it.
     Zswprecomp = "zswprecomp",
     /// Pages that this was tried with.
     ZswprecompTried = "zswprecomp_tried",
     /// Bytes that it saved.
     ZswprecompSaved = "zswprecomp_saved_bytes",
-    /// Times compressed memory was found at its limit when something was to be stored (with an acceptance threshold).
+    /// Times compressed memory was found at its limit when something was to be stored (with an
+    /// acceptance threshold).
     PoolLimitHit = "pool_limit_hit",
-    /// Pages that went to the swap areas because compressed memory takes nothing until it has fallen below its acceptance threshold.
+    /// Pages that went to the swap areas because compressed memory takes nothing until it has
+    /// fallen below its acceptance threshold.
     RejectPoolFull = "reject_pool_full",
     /// Pages that went to the swap areas because they do not compress.
     RejectCompressPoor = "reject_compress_poor",
@@ -66,15 +69,19 @@ counters! {
     PgstealDirect = "pgsteal_direct",
     /// Pages brought in ahead of their fault.
     SwapRa = "swap_ra",
-    /// Of those, pages of windows that the program ran through: its next fault came where the window ended.
+    /// Of those, pages of windows that the program ran through: its next fault came where the
+    /// window ended.
     SwapRaHit = "swap_ra_hit",
-    /// Loads of several pages that were dropped because the range was another one at the second look.
+    /// Loads of several pages that were dropped because the range was another one at the second
+    /// look.
     SwpinStale = "swpin_stale",
     /// Pages that could not be moved because something held them (EBUSY).
     PagesBusy = "pages_busy",
-    /// Pages that another process had, too, since a fork, and that were copied so that they could be moved.
+    /// Pages that another process had, too, since a fork, and that were copied so that they could
+    /// be moved.
     PagesUnshared = "pages_unshared",
-    /// Pages that the engine had the kernel fault in and that copied nothing: fresh ones of compressed memory, and those that a fork had shared and no longer did.
+    /// Pages that the engine had the kernel fault in and that copied nothing: fresh ones of
+    /// compressed memory, and those that a fork had shared and no longer did.
     EngineFaults = "engine_faults",
     /// Forks of a process with managed memory.
     Forks = "forks",
@@ -82,9 +89,11 @@ counters! {
     ForkServed = "fork_served",
     /// Pages that could not be brought back and were poisoned.
     PagesPoisoned = "pages_poisoned",
-    /// Times that a thread waited for fresh pages because its group had more than `swap.high` on swap areas.
+    /// Times that a thread waited for fresh pages because its group had more than `swap.high` on
+    /// swap areas.
     SwapHighWaits = "swap_high_waits",
-    /// Microseconds in which at least one thread waited for memory that was swapped out, or for room: the kernel's `some` of memory.pressure.
+    /// Microseconds in which at least one thread waited for memory that was swapped out, or for
+    /// room: the kernel's `some` of memory.pressure.
     StallUs = "stall_us",
     /// The most pages of read-only private memory that a process past its limit had: they cannot go
     /// out.
@@ -190,7 +199,13 @@ impl OfOrder {
         if !(FIRST_ORDER..=LAST_ORDER).contains(&order) {
             return None;
         }
-        Counter::ALL.get(Counter::Swpin64k as usize + usize::from(order - FIRST_ORDER) * KINDS + self as usize).copied()
+        Counter::ALL
+            .get(
+                Counter::Swpin64k as usize
+                    + usize::from(order - FIRST_ORDER) * KINDS
+                    + self as usize,
+            )
+            .copied()
     }
 }
 
@@ -254,7 +269,9 @@ mod tests {
                 (OfOrder::SwpoutFallback, "swpout_fallback"),
                 (OfOrder::Zswpout, "zswpout"),
             ] {
-                let expected = (4..=9).contains(&order).then(|| format!("hugepages-{}kB/{name}", 4u32 << order));
+                let expected = (4..=9)
+                    .contains(&order)
+                    .then(|| format!("hugepages-{}kB/{name}", 4u32 << order));
                 assert_eq!(kind.counter(order).map(|c| c.name().to_owned()), expected);
             }
         }

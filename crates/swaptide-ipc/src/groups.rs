@@ -1,17 +1,23 @@
 //! The table of groups: what each may have of the swap areas, and what it has.
 //!
-//! A group is a number here; its name, its limits of memory and who belongs to it are the supervisor's. Group 0 is the root and an ancestor of all.
+//! A group is a number here; its name, its limits of memory and who belongs to it are the
+//! supervisor's. Group 0 is the root and an ancestor of all.
 //!
-//! What is charged. An extent is charged to a group once, however many processes of the group hold it, and in the same way to every ancestor of the
-//! group: `swap_used` is the number of different extents that processes of the group and of those below it hold. Two groups whose processes share an
-//! extent since a fork are both charged: each of them keeps its bytes from everybody else. A common ancestor is charged once.
+//! What is charged. An extent is charged to a group once, however many processes of the group hold
+//! it, and in the same way to every ancestor of the group: `swap_used` is the number of different
+//! extents that processes of the group and of those below it hold. Two groups whose processes share
+//! an extent since a fork are both charged: each of them keeps its bytes from everybody else. A
+//! common ancestor is charged once.
 //!
 //! Invariants
-//! 1. `refs[g][x]` is the number of processes in `g` and below it that hold extent `x`, and `swap_used` of `g` is the number of extents where
-//!    that is not 0, plus those that a lease under way has reserved.
-//! 2. All changes are made between `Segment::change` and its end, so that who finds no change under way, and none since, has found consistent
-//!    numbers; a process that dies in a change leaves it under way, by which the supervisor knows that it has to count ([`Segment::audit`]).
-//! 3. A process's extents are charged to the group in its slot's `group`, which only the process itself changes, while it holds any.
+//! 1. `refs[g][x]` is the number of processes in `g` and below it that hold extent `x`, and
+//!    `swap_used` of `g` is the number of extents where that is not 0, plus those that a lease
+//!    under way has reserved.
+//! 2. All changes are made between `Segment::change` and its end, so that who finds no change under
+//!    way, and none since, has found consistent numbers; a process that dies in a change leaves it
+//!    under way, by which the supervisor knows that it has to count ([`Segment::audit`]).
+//! 3. A process's extents are charged to the group in its slot's `group`, which only the process
+//!    itself changes, while it holds any.
 //! 4. Sharing never fails: a fork may take a group over its maximum. A lease never does.
 //! 5. All zeros is a root without limits.
 //!
@@ -99,7 +105,8 @@ pub struct Groups {
     slots: [GroupSlot; MAX_GROUPS],
     /// Not 0: a process died in a change.
     audit_due: AtomicU32,
-    /// Extents that are kept from everybody for a while by nobody's slot: how many are, and were; as a slot's `changes`.
+    /// Extents that are kept from everybody for a while by nobody's slot: how many are, and were;
+    /// as a slot's `changes`.
     trims: AtomicU64,
     refs: [[AtomicU16; MAX_EXTENTS]; MAX_GROUPS],
 }
@@ -146,10 +153,12 @@ impl Segment {
     /// A group and its ancestors, the root last.
     pub fn ancestry(&self, index: GroupIndex) -> impl Iterator<Item = GroupIndex> {
         // As many steps as there are groups: a damaged table ends as well.
-        let parent = |of: &GroupIndex| match self.groups.slots.get(of.0 as usize)?.parent_plus.load(Relaxed) {
-            0 => None,
-            plus => Some(GroupIndex((plus - 1) % MAX_GROUPS as u32)),
-        };
+        let parent =
+            |of: &GroupIndex| match self.groups.slots.get(of.0 as usize)?.parent_plus.load(Relaxed)
+            {
+                0 => None,
+                plus => Some(GroupIndex((plus - 1) % MAX_GROUPS as u32)),
+            };
         std::iter::successors(Some(index), parent).take(MAX_GROUPS)
     }
 
@@ -181,7 +190,11 @@ impl Segment {
             reserved += 1;
         }
         let mask = AreaMask(!self.group(own).areas_excluded() & within.0);
-        let extent = if reserved == self.ancestry(own).count() { self.lease_extent(index, mask) } else { None };
+        let extent = if reserved == self.ancestry(own).count() {
+            self.lease_extent(index, mask)
+        } else {
+            None
+        };
         match extent {
             Some(extent) => self.ancestry(own).for_each(|group| {
                 self.refs(group, extent).fetch_add(1, SeqCst);
@@ -199,7 +212,9 @@ impl Segment {
     /// Whether one of the areas in `within` that the group may use is open and has room.
     pub fn has_room_in(&self, index: SlotIndex, within: AreaMask) -> bool {
         let mask = AreaMask(!self.group(self.group_of(index)).areas_excluded() & within.0);
-        self.areas().any(|(id, area)| mask.contains(id) && area.state() == AreaState::Open && area.used() < area.extents())
+        self.areas().any(|(id, area)| {
+            mask.contains(id) && area.state() == AreaState::Open && area.used() < area.extents()
+        })
     }
 
     /// [`Segment::share_extent`] by the process at `from`, charged to the group of the one at `to`.
@@ -209,7 +224,8 @@ impl Segment {
         self.share_extent(to, extent);
     }
 
-    /// [`Segment::release_extent`], and no longer charged. `by` is who does it: the holder itself, or who shared it.
+    /// [`Segment::release_extent`], and no longer charged. `by` is who does it: the holder itself,
+    /// or who shared it.
     pub fn release_charged(&self, by: SlotIndex, index: SlotIndex, extent: ExtentId) -> bool {
         let _change = self.slot(by).change();
         if !self.holds(index, extent) {
@@ -219,8 +235,9 @@ impl Segment {
         self.release_extent(index, extent)
     }
 
-    /// After a [`Segment::release_charged`] that was the last: holds the extent again, charged, so that its bytes can be freed before it is
-    /// released once more. As a lease, it is taken back from a process that dies meanwhile. False where somebody holds it by now.
+    /// After a [`Segment::release_charged`] that was the last: holds the extent again, charged, so
+    /// that its bytes can be freed before it is released once more. As a lease, it is taken back
+    /// from a process that dies meanwhile. False where somebody holds it by now.
     pub fn retake_charged(&self, index: SlotIndex, extent: ExtentId) -> bool {
         let _change = self.slot(index).change();
         let taken = self.retake_extent(index, extent);
@@ -230,19 +247,21 @@ impl Segment {
         taken
     }
 
-    /// Charges everything that the process at `index` holds to the group that it belongs to now. Only the process itself does it, and leases and
-    /// releases nothing meanwhile.
+    /// Charges everything that the process at `index` holds to the group that it belongs to now.
+    /// Only the process itself does it, and leases and releases nothing meanwhile.
     pub fn regroup(&self, index: SlotIndex) {
         let slot = self.slot(index);
         let _change = slot.change();
-        let (old, new) = (self.group_of(index), GroupIndex(slot.group_wanted.load(SeqCst) % MAX_GROUPS as u32));
+        let (old, new) =
+            (self.group_of(index), GroupIndex(slot.group_wanted.load(SeqCst) % MAX_GROUPS as u32));
         self.each_held(index, |extent| self.hold(new, extent));
         slot.group.store(new.0, SeqCst);
         self.each_held(index, |extent| self.drop_hold(old, extent));
     }
 
-    /// Gives back, uncharged, everything that was held by a process that is gone, or by the program that it was before it executed another; calls
-    /// `freed` for each extent that nobody holds any more.
+    /// Gives back, uncharged, everything that was held by a process that is gone, or by the program
+    /// that it was before it executed another; calls `freed` for each extent that nobody holds any
+    /// more.
     pub(crate) fn forget_holds(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
         // The number of changes stays, for the same one must not come twice.
@@ -255,12 +274,14 @@ impl Segment {
         self.release_extents(index, freed);
     }
 
-    /// Says that something may have been left behind: by a supervisor that was killed, say. Supervisor only.
+    /// Says that something may have been left behind: by a supervisor that was killed, say.
+    /// Supervisor only.
     pub fn demand_audit(&self) {
         self.groups.audit_due.store(1, SeqCst);
     }
 
-    /// As [`Segment::while_unheld`], for another thread of the supervisor than the one that counts: meanwhile nothing is counted.
+    /// As [`Segment::while_unheld`], for another thread of the supervisor than the one that counts:
+    /// meanwhile nothing is counted.
     pub fn while_trimmed(&self, extent: ExtentId, f: impl FnOnce()) -> bool {
         self.groups.trims.fetch_add(STARTED, SeqCst);
         let did = self.while_unheld(extent, f);
@@ -268,7 +289,8 @@ impl Segment {
         did
     }
 
-    /// What a supervisor that was killed kept for a while is kept no more; [`Segment::audit`] finds it. Supervisor only.
+    /// What a supervisor that was killed kept for a while is kept no more; [`Segment::audit`] finds
+    /// it. Supervisor only.
     pub fn forget_trims(&self) {
         self.groups.trims.fetch_and(!u64::from(u32::MAX), SeqCst);
     }
@@ -319,8 +341,9 @@ impl Segment {
         words.try_fold(0u64, |sum, word| (word as u32 == 0).then_some(sum.wrapping_add(word >> 32)))
     }
 
-    /// Counts all holds and puts right what a process that died in a change has left behind; calls `freed` for each extent that nobody holds
-    /// although it was counted. False when changes were under way all the time: to be tried again. Supervisor only, which releases nothing
+    /// Counts all holds and puts right what a process that died in a change has left behind; calls
+    /// `freed` for each extent that nobody holds although it was counted. False when changes were
+    /// under way all the time: to be tried again. Supervisor only, which releases nothing
     /// meanwhile.
     pub fn audit(&self, mut freed: impl FnMut(ExtentId)) -> bool {
         for _ in 0..4 {
@@ -377,7 +400,8 @@ impl Audit {
         }
         let mut audit = Audit { leased: segment.missing_used(&held), ..Audit::default() };
         for (extent, held) in (0..).map(ExtentId).zip(&held) {
-            let missing = held.wrapping_sub(segment.extent_refs[extent.0 as usize].load(SeqCst)) as i16;
+            let missing =
+                held.wrapping_sub(segment.extent_refs[extent.0 as usize].load(SeqCst)) as i16;
             if missing != 0 {
                 audit.extents.push((extent, missing));
             }
@@ -433,7 +457,10 @@ mod tests {
 
     fn is_sound(segment: &Segment) -> bool {
         let audit = Audit::of(segment);
-        audit.leased.is_empty() && audit.extents.is_empty() && audit.charges.is_empty() && audit.used.is_empty()
+        audit.leased.is_empty()
+            && audit.extents.is_empty()
+            && audit.charges.is_empty()
+            && audit.used.is_empty()
     }
 
     #[test]
@@ -466,10 +493,14 @@ mod tests {
     fn an_extent_is_charged_to_the_holders_group_and_all_above_it() {
         let segment = grouped();
         let holder = member(segment, 10, INNER);
-        let extents: Vec<_> = (0..3).map(|_| segment.lease_charged(holder).expect("extent")).collect();
+        let extents: Vec<_> =
+            (0..3).map(|_| segment.lease_charged(holder).expect("extent")).collect();
         assert_eq!(used(segment), [3, 3, 0, 3]);
         assert!(segment.release_charged(holder, holder, extents[0]));
-        assert!(!segment.release_charged(holder, holder, extents[0]), "a second release does nothing");
+        assert!(
+            !segment.release_charged(holder, holder, extents[0]),
+            "a second release does nothing"
+        );
         assert_eq!(used(segment), [2, 2, 0, 2]);
         segment.release(holder, |_| {});
         assert_eq!(used(segment), [0; 4]);
@@ -518,7 +549,8 @@ mod tests {
         assert_eq!((leased.len(), used(segment)), (2, [2, 2, 0, 2]));
         leased.extend(std::iter::from_fn(|| segment.lease_charged(other)));
         assert_eq!((leased.len(), used(segment)), (3, [3, 3, 0, 2]));
-        let events = |group| (segment.group(group).max_events(), segment.group(group).fail_events());
+        let events =
+            |group| (segment.group(group).max_events(), segment.group(group).fail_events());
         assert_eq!((events(INNER), events(A)), ((1, 1), (1, 1)));
         segment.group(INNER).set_swap_max(Some(0));
         assert_eq!(segment.lease_charged(inner), None);
@@ -529,7 +561,11 @@ mod tests {
         segment.group(A).set_swap_max(None);
         segment.group(INNER).set_swap_max(None);
         while segment.lease_charged(inner).is_some() {}
-        assert_eq!((used(segment)[0], events(INNER)), (100, (2, 3)), "the areas are full, which is nobody's maximum");
+        assert_eq!(
+            (used(segment)[0], events(INNER)),
+            (100, (2, 3)),
+            "the areas are full, which is nobody's maximum"
+        );
         assert!(is_sound(segment));
     }
 
@@ -539,7 +575,9 @@ mod tests {
         let other = segment.add_area(NewArea { priority: 7, extents: 3, ..AREA }).expect("area");
         let (inner, outer) = (member(segment, 10, INNER), member(segment, 11, A));
         segment.group(INNER).exclude_areas(1 << other.0);
-        let place = |extent: Option<ExtentId>| segment.place_of(extent.expect("extent")).expect("place").area;
+        let place = |extent: Option<ExtentId>| {
+            segment.place_of(extent.expect("extent")).expect("place").area
+        };
         assert_eq!(place(segment.lease_charged(inner)), AreaId(0));
         assert_eq!(place(segment.lease_charged(outer)), other);
         segment.group(INNER).exclude_areas(u32::MAX);
@@ -565,7 +603,10 @@ mod tests {
         segment.release(child, |extent| freed.push(extent));
         assert_eq!((freed, used(segment)), (vec![extent], [0; 4]));
         segment.close_area(AreaId(0));
-        assert!(!segment.retake_charged(parent, extent), "a closed area without a held extent stays without one");
+        assert!(
+            !segment.retake_charged(parent, extent),
+            "a closed area without a held extent stays without one"
+        );
         assert!(is_sound(segment));
     }
 
@@ -613,21 +654,32 @@ mod tests {
                         match round.wrapping_mul(2_654_435_761) >> 28 {
                             0..=7 => {
                                 let extent = segment.lease_charged(index);
-                                if extent.is_some() && segment.ancestry(segment.group_of(index)).any(|group| group == A) {
+                                if extent.is_some()
+                                    && segment
+                                        .ancestry(segment.group_of(index))
+                                        .any(|group| group == A)
+                                {
                                     leased_below_a.fetch_add(1, Relaxed);
                                 }
                                 held.extend(extent);
                             }
                             8..=13 => {
-                                held.pop().map(|extent| segment.release_charged(index, index, extent));
+                                held.pop()
+                                    .map(|extent| segment.release_charged(index, index, extent));
                             }
                             14 => {
-                                let child = segment.claim(1000 + number, 100 + number).expect("slot");
-                                held.iter().for_each(|extent| segment.share_charged(index, child, *extent));
+                                let child =
+                                    segment.claim(1000 + number, 100 + number).expect("slot");
+                                held.iter().for_each(|extent| {
+                                    segment.share_charged(index, child, *extent)
+                                });
                                 segment.release(child, |_| panic!("the parent holds it"));
                             }
                             _ => {
-                                segment.slot(index).group_wanted.store((number + round) % 4, SeqCst);
+                                segment
+                                    .slot(index)
+                                    .group_wanted
+                                    .store((number + round) % 4, SeqCst);
                                 segment.regroup(index);
                             }
                         }
@@ -637,7 +689,8 @@ mod tests {
             }
         });
         assert!(is_sound(segment));
-        // What a group holds at the end is chance: one thread may have taken everything and gone elsewhere.
+        // What a group holds at the end is chance: one thread may have taken everything and gone
+        // elsewhere.
         assert!(leased_below_a.load(Relaxed) > 0);
         assert!(!segment.audit_is_due());
         for index in (0..8).map(SlotIndex) {
@@ -660,7 +713,9 @@ mod tests {
                 for round in 0..20_000u32 {
                     match round % 7 {
                         0..=3 => held.extend(segment.lease_charged(index)),
-                        _ => drop(held.pop().map(|extent| segment.release_charged(index, index, extent))),
+                        _ => drop(
+                            held.pop().map(|extent| segment.release_charged(index, index, extent)),
+                        ),
                     }
                     if round % 64 == 0 {
                         std::thread::yield_now();

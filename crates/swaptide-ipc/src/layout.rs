@@ -1,7 +1,8 @@
 //! The layout of the segment.
 
 use std::sync::atomic::{
-    AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicU16, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 use std::time::Duration;
 
@@ -21,7 +22,8 @@ pub const VERSION: u32 = 12;
 pub const MAX_PROCS: usize = 512;
 /// The limit of a process that is being let go.
 pub const NO_LIMIT: u64 = 1 << 46;
-/// No word of bytes of one process counts for more, whatever stands there: that of all processes together is no overflow.
+/// No word of bytes of one process counts for more, whatever stands there: that of all processes
+/// together is no overflow.
 pub const MOST_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
 pub const MOST_COUNTED: u64 = 1 << 47;
@@ -52,9 +54,11 @@ pub enum ProcState {
     Watching = 1,
     /// Its memory is managed.
     Engaged = 2,
-    /// Its memory cannot be managed (the reason went to the log); it counts against the budget all the same.
+    /// Its memory cannot be managed (the reason went to the log); it counts against the budget all
+    /// the same.
     Refused = 3,
-    /// Its memory was managed, or might have been, and was let go for good; it does not count against the budget any more.
+    /// Its memory was managed, or might have been, and was let go for good; it does not count
+    /// against the budget any more.
     Detached = 4,
 }
 
@@ -75,36 +79,45 @@ pub struct Header {
     pub key: [AtomicU64; 4],
     /// Counts processes that could not claim a slot.
     pub slots_exhausted: AtomicU64,
-    /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the percentage counts).
+    /// Upper bound of one process's compressed memory in bytes, over all processes (0: only the
+    /// percentage counts).
     pub pool_cap_bytes: AtomicU64,
-    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in percent (0: nothing was said).
+    /// `max_pool_percent`: what of a process's limit its compressed memory may take at most, in
+    /// percent (0: nothing was said).
     pub pool_max_percent: AtomicU32,
-    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until it has fallen below so many percent of it
-    /// (0: it always takes, and writes back for it).
+    /// `accept_threshold_percent`: compressed memory that has reached a bound takes nothing until
+    /// it has fallen below so many percent of it (0: it always takes, and writes back for it).
     pub pool_accept_percent: AtomicU32,
     /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
     pub pid_namespace: AtomicU64,
-    /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves the pages behind untouched.
+    /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves
+    /// the pages behind untouched.
     pub slots_end: AtomicU32,
     /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
     pub slots_max: AtomicU32,
     /// How compressed memory is compressed: the number of a choice of codecs (0: the usual one).
     pub pool_codec: AtomicU32,
-    /// One more than page-cluster: windows from the swap file, and from compressed memory in front of it, are at most two to the power of
-    /// page-cluster pages (0: nothing was said).
+    /// One more than page-cluster: windows from the swap file, and from compressed memory in front
+    /// of it, are at most two to the power of page-cluster pages (0: nothing was said).
     pub page_cluster_plus: AtomicU32,
-    /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every fault brings its page alone.
+    /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every
+    /// fault brings its page alone.
     pub largest_order_plus: AtomicU32,
-    /// Every so manyth load of several pages is taken to be out of date at its second look (0: none). For tests.
+    /// Every so manyth load of several pages is taken to be out of date at its second look (0:
+    /// none). For tests.
     pub stale_every: AtomicU32,
-    /// Every so manyth fill of several pages ends half way, as it does when an event is unread (0: none). For tests.
+    /// Every so manyth fill of several pages ends half way, as it does when an event is unread (0:
+    /// none). For tests.
     pub part_every: AtomicU32,
-    /// Every so manyth transfer of a process to or from the first area goes wrong, in one way or another (0: none). For tests.
+    /// Every so manyth transfer of a process to or from the first area goes wrong, in one way or
+    /// another (0: none). For tests.
     pub mishap_every: AtomicU32,
-    /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3: the handler's thread is gone; 4: there is no memory for an
-    /// engine; 5: at its first order, a thread is gone that reads from servers (0: they do not). For tests.
+    /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3:
+    /// the handler's thread is gone; 4: there is no memory for an engine; 5: at its first order, a
+    /// thread is gone that reads from servers (0: they do not). For tests.
     pub fail: AtomicU32,
-    /// Not 0: the kernel tells nobody of forks here (that takes `CAP_SYS_PTRACE`), so the supervisor follows the forking thread.
+    /// Not 0: the kernel tells nobody of forks here (that takes `CAP_SYS_PTRACE`), so the
+    /// supervisor follows the forking thread.
     pub followed_forks: AtomicU32,
     /// Counts changes of the areas.
     pub(crate) areas_epoch: AtomicU32,
@@ -133,28 +146,35 @@ pub struct ProcSlot {
     pub wanted: AtomicU32,
     /// Not 0: the process has asked for that, and waits.
     pub asks: AtomicU32,
-    /// Futex word: the supervisor raises it and wakes while the first thread of the process has ended and others live.
+    /// Futex word: the supervisor raises it and wakes while the first thread of the process has
+    /// ended and others live.
     pub leaderless: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
-    /// The group that its extents are charged to, and the one that it belongs to. They differ until the process has seen it.
+    /// The group that its extents are charged to, and the one that it belongs to. They differ until
+    /// the process has seen it.
     pub group: AtomicU32,
     /// See `group`; written by the supervisor.
     pub group_wanted: AtomicU32,
     /// Not 0: nothing goes to the swap areas, neither from compressed memory nor past it.
     pub no_writeback: AtomicU32,
-    /// Not 0: everything that is swapped shall come in, as far as there is room; the process makes it 0 when it has. Its supervisor may do so before.
+    /// Not 0: everything that is swapped shall come in, as far as there is room; the process makes
+    /// it 0 when it has. Its supervisor may do so before.
     pub preload: AtomicU32,
-    /// Microseconds that a thread waits for [`THROTTLE_PAGES`] fresh pages, because its group has more than `swap.high`.
+    /// Microseconds that a thread waits for [`THROTTLE_PAGES`] fresh pages, because its group has
+    /// more than `swap.high`.
     pub throttle_us: AtomicU32,
-    /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written by the supervisor, which makes it 0 when it has
-    /// changed its mind; the process has done it when its state is [`ProcState::Detached`].
+    /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written
+    /// by the supervisor, which makes it 0 when it has changed its mind; the process has done it
+    /// when its state is [`ProcState::Detached`].
     pub detach: AtomicU32,
-    /// Not 0: much of its memory is another's, too, since a fork. Another number each time the supervisor has seen that.
+    /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
+    /// supervisor has seen that.
     pub of_family: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
-    /// One more than the bytes that its compressed pool may have for its group's sake (0: as many as its limit permits).
+    /// One more than the bytes that its compressed pool may have for its group's sake (0: as many
+    /// as its limit permits).
     pub pool_max_plus: AtomicU64,
     /// Bytes of anonymous memory that the process may keep resident, everything included.
     pub limit_bytes: AtomicU64,
@@ -174,7 +194,8 @@ pub struct ProcSlot {
     pub swapped_file_bytes: AtomicU64,
     /// Largest sum of resident and swapped bytes.
     pub peak_footprint_bytes: AtomicU64,
-    /// While a thread of the process waits for memory: since when, in nanoseconds of the monotonic clock; else 0. What is over is in [`Counter::StallUs`].
+    /// While a thread of the process waits for memory: since when, in nanoseconds of the monotonic
+    /// clock; else 0. What is over is in [`Counter::StallUs`].
     pub stalled_since: AtomicU64,
     /// Counters by [`Counter`].
     pub counters: [AtomicU64; COUNTERS],
@@ -185,7 +206,8 @@ pub struct ProcSlot {
 }
 
 impl ProcSlot {
-    /// What a word of bytes says, within `MOST_BYTES`: for who reads the word of another process, which may be anything.
+    /// What a word of bytes says, within `MOST_BYTES`: for who reads the word of another process,
+    /// which may be anything.
     pub fn bytes(word: &AtomicU64) -> u64 {
         word.load(Relaxed).min(MOST_BYTES)
     }
@@ -216,9 +238,11 @@ impl ProcSlot {
         }
     }
 
-    /// Microseconds in which a thread waited for memory, `now` (of the monotonic clock) among them if one does. May fall back for a moment when a wait ends.
+    /// Microseconds in which a thread waited for memory, `now` (of the monotonic clock) among them
+    /// if one does. May fall back for a moment when a wait ends.
     pub fn stalled_us(&self, now: Nanos) -> u64 {
-        // In this order: what is counted is not under way any more. Pairs with the fence of the engine's `stall`.
+        // In this order: what is counted is not under way any more. Pairs with the fence of the
+        // engine's `stall`.
         let over = self.counters[Counter::StallUs as usize].load(Acquire);
         over.saturating_add(self.stalls_for(now).as_micros() as u64)
     }
@@ -319,13 +343,17 @@ impl std::fmt::Display for SegmentError {
         match self {
             SegmentError::TooSmall => write!(
                 f,
-                "the shared segment is too small: the supervisor and the agent are of different builds; install both from one"
+                "the shared segment is too small: the supervisor and the agent are of different \
+                builds; install both from one"
             ),
-            SegmentError::NotASegment => write!(f, "the shared segment has no magic word: the supervisor has not set it up"),
+            SegmentError::NotASegment => {
+                write!(f, "the shared segment has no magic word: the supervisor has not set it up")
+            }
             SegmentError::Version(found) => {
                 write!(
                     f,
-                    "the shared segment has version {found}, this build speaks {VERSION}: install supervisor and agent from one build"
+                    "the shared segment has version {found}, this build speaks {VERSION}: install \
+                    supervisor and agent from one build"
                 )
             }
         }
@@ -347,8 +375,9 @@ impl Segment {
             return Err(SegmentError::TooSmall);
         }
         let start = map.leak();
-        // SAFETY: the map is page aligned, at least as long as a Segment, never unmapped (leaked), and every bit pattern is a valid
-        // Segment, which consists of atomics only; other processes change it through atomics too.
+        // SAFETY: the map is page aligned, at least as long as a Segment, never unmapped (leaked),
+        // and every bit pattern is a valid Segment, which consists of atomics only; other processes
+        // change it through atomics too.
         Ok(unsafe { start.cast::<Segment>().as_ref() })
     }
 
@@ -367,11 +396,12 @@ impl Segment {
         }
     }
 
-    /// Claims a slot for process `pid`. A slot it had before it executed another program is taken over with its counters and without
-    /// its extents. `None` when all are taken.
+    /// Claims a slot for process `pid`. A slot it had before it executed another program is taken
+    /// over with its counters and without its extents. `None` when all are taken.
     pub fn claim(&self, pid: u32, forked_from: u32) -> Option<SlotIndex> {
         let end = (self.header.slots_end.load(Relaxed) as usize).min(MAX_PROCS);
-        if let Some(index) = self.procs[..end].iter().position(|slot| slot.pid.load(Relaxed) == pid) {
+        if let Some(index) = self.procs[..end].iter().position(|slot| slot.pid.load(Relaxed) == pid)
+        {
             let index = SlotIndex(index as u32);
             self.forget_holds(index, |_| {});
             let slot = self.slot(index);
@@ -388,10 +418,13 @@ impl Segment {
             max => max as usize,
         };
         for (index, slot) in self.procs.iter().take(max).enumerate() {
-            if slot.pid.load(Relaxed) == 0 && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok() {
+            if slot.pid.load(Relaxed) == 0
+                && slot.pid.compare_exchange(0, pid, AcqRel, Relaxed).is_ok()
+            {
                 slot.forked_from.store(forked_from, Relaxed);
-                if let Some(parent) =
-                    self.procs[..end].iter().find(|parent| forked_from != 0 && parent.pid.load(Relaxed) == forked_from)
+                if let Some(parent) = self.procs[..end]
+                    .iter()
+                    .find(|parent| forked_from != 0 && parent.pid.load(Relaxed) == forked_from)
                 {
                     slot.inherit(parent);
                 }
@@ -421,8 +454,8 @@ impl Segment {
             .filter(|(_, slot)| slot.state() != ProcState::Free && slot.pid.load(Acquire) != 0)
     }
 
-    /// Clears a slot whose process is gone and gives back its extents; calls `freed` for each extent that nobody holds any more.
-    /// Supervisor only (invariant 3).
+    /// Clears a slot whose process is gone and gives back its extents; calls `freed` for each
+    /// extent that nobody holds any more. Supervisor only (invariant 3).
     pub fn release(&self, index: SlotIndex, freed: impl FnMut(ExtentId)) {
         let slot = self.slot(index);
         self.forget_holds(index, freed);
@@ -480,7 +513,8 @@ mod tests {
     #[test]
     fn the_offsets_that_test_programs_write_to_are_those_of_the_layout() {
         use std::mem::offset_of;
-        let mirror = offset_of!(Segment, header) + offset_of!(Header, areas) + crate::areas::MIRROR_AT;
+        let mirror =
+            offset_of!(Segment, header) + offset_of!(Header, areas) + crate::areas::MIRROR_AT;
         let full = offset_of!(ProcSlot, counters) + 8 * Counter::SwapFull as usize;
         let names = [
             ("SEGMENT_HEADER", size_of::<Header>()),
@@ -491,7 +525,8 @@ mod tests {
             ("SEGMENT_SWAP_FULL", full),
             ("SEGMENT_GROUPS", offset_of!(Segment, groups)),
         ];
-        let lines: Vec<String> = names.iter().map(|(name, at)| format!("    \"{name}\": {at}")).collect();
+        let lines: Vec<String> =
+            names.iter().map(|(name, at)| format!("    \"{name}\": {at}")).collect();
         let expected = format!("{{\n{}\n}}\n", lines.join(",\n"));
         assert_eq!(include_str!("../../../tests/programs/segment.json"), expected);
     }

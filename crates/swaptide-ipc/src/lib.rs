@@ -1,14 +1,19 @@
-//! The shared memory segment between a supervisor and the processes of its tree, and the words they exchange on its socket.
+//! The shared memory segment between a supervisor and the processes of its tree, and the words they
+//! exchange on its socket.
 //!
-//! Owns: the layout of the segment ([`Segment`]), the life of a process slot ([`ProcSlot`]), the reference counts of the
-//! swap areas' extents and the table of the areas, the charges of groups, and the names of the counters. It owns no memory: the supervisor creates the memfd, everybody maps it.
+//! Owns: the layout of the segment ([`Segment`]), the life of a process slot ([`ProcSlot`]), the
+//! reference counts of the swap areas' extents and the table of the areas, the charges of groups,
+//! and the names of the counters. It owns no memory: the supervisor creates the memfd, everybody
+//! maps it.
 //!
 //! Invariants
-//! 1. A process slot is written only by the process that claimed it (counters, state) and by the supervisor (limit, bell,
-//!    release). Every field is an atomic; no field needs another one to be read at the same moment.
-//! 2. `extent_refs[x]` is the number of process slots whose `extents` bitmap has bit `x` set, plus one while a lease or a hand-over
-//!    is between the two writes. A count is raised before its bit is set and the bit is cleared before the count is lowered,
-//!    so that a process that dies in between leaks an extent and never frees another's.
+//! 1. A process slot is written only by the process that claimed it (counters, state) and by the
+//!    supervisor (limit, bell, release). Every field is an atomic; no field needs another one to be
+//!    read at the same moment.
+//! 2. `extent_refs[x]` is the number of process slots whose `extents` bitmap has bit `x` set, plus
+//!    one while a lease or a hand-over is between the two writes. A count is raised before its bit
+//!    is set and the bit is cleared before the count is lowered, so that a process that dies in
+//!    between leaks an extent and never frees another's.
 //! 3. A slot is released only by the supervisor, after the process is known to be gone.
 //!
 //! Locks: none.
@@ -20,11 +25,14 @@ mod layout;
 pub mod shared;
 mod wire;
 
-pub use areas::{Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot, Transport};
+pub use areas::{
+    Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot,
+    Transport,
+};
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
 pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
 pub use layout::{
-    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState, Segment, SegmentError,
-    SlotIndex, THROTTLE_PAGES, VERSION,
+    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState,
+    Segment, SegmentError, SlotIndex, THROTTLE_PAGES, VERSION,
 };
 pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};

@@ -1,13 +1,17 @@
-//! Shared regions as the processes that map them see it: what they ask their pager, and in which order.
+//! Shared regions as the processes that map them see it: what they ask their pager, and in which
+//! order.
 //!
-//! A *region* is memory that several processes map shared, and that a pager outside of them swaps. It is a memory file which nobody reads or
-//! writes by its descriptor. Each process registers its mappings with a userfaultfd of its own, which the pager has too. A *guard* is a thread of the
+//! A *region* is memory that several processes map shared, and that a pager outside of them swaps.
+//! It is a memory file which nobody reads or writes by its descriptor. Each process registers its
+//! mappings with a userfaultfd of its own, which the pager has too. A *guard* is a thread of the
 //! process that keeps the descriptor open and listens for the pager's end.
 //!
 //! Invariants
-//! 1. A program gets the address of a mapping only after [`attach`] succeeded: no page of it was ever filled behind the pager's back.
-//! 2. A forked child touches its regions only after its [`Guard`] stands, if anything of any region may be swapped: as long as one holder of the
-//!    userfaultfd lives, a missing page is waited for and never read as zeros.
+//! 1. A program gets the address of a mapping only after [`attach`] succeeded: no page of it was
+//!    ever filled behind the pager's back.
+//! 2. A forked child touches its regions only after its [`Guard`] stands, if anything of any region
+//!    may be swapped: as long as one holder of the userfaultfd lives, a missing page is waited for
+//!    and never read as zeros.
 //!
 //! Locks: none. Nothing is allocated.
 
@@ -74,17 +78,20 @@ pub fn region(socket: &[u8], bytes: u64) -> Option<OwnedFd> {
 pub enum Reach {
     /// Everything.
     Whole = 0,
-    /// A forked child has none of it (the kernel tells of forks only with `CAP_SYS_PTRACE`): it maps a region anew.
+    /// A forked child has none of it (the kernel tells of forks only with `CAP_SYS_PTRACE`): it
+    /// maps a region anew.
     NoForks = 1,
-    /// The same, and a system call that touches what is out fails with `EFAULT`: this process has access neither to the system call nor to
-    /// `/dev/userfaultfd`, but for faults of its own code.
+    /// The same, and a system call that touches what is out fails with `EFAULT`: this process has
+    /// access neither to the system call nor to `/dev/userfaultfd`, but for faults of its own code.
     UserMode = 2,
 }
 
 impl Reach {
     /// The best that this process has.
     pub fn here() -> Option<Reach> {
-        [Reach::Whole, Reach::NoForks, Reach::UserMode].into_iter().find(|reach| reach.open().is_ok())
+        [Reach::Whole, Reach::NoForks, Reach::UserMode]
+            .into_iter()
+            .find(|reach| reach.open().is_ok())
     }
 
     fn open(self) -> Result<Uffd, OpenError> {
@@ -97,8 +104,9 @@ impl Reach {
     }
 }
 
-/// Makes the calling process's mappings of regions known to the pager, with the userfaultfd of this reach if it has none yet. With less than
-/// [`Reach::Whole`] none of them may come along at a fork (`MADV_DONTFORK`).
+/// Makes the calling process's mappings of regions known to the pager, with the userfaultfd of this
+/// reach if it has none yet. With less than [`Reach::Whole`] none of them may come along at a fork
+/// (`MADV_DONTFORK`).
 pub fn attach(socket: &[u8], reach: Reach) -> Option<()> {
     let ask = |uffd: Option<&Uffd>| {
         let conn = Conn::connect_abstract(socket).ok()?;
@@ -135,12 +143,14 @@ pub struct Guard {
     pub conn: Conn,
     /// While this is open, missing pages are waited for.
     pub uffd: Uffd,
-    /// The pager's slot in the segment: what it says of swapped memory tells whether its end is a loss.
+    /// The pager's slot in the segment: what it says of swapped memory tells whether its end is a
+    /// loss.
     pub slot: SlotIndex,
 }
 
 impl Guard {
-    /// Whether the pager's end is a loss to this process: it has regions mapped, and of some region something is out.
+    /// Whether the pager's end is a loss to this process: it has regions mapped, and of some region
+    /// something is out.
     pub fn has_lost(&self, segment: &Segment) -> bool {
         let slot = segment.slot(self.slot);
         let out = slot.swapped_pool_bytes.load(Relaxed) + slot.swapped_file_bytes.load(Relaxed);
@@ -154,7 +164,8 @@ impl Guard {
     }
 }
 
-/// Stands guard for the calling process. To be called in the thread that does: its descriptors are to live in a table that the program does not see.
+/// Stands guard for the calling process. To be called in the thread that does: its descriptors are
+/// to live in a table that the program does not see.
 pub fn guard(socket: &[u8]) -> Option<Guard> {
     let landmark = Landmark::raise().ok()?;
     let conn = Conn::connect_abstract(socket).ok()?;

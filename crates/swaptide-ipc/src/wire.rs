@@ -1,12 +1,15 @@
 //! What a process of the tree asks the supervisor for, and where it finds it.
 //!
-//! The supervisor listens on an abstract sequenced-packet socket whose name is in the environment variable [`ENV_SOCKET`].
-//! A client sends one [`Request`] byte and receives one byte (the same) with the descriptor that was asked for; then both hang up. Some
-//! requests have more behind the byte, as their descriptions say, and some answers.
+//! The supervisor listens on an abstract sequenced-packet socket whose name is in the environment
+//! variable [`ENV_SOCKET`]. A client sends one [`Request`] byte and receives one byte (the same)
+//! with the descriptor that was asked for; then both hang up. Some requests have more behind the
+//! byte, as their descriptions say, and some answers.
 
-/// Name of the environment variable that holds the supervisor's abstract socket name (without the leading NUL byte).
+/// Name of the environment variable that holds the supervisor's abstract socket name (without the
+/// leading NUL byte).
 pub const ENV_SOCKET: &str = "SWAPTIDE_SOCKET";
-/// When set to a file's path, the agents append one line there for each thing worth knowing. Meant for a bug report.
+/// When set to a file's path, the agents append one line there for each thing worth knowing. Meant
+/// for a bug report.
 pub const ENV_AGENT_LOG: &str = "SWAPTIDE_AGENT_LOG";
 
 /// One request: the byte that goes over the socket.
@@ -19,7 +22,8 @@ pub enum Request {
     Area = b'A',
     /// `/dev/userfaultfd`, for who may not open it any more.
     Device = b'U',
-    /// Features for the userfaultfd that comes with the request, for who may not ask for them any more: the features' word follows.
+    /// Features for the userfaultfd that comes with the request, for who may not ask for them any
+    /// more: the features' word follows.
     Handshake = b'H',
     /// The client's page map.
     Pagemap = b'P',
@@ -27,23 +31,29 @@ pub enum Request {
     Maps = b'M',
     /// The client's sizes.
     Statm = b'T',
-    /// The client's process id as the supervisor sees it: four bytes in the answer, little end first.
+    /// The client's process id as the supervisor sees it: four bytes in the answer, little end
+    /// first.
     Identity = b'I',
-    /// Follow the thread that asks through its fork: its number (4), and where its child is to begin (8) and with which stack (8). The answer has
-    /// nothing more; the connection stays open until the fork is over, and the child says a word on it when it has begun.
+    /// Follow the thread that asks through its fork: its number (4), and where its child is to
+    /// begin (8) and with which stack (8). The answer has nothing more; the connection stays open
+    /// until the fork is over, and the child says a word on it when it has begun.
     Fork = b'F',
-    /// A new region of shared memory; its length in bytes follows (8). The answer has the memory file.
+    /// A new region of shared memory; its length in bytes follows (8). The answer has the memory
+    /// file.
     Region = b'R',
-    /// Look at the client's mappings of shared regions again; a userfaultfd for them comes with the request if the answer to the one before was
-    /// that one is needed. The answer has one of [`crate::shared::Attached`] behind the byte.
+    /// Look at the client's mappings of shared regions again; a userfaultfd for them comes with the
+    /// request if the answer to the one before was that one is needed. The answer has one of
+    /// [`crate::shared::Attached`] behind the byte.
     Attach = b'J',
-    /// The client's guard; a landmark's address follows (8). The answer has the number of the pager's slot (4) and the userfaultfd; the connection
-    /// stays open.
+    /// The client's guard; a landmark's address follows (8). The answer has the number of the
+    /// pager's slot (4) and the userfaultfd; the connection stays open.
     Guard = b'G',
-    /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1 if the range is of a shared region.
+    /// Advice on a range of shared memory: address (8), length (8), advice (4). In the answer a 1
+    /// if the range is of a shared region.
     Advise = b'V',
-    /// Hold the userfaultfd that comes with the request until the client's threads are gone. There is no answer; the connection stays open for as
-    /// long as the client has an engine. A byte on it asks for the end of that, which the end of the connection answers.
+    /// Hold the userfaultfd that comes with the request until the client's threads are gone. There
+    /// is no answer; the connection stays open for as long as the client has an engine. A byte on
+    /// it asks for the end of that, which the end of the connection answers.
     Hold = b'K',
 }
 
@@ -51,11 +61,15 @@ impl Request {
     /// The request of a byte, if it is one.
     pub fn from_byte(byte: u8) -> Option<Request> {
         use Request::{
-            Advise, Area, Attach, Device, Fork, Guard, Handshake, Hold, Identity, Maps, Pagemap, Region, Segment, Statm,
+            Advise, Area, Attach, Device, Fork, Guard, Handshake, Hold, Identity, Maps, Pagemap,
+            Region, Segment, Statm,
         };
-        [Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach, Guard, Advise, Hold]
-            .into_iter()
-            .find(|request| *request as u8 == byte)
+        [
+            Segment, Area, Device, Handshake, Pagemap, Maps, Statm, Identity, Fork, Region, Attach,
+            Guard, Advise, Hold,
+        ]
+        .into_iter()
+        .find(|request| *request as u8 == byte)
     }
 
     /// Bytes that follow the request's.

@@ -23,7 +23,8 @@ fn layers() -> [(&'static str, Box<dyn Layer>); 3] {
 fn cycle(c: &mut Criterion) {
     for (name, order) in [("4K", 0), ("64K", 4)] {
         let n = 1 << order;
-        let mut group = c.benchmark_group(format!("allocate, look up, drop, look up, free: {name}"));
+        let mut group =
+            c.benchmark_group(format!("allocate, look up, drop, look up, free: {name}"));
         group.throughput(Throughput::Elements(BATCH.into()));
         for (layer_name, layer) in layers() {
             let mut offs = Vec::new();
@@ -44,7 +45,8 @@ fn cycle(c: &mut Criterion) {
 fn lookup(c: &mut Criterion) {
     let mut group = c.benchmark_group("look-up in 1 GiB");
     for (name, layer) in layers() {
-        let offs: Vec<u32> = std::iter::from_fn(|| layer.swap_out(0, 0, F)).take(SLOTS as usize - 4096).collect();
+        let offs: Vec<u32> =
+            std::iter::from_fn(|| layer.swap_out(0, 0, F)).take(SLOTS as usize - 4096).collect();
         let mut i = 0;
         group.bench_function(name, |b| {
             b.iter(|| {

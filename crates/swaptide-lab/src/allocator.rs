@@ -1,12 +1,16 @@
-//! `lab allocator`: thp_swap_allocator_test as a workload. (facts: kernel-facts K; seed: mthp-swap-allocator)
+//! `lab allocator`: thp_swap_allocator_test as a workload. (facts: kernel-facts K; seed:
+//! mthp-swap-allocator)
 //!
-//! 60 MiB of 64K folios, 64 MiB of swap, all of it out. 100 times: 16 MiB of random pages come in and are written (whole 64K blocks
-//! with `-a`, single pages without), 256 random blocks are discarded and written afresh, with `-s` 256 pages of a second region of
-//! 4 MiB in small pages are written; then everything goes out again. Swap-in is page by page, as it was when the seed was written,
-//! so it tears every 64K folio it meets: only fresh blocks go out whole. A fallback is a whole folio that finds no run of 16 slots.
+//! 60 MiB of 64K folios, 64 MiB of swap, all of it out. 100 times: 16 MiB of random pages come in
+//! and are written (whole 64K blocks with `-a`, single pages without), 256 random blocks are
+//! discarded and written afresh, with `-s` 256 pages of a second region of 4 MiB in small pages are
+//! written; then everything goes out again. Swap-in is page by page, as it was when the seed was
+//! written, so it tears every 64K folio it meets: only fresh blocks go out whole. A fallback is a
+//! whole folio that finds no run of 16 slots.
 //!
-//! swaptide has two names for each place on the device, so no run is hard to find; after each iteration compaction moves pages out of
-//! sparse clusters, which changes their names (the test keeps who uses each slot) and gives tables back.
+//! swaptide has two names for each place on the device, so no run is hard to find; after each
+//! iteration compaction moves pages out of sparse clusters, which changes their names (the test
+//! keeps who uses each slot) and gives tables back.
 
 use crate::clusters::ClusterAllocator;
 use crate::layers::{Layer, SwapTable};
@@ -74,14 +78,16 @@ pub(crate) struct Test<'a> {
     searches: u32,
     /// Compaction that keeps in step with the work, as a thread in the background would.
     beside: Option<&'a SwapTable>,
-    /// Slots written and freed since its last step, slots moved, seconds, and the highest bytes per used slot while nearly all pages are out.
+    /// Slots written and freed since its last step, slots moved, seconds, and the highest bytes per
+    /// used slot while nearly all pages are out.
     pending: u32,
     moved: u64,
     moving: f64,
     highest: f64,
 }
 
-/// Slots written and freed between two steps of compaction beside the work, and slots that a step moves at most.
+/// Slots written and freed between two steps of compaction beside the work, and slots that a step
+/// moves at most.
 const STEP: u32 = 512;
 
 #[derive(Clone)]
@@ -102,7 +108,8 @@ impl Test<'_> {
         Some(off)
     }
 
-    /// So many slots were written or freed, and who uses them is noted: from time to time the background has its turn.
+    /// So many slots were written or freed, and who uses them is noted: from time to time the
+    /// background has its turn.
     fn changed(&mut self, n: u32) {
         self.pending += n;
         let Some(core) = self.beside.filter(|_| self.pending >= STEP) else { return };
@@ -118,7 +125,8 @@ impl Test<'_> {
         }
     }
 
-    /// All that is in RAM goes out. A page that finds no slot stays: with `-s` there is one page more than slots.
+    /// All that is in RAM goes out. A page that finds no slot stays: with `-s` there is one page
+    /// more than slots.
     fn page_out(&mut self) {
         for b in 0..self.blocks.len() {
             if self.blocks[b].whole && self.blocks[b].pages[0].is_none() {
@@ -228,11 +236,18 @@ impl Mover for Test<'_> {
     }
 }
 
-fn run(slots: &dyn Slots, aligned: bool, small: bool, iterations: usize, each: impl FnMut(&mut Test<'_>)) -> Outcome {
+fn run(
+    slots: &dyn Slots,
+    aligned: bool,
+    small: bool,
+    iterations: usize,
+    each: impl FnMut(&mut Test<'_>),
+) -> Outcome {
     run_beside(slots, None, 1, aligned, small, iterations, each)
 }
 
-/// The same on a device `times` as large, with compaction beside the work, if `slots` is a core to be compacted.
+/// The same on a device `times` as large, with compaction beside the work, if `slots` is a core to
+/// be compacted.
 fn run_beside(
     slots: &dyn Slots,
     beside: Option<&SwapTable>,
@@ -263,7 +278,9 @@ fn run_beside(
     for _ in 0..iterations {
         (test.swpout, test.fallback, test.searching, test.searches) = (0, 0, 0.0, 0);
         test.iteration(aligned);
-        fallback.push(f64::from(test.fallback) * 100.0 / f64::from(test.fallback + test.swpout).max(1.0));
+        fallback.push(
+            f64::from(test.fallback) * 100.0 / f64::from(test.fallback + test.swpout).max(1.0),
+        );
         search.push(test.searching * 1e9 / f64::from(test.searches.max(1)));
         swpout += test.swpout;
         each(&mut test);
@@ -295,16 +312,32 @@ impl Compaction {
     fn rows(&self, case: &str, iterations: usize) -> [Row; 3] {
         let row = |metric, unit, after| Row { after: Some(after), ..only(case, metric, unit) };
         [
-            Row::new(case, "metadata per used slot, highest: before and after compaction", "B", self.before, self.after),
-            row("slots moved by compaction in an iteration", "slots", self.moved as f64 / iterations as f64),
+            Row::new(
+                case,
+                "metadata per used slot, highest: before and after compaction",
+                "B",
+                self.before,
+                self.after,
+            ),
+            row(
+                "slots moved by compaction in an iteration",
+                "slots",
+                self.moved as f64 / iterations as f64,
+            ),
             row("time to move one slot", "ns", self.seconds * 1e9 / (self.moved.max(1)) as f64),
         ]
     }
 }
 
-/// The workload on a device `times` as large as the seed's, compaction keeping in step: a table too many for each 128 is
-/// left alone. The device has two names for each place as always.
-fn beside_rows(mode: &str, times: usize, aligned: bool, small: bool, iterations: usize) -> [Row; 4] {
+/// The workload on a device `times` as large as the seed's, compaction keeping in step: a table too
+/// many for each 128 is left alone. The device has two names for each place as always.
+fn beside_rows(
+    mode: &str,
+    times: usize,
+    aligned: bool,
+    small: bool,
+    iterations: usize,
+) -> [Row; 4] {
     let core = SwapTable::new(SLOTS * times as u32 - 1, SLOTS * 2 * times as u32, 1).giving_back();
     let (mut moved, mut moving, mut highest) = (0, 0.0, 0.0f64);
     let outcome = run_beside(&core, Some(&core), times, aligned, small, iterations, |test| {
@@ -331,10 +364,30 @@ struct Seed {
 }
 
 const MODES: [(&str, bool, bool, Seed); 4] = [
-    ("-a", true, false, Seed { before: &[85.71, 100.0], after: &[0.0], rest: [Some(100.0), Some(0.0)] }),
-    ("-a -s", true, true, Seed { before: &[100.0], after: &ALIGNED_SMALL, rest: [Some(100.0), Some(0.0)] }),
-    ("no flag", false, false, Seed { before: &[100.0], after: &UNALIGNED, rest: [Some(100.0), None] }),
-    ("-s", false, true, Seed { before: &[100.0], after: &UNALIGNED_SMALL, rest: [Some(100.0), None] }),
+    (
+        "-a",
+        true,
+        false,
+        Seed { before: &[85.71, 100.0], after: &[0.0], rest: [Some(100.0), Some(0.0)] },
+    ),
+    (
+        "-a -s",
+        true,
+        true,
+        Seed { before: &[100.0], after: &ALIGNED_SMALL, rest: [Some(100.0), Some(0.0)] },
+    ),
+    (
+        "no flag",
+        false,
+        false,
+        Seed { before: &[100.0], after: &UNALIGNED, rest: [Some(100.0), None] },
+    ),
+    (
+        "-s",
+        false,
+        true,
+        Seed { before: &[100.0], after: &UNALIGNED_SMALL, rest: [Some(100.0), None] },
+    ),
 ];
 
 /// Iterations 1 to 100; those the seed's filter hid are 0.
@@ -376,10 +429,14 @@ const ALIGNED_SMALL: [f64; 100] = {
     }
     all
 };
-const UNALIGNED: [f64; 17] =
-    [0.0, 43.53, 68.58, 75.34, 84.51, 88.84, 89.91, 96.05, 94.25, 94.74, 93.01, 95.45, 92.98, 94.64, 93.36, 93.02, 96.07];
-const UNALIGNED_SMALL: [f64; 16] =
-    [0.0, 58.19, 82.05, 91.85, 94.67, 95.18, 95.96, 96.38, 99.11, 99.13, 98.17, 97.84, 98.60, 100.0, 98.67, 98.24];
+const UNALIGNED: [f64; 17] = [
+    0.0, 43.53, 68.58, 75.34, 84.51, 88.84, 89.91, 96.05, 94.25, 94.74, 93.01, 95.45, 92.98, 94.64,
+    93.36, 93.02, 96.07,
+];
+const UNALIGNED_SMALL: [f64; 16] = [
+    0.0, 58.19, 82.05, 91.85, 94.67, 95.18, 95.96, 96.38, 99.11, 99.13, 98.17, 97.84, 98.60, 100.0,
+    98.67, 98.24,
+];
 
 impl Seed {
     fn at(&self, after: bool, iteration: usize) -> Option<f64> {
@@ -413,14 +470,25 @@ pub fn measure(quick: bool) -> Report {
         let lists = run(&ClusterAllocator::new(SLOTS, 1), aligned, small, iterations, |_| ());
         let core = SwapTable::new(USABLE, SLOTS * 2, 1).giving_back();
         let mut compaction = Compaction::default();
-        let ours = run(&core, aligned, small, iterations, |test| compaction.after_iteration(&core, test));
+        let ours =
+            run(&core, aligned, small, iterations, |test| compaction.after_iteration(&core, test));
         let first = SwapTable::free_first(USABLE, SLOTS * 2, 1);
         let first = run(&first, aligned, small, iterations, |_| ());
-        for (design, outcome) in [("cluster lists", &lists), ("swaptide", &ours), ("swaptide, empty clusters first", &first)] {
+        for (design, outcome) in [
+            ("cluster lists", &lists),
+            ("swaptide", &ours),
+            ("swaptide, empty clusters first", &first),
+        ] {
             let case = format!("{mode}: {design}");
             for i in [1, 2, 3, 5, 10, 16, 100].into_iter().filter(|i| *i <= iterations) {
                 let metric = format!("fallback, iteration {i}");
-                let row = Row::new(&case, &metric, "%", scanning.fallback[i - 1], outcome.fallback[i - 1]);
+                let row = Row::new(
+                    &case,
+                    &metric,
+                    "%",
+                    scanning.fallback[i - 1],
+                    outcome.fallback[i - 1],
+                );
                 rows.push(Row {
                     seed_before: seed.at(false, i - 1),
                     seed_after: seed.at(true, i - 1),
@@ -430,43 +498,78 @@ pub fn measure(quick: bool) -> Report {
             }
             let (before, after) = (seed.over(false, iterations), seed.over(true, iterations));
             rows.push(
-                Row::new(&case, "fallback, mean", "%", mean(&scanning.fallback), mean(&outcome.fallback))
-                    .same_as(before.0, after.0),
+                Row::new(
+                    &case,
+                    "fallback, mean",
+                    "%",
+                    mean(&scanning.fallback),
+                    mean(&outcome.fallback),
+                )
+                .same_as(before.0, after.0),
             );
             rows.push(
-                Row::new(&case, "fallback, worst", "%", worst(&scanning.fallback), worst(&outcome.fallback))
-                    .same_as(before.1, after.1),
+                Row::new(
+                    &case,
+                    "fallback, worst",
+                    "%",
+                    worst(&scanning.fallback),
+                    worst(&outcome.fallback),
+                )
+                .same_as(before.1, after.1),
             );
-            rows.push(Row::new(&case, "search for slots", "ns", scanning.search_ns, outcome.search_ns));
-            rows.push(Row::new(&case, "64K folios out whole", "folios", scanning.swpout.into(), outcome.swpout.into()));
+            rows.push(Row::new(
+                &case,
+                "search for slots",
+                "ns",
+                scanning.search_ns,
+                outcome.search_ns,
+            ));
+            rows.push(Row::new(
+                &case,
+                "64K folios out whole",
+                "folios",
+                scanning.swpout.into(),
+                outcome.swpout.into(),
+            ));
         }
         let case = format!("{mode}: swaptide");
         rows.extend(compaction.rows(&case, iterations));
         for times in [1, 16] {
             rows.extend(beside_rows(mode, times, aligned, small, (iterations / times).max(5)));
         }
-        for (name, after, outcome) in
-            [("free clusters only", false, &scanning), ("cluster lists", false, &lists), ("swaptide", true, &ours)]
-        {
-            let points = outcome.fallback.iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y)).collect();
+        for (name, after, outcome) in [
+            ("free clusters only", false, &scanning),
+            ("cluster lists", false, &lists),
+            ("swaptide", true, &ours),
+        ] {
+            let points =
+                outcome.fallback.iter().enumerate().map(|(i, &y)| (i as f64 + 1.0, y)).collect();
             curves.push(Curve { name: format!("{mode}: {name}"), ours: after, points });
         }
     }
     Report {
         name: "allocator",
-        title: "64K folios that found no run of slots, of those that went out; 60 MiB (with -s 64 MiB) in 64 MiB of swap".into(),
+        title: "64K folios that found no run of slots, of those that went out; 60 MiB (with -s 64 \
+            MiB) in 64 MiB of swap"
+            .into(),
         rows,
         plot: Plot { x: "iteration".into(), y: "fallback, %".into(), log_x: false, curves },
         notes: vec![
-            "before: scanning, free clusters only. after: cluster lists (the seed's own design, rebuilt), then swaptide's core.".into(),
-            "The fallback is the seed's own quantity on the seed's own workload, replayed on the allocators without a kernel around them; \
+            "before: scanning, free clusters only. after: cluster lists (the seed's own design, \
+            rebuilt), then swaptide's core."
+                .into(),
+            "The fallback is the seed's own quantity on the seed's own workload, replayed on the \
+            allocators without a kernel around them; \
              the random numbers differ."
                 .into(),
-            "Seed: mean and worst are over the iterations it prints (17 and 16 of 100 in the unaligned modes). Its aligned runs were \
+            "Seed: mean and worst are over the iterations it prints (17 and 16 of 100 in the \
+            unaligned modes). Its aligned runs were \
              filtered by a pattern that hides 100.00% as well as 0.00%; hidden ones are taken as 0."
                 .into(),
-            "swaptide has two names for each place on the device. Compaction in the background renames pages out of sparse clusters (no data is \
-             copied) so that tables stay full. The time of a search includes reading the clock twice, the same for all."
+            "swaptide has two names for each place on the device. Compaction in the background \
+            renames pages out of sparse clusters (no data is \
+             copied) so that tables stay full. The time of a search includes reading the clock \
+             twice, the same for all."
                 .into(),
         ],
     }
@@ -484,13 +587,22 @@ mod tests {
     fn the_baseline_falls_back_as_the_seed_says_and_swaptide_does_not() {
         for (mode, aligned, small, _) in &MODES {
             let scanning = run(&ScanAllocator::new(SLOTS, 1), *aligned, *small, 20, |_| ());
-            assert!(scanning.fallback[2..].iter().all(|&f| f == 100.0), "{mode}: {:?}", scanning.fallback);
+            assert!(
+                scanning.fallback[2..].iter().all(|&f| f == 100.0),
+                "{mode}: {:?}",
+                scanning.fallback
+            );
             let ours = run(&SwapTable::new(USABLE, SLOTS * 2, 1), *aligned, *small, 100, |_| ());
             assert!(ours.fallback.iter().all(|&f| f == 0.0), "{mode}: {:?}", ours.fallback);
             let core = SwapTable::new(USABLE, SLOTS * 2, 1).giving_back();
             let mut compaction = Compaction::default();
-            let compacted = run(&core, *aligned, *small, 20, |test| compaction.after_iteration(&core, test));
-            assert!(compacted.fallback.iter().all(|&f| f == 0.0), "{mode}: {:?}", compacted.fallback);
+            let compacted =
+                run(&core, *aligned, *small, 20, |test| compaction.after_iteration(&core, test));
+            assert!(
+                compacted.fallback.iter().all(|&f| f == 0.0),
+                "{mode}: {:?}",
+                compacted.fallback
+            );
             let [fallback, bytes, ..] = beside_rows(mode, 16, *aligned, *small, 1);
             assert_eq!(fallback.after, Some(0.0), "{mode}");
             assert!(
@@ -499,7 +611,10 @@ mod tests {
                 bytes.after
             );
             assert!(compaction.after <= 8.3, "{mode}: {} bytes per used slot", compaction.after);
-            assert!((200 * 100..240 * 100).contains(&ours.swpout), "{mode}: about 225 fresh blocks an iteration");
+            assert!(
+                (200 * 100..240 * 100).contains(&ours.swpout),
+                "{mode}: about 225 fresh blocks an iteration"
+            );
         }
     }
 
@@ -512,9 +627,13 @@ mod tests {
 
     #[test]
     fn the_cluster_lists_do_what_the_seed_s_did() {
-        let run = |aligned, small| run(&ClusterAllocator::new(SLOTS, 1), aligned, small, 20, |_| ());
+        let run =
+            |aligned, small| run(&ClusterAllocator::new(SLOTS, 1), aligned, small, 20, |_| ());
         assert!(mean(&run(true, false).fallback) < 1.0, "aligned: hardly any");
-        assert!(run(false, false).fallback[15] > 50.0, "unaligned: single pages poison the clusters");
+        assert!(
+            run(false, false).fallback[15] > 50.0,
+            "unaligned: single pages poison the clusters"
+        );
     }
 
     #[test]

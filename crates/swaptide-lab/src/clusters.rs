@@ -1,9 +1,11 @@
-//! The allocator with cluster lists over the static map: what stood before the swap table. (facts: kernel-facts A7 of 6.12 to
-//! 6.17, A1; seeds: mthp-swap-allocator "with", swap-table-phase1 "before")
+//! The allocator with cluster lists over the static map: what stood before the swap table. (facts:
+//! kernel-facts A7 of 6.12 to 6.17, A1; seeds: mthp-swap-allocator "with", swap-table-phase1
+//! "before")
 //!
-//! Each cluster has a lock; lists free, `nonfull[order]`, `frag[order]`, full, linked through the clusters, under the device's lock. A CPU
-//! has a current cluster for each order. Order of the search: current cluster; a free one; `nonfull[o]`, each once, what does not
-//! serve goes to `frag[o]`; `frag[o]`, each once; a single slot also from clusters of other orders.
+//! Each cluster has a lock; lists free, `nonfull[order]`, `frag[order]`, full, linked through the
+//! clusters, under the device's lock. A CPU has a current cluster for each order. Order of the
+//! search: current cluster; a free one; `nonfull[o]`, each once, what does not serve goes to
+//! `frag[o]`; `frag[o]`, each once; a single slot also from clusters of other orders.
 //!
 //! Locks: cluster, then lists. From a list a cluster is only try-locked.
 
@@ -90,9 +92,13 @@ impl ClusterAllocator {
     /// A device of whole clusters, at least one, whose first slot is its header, for `cpus` CPUs.
     pub fn new(slots: u32, cpus: usize) -> Self {
         let clusters = slots / CLUSTER;
-        let mut lists =
-            Lists { heads: [(NONE, NONE); LISTS], lens: [0; LISTS], links: vec![(NONE, NONE); clusters as usize].into() };
-        let mut table: Vec<Cluster> = (0..clusters).map(|_| Cluster { used: 0, order: 0, list: OFF_LIST }).collect();
+        let mut lists = Lists {
+            heads: [(NONE, NONE); LISTS],
+            lens: [0; LISTS],
+            links: vec![(NONE, NONE); clusters as usize].into(),
+        };
+        let mut table: Vec<Cluster> =
+            (0..clusters).map(|_| Cluster { used: 0, order: 0, list: OFF_LIST }).collect();
         table[0].used = 1;
         lists.push(nonfull(0), 0, &mut table[0]);
         free_order(clusters).for_each(|index| lists.push(FREE, index, &mut table[index as usize]));
@@ -100,7 +106,9 @@ impl ClusterAllocator {
             map: SlotMap::new(clusters * CLUSTER),
             clusters: table.into_iter().map(SpinLock::new).collect(),
             lists: OwnLine(SpinLock::new(lists)),
-            lanes: (0..cpus).map(|_| OwnLine([const { AtomicU64::new(NOWHERE) }; ORDERS])).collect(),
+            lanes: (0..cpus)
+                .map(|_| OwnLine([const { AtomicU64::new(NOWHERE) }; ORDERS]))
+                .collect(),
             used: OwnLine::default(),
         }
     }
@@ -112,7 +120,9 @@ impl ClusterAllocator {
 
     /// Bytes for clusters, lists and lanes.
     pub fn bytes(&self) -> usize {
-        size_of_val(&*self.clusters) + size_of_val(&*self.lists.lock().links) + size_of_val(&*self.lanes)
+        size_of_val(&*self.clusters)
+            + size_of_val(&*self.lists.lock().links)
+            + size_of_val(&*self.lanes)
     }
 
     /// `2^order` aligned slots, each marked as cached.
@@ -176,10 +186,13 @@ impl ClusterAllocator {
 
     fn scan(&self, lane: &AtomicU64, list: usize, order: usize, to: usize) -> Option<u32> {
         let rounds = self.lists.lock().lens[list];
-        (0..rounds).map_while(|_| self.pop(list)).find_map(|(index, cluster)| self.take(lane, index, cluster, order, 0, to))
+        (0..rounds)
+            .map_while(|_| self.pop(list))
+            .find_map(|(index, cluster)| self.take(lane, index, cluster, order, 0, to))
     }
 
-    /// Takes the first run at or after slot `from` of a locked cluster, then puts the cluster on `list`, or where full ones go.
+    /// Takes the first run at or after slot `from` of a locked cluster, then puts the cluster on
+    /// `list`, or where full ones go.
     fn take(
         &self,
         lane: &AtomicU64,
@@ -201,7 +214,10 @@ impl ClusterAllocator {
         let list = if cluster.used == CLUSTER { FULL } else { list };
         self.move_to(index, &mut cluster, list);
         let next = found.map(|off| off + n - base).filter(|&next| next < CLUSTER);
-        lane.store(next.map_or(NOWHERE, |next| u64::from(index) << 32 | u64::from(next)), Ordering::Relaxed);
+        lane.store(
+            next.map_or(NOWHERE, |next| u64::from(index) << 32 | u64::from(next)),
+            Ordering::Relaxed,
+        );
         found
     }
 
@@ -234,7 +250,10 @@ mod tests {
         a.free(runs[0], 16);
         let mut singles: Vec<u32> = std::iter::from_fn(|| a.alloc(0, 0)).collect();
         singles.sort_unstable();
-        assert!(singles.into_iter().eq((1..CLUSTER).chain(runs[0]..runs[0] + 16)), "single slots steal last");
+        assert!(
+            singles.into_iter().eq((1..CLUSTER).chain(runs[0]..runs[0] + 16)),
+            "single slots steal last"
+        );
     }
 
     #[test]
@@ -260,7 +279,11 @@ mod tests {
             assert!(used.insert(off));
             owned.push((off, 1));
         }
-        assert_eq!(used.len() as u32, 16 * CLUSTER - 1, "a single slot is found while there is one");
+        assert_eq!(
+            used.len() as u32,
+            16 * CLUSTER - 1,
+            "a single slot is found while there is one"
+        );
         owned.into_iter().for_each(|(off, n)| a.free(off, n));
         let lists = a.lists.lock();
         assert_eq!((lists.lens[FREE], lists.lens[nonfull(0)]), (15, 1), "everything came back");
@@ -287,8 +310,10 @@ mod tests {
                             }
                             owned.push((off, n));
                         } else if !owned.is_empty() {
-                            let (off, n) = owned.swap_remove(random.below(owned.len() as u32) as usize);
-                            (off..off + n).for_each(|slot| owner[slot as usize].store(0, Ordering::Relaxed));
+                            let (off, n) =
+                                owned.swap_remove(random.below(owned.len() as u32) as usize);
+                            (off..off + n)
+                                .for_each(|slot| owner[slot as usize].store(0, Ordering::Relaxed));
                             a.free(off, n);
                         }
                     }

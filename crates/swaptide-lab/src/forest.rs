@@ -1,4 +1,5 @@
-//! The swap cache as it was: radix trees, in three shapes. (facts: kernel-facts B1; seed: swap-cache-search-space)
+//! The swap cache as it was: radix trees, in three shapes. (facts: kernel-facts B1; seed:
+//! swap-cache-search-space)
 //!
 //! | shape          | trees               | key                  |
 //! |----------------|---------------------|----------------------|
@@ -6,7 +7,8 @@
 //! | [`Shape::Split`] | one for each 64 MiB | offset in the device |
 //! | [`Shape::Small`] | one for each 64 MiB | offset in the 64 MiB |
 //!
-//! The swap cache stores the folio at each of its indices, and a shadow in its place when it leaves; freeing a slot clears it.
+//! The swap cache stores the folio at each of its indices, and a shadow in its place when it
+//! leaves; freeing a slot clears it.
 
 use crate::radix::{Entry, Tree};
 use swaptide_core::{FolioId, Shadow};
@@ -19,9 +21,11 @@ const SPLIT_SHIFT: u32 = 14;
 pub enum Shape {
     /// One tree for the whole device.
     Whole,
-    /// One tree for each 64 MiB, with offsets in the whole device as keys: "before" of the search-space seed.
+    /// One tree for each 64 MiB, with offsets in the whole device as keys: "before" of the
+    /// search-space seed.
     Split,
-    /// One tree for each 64 MiB, with offsets in the 64 MiB as keys: "after" of the search-space seed.
+    /// One tree for each 64 MiB, with offsets in the 64 MiB as keys: "after" of the search-space
+    /// seed.
     Small,
 }
 
@@ -75,7 +79,10 @@ impl Forest {
         match self.shape {
             Shape::Whole => (&self.trees[0], u64::from(off)),
             Shape::Split => (&self.trees[(off >> SPLIT_SHIFT) as usize], u64::from(off)),
-            Shape::Small => (&self.trees[(off >> SPLIT_SHIFT) as usize], u64::from(off & ((1 << SPLIT_SHIFT) - 1))),
+            Shape::Small => (
+                &self.trees[(off >> SPLIT_SHIFT) as usize],
+                u64::from(off & ((1 << SPLIT_SHIFT) - 1)),
+            ),
         }
     }
 
@@ -93,8 +100,8 @@ impl Forest {
         cached(tree.load_locked(index))
     }
 
-    /// A folio enters the cache at slots that hold no folio. `false`: one of them does, and nothing was changed. Like all ranges
-    /// here it lies in one cluster, hence in one tree.
+    /// A folio enters the cache at slots that hold no folio. `false`: one of them does, and nothing
+    /// was changed. Like all ranges here it lies in one cluster, hence in one tree.
     pub fn insert(&self, off: u32, n: u32, folio: FolioId) -> bool {
         let (tree, index) = self.place(off);
         tree.update(index, n.into(), |old| !is_folio(old), |_| folio_entry(folio))

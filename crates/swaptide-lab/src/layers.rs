@@ -6,20 +6,23 @@
 //! | [`Before`] of [`ClusterAllocator`] | cluster lists | static arrays | trees |
 //! | [`SwapTable`] | swaptide's core | in the table | the table |
 //!
-//! What the old layers do one after the other (mark the map, then insert in the tree; take out of the tree, then unmark the map) is
-//! done in the kernel's order, each step under its own lock. The caller keeps to the rule that a folio is locked by its user.
+//! What the old layers do one after the other (mark the map, then insert in the tree; take out of
+//! the tree, then unmark the map) is done in the kernel's order, each step under its own lock. The
+//! caller keeps to the rule that a folio is locked by its user.
 
 use crate::clusters::ClusterAllocator;
 use crate::forest::{Cached, Forest, Shape};
 use crate::map::{HAS_CACHE, SlotMap};
 use crate::scanning::ScanAllocator;
 use swaptide_core::{
-    CpuId, Expect, FolioId, GroupId, Kind, Order, SearchOrder, Shadow, Slot, SwapDevice, SwapOffset, SwapType, ZeroMask,
+    CpuId, Expect, FolioId, GroupId, Kind, Order, SearchOrder, Shadow, Slot, SwapDevice,
+    SwapOffset, SwapType, ZeroMask,
 };
 
 /// One page's way out and back, in the steps that every layer has.
 pub trait Layer: Sync {
-    /// Slots for a folio of `2^order` pages: allocated, in the swap cache, count 1, charged to a group. `None`: no run.
+    /// Slots for a folio of `2^order` pages: allocated, in the swap cache, count 1, charged to a
+    /// group. `None`: no run.
     fn swap_out(&self, cpu: usize, order: usize, folio: FolioId) -> Option<u32>;
     /// The folio that holds the slot's page, if one does.
     fn lookup(&self, off: u32) -> Option<FolioId>;
@@ -95,7 +98,10 @@ impl Before<ScanAllocator> {
 impl Before<ClusterAllocator> {
     /// The layer before the swap-table seed.
     pub fn clusters(slots: u32, cpus: usize) -> Self {
-        Before { alloc: ClusterAllocator::new(slots, cpus), cache: Forest::new(Shape::Small, slots) }
+        Before {
+            alloc: ClusterAllocator::new(slots, cpus),
+            cache: Forest::new(Shape::Small, slots),
+        }
     }
 }
 
@@ -142,7 +148,10 @@ impl<A: Allocator> Layer for Before<A> {
     }
 
     fn bytes(&self) -> usize {
-        self.alloc.map().bytes() + self.alloc.bytes() + self.cache.static_bytes() + self.cache.dynamic_bytes()
+        self.alloc.map().bytes()
+            + self.alloc.bytes()
+            + self.cache.static_bytes()
+            + self.cache.dynamic_bytes()
     }
 
     fn waits(&self) -> u64 {
@@ -154,15 +163,22 @@ impl<A: Allocator> Layer for Before<A> {
 pub struct SwapTable(SwapDevice);
 
 impl SwapTable {
-    /// A device of `slots` slots. More `names` than slots may be had: see [`SwapDevice::with_limit`].
+    /// A device of `slots` slots. More `names` than slots may be had: see
+    /// [`SwapDevice::with_limit`].
     pub fn new(slots: u32, names: u32, cpus: usize) -> Self {
         let memory = crate::memory::reserve(SwapDevice::table_bytes(names));
-        let device = SwapDevice::new_in(memory, SwapType::new(0).expect("type 0 exists"), names, cpus, Kind::Solid);
+        let device = SwapDevice::new_in(
+            memory,
+            SwapType::new(0).expect("type 0 exists"),
+            names,
+            cpus,
+            Kind::Solid,
+        );
         SwapTable(device.with_limit(slots))
     }
 
-    /// The memory of empty tables goes back to the system at once. (The trees' nodes stay in their pools, so the comparisons of speed do
-    /// without.)
+    /// The memory of empty tables goes back to the system at once. (The trees' nodes stay in their
+    /// pools, so the comparisons of speed do without.)
     pub fn giving_back(self) -> Self {
         SwapTable(self.0.with_table_discard(crate::memory::discard))
     }
@@ -261,10 +277,13 @@ mod tests {
     #[test]
     fn every_layer_fills_to_the_last_slot() {
         for layer in layers() {
-            let mut offs: Vec<u32> = (0..).map_while(|i| layer.swap_out(0, 0, FolioId(i))).collect();
+            let mut offs: Vec<u32> =
+                (0..).map_while(|i| layer.swap_out(0, 0, FolioId(i))).collect();
             let taken = offs.len();
             assert!((64 * 512 - 1..=64 * 512).contains(&taken), "{taken}");
-            offs.iter().enumerate().for_each(|(i, &off)| assert_eq!(layer.lookup(off), Some(FolioId(i as u32))));
+            offs.iter()
+                .enumerate()
+                .for_each(|(i, &off)| assert_eq!(layer.lookup(off), Some(FolioId(i as u32))));
             offs.sort_unstable();
             offs.dedup();
             assert_eq!(offs.len(), taken);

@@ -1,8 +1,9 @@
 //! The designs that came before swaptide's core, and the experiments that set both side by side.
 //!
-//! Nothing but the command line imports this crate. A baseline that is slow for a wrong reason is a lie, so where a baseline could
-//! be built in two ways, the faster one was taken: look-ups in the trees take no lock, tree nodes come from a pool and not from the
-//! general allocator, every baseline has the same spin lock as the core. Each has its own tests.
+//! Nothing but the command line imports this crate. A baseline that is slow for a wrong reason is a
+//! lie, so where a baseline could be built in two ways, the faster one was taken: look-ups in the
+//! trees take no lock, tree nodes come from a pool and not from the general allocator, every
+//! baseline has the same spin lock as the core. Each has its own tests.
 //!
 //! | module    | what it owns |
 //! |-----------|--------------|
@@ -50,7 +51,8 @@ impl Random {
     }
 }
 
-/// Lets the spin locks (the core's own, the baselines have no other) give up the CPU after a while: there may be more threads than CPUs.
+/// Lets the spin locks (the core's own, the baselines have no other) give up the CPU after a while:
+/// there may be more threads than CPUs.
 pub fn use_yield() {
     static HOOK: fn() = std::thread::yield_now;
     swaptide_core::set_yield(&HOOK);

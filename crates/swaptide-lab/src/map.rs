@@ -1,9 +1,11 @@
-//! The arrays that stood for every slot whether used or not: one byte of swap map, two bytes of group.
-//! (facts: kernel-facts A8, B4)
+//! The arrays that stood for every slot whether used or not: one byte of swap map, two bytes of
+//! group. (facts: kernel-facts A8, B4)
 //!
-//! A byte of the map: bits 0..6 the swap count (63: bad), bit 6 "in the swap cache". The zero map, one bit for each slot, is left out.
+//! A byte of the map: bits 0..6 the swap count (63: bad), bit 6 "in the swap cache". The zero map,
+//! one bit for each slot, is left out.
 //!
-//! Invariant: a byte changes only under the lock of the allocator that owns the map; readers of single bytes take none.
+//! Invariant: a byte changes only under the lock of the allocator that owns the map; readers of
+//! single bytes take none.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
@@ -12,8 +14,9 @@ pub const BAD: u8 = 0x3f;
 /// The slot is in the swap cache (or in a per-CPU cache of slots).
 pub const HAS_CACHE: u8 = 0x40;
 
-/// The order in which a new device's clusters stand on the free list, the header's left out: one of each 64 MiB, then the next one
-/// of each, so that CPUs that fill clusters at the same time do so in different trees. (kernel-facts A1; the swap table dropped it)
+/// The order in which a new device's clusters stand on the free list, the header's left out: one of
+/// each 64 MiB, then the next one of each, so that CPUs that fill clusters at the same time do so
+/// in different trees. (kernel-facts A1; the swap table dropped it)
 pub(crate) fn free_order(clusters: u32) -> impl Iterator<Item = u32> {
     const COLUMNS: u32 = 32;
     let column = move |k: u32| (k..clusters).step_by(COLUMNS as usize);
@@ -51,12 +54,16 @@ impl SlotMap {
     /// Are `n` slots from `off` all free?
     #[inline]
     pub fn all_free(&self, off: u32, n: u32) -> bool {
-        self.counts[off as usize..(off + n) as usize].iter().all(|byte| byte.load(Ordering::Relaxed) == 0)
+        self.counts[off as usize..(off + n) as usize]
+            .iter()
+            .all(|byte| byte.load(Ordering::Relaxed) == 0)
     }
 
     /// Records who is charged for `n` slots from `off`.
     pub fn charge(&self, off: u32, n: u32, group: u16) {
-        self.groups[off as usize..(off + n) as usize].iter().for_each(|g| g.store(group, Ordering::Relaxed));
+        self.groups[off as usize..(off + n) as usize]
+            .iter()
+            .for_each(|g| g.store(group, Ordering::Relaxed));
     }
 
     /// Slots there are.

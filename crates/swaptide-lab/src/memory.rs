@@ -1,4 +1,5 @@
-//! What the core asks of its user: addresses for the swap tables, and giving the memory of empty ones back to the system.
+//! What the core asks of its user: addresses for the swap tables, and giving the memory of empty
+//! ones back to the system.
 
 #![allow(unsafe_code)]
 
@@ -26,22 +27,27 @@ impl Drop for Reserved {
     }
 }
 
-/// Addresses for tables: so many bytes that take no memory until they are written to, and then a page at a time.
+/// Addresses for tables: so many bytes that take no memory until they are written to, and then a
+/// page at a time.
 pub(crate) fn reserve(len: usize) -> TableMemory {
     let len = len.max(4096).next_multiple_of(4096);
-    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+    let (access, flags) =
+        (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
     // SAFETY: a new mapping where the kernel has room; it replaces nothing.
-    let start = unsafe { mmap_anonymous(ptr::null_mut(), len, access, flags) }.expect("addresses for the swap tables");
+    let start = unsafe { mmap_anonymous(ptr::null_mut(), len, access, flags) }
+        .expect("addresses for the swap tables");
     // SAFETY: changes no data. A kernel without huge pages refuses: then there are none.
     let _ = unsafe { madvise(start, len, Advice::LinuxNoHugepage) };
     let start = NonNull::new(start).expect("no mapping starts at zero");
-    // SAFETY: new anonymous memory is zeros on whole pages, nobody else knows of it, and it stays until `Reserved` is dropped.
+    // SAFETY: new anonymous memory is zeros on whole pages, nobody else knows of it, and it stays
+    // until `Reserved` is dropped.
     unsafe { TableMemory::new(start.cast(), len, Box::new(Reserved { start, len })) }
 }
 
 /// See [`swaptide_core::TableDiscard`].
 pub(crate) fn discard(pages: *const u8, len: usize) {
-    // SAFETY: the core calls this with whole pages of its own that hold zeros and nothing else; they read as zeros afterwards.
+    // SAFETY: the core calls this with whole pages of its own that hold zeros and nothing else;
+    // they read as zeros afterwards.
     let done = unsafe { madvise(pages.cast_mut().cast(), len, Advice::LinuxDontNeed) };
     // Locked memory stays: the zeros stay as well.
     debug_assert!(done.is_ok() || cfg!(miri), "{done:?}");
@@ -52,7 +58,9 @@ mod tests {
     use super::*;
     use crate::layers::{Layer, SwapTable};
     use std::os::unix::fs::FileExt;
-    use swaptide_core::{CpuId, FolioId, GroupId, Kind, MAX_SLOTS, Order, Slot, SwapDevice, SwapOffset, SwapType};
+    use swaptide_core::{
+        CpuId, FolioId, GroupId, Kind, MAX_SLOTS, Order, Slot, SwapDevice, SwapOffset, SwapType,
+    };
 
     /// Pages of a range that have memory, as the kernel knows it.
     fn present(start: usize, len: usize) -> usize {
@@ -70,7 +78,8 @@ mod tests {
         let start = memory.start().addr().get();
         let held = || present(start, len);
         assert_eq!(held(), 0);
-        let device = SwapDevice::new_in(memory, SwapType::new(0).unwrap(), slots, 2, Kind::Solid).with_table_discard(discard);
+        let device = SwapDevice::new_in(memory, SwapType::new(0).unwrap(), slots, 2, Kind::Solid)
+            .with_table_discard(discard);
         // The last cluster is not whole: its table is in use.
         assert_eq!((held(), device.usage().tables), (1, 1));
         let before = device.metadata_bytes();
@@ -84,9 +93,14 @@ mod tests {
         offs.iter().for_each(|&off| _ = device.free(off, 512, swaptide_core::Expect::Any).unwrap());
         let warm = held() - 1;
         assert!(warm <= 16 && device.usage().tables == 1, "{warm}");
-        assert!(device.metadata_bytes() - before <= warm * 4096 + 1024 * 40, "{}", device.metadata_bytes() - before);
+        assert!(
+            device.metadata_bytes() - before <= warm * 4096 + 1024 * 40,
+            "{}",
+            device.metadata_bytes() - before
+        );
         assert_eq!(device.lookup(offs[500]), Slot::Free);
-        // A walk looks into tables that have a record: 32 clusters get theirs together. Where there is nothing the one page of zeros is mapped.
+        // A walk looks into tables that have a record: 32 clusters get theirs together. Where there
+        // is nothing the one page of zeros is mapped.
         assert_eq!(device.next_used(SwapOffset(0)), None);
         assert!(held() <= 1024 + 32, "{} of {} tables were touched", held(), len / 4096);
     }
@@ -103,6 +117,10 @@ mod tests {
         assert!(layer.bytes() - empty <= 9 * 4096 + 512 * 40, "{}", layer.bytes() - empty);
         assert_eq!(layer.lookup(offs[0] + 511), Some(FolioId(0)));
         assert_eq!(layer.lookup(offs[300]), None);
-        assert!(layer.swap_out(0, 9, FolioId(7)).is_some_and(|off| layer.lookup(off) == Some(FolioId(7))));
+        assert!(
+            layer
+                .swap_out(0, 9, FolioId(7))
+                .is_some_and(|off| layer.lookup(off) == Some(FolioId(7)))
+        );
     }
 }

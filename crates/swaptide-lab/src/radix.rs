@@ -1,17 +1,22 @@
-//! One radix tree in the manner of the XArray: nodes of 64 slots, six bits of the index a level, as many levels as the largest
-//! index stored needs. (facts: kernel-facts B1; seed: swap-cache-search-space)
+//! One radix tree in the manner of the XArray: nodes of 64 slots, six bits of the index a level, as
+//! many levels as the largest index stored needs. (facts: kernel-facts B1; seed:
+//! swap-cache-search-space)
 //!
-//! Writers hold the tree's one lock. Readers take none: they walk atomic pointers. In the kernel RCU keeps a node alive for late
-//! readers; here nodes are type-stable (freed with the tree, recycled before) and a reader that meets a recycled node sees it by
-//! `recycled` and walks again. That costs a reader one load of the line it has loaded already for the root.
+//! Writers hold the tree's one lock. Readers take none: they walk atomic pointers. In the kernel
+//! RCU keeps a node alive for late readers; here nodes are type-stable (freed with the tree,
+//! recycled before) and a reader that meets a recycled node sees it by `recycled` and walks again.
+//! That costs a reader one load of the line it has loaded already for the root.
 //!
 //! Invariants:
-//! 1. A node other than one being filled by the lock's holder has at least one slot in use; a tree without entries has no node.
-//! 2. The root's slots 1 to 63 are not all empty, unless the root is a leaf: the tree is as low as it can be.
+//! 1. A node other than one being filled by the lock's holder has at least one slot in use; a tree
+//!    without entries has no node.
+//! 2. The root's slots 1 to 63 are not all empty, unless the root is a leaf: the tree is as low as
+//!    it can be.
 //! 3. A node's memory stays a node's until the tree is dropped.
 //!
-//! What is left out is what would only slow it down: marks, multi-index entries, an entry kept in the root pointer itself. A tree's root, its
-//! count and its lock share a cache line, nodes lie side by side in slabs as the kernel's do, and a look-up is inlined where it is used.
+//! What is left out is what would only slow it down: marks, multi-index entries, an entry kept in
+//! the root pointer itself. A tree's root, its count and its lock share a cache line, nodes lie
+//! side by side in slabs as the kernel's do, and a look-up is inlined where it is used.
 
 #![allow(unsafe_code)]
 
@@ -39,7 +44,8 @@ struct Node {
     place: AtomicU64,
     used: AtomicU64,
     parent: AtomicPtr<Node>,
-    /// What the kernel's node has besides (list linkage, marks), so that the bytes counted are the same: 576.
+    /// What the kernel's node has besides (list linkage, marks), so that the bytes counted are the
+    /// same: 576.
     _rest: [u64; 4],
     slots: [AtomicU64; SLOTS],
 }
@@ -84,14 +90,19 @@ const _: () = assert!(size_of::<Tree>() == 64);
 
 impl Default for Tree {
     fn default() -> Self {
-        Tree { root: AtomicPtr::new(ptr::null_mut()), recycled: AtomicU64::new(0), pool: SpinLock::new(None) }
+        Tree {
+            root: AtomicPtr::new(ptr::null_mut()),
+            recycled: AtomicU64::new(0),
+            pool: SpinLock::new(None),
+        }
     }
 }
 
 impl Drop for Tree {
     fn drop(&mut self) {
         for slab in self.pool.lock().take().into_iter().flat_map(|pool| pool.slabs) {
-            // SAFETY: made by `Box::leak` in `take`, once in `slabs`; `&mut self` says that no reader is left.
+            // SAFETY: made by `Box::leak` in `take`, once in `slabs`; `&mut self` says that no
+            // reader is left.
             drop(unsafe { Box::from_raw(slab.as_ptr()) });
         }
     }
@@ -124,7 +135,8 @@ impl Tree {
         loop {
             let before = self.recycled.load(Ordering::Acquire);
             let entry = self.walk(index);
-            // A slot written by a later owner of its node was released after `recycled` was raised, so the raise is seen here.
+            // A slot written by a later owner of its node was released after `recycled` was raised,
+            // so the raise is seen here.
             if self.recycled.load(Ordering::Acquire) == before {
                 return entry;
             }
@@ -159,9 +171,16 @@ impl Tree {
         self.walk(index)
     }
 
-    /// Replaces the `n` entries from `first` by what `new` makes of each, in one critical section. Asks `check` of all of them
-    /// first; when it refuses one, nothing is changed and `false` returned.
-    pub fn update(&self, first: u64, n: u64, check: impl Fn(Entry) -> bool, mut new: impl FnMut(Entry) -> Entry) -> bool {
+    /// Replaces the `n` entries from `first` by what `new` makes of each, in one critical section.
+    /// Asks `check` of all of them first; when it refuses one, nothing is changed and `false`
+    /// returned.
+    pub fn update(
+        &self,
+        first: u64,
+        n: u64,
+        check: impl Fn(Entry) -> bool,
+        mut new: impl FnMut(Entry) -> Entry,
+    ) -> bool {
         let mut guard = self.pool.lock();
         let pool = guard.get_or_insert_default();
         let mut leaf = None;
@@ -169,7 +188,9 @@ impl Tree {
             if leaf.is_none() || index & MASK == 0 {
                 leaf = self.leaf(index);
             }
-            if !check(leaf.map_or(0, |leaf| leaf.slots[(index & MASK) as usize].load(Ordering::Relaxed))) {
+            if !check(
+                leaf.map_or(0, |leaf| leaf.slots[(index & MASK) as usize].load(Ordering::Relaxed)),
+            ) {
                 return false;
             }
         }
@@ -202,7 +223,8 @@ impl Tree {
             }
             let node = *leaf.get_or_insert_with(|| self.make_leaf(pool, index));
             node.slots[i].store(entry, Ordering::Release);
-            let used = node.used.load(Ordering::Relaxed) + u64::from(entry != 0) - u64::from(old != 0);
+            let used =
+                node.used.load(Ordering::Relaxed) + u64::from(entry != 0) - u64::from(old != 0);
             node.used.store(used, Ordering::Relaxed);
             if used == 0 {
                 self.remove(pool, node);
@@ -239,7 +261,8 @@ impl Tree {
             self.new_root(pool, shift)
         });
         while index >> node.shift.load(Ordering::Relaxed) > MASK {
-            let top = self.take(pool, node.shift.load(Ordering::Relaxed) + BITS, ptr::null_mut(), 0);
+            let top =
+                self.take(pool, node.shift.load(Ordering::Relaxed) + BITS, ptr::null_mut(), 0);
             top.slots[0].store(ptr::from_ref(node) as u64 | TAG_NODE, Ordering::Relaxed);
             top.used.store(1, Ordering::Relaxed);
             node.parent.store(ptr::from_ref(top).cast_mut(), Ordering::Relaxed);
@@ -257,7 +280,8 @@ impl Tree {
                 Some(below) => below,
                 None => {
                     let below = self.take(pool, shift, ptr::from_ref(node).cast_mut(), i);
-                    node.slots[i as usize].store(ptr::from_ref(below) as u64 | TAG_NODE, Ordering::Release);
+                    node.slots[i as usize]
+                        .store(ptr::from_ref(below) as u64 | TAG_NODE, Ordering::Release);
                     node.used.store(node.used.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
                     below
                 }
@@ -272,7 +296,8 @@ impl Tree {
         root
     }
 
-    /// Takes an empty node out of the tree, then what became empty above it, then levels the tree no longer needs.
+    /// Takes an empty node out of the tree, then what became empty above it, then levels the tree
+    /// no longer needs.
     fn remove(&self, pool: &mut Pool, mut node: &Node) {
         loop {
             let parent = node.parent.load(Ordering::Relaxed);
@@ -305,7 +330,8 @@ impl Tree {
                 below.parent.store(ptr::null_mut(), Ordering::Relaxed);
             }
             self.root.store(below, Ordering::Release);
-            // Before the slot is emptied, not after: a late reader of the old root must not take that for an answer.
+            // Before the slot is emptied, not after: a late reader of the old root must not take
+            // that for an answer.
             self.recycled.fetch_add(1, Ordering::AcqRel);
             root.slots[0].store(0, Ordering::Release);
             self.give(pool, root);
@@ -340,7 +366,8 @@ impl Tree {
     pub fn height(&self) -> u32 {
         let _pool = self.pool.lock();
         // SAFETY: the root is null or a node of this tree.
-        unsafe { get(self.root.load(Ordering::Relaxed)) }.map_or(0, |root| (root.shift.load(Ordering::Relaxed) / BITS) as u32 + 1)
+        unsafe { get(self.root.load(Ordering::Relaxed)) }
+            .map_or(0, |root| (root.shift.load(Ordering::Relaxed) / BITS) as u32 + 1)
     }
 
     /// Nodes in the tree.
@@ -360,20 +387,36 @@ mod tests {
         assert!(tree.update(index, 1, |_| true, |_| entry));
     }
 
-    /// Nodes a tree of these indices must have: one for each distinct prefix, from the leaves up to the level that holds all.
+    /// Nodes a tree of these indices must have: one for each distinct prefix, from the leaves up to
+    /// the level that holds all.
     fn nodes_needed(indices: impl Iterator<Item = u64> + Clone) -> (u32, usize) {
         let Some(largest) = indices.clone().max() else { return (0, 0) };
         let mut height = 1;
         while largest >> (BITS * height) != 0 {
             height += 1;
         }
-        let level = |l: u64| indices.clone().map(|i| i >> (BITS * (l + 1))).collect::<std::collections::BTreeSet<_>>().len();
+        let level = |l: u64| {
+            indices
+                .clone()
+                .map(|i| i >> (BITS * (l + 1)))
+                .collect::<std::collections::BTreeSet<_>>()
+                .len()
+        };
         (height as u32, (0..height).map(level).sum())
     }
 
     #[test]
     fn height_follows_the_largest_index() {
-        for (index, height) in [(0, 1), (63, 1), (64, 2), (4095, 2), (4096, 3), (262_143, 3), (262_144, 4), (1 << 24, 5)] {
+        for (index, height) in [
+            (0, 1),
+            (63, 1),
+            (64, 2),
+            (4095, 2),
+            (4096, 3),
+            (262_143, 3),
+            (262_144, 4),
+            (1 << 24, 5),
+        ] {
             let tree = Tree::default();
             set(&tree, index, 8);
             assert_eq!((tree.height(), tree.nodes()), (height, height as usize), "index {index}");
@@ -385,7 +428,11 @@ mod tests {
         set(&tree, 1 << 24, 16);
         assert_eq!((tree.height(), tree.nodes()), (5, 9));
         set(&tree, 1 << 24, 0);
-        assert_eq!((tree.height(), tree.nodes(), tree.load(0)), (1, 1, 8), "the tree shrinks again");
+        assert_eq!(
+            (tree.height(), tree.nodes(), tree.load(0)),
+            (1, 1, 8),
+            "the tree shrinks again"
+        );
     }
 
     #[test]
@@ -397,7 +444,11 @@ mod tests {
             assert!(whole.update(base + at, 512, |old| old == 0, |_| 8));
         }
         assert_eq!((small.height(), small.nodes()), (3, 256 + 4 + 1));
-        assert_eq!((whole.height(), whole.nodes()), (5, 256 + 4 + 1 + 2), "two more levels, one node each");
+        assert_eq!(
+            (whole.height(), whole.nodes()),
+            (5, 256 + 4 + 1 + 2),
+            "two more levels, one node each"
+        );
     }
 
     #[test]
@@ -429,8 +480,8 @@ mod tests {
         }
     }
 
-    /// Nodes are recycled under the readers' feet all the time, and the tree grows and shrinks; each index has its own value or none, and the one that
-    /// stays has its own always.
+    /// Nodes are recycled under the readers' feet all the time, and the tree grows and shrinks;
+    /// each index has its own value or none, and the one that stays has its own always.
     #[test]
     fn readers_never_see_another_index_s_entry() {
         let tree = Tree::default();

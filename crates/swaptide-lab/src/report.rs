@@ -36,7 +36,15 @@ impl Row {
     pub fn new(case: impl Into<String>, metric: &str, unit: &str, before: f64, after: f64) -> Row {
         let delta_pct = (before != 0.0).then(|| (after - before) / before * 100.0);
         let (case, metric, unit) = (case.into(), metric.into(), unit.into());
-        Row { case, metric, unit, before: Some(before), after: Some(after), delta_pct, ..Row::default() }
+        Row {
+            case,
+            metric,
+            unit,
+            before: Some(before),
+            after: Some(after),
+            delta_pct,
+            ..Row::default()
+        }
     }
 
     /// With standard deviations of both sides.
@@ -123,7 +131,17 @@ fn deviating(value: Option<f64>, deviation: Option<f64>) -> String {
 impl Report {
     /// The table as text, with the notes below.
     pub fn text(&self) -> String {
-        let head = ["case", "metric", "unit", "before", "after", "change", "seed before", "seed after", "the seed's is the"];
+        let head = [
+            "case",
+            "metric",
+            "unit",
+            "before",
+            "after",
+            "change",
+            "seed before",
+            "seed after",
+            "the seed's is the",
+        ];
         let rows = self.rows.iter().map(|row| {
             let change = row.delta_pct.map_or(String::from("-"), |pct| format!("{pct:+.1}%"));
             let seed = |value: Option<f64>| value.map_or(String::new(), |v| shown(Some(v)));
@@ -142,7 +160,10 @@ impl Report {
         let lines: Vec<[String; 9]> = std::iter::once(head.map(String::from)).chain(rows).collect();
         let mut widths = [0; 9];
         for line in &lines {
-            widths.iter_mut().zip(line).for_each(|(width, cell)| *width = (*width).max(cell.chars().count()));
+            widths
+                .iter_mut()
+                .zip(line)
+                .for_each(|(width, cell)| *width = (*width).max(cell.chars().count()));
         }
         let mut text = format!("swaptide lab {}: {}\n\n", self.name, self.title);
         for line in &lines {

@@ -1,14 +1,18 @@
-//! The allocator before cluster lists: it scans the static map under the device's one lock. (facts: kernel-facts A8, K; seed:
-//! mthp-swap-allocator, "without")
+//! The allocator before cluster lists: it scans the static map under the device's one lock. (facts:
+//! kernel-facts A8, K; seed: mthp-swap-allocator, "without")
 //!
-//! - A run of order `o` comes from the CPU's current cluster of that order, or from the next wholly free cluster, or not at all.
-//! - A single slot comes from a per-CPU cache of 64, filled 64 at a time in the same way; when no cluster is free, by a scan of the
-//!   whole map, the lock dropped meanwhile.
-//! - Freed slots collect in a second per-CPU cache of 64 and cannot be allocated until it is given back in one go.
+//! - A run of order `o` comes from the CPU's current cluster of that order, or from the next wholly
+//!   free cluster, or not at all.
+//! - A single slot comes from a per-CPU cache of 64, filled 64 at a time in the same way; when no
+//!   cluster is free, by a scan of the whole map, the lock dropped meanwhile.
+//! - Freed slots collect in a second per-CPU cache of 64 and cannot be allocated until it is given
+//!   back in one go.
 //! - A cluster in part used is on no list. It is free again when its last slot is.
-//! - The caches are in use while more than 320 slots per CPU are free, and drained when fewer than 128 are.
+//! - The caches are in use while more than 320 slots per CPU are free, and drained when fewer than
+//!   128 are.
 //!
-//! Left out: the random restart of the scan at 64 MiB borders (it spreads CPUs over the trees of large devices) and discard.
+//! Left out: the random restart of the scan at 64 MiB borders (it spreads CPUs over the trees of
+//! large devices) and discard.
 //!
 //! Locks: a CPU's cache, then the device.
 
@@ -146,7 +150,10 @@ impl ScanAllocator {
         let device = self.device.lock();
         let lists = device.free.capacity() * size_of::<u32>() + size_of_val(&*device.used);
         let lanes = size_of_val(&*device.next) + size_of_val(&*device.base);
-        lists + lanes + size_of_val(&*self.clusters) + self.caches.len() * 2 * CACHE * size_of::<u32>()
+        lists
+            + lanes
+            + size_of_val(&*self.clusters)
+            + self.caches.len() * 2 * CACHE * size_of::<u32>()
     }
 
     /// Are the CPUs' caches in use? Turns them on and off.
@@ -192,7 +199,8 @@ impl ScanAllocator {
         let (lane, n) = (cpu * ORDERS + order, 1 << order);
         loop {
             let at = match device.next[lane] {
-                // The cluster became free meanwhile and is on the list: it may be somebody else's next.
+                // The cluster became free meanwhile and is on the list: it may be somebody else's
+                // next.
                 Some(at) if device.used[(at / CLUSTER) as usize] == 0 => None,
                 at => at,
             };
@@ -258,7 +266,11 @@ mod tests {
         runs.iter().step_by(2).for_each(|&off| a.free(0, off, 16));
         assert_eq!(a.alloc(0, 4), None);
         // A whole cluster is.
-        runs.iter().filter(|off| **off / CLUSTER == 2).skip(1).step_by(2).for_each(|&off| a.free(0, off, 16));
+        runs.iter()
+            .filter(|off| **off / CLUSTER == 2)
+            .skip(1)
+            .step_by(2)
+            .for_each(|&off| a.free(0, off, 16));
         assert_eq!(a.alloc(0, 4), Some(2 * CLUSTER));
     }
 
@@ -285,7 +297,10 @@ mod tests {
                 let order = [0, 0, 0, 2, 4, 9][random.below(6) as usize];
                 let Some(off) = a.alloc(cpu, order) else { continue };
                 assert_eq!(off % (1 << order), 0);
-                assert!((off..off + (1 << order)).all(|slot| slot > 0 && used.insert(slot, ()).is_none()));
+                assert!(
+                    (off..off + (1 << order))
+                        .all(|slot| slot > 0 && used.insert(slot, ()).is_none())
+                );
                 owned.push((off, 1 << order));
             } else if !owned.is_empty() {
                 let (off, n) = owned.swap_remove(random.below(owned.len() as u32) as usize);
@@ -295,7 +310,11 @@ mod tests {
         }
         owned.into_iter().for_each(|(off, n)| a.free(0, off, n));
         a.drain();
-        assert_eq!((a.free_slots(), a.device.lock().free.len()), (16 * CLUSTER - 1, 15), "everything came back");
+        assert_eq!(
+            (a.free_slots(), a.device.lock().free.len()),
+            (16 * CLUSTER - 1, 15),
+            "everything came back"
+        );
     }
 
     #[test]
@@ -304,7 +323,11 @@ mod tests {
         let first = a.alloc(0, 0).unwrap();
         assert_eq!((first, a.caches[0].lock().slots.len()), (CLUSTER, CACHE - 1));
         a.free(0, first, 1);
-        assert_eq!((a.map.get(first), a.caches[0].lock().returned.len()), (HAS_CACHE, 1), "not yet free");
+        assert_eq!(
+            (a.map.get(first), a.caches[0].lock().returned.len()),
+            (HAS_CACHE, 1),
+            "not yet free"
+        );
         while a.free_slots() >= OFF {
             a.alloc(0, 0).unwrap();
         }

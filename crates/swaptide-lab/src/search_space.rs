@@ -1,9 +1,10 @@
-//! `lab search-space`: how deep, how large and how fast the swap cache is on devices of 1G to 1T. (facts: kernel-facts B1; seed:
-//! swap-cache-search-space)
+//! `lab search-space`: how deep, how large and how fast the swap cache is on devices of 1G to 1T.
+//! (facts: kernel-facts B1; seed: swap-cache-search-space)
 //!
-//! 1 GiB of each device is in use: sixteen regions of 64 MiB spread over it for the trees, the first clusters for the swap table
-//! (its allocator chooses, and where a slot lies makes no difference to it). Look-ups are random and each waits for the one before,
-//! as a fault does; a swap-in is an insertion over a shadow.
+//! 1 GiB of each device is in use: sixteen regions of 64 MiB spread over it for the trees, the
+//! first clusters for the swap table (its allocator chooses, and where a slot lies makes no
+//! difference to it). Look-ups are random and each waits for the one before, as a fault does; a
+//! swap-in is an insertion over a shadow.
 
 use crate::allocator::only;
 use crate::forest::{Cached, Forest, Shape};
@@ -43,7 +44,8 @@ trait Cache {
     fn enter(&self, off: u32, folio: FolioId);
     fn leave(&self, off: u32, folio: FolioId);
 
-    /// Nanoseconds for one look-up: each offset depends on the answer before. Here, so that each structure's own look-up is inlined.
+    /// Nanoseconds for one look-up: each offset depends on the answer before. Here, so that each
+    /// structure's own look-up is inlined.
     fn lookup_ns(&self, offs: &[u32]) -> f64 {
         let nothing = black_box(0);
         let start = cpu_seconds();
@@ -55,7 +57,8 @@ trait Cache {
         (cpu_seconds() - start) * 1e9 / offs.len() as f64
     }
 
-    /// The same when no look-up waits for another one: what a walk over a page table does, and several faults at a time.
+    /// The same when no look-up waits for another one: what a walk over a page table does, and
+    /// several faults at a time.
     fn lookups_ns(&self, offs: &[u32]) -> f64 {
         let start = cpu_seconds();
         let sum = offs.iter().fold(0u32, |sum, &off| sum.wrapping_add(self.folio(off)));
@@ -135,7 +138,9 @@ fn insert_ns(cache: &dyn Cache, offs: &[u32]) -> f64 {
 fn regions(slots: u32, regions: u32) -> Vec<u32> {
     let all = slots / REGION;
     let used = regions.min(all);
-    (0..used).flat_map(|i| (0..REGION).map(move |slot| ((i + 1) * (all / used) - 1) * REGION + slot)).collect()
+    (0..used)
+        .flat_map(|i| (0..REGION).map(move |slot| ((i + 1) * (all / used) - 1) * REGION + slot))
+        .collect()
 }
 
 fn forest(shape: Shape, slots: u32, used: &[u32]) -> Forest {
@@ -148,7 +153,8 @@ fn forest(shape: Shape, slots: u32, used: &[u32]) -> Forest {
 
 fn tree(name: &'static str, forest: Forest, used: &[u32], locked: bool) -> Structure {
     let (levels, nodes) = (forest.height().into(), forest.nodes() as f64);
-    let bytes_per_slot = (forest.dynamic_bytes() + forest.static_bytes()) as f64 / used.len() as f64;
+    let bytes_per_slot =
+        (forest.dynamic_bytes() + forest.static_bytes()) as f64 / used.len() as f64;
     let cache: Box<dyn Cache> = if locked { Box::new(Locked(forest)) } else { Box::new(forest) };
     Structure { name, levels, nodes, bytes_per_slot, times: Times::default(), cache }
 }
@@ -167,7 +173,14 @@ fn table(slots: u32, used: u32) -> (Structure, Vec<u32>) {
     }
     let bytes_per_slot = table.bytes() as f64 / f64::from(used);
     let nodes = table.device().usage().tables.into();
-    let s = Structure { name: "swap table", levels: 1.0, nodes, bytes_per_slot, times: Times::default(), cache: Box::new(table) };
+    let s = Structure {
+        name: "swap table",
+        levels: 1.0,
+        nodes,
+        bytes_per_slot,
+        times: Times::default(),
+        cache: Box::new(table),
+    };
     (s, offs)
 }
 
@@ -190,8 +203,8 @@ const TABLE: usize = 4;
 /// Look-ups of one run.
 const LOOKUPS: usize = 1 << 18;
 
-/// Measures all structures on a device of `slots` slots with so many regions in use; runs alternate. What the loops cost by themselves is
-/// taken off every time of a look-up.
+/// Measures all structures on a device of `slots` slots with so many regions in use; runs
+/// alternate. What the loops cost by themselves is taken off every time of a look-up.
 fn device(slots: u32, used: u32, runs: usize) -> Vec<Structure> {
     let used = regions(slots, used);
     let (table, table_offs) = table(slots, used.len() as u32);
@@ -226,11 +239,16 @@ fn device(slots: u32, used: u32, runs: usize) -> Vec<Structure> {
 fn lookup_rows(case: &str, a: &Structure, b: &Structure) -> [Row; 4] {
     let rows = |metric: &str, of: fn(&Times) -> &Vec<f64>| {
         let (before, after) = (median(of(&a.times).clone()), median(of(&b.times).clone()));
-        let times = Row { after: Some(before / after), ..only(case, &format!("{metric}: so many times faster"), "times") };
+        let times = Row {
+            after: Some(before / after),
+            ..only(case, &format!("{metric}: so many times faster"), "times")
+        };
         [Row::new(case, metric, "ns", before, after), times]
     };
-    let [[a, b], [c, d]] =
-        [rows("look-up, each waits for the one before", |t| &t.chained), rows("look-up, none waits", |t| &t.together)];
+    let [[a, b], [c, d]] = [
+        rows("look-up, each waits for the one before", |t| &t.chained),
+        rows("look-up, none waits", |t| &t.together),
+    ];
     [a, b, c, d]
 }
 
@@ -269,13 +287,28 @@ pub fn measure(quick: bool) -> Report {
             if from != LOCKED {
                 rows.push(Row::new(&case, "levels", "", a.levels, b.levels));
                 rows.push(Row::new(&case, "nodes or tables for 1G used", "", a.nodes, b.nodes));
-                rows.push(Row::new(&case, "bytes per used slot, all", "B", a.bytes_per_slot, b.bytes_per_slot));
+                rows.push(Row::new(
+                    &case,
+                    "bytes per used slot, all",
+                    "B",
+                    a.bytes_per_slot,
+                    b.bytes_per_slot,
+                ));
             }
             rows.extend(lookup_rows(&case, a, b));
             if from != LOCKED {
-                let row =
-                    Row::new(&case, "swap-in insertion", "ns", median(a.times.insert.clone()), median(b.times.insert.clone()));
-                rows.push(if from == SPLIT && gib == 128 { row.shaped_like(250.74, 246.09) } else { row });
+                let row = Row::new(
+                    &case,
+                    "swap-in insertion",
+                    "ns",
+                    median(a.times.insert.clone()),
+                    median(b.times.insert.clone()),
+                );
+                rows.push(if from == SPLIT && gib == 128 {
+                    row.shaped_like(250.74, 246.09)
+                } else {
+                    row
+                });
             }
         }
         for (i, s) in all.iter().enumerate() {
@@ -286,7 +319,8 @@ pub fn measure(quick: bool) -> Report {
         }
     }
     // What decides is how much is in use, not how large the device is.
-    let used: &[(u32, &str)] = if quick { &[(1, "64M")] } else { &[(1, "64M"), (4, "256M"), (64, "4G"), (256, "16G")] };
+    let used: &[(u32, &str)] =
+        if quick { &[(1, "64M")] } else { &[(1, "64M"), (4, "256M"), (64, "4G"), (256, "16G")] };
     for &(regions, name) in used {
         let all = device(slots_of(128), regions, runs);
         for from in [SMALL, LOCKED] {
@@ -308,23 +342,36 @@ pub fn measure(quick: bool) -> Report {
         ..only(&case, "tree nodes saved", "KiB")
     });
     let empty = SwapTable::new(slots_of(1024), slots_of(1024), 2).bytes();
-    rows.push(Row { after: Some(empty as f64 / 1024.0), ..only("1T, nothing used: swap table", "all metadata", "KiB") });
+    rows.push(Row {
+        after: Some(empty as f64 / 1024.0),
+        ..only("1T, nothing used: swap table", "all metadata", "KiB")
+    });
     Report {
         name: "search-space",
-        title: "the swap cache as one tree, as a tree for each 64 MiB, and as the swap table; 1 GiB used".into(),
+        title: "the swap cache as one tree, as a tree for each 64 MiB, and as the swap table; 1 \
+            GiB used"
+            .into(),
         rows,
         plot: Plot { x: "device, GiB".into(), y: "look-up, ns".into(), log_x: true, curves },
         notes: vec![
-            "A tree's look-up takes no lock, as in the kernel; the rows that say so show a tree whose one lock guards look-ups too. Offsets \
-             are in random order; what they are read from is the same for all. 'each waits': the next offset depends on the answer, as a \
-             chain of faults does; 'none waits': as a walk over a page table does. Times are this thread's CPU time, medians, less what the loop takes without a look-up. Neither side takes a reference on the folio."
+            "A tree's look-up takes no lock, as in the kernel; the rows that say so show a tree \
+            whose one lock guards look-ups too. Offsets \
+             are in random order; what they are read from is the same for all. 'each waits': the \
+             next offset depends on the answer, as a \
+             chain of faults does; 'none waits': as a walk over a page table does. Times are this \
+             thread's CPU time, medians, less what the loop takes without a look-up. Neither side \
+             takes a reference on the folio."
                 .into(),
-            "Same quantity as the seed's: KiB of nodes with all of 128G cached. The seed's are a whole machine's radix tree slab, so the \
+            "Same quantity as the seed's: KiB of nodes with all of 128G cached. The seed's are a \
+            whole machine's radix tree slab, so the \
              saving is what compares: counted here, up to two nodes for each 64 MiB tree."
                 .into(),
-            "Same shape only: the seed's 250.74 -> 246.09 s is the system time of memhog filling 128G; insertion is a small part of it."
+            "Same shape only: the seed's 250.74 -> 246.09 s is the system time of memhog filling \
+            128G; insertion is a small part of it."
                 .into(),
-            "Bytes per used slot include what is there before the first slot is used (tree roots, the table's directories).".into(),
+            "Bytes per used slot include what is there before the first slot is used (tree roots, \
+            the table's directories)."
+                .into(),
         ],
     }
 }
@@ -337,11 +384,21 @@ mod tests {
     fn trees_deepen_with_the_device_unless_their_offsets_are_their_own() {
         for (gib, deep) in [(1, 3.0), (4, 4.0), (128, 5.0)] {
             let all = device(slots_of(gib), REGIONS, 1);
-            assert_eq!([WHOLE, SPLIT, SMALL, TABLE].map(|i| all[i].levels), [deep, deep, 3.0, 1.0], "{gib}G");
+            assert_eq!(
+                [WHOLE, SPLIT, SMALL, TABLE].map(|i| all[i].levels),
+                [deep, deep, 3.0, 1.0],
+                "{gib}G"
+            );
             // Directories for all of the device, though 1 GiB of it is used.
             let most = if gib <= 4 { 8.15 } else { 8.4 };
-            assert!(all[TABLE].bytes_per_slot < most, "{gib}G: {} bytes", all[TABLE].bytes_per_slot);
-            assert!(all.iter().all(|s| s.times.chained[0] > 0.0 && s.times.together[0] > 0.0 && s.times.insert[0] > 0.0));
+            assert!(
+                all[TABLE].bytes_per_slot < most,
+                "{gib}G: {} bytes",
+                all[TABLE].bytes_per_slot
+            );
+            assert!(all.iter().all(|s| s.times.chained[0] > 0.0
+                && s.times.together[0] > 0.0
+                && s.times.insert[0] > 0.0));
         }
     }
 

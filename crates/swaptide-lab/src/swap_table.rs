@@ -1,9 +1,10 @@
-//! `lab swap-table`: a page's whole way through the swap layer, by 1 to 32 threads. (facts: kernel-facts B2, B4, J; seed:
-//! swap-table-phase1)
+//! `lab swap-table`: a page's whole way through the swap layer, by 1 to 32 threads. (facts:
+//! kernel-facts B2, B4, J; seed: swap-table-phase1)
 //!
-//! usemem reduced to the swap layer: each thread takes slots for all its pages (allocate, enter the cache), looks each up, lets the folios
-//! go (shadows stay), looks each up again, frees all. Three layers take turns in every run, so that a machine that grows slower does
-//! so for all. The BGSAVE case: after a fork every slot has a count of 2; parent and child fault on each page in turn.
+//! usemem reduced to the swap layer: each thread takes slots for all its pages (allocate, enter the
+//! cache), looks each up, lets the folios go (shadows stay), looks each up again, frees all. Three
+//! layers take turns in every run, so that a machine that grows slower does so for all. The BGSAVE
+//! case: after a fork every slot has a count of 2; parent and child fault on each page in turn.
 
 use crate::forest::{Cached, Forest, Shape};
 use crate::layers::{Before, Layer, SwapTable};
@@ -48,7 +49,9 @@ fn round<L: Layer + ?Sized>(layer: &L, cpu: usize, pages: u32, order: usize, pha
     let mut offs = Vec::with_capacity((pages / n) as usize);
     let folio = |i: usize| FolioId((cpu << 24 | i) as u32);
     timed(&mut phases.out, || {
-        (0..pages / n).for_each(|i| offs.push(layer.swap_out(cpu, order, folio(i as usize)).expect("the device has room")));
+        (0..pages / n).for_each(|i| {
+            offs.push(layer.swap_out(cpu, order, folio(i as usize)).expect("the device has room"))
+        });
     });
     let look = |found: bool| {
         for (i, &off) in offs.iter().enumerate() {
@@ -58,12 +61,15 @@ fn round<L: Layer + ?Sized>(layer: &L, cpu: usize, pages: u32, order: usize, pha
         }
     };
     timed(&mut phases.lookup, || look(true));
-    timed(&mut phases.leave, || offs.iter().enumerate().for_each(|(i, &off)| layer.leave(off, n, folio(i), Shadow(7))));
+    timed(&mut phases.leave, || {
+        offs.iter().enumerate().for_each(|(i, &off)| layer.leave(off, n, folio(i), Shadow(7)))
+    });
     timed(&mut phases.lookup, || look(false));
     timed(&mut phases.free, || offs.iter().for_each(|&off| layer.free(cpu, off, n)));
 }
 
-/// One run of all threads: pages a second, and ns a page of each phase (mean of the threads' own times).
+/// One run of all threads: pages a second, and ns a page of each phase (mean of the threads' own
+/// times).
 fn run<L: Layer + ?Sized>(layer: &L, threads: usize, pages: u32, order: usize) -> (f64, Phases) {
     let share = (pages / threads as u32) & !511;
     let barrier = Barrier::new(threads + 1);
@@ -84,7 +90,12 @@ fn run<L: Layer + ?Sized>(layer: &L, threads: usize, pages: u32, order: usize) -
     let wall = start.elapsed().as_secs_f64();
     let done = f64::from(share * threads as u32 * rounds(order));
     let ns = |f: fn(&Phases) -> f64| phases.iter().map(f).sum::<f64>() * 1e9 / done;
-    let per_page = Phases { out: ns(|p| p.out), lookup: ns(|p| p.lookup) / 2.0, leave: ns(|p| p.leave), free: ns(|p| p.free) };
+    let per_page = Phases {
+        out: ns(|p| p.out),
+        lookup: ns(|p| p.lookup) / 2.0,
+        leave: ns(|p| p.leave),
+        free: ns(|p| p.free),
+    };
     (done / wall, per_page)
 }
 
@@ -139,7 +150,8 @@ fn sweep(threads: usize, pages: u32, order: usize, runs: usize) -> [Runs; 3] {
 /// The fork case: ns a page of everything, and of look-ups alone.
 fn bgsave<L: Layer + ?Sized>(layer: &L, pages: u32) -> (f64, f64) {
     let folio = |i: usize| FolioId(i as u32);
-    let mut offs: Vec<u32> = (0..pages).map(|i| layer.swap_out(0, 0, folio(i as usize)).expect("room")).collect();
+    let mut offs: Vec<u32> =
+        (0..pages).map(|i| layer.swap_out(0, 0, folio(i as usize)).expect("room")).collect();
     offs.iter().enumerate().for_each(|(i, &off)| layer.leave(off, 1, folio(i), Shadow(7)));
     // Faults come in no order.
     let mut random = Random::new(23);
@@ -147,7 +159,8 @@ fn bgsave<L: Layer + ?Sized>(layer: &L, pages: u32) -> (f64, f64) {
     let (mut all, mut lookups) = (0.0, 0.0);
     timed(&mut all, || offs.iter().for_each(|&off| layer.dup(off, 1)));
     let look = || offs.iter().for_each(|&off| _ = black_box(layer.lookup(off)));
-    // The parent faults: not cached, comes in, and the entry's count falls to 1: the folio stays for the child.
+    // The parent faults: not cached, comes in, and the entry's count falls to 1: the folio stays
+    // for the child.
     timed(&mut lookups, look);
     timed(&mut all, || offs.iter().enumerate().for_each(|(i, &off)| layer.enter(off, 1, folio(i))));
     timed(&mut all, || offs.iter().for_each(|&off| layer.put(off, 1)));
@@ -158,7 +171,8 @@ fn bgsave<L: Layer + ?Sized>(layer: &L, pages: u32) -> (f64, f64) {
     (per_page(all + lookups), per_page(lookups))
 }
 
-/// Bytes per used slot, static (before the first slot) and dynamic, with `pages` slots of a device of that size used.
+/// Bytes per used slot, static (before the first slot) and dynamic, with `pages` slots of a device
+/// of that size used.
 fn metadata(which: usize, pages: u32, order: usize) -> (f64, f64) {
     let layer = layers(pages, 1).into_iter().nth(which).expect("three layers");
     let fixed = layer.bytes() as f64;
@@ -171,11 +185,13 @@ fn metadata(which: usize, pages: u32, order: usize) -> (f64, f64) {
     (fixed / f64::from(pages), (layer.bytes() as f64 - fixed) / f64::from(used))
 }
 
-/// ns for one allocation of a slot when `percent` of the device are in use, freed and taken at random.
+/// ns for one allocation of a slot when `percent` of the device are in use, freed and taken at
+/// random.
 fn churn<L: Layer + ?Sized>(layer: &L, slots: u32, percent: u32, rounds: usize) -> f64 {
     const BATCH: usize = 256;
     let wanted = (u64::from(slots) * u64::from(percent) / 100) as usize;
-    let mut offs: Vec<u32> = (0..wanted).map(|_| layer.swap_out(0, 0, FolioId(1)).expect("room")).collect();
+    let mut offs: Vec<u32> =
+        (0..wanted).map(|_| layer.swap_out(0, 0, FolioId(1)).expect("room")).collect();
     let mut random = Random::new(31);
     let mut ns = Vec::new();
     // Until the holes are spread as they will stay.
@@ -186,7 +202,11 @@ fn churn<L: Layer + ?Sized>(layer: &L, slots: u32, percent: u32, rounds: usize) 
             layer.free(0, off, 1);
         }
         let mut seconds = 0.0;
-        timed(&mut seconds, || (0..BATCH).for_each(|_| offs.push(layer.swap_out(0, 0, FolioId(1)).expect("as many as freed"))));
+        timed(&mut seconds, || {
+            (0..BATCH).for_each(|_| {
+                offs.push(layer.swap_out(0, 0, FolioId(1)).expect("as many as freed"))
+            })
+        });
         if round >= warm {
             ns.push(seconds * 1e9 / BATCH as f64);
         }
@@ -195,8 +215,15 @@ fn churn<L: Layer + ?Sized>(layer: &L, slots: u32, percent: u32, rounds: usize) 
     median(ns)
 }
 
-/// Look-ups a second, in millions, of `threads` threads that each look up all slots of one device in random order, so many times.
-fn lookups<C: Sync>(cache: &C, threads: usize, rounds: usize, offs: &[u32], folio: impl Fn(&C, u32) -> u32 + Sync) -> f64 {
+/// Look-ups a second, in millions, of `threads` threads that each look up all slots of one device
+/// in random order, so many times.
+fn lookups<C: Sync>(
+    cache: &C,
+    threads: usize,
+    rounds: usize,
+    offs: &[u32],
+    folio: impl Fn(&C, u32) -> u32 + Sync,
+) -> f64 {
     let barrier = Barrier::new(threads + 1);
     let mut start = Instant::now();
     std::thread::scope(|s| {
@@ -207,7 +234,9 @@ fn lookups<C: Sync>(cache: &C, threads: usize, rounds: usize, offs: &[u32], foli
                 // Each begins somewhere else.
                 let (a, b) = offs.split_at(offs.len() / threads * t);
                 for part in std::iter::repeat_n([b, a], rounds).flatten() {
-                    black_box(part.iter().fold(0u32, |sum, &off| sum.wrapping_add(folio(cache, off))));
+                    black_box(
+                        part.iter().fold(0u32, |sum, &off| sum.wrapping_add(folio(cache, off))),
+                    );
                 }
             })
         };
@@ -219,8 +248,9 @@ fn lookups<C: Sync>(cache: &C, threads: usize, rounds: usize, offs: &[u32], foli
     (threads * rounds * offs.len()) as f64 / start.elapsed().as_secs_f64() / 1e6
 }
 
-/// Look-ups alone, by 1 to 32 threads: trees, trees whose look-ups take the lock, the table. About `all` look-ups in a run, by all threads
-/// together: so many that starting the threads does not show.
+/// Look-ups alone, by 1 to 32 threads: trees, trees whose look-ups take the lock, the table. About
+/// `all` look-ups in a run, by all threads together: so many that starting the threads does not
+/// show.
 fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, runs: usize) {
     let forest = Forest::new(Shape::Small, pages);
     let table = SwapTable::new(pages, pages, 1);
@@ -239,7 +269,9 @@ fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, r
             let found = [
                 lookups(&forest, t, n, &offs, |f, off| folio(f.lookup(off))),
                 lookups(&forest, t, n, &offs, |f, off| folio(f.lookup_locked(off))),
-                lookups(&table, t, n, &offs, |d, off| Layer::lookup(d, off).map_or(0, |folio| folio.0)),
+                lookups(&table, t, n, &offs, |d, off| {
+                    Layer::lookup(d, off).map_or(0, |folio| folio.0)
+                }),
             ];
             if run > 0 {
                 speed.iter_mut().zip(found).for_each(|(to, value)| to.push(value));
@@ -247,7 +279,9 @@ fn lookup_rows(rows: &mut Vec<Row>, threads: &[usize], pages: u32, all: usize, r
         }
         let [free, locked, ours] = speed.map(median);
         let s = if t == 1 { "" } else { "s" };
-        let row = |from, before| Row::new(format!("{t} thread{s}: {from}"), "random look-ups", "M/s", before, ours);
+        let row = |from, before| {
+            Row::new(format!("{t} thread{s}: {from}"), "random look-ups", "M/s", before, ours)
+        };
         rows.push(row("64M trees, look-up without lock", free));
         rows.push(row("64M trees, look-up takes the tree's lock", locked));
     }
@@ -259,8 +293,11 @@ pub fn measure(quick: bool) -> Report {
     let (pages, runs) = if quick { (GIB / 16, 3) } else { (GIB / 2, 9) };
     let threads: &[usize] = if quick { &[1, 2, 8] } else { &[1, 2, 4, 8, 16, 32] };
     let mut rows = Vec::new();
-    let mut curves: Vec<Curve> =
-        NAMES.iter().enumerate().map(|(i, &name)| Curve { name: name.into(), ours: i == TABLE, points: vec![] }).collect();
+    let mut curves: Vec<Curve> = NAMES
+        .iter()
+        .enumerate()
+        .map(|(i, &name)| Curve { name: name.into(), ours: i == TABLE, points: vec![] })
+        .collect();
     for &t in threads {
         for order in [0, 4] {
             let all = sweep(t, pages, order, runs);
@@ -269,17 +306,61 @@ pub fn measure(quick: bool) -> Report {
             let mid = |f: fn(&Runs) -> &Vec<f64>, which: usize| median(f(&all[which]).clone());
             for from in [CLUSTERS, SCANNING] {
                 let case = format!("{t} thread{s}, {folios}: {}", NAMES[from]);
-                let row = Row::new(&case, "whole cycle", "Mpages/s", mid(|r| &r.speed, from), mid(|r| &r.speed, TABLE));
-                rows.push(if t == 32 && from == CLUSTERS && order == 0 { row.shaped_like(4775.18, 6381.43) } else { row });
+                let row = Row::new(
+                    &case,
+                    "whole cycle",
+                    "Mpages/s",
+                    mid(|r| &r.speed, from),
+                    mid(|r| &r.speed, TABLE),
+                );
+                rows.push(if t == 32 && from == CLUSTERS && order == 0 {
+                    row.shaped_like(4775.18, 6381.43)
+                } else {
+                    row
+                });
                 if from == SCANNING {
                     continue;
                 }
-                rows.push(Row::new(&case, "allocate and cache", "ns/page", mid(|r| &r.out, from), mid(|r| &r.out, TABLE)));
-                rows.push(Row::new(&case, "look up", "ns/page", mid(|r| &r.lookup, from), mid(|r| &r.lookup, TABLE)));
-                rows.push(Row::new(&case, "folio to shadow", "ns/page", mid(|r| &r.leave, from), mid(|r| &r.leave, TABLE)));
-                let row = Row::new(&case, "free", "ns/page", mid(|r| &r.free, from), mid(|r| &r.free, TABLE));
-                rows.push(if t == 32 && order == 0 { row.shaped_like(174_492.0, 132_122.0) } else { row });
-                rows.push(Row::new(&case, "lock waits", "a run", mid(|r| &r.waits, from), mid(|r| &r.waits, TABLE)));
+                rows.push(Row::new(
+                    &case,
+                    "allocate and cache",
+                    "ns/page",
+                    mid(|r| &r.out, from),
+                    mid(|r| &r.out, TABLE),
+                ));
+                rows.push(Row::new(
+                    &case,
+                    "look up",
+                    "ns/page",
+                    mid(|r| &r.lookup, from),
+                    mid(|r| &r.lookup, TABLE),
+                ));
+                rows.push(Row::new(
+                    &case,
+                    "folio to shadow",
+                    "ns/page",
+                    mid(|r| &r.leave, from),
+                    mid(|r| &r.leave, TABLE),
+                ));
+                let row = Row::new(
+                    &case,
+                    "free",
+                    "ns/page",
+                    mid(|r| &r.free, from),
+                    mid(|r| &r.free, TABLE),
+                );
+                rows.push(if t == 32 && order == 0 {
+                    row.shaped_like(174_492.0, 132_122.0)
+                } else {
+                    row
+                });
+                rows.push(Row::new(
+                    &case,
+                    "lock waits",
+                    "a run",
+                    mid(|r| &r.waits, from),
+                    mid(|r| &r.waits, TABLE),
+                ));
             }
             if order == 0 {
                 (0..3).for_each(|i| curves[i].points.push((t as f64, mid(|r| &r.speed, i))));
@@ -292,20 +373,34 @@ pub fn measure(quick: bool) -> Report {
     churn_rows(&mut rows, pages, if quick { 50 } else { 400 });
     Report {
         name: "swap-table",
-        title: "a page's way through the swap layer: allocate, cache, look up, drop, look up, free".into(),
+        title: "a page's way through the swap layer: allocate, cache, look up, drop, look up, \
+            free"
+            .into(),
         rows,
-        plot: Plot { x: "threads".into(), y: "whole cycle, million pages a second (4K)".into(), log_x: true, curves },
+        plot: Plot {
+            x: "threads".into(),
+            y: "whole cycle, million pages a second (4K)".into(),
+            log_x: true,
+            curves,
+        },
         notes: vec![
-            "before: 'cluster lists + trees' is what the seed started from (cluster allocator, static map and groups, a tree with its \
-             own offsets for each 64 MiB); 'scanning + trees' is the layer before all three seeds. after: swaptide's core."
+            "before: 'cluster lists + trees' is what the seed started from (cluster allocator, \
+            static map and groups, a tree with its \
+             own offsets for each 64 MiB); 'scanning + trees' is the layer before all three seeds. \
+             after: swaptide's core."
                 .into(),
-            "Same shape only: the seed's MB/s is usemem on 31 processes with the whole kernel around it (faults, reclaim, writes), and its \
-             free latency is an munmap of 1 GiB in us; here the swap layer is alone, so ratios are larger. BGSAVE: Redis requests/s."
+            "Same shape only: the seed's MB/s is usemem on 31 processes with the whole kernel \
+            around it (faults, reclaim, writes), and its \
+             free latency is an munmap of 1 GiB in us; here the swap layer is alone, so ratios are \
+             larger. BGSAVE: Redis requests/s."
                 .into(),
-            "A run's phases, BGSAVE and single allocations are in CPU time of their threads, the whole cycle in elapsed time. \
-             Look-ups of a tree take no lock unless the row says so; all locks are the same spin lock."
+            "A run's phases, BGSAVE and single allocations are in CPU time of their threads, the \
+            whole cycle in elapsed time. \
+             Look-ups of a tree take no lock unless the row says so; all locks are the same spin \
+             lock."
                 .into(),
-            "Same quantity: metadata bytes per slot (Linux 6.17: 3 static, 8 to 9 dynamic before; 8 dynamic at the end of the series)."
+            "Same quantity: metadata bytes per slot (Linux 6.17: 3 static, 8 to 9 dynamic before; \
+            8 dynamic at the end of the series)."
                 .into(),
         ],
     }
@@ -326,15 +421,27 @@ fn bgsave_rows(rows: &mut Vec<Row>, pages: u32, runs: usize) {
     let [_, before, after] = all.map(|(total, lookups)| (median(total), median(lookups)));
     let case = "BGSAVE, counts of 2: cluster lists + trees";
     let speed = |ns: f64| 1e3 / ns;
-    rows.push(Row::new(case, "both faults", "Mpages/s", speed(before.0), speed(after.0)).shaped_like(271_421.15, 290_441.79));
+    rows.push(
+        Row::new(case, "both faults", "Mpages/s", speed(before.0), speed(after.0))
+            .shaped_like(271_421.15, 290_441.79),
+    );
     rows.push(Row::new(case, "look-ups", "ns/page", before.1, after.1));
-    rows.push(Row::new(case, "share of look-ups", "%", before.1 / before.0 * 100.0, after.1 / after.0 * 100.0));
+    rows.push(Row::new(
+        case,
+        "share of look-ups",
+        "%",
+        before.1 / before.0 * 100.0,
+        after.1 / after.0 * 100.0,
+    ));
 }
 
 fn memory_rows(rows: &mut Vec<Row>, pages: u32) {
-    for (from, order, seed) in [(CLUSTERS, 0, Some((3.0, 8.0))), (SCANNING, 0, None), (CLUSTERS, 4, None)] {
+    for (from, order, seed) in
+        [(CLUSTERS, 0, Some((3.0, 8.0))), (SCANNING, 0, None), (CLUSTERS, 4, None)]
+    {
         let (before, after) = (metadata(from, pages, order), metadata(TABLE, pages, order));
-        let case = format!("all slots used, {}: {}", if order == 0 { "4K" } else { "64K" }, NAMES[from]);
+        let case =
+            format!("all slots used, {}: {}", if order == 0 { "4K" } else { "64K" }, NAMES[from]);
         let row = |metric, a, b| Row::new(&case, metric, "B/slot", a, b);
         let (fixed, used, sum) = (
             row("metadata, static", before.0, after.0),
@@ -342,7 +449,9 @@ fn memory_rows(rows: &mut Vec<Row>, pages: u32) {
             row("metadata, all", before.0 + before.1, after.0 + after.1),
         );
         match seed {
-            Some((s, d)) => rows.extend([fixed.same_as(s, 0.0), used.same_as(d, 8.0), sum.same_as(s + d, 8.0)]),
+            Some((s, d)) => {
+                rows.extend([fixed.same_as(s, 0.0), used.same_as(d, 8.0), sum.same_as(s + d, 8.0)])
+            }
             None => rows.extend([fixed, used, sum]),
         }
     }
@@ -390,16 +499,27 @@ mod tests {
         let mut rows = Vec::new();
         lookup_rows(&mut rows, &[1, 3], 1 << 16, 1 << 18, 1);
         assert_eq!(rows.len(), 4);
-        assert!(rows.iter().all(|row| row.before.is_some_and(|b| b > 0.0) && row.after.is_some_and(|a| a > 0.0)));
+        assert!(
+            rows.iter().all(
+                |row| row.before.is_some_and(|b| b > 0.0) && row.after.is_some_and(|a| a > 0.0)
+            )
+        );
     }
 
     #[test]
     fn metadata_is_what_the_designs_say() {
         let pages = 1 << 17;
-        for (which, fixed, used) in [(SCANNING, 3.0..3.4, 9.0..9.2), (CLUSTERS, 3.0..3.2, 9.0..9.2), (TABLE, 0.0..0.1, 8.0..8.2)]
-        {
+        for (which, fixed, used) in [
+            (SCANNING, 3.0..3.4, 9.0..9.2),
+            (CLUSTERS, 3.0..3.2, 9.0..9.2),
+            (TABLE, 0.0..0.1, 8.0..8.2),
+        ] {
             let found = metadata(which, pages, 0);
-            assert!(fixed.contains(&found.0) && used.contains(&found.1), "{}: {found:?}", NAMES[which]);
+            assert!(
+                fixed.contains(&found.0) && used.contains(&found.1),
+                "{}: {found:?}",
+                NAMES[which]
+            );
         }
     }
 }

@@ -1,12 +1,15 @@
 //! Who may write to memory past its page tables.
 //!
-//! Write protection stops a program's instructions and the kernel's copies. It does not stop a device that was given the page itself: direct I/O into
-//! the memory, buffers registered with an io_uring, RDMA, VFIO. While one of that kind may be at work nothing goes out, for what it
-//! writes to a page after that was read would be lost.
+//! Write protection stops a program's instructions and the kernel's copies. It does not stop a
+//! device that was given the page itself: direct I/O into the memory, buffers registered with an
+//! io_uring, RDMA, VFIO. While one of that kind may be at work nothing goes out, for what it writes
+//! to a page after that was read would be lost.
 //!
-//! The kernel does not tell which pages are held so. It tells of a process whether it has pinned memory for long (`VmPin`), and of each descriptor
-//! whether it was opened for direct I/O. Both are asked after the pages were write-protected and before anything is read: who takes a page
-//! after that waits for it, and who has taken one before has the descriptor open or is done within the time that the questions take.
+//! The kernel does not tell which pages are held so. It tells of a process whether it has pinned
+//! memory for long (`VmPin`), and of each descriptor whether it was opened for direct I/O. Both are
+//! asked after the pages were write-protected and before anything is read: who takes a page after
+//! that waits for it, and who has taken one before has the descriptor open or is done within the
+//! time that the questions take.
 //!
 //! Locks: none.
 
@@ -29,7 +32,8 @@ pub enum Exempt {
     Unknown,
 }
 
-/// Whether a process may write past its page tables, or has locked a region. One that is gone may not.
+/// Whether a process may write past its page tables, or has locked a region. One that is gone may
+/// not.
 pub fn exempt(pid: u32) -> Option<Exempt> {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return None };
     if figure(&status, "VmPin:") > 0 {
@@ -40,7 +44,9 @@ pub fn exempt(pid: u32) -> Option<Exempt> {
     }
     match fs::read_dir(format!("/proc/{pid}/fdinfo")) {
         Ok(entries) => {
-            let direct = |text: String| text.lines().any(|line| line.strip_prefix("flags:").is_some_and(is_direct));
+            let direct = |text: String| {
+                text.lines().any(|line| line.strip_prefix("flags:").is_some_and(is_direct))
+            };
             let mut infos = entries.filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok());
             infos.any(direct).then_some(Exempt::Direct)
         }
@@ -66,7 +72,11 @@ fn locks_region(pid: u32) -> bool {
         match line.strip_prefix("VmFlags:") {
             Some(flags) => return in_region && flags.split_whitespace().any(|flag| flag == "lo"),
             // Only the first line of a mapping begins with its addresses.
-            None if line.split('-').next().is_some_and(|start| u64::from_str_radix(start, 16).is_ok()) => {
+            None if line
+                .split('-')
+                .next()
+                .is_some_and(|start| u64::from_str_radix(start, 16).is_ok()) =>
+            {
                 in_region = line.contains(path);
             }
             None => {}

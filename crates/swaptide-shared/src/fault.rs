@@ -1,11 +1,14 @@
 //! Answers to faults and events.
 //!
-//! Owns the thread that reads every userfaultfd. It reads with the state's lock held and applies what it read under the same hold, so nobody sees
-//! the one without the other: a forked child runs from the moment its event is read, and is known by then.
+//! Owns the thread that reads every userfaultfd. It reads with the state's lock held and applies
+//! what it read under the same hold, so nobody sees the one without the other: a forked child runs
+//! from the moment its event is read, and is known by then.
 //!
-//! A page is brought back into the *page cache*: by `UFFDIO_COPY` through the fault's own address space, which maps it there too; where the kernel
-//! refuses that (its mappings are changing, or the pages lie in two of them), by writing into the hole of the memory file, which needs no address.
-//! Either gives the page whole: nobody sees a part of it. Other processes find it in the cache and map it without asking.
+//! A page is brought back into the *page cache*: by `UFFDIO_COPY` through the fault's own address
+//! space, which maps it there too; where the kernel refuses that (its mappings are changing, or the
+//! pages lie in two of them), by writing into the hole of the memory file, which needs no address.
+//! Either gives the page whole: nobody sees a part of it. Other processes find it in the cache and
+//! map it without asking.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,15 +61,20 @@ pub(crate) fn run(inner: Arc<Inner>) {
     // A fault is a thread that waits.
     swaptide_sys::affinity::go_first();
     let mut loader = Loader::new();
-    let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 64];
+    let mut events =
+        [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
+            64];
     while inner.stop.load(Relaxed) & STOP_FAULTS == 0 {
-        let patience: i64 = if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
+        let patience: i64 =
+            if inner.lock().spaces.values().any(|space| space.guard.is_none()) { 5 } else { 100 };
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: patience * 1_000_000 };
         let ready = match epoll::wait(&inner.poll, &mut events[..], Some(&timeout)) {
             Ok(count) => count,
             Err(Errno::INTR) => continue,
             Err(errno) => {
-                (inner.log)(&format!("shared memory: waiting for faults: {errno}; they are not answered any more"));
+                (inner.log)(&format!(
+                    "shared memory: waiting for faults: {errno}; they are not answered any more"
+                ));
                 return;
             }
         };
@@ -103,7 +111,8 @@ impl Inner {
         used + (FIRST_PAGES * PAGE_SIZE) as u64 > limit && !stuck
     }
 
-    /// The guard of an address space hung up: its process has ended or executed another program, or soon will have.
+    /// The guard of an address space hung up: its process has ended or executed another program, or
+    /// soon will have.
     fn guard_gone(&self, state: &mut State, id: SpaceId) {
         let Some(space) = state.spaces.get_mut(&id) else { return };
         space.guard = None;
@@ -118,7 +127,12 @@ impl Inner {
 
     /// Looks at address spaces without a guard, and at faults that wait.
     fn look_after(&self, state: &mut State, loader: &mut Loader) {
-        let alone: Vec<SpaceId> = state.spaces.iter().filter(|(_, space)| space.guard.is_none()).map(|(id, _)| *id).collect();
+        let alone: Vec<SpaceId> = state
+            .spaces
+            .iter()
+            .filter(|(_, space)| space.guard.is_none())
+            .map(|(id, _)| *id)
+            .collect();
         for id in alone {
             let space = &state.spaces[&id];
             if space.standing() == Standing::Gone {
@@ -166,10 +180,13 @@ impl Inner {
                 match message.decode() {
                     Event::Fault { addr, wp, .. } => faults.push((addr.page_down(), wp)),
                     Event::Fork { uffd } => children.push(uffd),
-                    // A mapping whose pages are dropped keeps its data: what is given up for good comes by a request.
+                    // A mapping whose pages are dropped keeps its data: what is given up for good
+                    // comes by a request.
                     Event::Remove(_) => {}
                     Event::Remap { .. } | Event::Unmap(_) => changed = true,
-                    Event::Unknown(number) => (self.log)(&format!("shared memory: event {number:#x} is not known")),
+                    Event::Unknown(number) => {
+                        (self.log)(&format!("shared memory: event {number:#x} is not known"))
+                    }
                 }
             }
             if count < messages.len() {
@@ -203,16 +220,25 @@ impl Inner {
     }
 
     /// Answers one fault.
-    fn answer(&self, state: &mut State, id: SpaceId, addr: VirtAddr, wp: bool, loader: &mut Loader) {
+    fn answer(
+        &self,
+        state: &mut State,
+        id: SpaceId,
+        addr: VirtAddr,
+        wp: bool,
+        loader: &mut Loader,
+    ) {
         let Some(space) = state.spaces.get(&id) else { return };
         let place = match space.translate(addr) {
             Some(place) if !space.stale => Some(place),
             _ => {
-                // After a change that was not told: a mapping that grew into what was its own before.
+                // After a change that was not told: a mapping that grew into what was its own
+                // before.
                 self.learn(state, id);
                 let Some(space) = state.spaces.get(&id) else { return };
                 if space.stale && space.rescued {
-                    // Nothing of it is out, and nothing goes: what is missing was never touched, wherever it is.
+                    // Nothing of it is out, and nothing goes: what is missing was never touched,
+                    // wherever it is.
                     let at = VirtRange::from_len(addr, PAGE_SIZE);
                     let _ = space.uffd.zero_pages(at, false);
                     let _ = space.uffd.write_protect(at, false);
@@ -234,7 +260,9 @@ impl Inner {
         };
         let door = Door { space: id, piece };
         let comes_in = |state: PageState| state == PageState::Absent || state.is_out();
-        if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page))) && self.is_full(state) {
+        if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page)))
+            && self.is_full(state)
+        {
             state.waiting.push((id, addr, wp));
             return;
         }
@@ -244,7 +272,9 @@ impl Inner {
         };
         match region.state(page) {
             PageState::Absent => self.grow(state, door, page),
-            PageState::Zero | PageState::Pool | PageState::File => self.swap_in(state, door, page, loader),
+            PageState::Zero | PageState::Pool | PageState::File => {
+                self.swap_in(state, door, page, loader)
+            }
             PageState::Leaving if wp => {
                 // It is written to: it stays, and so does what is around it, for a while.
                 region.set(page, PageState::Present);
@@ -266,7 +296,10 @@ impl Inner {
         }
         // Whatever the protection was for is over, or the page was taken out of it just now.
         if wp && let Some(space) = state.spaces.get(&id) {
-            let protected = state.regions.get(&piece.region).is_some_and(|region| region.state(page) == PageState::Leaving);
+            let protected = state
+                .regions
+                .get(&piece.region)
+                .is_some_and(|region| region.state(page) == PageState::Leaving);
             if !protected && space.uffd.write_protect(at, false) == Err(Errno::AGAIN) {
                 state.held.push((id, addr, wp));
                 return;
@@ -285,7 +318,8 @@ impl Inner {
     fn bound(&self) -> usize {
         let limit = self.limit().unwrap_or(LIMIT_FOR_WINDOWS);
         let bound = (limit / 64) as usize / PAGE_SIZE;
-        // As for a process's own memory: with a file, page-cluster says how far is read ahead, of compressed memory in front of it too.
+        // As for a process's own memory: with a file, page-cluster says how far is read ahead, of
+        // compressed memory in front of it too.
         let bound = match self.segment.header.page_cluster_plus.load(Relaxed) {
             0 => bound,
             plus if self.store.has_file() => bound.min(1 << (plus - 1).min(u32::from(LAST_ORDER))),
@@ -303,7 +337,11 @@ impl Inner {
         let Some(region) = state.regions.get_mut(&door.piece.region) else { return };
         let window = region.locality.growth_window(PageNo(page), bound);
         let end = (page + window).min(region.pages());
-        let run = region.runs(page..end, |state| state == PageState::Absent).first().cloned().unwrap_or(page..page + 1);
+        let run = region
+            .runs(page..end, |state| state == PageState::Absent)
+            .first()
+            .cloned()
+            .unwrap_or(page..page + 1);
         let space = state.spaces.get(&door.space);
         if let (Some(space), Some(range)) = (space, door.piece.addresses(door.piece.region, &run)) {
             // What of it fails is made below.
@@ -312,9 +350,13 @@ impl Inner {
         // Makes what is missing and touches nothing that is there.
         let (at, len) = ((run.start * PAGE_SIZE) as u64, (run.len() * PAGE_SIZE) as u64);
         if !is_full(&region.memory, &run)
-            && let Err(errno) = rustix::fs::fallocate(&region.memory, rustix::fs::FallocateFlags::empty(), at, len)
+            && let Err(errno) =
+                rustix::fs::fallocate(&region.memory, rustix::fs::FallocateFlags::empty(), at, len)
         {
-            (self.log)(&format!("shared memory: no memory for a page: {}", swaptide_sys::Why(errno)));
+            (self.log)(&format!(
+                "shared memory: no memory for a page: {}",
+                swaptide_sys::Why(errno)
+            ));
             return;
         }
         for page in run.clone() {
@@ -349,7 +391,11 @@ impl Inner {
         if let Some(out) = out {
             region.locality.left_out(PageNo(out));
         }
-        let ahead = region.runs(wanted.clone(), PageState::is_out).iter().map(|run| run.len()).sum::<usize>();
+        let ahead = region
+            .runs(wanted.clone(), PageState::is_out)
+            .iter()
+            .map(|run| run.len())
+            .sum::<usize>();
         region.locality.came(ahead);
         let hits = region.locality.take_hits();
         self.count(Counter::SwapRaHit, hits as u64);
@@ -359,7 +405,8 @@ impl Inner {
             self.count_orders(&run);
         }
         // First what was asked for, then who waits, then the rest.
-        let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
+        let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
+            ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
         for run in without(region.runs(first.clone(), PageState::is_out), out) {
             self.fill(state, Some(door), id, run, loader);
         }
@@ -370,7 +417,10 @@ impl Inner {
             self.wake(state, door.space, range);
         }
         for rest in [wanted.start..first.start, first.end..wanted.end] {
-            let runs = state.regions.get(&id).map_or(Vec::new(), |region| region.runs(rest, PageState::is_out));
+            let runs = state
+                .regions
+                .get(&id)
+                .map_or(Vec::new(), |region| region.runs(rest, PageState::is_out));
             for run in without(runs, out) {
                 self.fill(state, Some(door), id, run, loader);
             }
@@ -393,7 +443,10 @@ impl Inner {
     /// Brings all pages of a range back that are out.
     pub fn restore(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
         let mut loader = Loader::new();
-        let runs = state.regions.get(&id).map_or(Vec::new(), |region| region.runs(pages, PageState::is_out));
+        let runs = state
+            .regions
+            .get(&id)
+            .map_or(Vec::new(), |region| region.runs(pages, PageState::is_out));
         for run in runs {
             for start in run.clone().step_by(MOST_PAGES) {
                 self.fill(state, None, id, start..(start + MOST_PAGES).min(run.end), &mut loader);
@@ -402,33 +455,50 @@ impl Inner {
     }
 
     /// Brings a run of pages back that are all out.
-    fn fill(&self, state: &mut State, door: Option<Door>, id: RegionId, run: Range<usize>, loader: &mut Loader) {
+    fn fill(
+        &self,
+        state: &mut State,
+        door: Option<Door>,
+        id: RegionId,
+        run: Range<usize>,
+        loader: &mut Loader,
+    ) {
         let Some(region) = state.regions.get_mut(&id) else { return };
         let bytes = run.len() * PAGE_SIZE;
         if loader.buffer.len() < bytes {
             loader.buffer.resize(bytes, 0);
         }
         let (pages, _) = loader.buffer[..bytes].as_chunks_mut::<PAGE_SIZE>();
-        let mut requests: Vec<(Slot, PageState, &mut Page)> =
-            run.clone().zip(pages).map(|(page, buffer)| (region.slot(page), region.state(page), buffer)).collect();
+        let mut requests: Vec<(Slot, PageState, &mut Page)> = run
+            .clone()
+            .zip(pages)
+            .map(|(page, buffer)| (region.slot(page), region.state(page), buffer))
+            .collect();
         let failed = self.store.load(&mut requests, &mut loader.unpacker);
-        let from = |wanted: PageState| requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64;
+        let from = |wanted: PageState| {
+            requests.iter().filter(|(_, state, _)| *state == wanted).count() as u64
+        };
         self.count(Counter::Zswpin, from(PageState::Pool));
         self.count(Counter::Pswpin, from(PageState::File));
         self.count(Counter::SwpinZero, from(PageState::Zero));
         for slot in &failed {
             let page = (slot.0 - region.base) as usize;
-            (self.log)(&format!("shared memory: page {page} of region {} could not be brought back", id.0));
+            (self.log)(&format!(
+                "shared memory: page {page} of region {} could not be brought back",
+                id.0
+            ));
             self.count(Counter::PagesPoisoned, 1);
             region.set(page, PageState::Lost);
         }
         let goods = region.runs(run.clone(), PageState::is_out);
         for good in &goods {
-            let data = &loader.buffer[(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
+            let data = &loader.buffer
+                [(good.start - run.start) * PAGE_SIZE..(good.end - run.start) * PAGE_SIZE];
             let space = door.and_then(|door| Some((state.spaces.get(&door.space)?, door.piece)));
             let done = space.map_or(0, |(space, piece)| copy_in(space, &piece, id, good, data));
             if done < good.len()
-                && let Err(error) = write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
+                && let Err(error) =
+                    write_pages(&region.memory, good.start + done, &data[done * PAGE_SIZE..])
             {
                 // What is not there stays out, and is asked for again.
                 (self.log)(&format!("shared memory: no memory for a page that is wanted: {error}"));
@@ -467,8 +537,10 @@ fn copy_in(space: &Space, piece: &Piece, id: RegionId, run: &Range<usize>, data:
     if range.pages() != run.len() {
         return 0;
     }
-    // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which only this pager fills.
-    let progress = unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
+    // SAFETY: the source is the pager's own memory; the destination is a hole of a region, which
+    // only this pager fills.
+    let progress =
+        unsafe { space.uffd.copy_pages(range.start, data.as_ptr(), data.len(), true, false) };
     progress.done / PAGE_SIZE
 }
 
@@ -477,7 +549,10 @@ fn without(mut runs: Vec<Range<usize>>, out: Option<usize>) -> Vec<Range<usize>>
     let Some(out) = out else { return runs };
     if let Some(at) = runs.iter().position(|run| run.contains(&out)) {
         let run = runs.remove(at);
-        runs.splice(at..at, [run.start..out, out + 1..run.end].into_iter().filter(|part| !part.is_empty()));
+        runs.splice(
+            at..at,
+            [run.start..out, out + 1..run.end].into_iter().filter(|part| !part.is_empty()),
+        );
     }
     runs
 }

@@ -1,12 +1,15 @@
 //! Shared regions for programs that know what they do: virtual machine monitors, shared arrays.
 //!
-//! Owns a pager with a socket of its own ([`Host`]) and mappings of regions ([`SharedRegion`]) in other processes: the pager's own process may have
-//! none, for a fork waits for the pager with the allocator's locks held. Who has a region passes its memory file on as he likes; who gets one
-//! attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages that are out. A process that forks calls
-//! [`forked`] in the child before that touches a region.
+//! Owns a pager with a socket of its own ([`Host`]) and mappings of regions ([`SharedRegion`]) in
+//! other processes: the pager's own process may have none, for a fork waits for the pager with the
+//! allocator's locks held. Who has a region passes its memory file on as he likes; who gets one
+//! attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages that are
+//! out. A process that forks calls [`forked`] in the child before that touches a region.
 //!
-//! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]): without `CAP_SYS_PTRACE` a forked child has none of
-//! its parent's mappings (a touch there ends it) and attaches what it wants anew; without any right to userfaultfd a system call that touches what is out fails, besides.
+//! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]):
+//! without `CAP_SYS_PTRACE` a forked child has none of its parent's mappings (a touch there ends
+//! it) and attaches what it wants anew; without any right to userfaultfd a system call that touches
+//! what is out fails, besides.
 //!
 //! Locks: none.
 
@@ -71,17 +74,20 @@ pub struct Host {
 }
 
 impl Host {
-    /// Starts one: `limit` bytes for all regions in memory and for what compressed memory and this process take; `swap` is a file to write to where
-    /// that is not enough, of as many bytes as it may have.
+    /// Starts one: `limit` bytes for all regions in memory and for what compressed memory and this
+    /// process take; `swap` is a file to write to where that is not enough, of as many bytes as it
+    /// may have.
     ///
     /// # Errors
     /// When the kernel refuses memory, sockets or threads.
     pub fn start(limit: u64, swap: Option<File>) -> Result<Host, Errno> {
         let fd = memfd_create(c"swaptide", Segment::BYTES as u64)?;
-        let segment = Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES)?).map_err(|_| Errno::INVAL)?;
+        let segment =
+            Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES)?).map_err(|_| Errno::INVAL)?;
         let header = &segment.header;
         header.version.store(VERSION, Relaxed);
-        let bytes = swap.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |data| data.len());
+        let bytes =
+            swap.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |data| data.len());
         let area = NewArea::of_file(-1, (bytes / EXTENT_BYTES) as u32);
         segment.add_area(area);
         header.pool_percent.store(if swap.is_some() { 60 } else { 75 }, Relaxed);
@@ -109,7 +115,10 @@ impl Host {
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("shared-host".into()).spawn(body).map_err(|_| Errno::AGAIN)?;
+        let thread = std::thread::Builder::new()
+            .name("shared-host".into())
+            .spawn(body)
+            .map_err(|_| Errno::AGAIN)?;
         Ok(Host { pager: Some(pager), name, stop, thread: Some(thread) })
     }
 
@@ -183,11 +192,13 @@ impl View {
         self.slot().map_or(0, |slot| slot.counters[counter as usize].load(Relaxed))
     }
 
-    /// Bytes of regions that are in memory (as of a moment ago), in compressed memory, and in the file.
+    /// Bytes of regions that are in memory (as of a moment ago), in compressed memory, and in the
+    /// file.
     pub fn bytes(&self) -> (u64, u64, u64) {
         self.slot().map_or((0, 0, 0), |slot| {
             let [resident, pool, file] =
-                [&slot.managed_bytes, &slot.swapped_pool_bytes, &slot.swapped_file_bytes].map(|word| word.load(Relaxed));
+                [&slot.managed_bytes, &slot.swapped_pool_bytes, &slot.swapped_file_bytes]
+                    .map(|word| word.load(Relaxed));
             (resident, pool, file)
         })
     }
@@ -201,9 +212,12 @@ impl View {
 fn segment(name: Name) -> Result<&'static Segment, RegionError> {
     let conn = Conn::connect_abstract(name.as_bytes()).map_err(|_| RegionError::Pager)?;
     let mut fds = [None];
-    let asked = conn.send(&[Request::Segment as u8], &[]).and_then(|()| conn.recv(&mut [0; 4], &mut fds));
+    let asked =
+        conn.send(&[Request::Segment as u8], &[]).and_then(|()| conn.recv(&mut [0; 4], &mut fds));
     let [Some(fd)] = fds else { return Err(RegionError::Pager) };
-    let map = asked.and_then(|_| SharedMap::map(fd.as_fd(), Segment::BYTES)).map_err(|_| RegionError::Pager)?;
+    let map = asked
+        .and_then(|_| SharedMap::map(fd.as_fd(), Segment::BYTES))
+        .map_err(|_| RegionError::Pager)?;
     Segment::open(map).map_err(|_| RegionError::Pager)
 }
 
@@ -223,10 +237,19 @@ pub enum RegionError {
 impl std::fmt::Display for RegionError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            RegionError::Pager => write!(f, "the pager of shared regions does not answer; is it alive, and of this user?"),
-            RegionError::Map(errno) => write!(f, "a shared region could not be mapped: {}", swaptide_sys::Why(*errno)),
+            RegionError::Pager => write!(
+                f,
+                "the pager of shared regions does not answer; is it alive, and of this user?"
+            ),
+            RegionError::Map(errno) => {
+                write!(f, "a shared region could not be mapped: {}", swaptide_sys::Why(*errno))
+            }
             RegionError::Attach => {
-                write!(f, "a shared region could not be attached: there is no userfaultfd here, swaptide doctor tells more")
+                write!(
+                    f,
+                    "a shared region could not be attached: there is no userfaultfd here, swaptide \
+                    doctor tells more"
+                )
             }
             RegionError::Guard => write!(f, "no thread could stand guard for a shared region"),
         }
@@ -253,7 +276,8 @@ impl SharedRegion {
         SharedRegion::attach(name, memory, bytes)
     }
 
-    /// Maps a region that another process has: its memory file, received from there, and its length.
+    /// Maps a region that another process has: its memory file, received from there, and its
+    /// length.
     ///
     /// # Errors
     /// See [`RegionError`].
@@ -298,14 +322,22 @@ impl SharedRegion {
     pub fn say(&self, start: usize, len: usize, what: Say) -> bool {
         let range: VirtRange = self.map.range();
         let end = start.saturating_add(len).min(range.len());
-        start < end && shared::advise(self.name.as_bytes(), range.start.0 + start, end - start, what.number()).unwrap_or(false)
+        start < end
+            && shared::advise(
+                self.name.as_bytes(),
+                range.start.0 + start,
+                end - start,
+                what.number(),
+            )
+            .unwrap_or(false)
     }
 }
 
 /// The process that somebody stands guard for.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
 
-/// In a forked child, before it touches a region: takes over what is needed to notice the pager's end.
+/// In a forked child, before it touches a region: takes over what is needed to notice the pager's
+/// end.
 ///
 /// # Errors
 /// [`RegionError::Guard`]; the child must not touch its regions then.
@@ -323,7 +355,9 @@ fn stand_guard(name: Name) -> Result<(), RegionError> {
     };
     let guard = shared::guard(name.as_bytes()).ok_or(()).map_err(refused)?;
     let segment = segment(name).map_err(|_| refused(()))?;
-    let spawned = std::thread::Builder::new().name("shared-guard".into()).spawn(move || watch(&guard, segment));
+    let spawned = std::thread::Builder::new()
+        .name("shared-guard".into())
+        .spawn(move || watch(&guard, segment));
     spawned.map(drop).map_err(|_| refused(()))
 }
 
@@ -341,7 +375,8 @@ fn watch(guard: &Guard, segment: &'static Segment) {
     }
     if guard.has_lost(segment) {
         swaptide_sys::thread::abort_with(&[
-            b"swaptide: the pager of shared memory has ended with pages of it; this process is stopped rather than given wrong data",
+            b"swaptide: the pager of shared memory has ended with pages of it; this process is \
+            stopped rather than given wrong data",
         ]);
     }
     // Nothing was out: the memory is the kernel's again. Whoever attaches next needs a new guard.

@@ -1,7 +1,8 @@
 //! Memory that several processes map shared, swapped by a pager outside of them.
 //!
-//! A *region* is a memory file. Every process that maps it registers its mappings with a userfaultfd of its own, which it hands to the pager. The pager
-//! takes pages out by punching holes into the file and answers who touches a hole. `swaptide run` has one pager, in its supervisor; a
+//! A *region* is a memory file. Every process that maps it registers its mappings with a
+//! userfaultfd of its own, which it hands to the pager. The pager takes pages out by punching holes
+//! into the file and answers who touches a hole. `swaptide run` has one pager, in its supervisor; a
 //! virtual machine monitor can have its own ([`SharedRegion`], [`Host`]).
 //!
 //! | module | owns |
@@ -16,8 +17,10 @@
 //! | [`handle`] | the interface for programs that know what they do |
 //!
 //! Invariants
-//! 1. A page of a region is in the memory file or in the store, and leaves one only when it is in the other.
-//! 2. A page goes out only while all mappings of its region are known and write-protected since before it was read.
+//! 1. A page of a region is in the memory file or in the store, and leaves one only when it is in
+//!    the other.
+//! 2. A page goes out only while all mappings of its region are known and write-protected since
+//!    before it was read.
 //! 3. Nothing is out that a process maps which has no guard.
 //! 4. The last mapping's end frees everything.
 //!

@@ -1,10 +1,12 @@
 //! The pager: its state, its threads, and what processes ask of it.
 //!
-//! Owns the regions, the address spaces that have them mapped, and the queue of what goes out next. Two threads: one reads the userfaultfds and
-//! answers ([`crate::fault`]), one makes room ([`crate::reclaim`]); requests come by whoever serves the socket.
+//! Owns the regions, the address spaces that have them mapped, and the queue of what goes out next.
+//! Two threads: one reads the userfaultfds and answers ([`crate::fault`]), one makes room
+//! ([`crate::reclaim`]); requests come by whoever serves the socket.
 //!
-//! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for nobody and, in a swap-in, over reading the file; then
-//! the devices' own. Nobody waits for an event with it. `memories` is taken under it or alone.
+//! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for nobody
+//! and, in a swap-in, over reading the file; then the devices' own. Nobody waits for an event with
+//! it. `memories` is taken under it or alone.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::fs::File;
@@ -72,7 +74,8 @@ pub struct Stats {
     pub pool_bytes: u64,
 }
 
-/// The pager. Dropping it brings everything back first; when its process is killed, who has memory swapped in it is stopped by his guard.
+/// The pager. Dropping it brings everything back first; when its process is killed, who has memory
+/// swapped in it is stopped by his guard.
 pub struct Pager {
     inner: Arc<Inner>,
     faults: Option<JoinHandle<()>>,
@@ -108,7 +111,8 @@ pub(crate) struct State {
     pub wanted_out: VecDeque<(RegionId, u32)>,
     /// Chunks with pages in compressed memory, the oldest first.
     pub pool_log: VecDeque<(RegionId, u32)>,
-    /// Changes with every address space and layout: what was protected everywhere at one number is so only while it stands.
+    /// Changes with every address space and layout: what was protected everywhere at one number is
+    /// so only while it stands.
     pub generation: u64,
     /// Pages that went out.
     pub clock: u32,
@@ -147,10 +151,18 @@ impl Pager {
             statm: StatmFd::open_self().ok(),
             own_bytes: AtomicU64::new(0),
         });
-        epoll::add(&inner.poll, &inner.room, epoll::EventData::new_u64(ROOM), epoll::EventFlags::IN)?;
+        epoll::add(
+            &inner.poll,
+            &inner.room,
+            epoll::EventData::new_u64(ROOM),
+            epoll::EventFlags::IN,
+        )?;
         let spawn = |name: &str, body: fn(Arc<Inner>)| {
             let inner = inner.clone();
-            std::thread::Builder::new().name(name.into()).spawn(move || body(inner)).map_err(|_| Errno::AGAIN)
+            std::thread::Builder::new()
+                .name(name.into())
+                .spawn(move || body(inner))
+                .map_err(|_| Errno::AGAIN)
         };
         let faults = Some(spawn("shared-faults", crate::fault::run)?);
         let room = Some(spawn("shared-room", crate::reclaim::run)?);
@@ -181,7 +193,9 @@ impl Pager {
 
     /// Answers a request of process `pid`, as [`swaptide_ipc::shared`] makes it.
     pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
-        let number = |at: usize| body.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+        let number = |at: usize| {
+            body.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes)
+        };
         let byte = request as u8;
         // Who hung up has gone without an answer.
         let _ = match request {
@@ -191,13 +205,20 @@ impl Pager {
             },
             Request::Attach => conn.send(&[byte, self.inner.attach(pid, fd) as u8], &[]),
             Request::Guard => match number(0) {
-                Some(landmark) => self.inner.stand_guard(pid, VirtAddr(landmark as usize), conn, byte),
+                Some(landmark) => {
+                    self.inner.stand_guard(pid, VirtAddr(landmark as usize), conn, byte)
+                }
                 None => Ok(()),
             },
             Request::Advise => {
-                let advice = body.get(16..20).and_then(|bytes| bytes.try_into().ok()).map(i32::from_le_bytes);
+                let advice = body
+                    .get(16..20)
+                    .and_then(|bytes| bytes.try_into().ok())
+                    .map(i32::from_le_bytes);
                 let taken = match (number(0), number(8), advice) {
-                    (Some(addr), Some(len), Some(advice)) => self.inner.advise(pid, addr as usize, len as usize, advice),
+                    (Some(addr), Some(len), Some(advice)) => {
+                        self.inner.advise(pid, addr as usize, len as usize, advice)
+                    }
                     _ => false,
                 };
                 conn.send(&[byte, u8::from(taken)], &[])
@@ -214,8 +235,8 @@ impl Pager {
         self.inner.create_region(bytes)
     }
 
-    /// Sets the limit, where no supervisor does: bytes of regions in memory, compressed memory and the process's own together. From the first
-    /// call on regions are managed.
+    /// Sets the limit, where no supervisor does: bytes of regions in memory, compressed memory and
+    /// the process's own together. From the first call on regions are managed.
     pub fn set_limit(&self, bytes: u64) {
         let slot = self.inner.segment.slot(self.inner.index);
         slot.limit_bytes.store(bytes.max(1), Relaxed);
@@ -232,7 +253,8 @@ impl Drop for Pager {
         self.room.take().map(JoinHandle::join);
         {
             let mut state = self.inner.lock();
-            let all: Vec<(RegionId, usize)> = state.regions.values().map(|region| (region.id, region.pages())).collect();
+            let all: Vec<(RegionId, usize)> =
+                state.regions.values().map(|region| (region.id, region.pages())).collect();
             for (id, pages) in all {
                 self.inner.restore(&mut state, id, 0..pages);
             }
@@ -252,7 +274,8 @@ impl Inner {
         self.state.lock().unwrap_or_else(|_| {
             // A thread of the pager has panicked with regions half changed.
             swaptide_sys::thread::abort_with(&[
-                b"swaptide: the pager of shared memory failed a check; it is stopped rather than hand out wrong data",
+                b"swaptide: the pager of shared memory failed a check; it is stopped rather than \
+                hand out wrong data",
             ])
         })
     }
@@ -263,7 +286,11 @@ impl Inner {
 
     pub fn resident_bytes(&self) -> u64 {
         let memories = self.memories.lock().expect("no thread panics here");
-        memories.values().filter_map(|memory| memory.metadata().ok()).map(|data| data.blocks() * 512).sum()
+        memories
+            .values()
+            .filter_map(|memory| memory.metadata().ok())
+            .map(|data| data.blocks() * 512)
+            .sum()
     }
 
     /// Bytes of this process's own memory, compressed memory among it.
@@ -294,10 +321,12 @@ impl Inner {
         }
     }
 
-    /// Makes known what is swapped. Called before pages go out, so that the pager's end at any moment is told from a harmless one.
+    /// Makes known what is swapped. Called before pages go out, so that the pager's end at any
+    /// moment is told from a harmless one.
     pub fn publish(&self, counts: &Counts) {
         let slot = self.segment.slot(self.index);
-        slot.swapped_pool_bytes.store(((counts.pool + counts.zero + counts.lost) * PAGE_SIZE) as u64, Relaxed);
+        slot.swapped_pool_bytes
+            .store(((counts.pool + counts.zero + counts.lost) * PAGE_SIZE) as u64, Relaxed);
         slot.swapped_file_bytes.store((counts.file * PAGE_SIZE) as u64, Relaxed);
     }
 
@@ -306,11 +335,16 @@ impl Inner {
     }
 
     fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
-        let bytes = bytes.checked_next_multiple_of(PAGE_SIZE as u64).filter(|bytes| (1..=LARGEST_REGION).contains(bytes));
+        let bytes = bytes
+            .checked_next_multiple_of(PAGE_SIZE as u64)
+            .filter(|bytes| (1..=LARGEST_REGION).contains(bytes));
         let bytes = bytes.ok_or(Errno::INVAL)?;
-        // There is no advice against huge pages that the kernel would heed then, and a part of one cannot go out.
+        // There is no advice against huge pages that the kernel would heed then, and a part of one
+        // cannot go out.
         let forced = |text: String| text.contains("[force]");
-        if std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").is_ok_and(forced) {
+        if std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+            .is_ok_and(forced)
+        {
             return Err(Errno::NOTSUP);
         }
         let memory = File::from(memfd_create(REGION_NAME, bytes)?);
@@ -328,11 +362,15 @@ impl Inner {
     /// All mappings of a process are to be known.
     fn attach(&self, pid: u32, fd: Option<OwnedFd>) -> Attached {
         if pid == std::process::id() {
-            // Its forks would wait for the pager with the allocator's locks held, and the pager for those.
+            // Its forks would wait for the pager with the allocator's locks held, and the pager for
+            // those.
             return Attached::Refused;
         }
         let mut state = self.lock();
-        let known = state.spaces.iter().find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+        let known = state
+            .spaces
+            .iter()
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
         let id = match (known.map(|(id, _)| *id), fd) {
             (Some(id), _) => id,
             (None, None) => return Attached::Descriptor,
@@ -348,10 +386,20 @@ impl Inner {
             }
         };
         self.learn(&mut state, id);
-        if state.spaces.get(&id).is_some_and(|space| !space.broken && !space.stale) { Attached::Done } else { Attached::Refused }
+        if state.spaces.get(&id).is_some_and(|space| !space.broken && !space.stale) {
+            Attached::Done
+        } else {
+            Attached::Refused
+        }
     }
 
-    pub fn add_space(&self, state: &mut State, uffd: Uffd, pid: Option<u32>, layout: Vec<Piece>) -> Result<SpaceId, Errno> {
+    pub fn add_space(
+        &self,
+        state: &mut State,
+        uffd: Uffd,
+        pid: Option<u32>,
+        layout: Vec<Piece>,
+    ) -> Result<SpaceId, Errno> {
         state.next_space += 1;
         let id = SpaceId(state.next_space);
         self.watch(uffd.as_fd(), id, false)?;
@@ -422,11 +470,14 @@ impl Inner {
             }
         }
         let any_stale = state.spaces.values().any(|space| space.stale);
-        let old = |id: &RegionId| state.created.get(id).is_none_or(|made| made.elapsed() > ABANDONED);
+        let old =
+            |id: &RegionId| state.created.get(id).is_none_or(|made| made.elapsed() > ABANDONED);
         let gone: Vec<RegionId> = state
             .regions
             .values()
-            .filter(|region| !mapped.contains(&region.id) && !any_stale && (region.attached || old(&region.id)))
+            .filter(|region| {
+                !mapped.contains(&region.id) && !any_stale && (region.attached || old(&region.id))
+            })
             .map(|region| region.id)
             .collect();
         for id in gone {
@@ -478,7 +529,10 @@ impl Inner {
         let Some(end) = addr.checked_add(len) else { return false };
         let (start, end) = (VirtAddr(addr), VirtAddr(end).page_up());
         let mut state = self.lock();
-        let found = state.spaces.iter().find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+        let found = state
+            .spaces
+            .iter()
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
         let Some(id) = found.map(|(id, _)| *id) else { return false };
         match advice {
             HOLD => {
@@ -487,7 +541,10 @@ impl Inner {
                 return true;
             }
             SETTLE => {
-                state.spaces.entry(id).and_modify(|space| space.moving = space.moving.saturating_sub(1));
+                state
+                    .spaces
+                    .entry(id)
+                    .and_modify(|space| space.moving = space.moving.saturating_sub(1));
                 self.learn(&mut state, id);
                 return true;
             }
@@ -572,7 +629,8 @@ impl State {
 
     /// Regions of which nothing may go out.
     pub fn forbidden(&self) -> HashSet<RegionId> {
-        let mut all: HashSet<RegionId> = self.regions.values().filter(|region| region.kept).map(|region| region.id).collect();
+        let mut all: HashSet<RegionId> =
+            self.regions.values().filter(|region| region.kept).map(|region| region.id).collect();
         for space in self.spaces.values().filter(|space| space.forbids()) {
             // What it maps now may be more than what is known.
             if space.stale && !space.broken {
@@ -583,15 +641,19 @@ impl State {
         all
     }
 
-    /// True while what forbids going out is about to pass: a forked child whose guard is on its way, a mapping that is being moved.
+    /// True while what forbids going out is about to pass: a forked child whose guard is on its
+    /// way, a mapping that is being moved.
     pub fn is_passing(&self) -> bool {
-        self.spaces.values().any(|space| space.moving > 0 || space.guard.is_none() && space.unguarded.elapsed() < GUARD_SOON)
+        self.spaces.values().any(|space| {
+            space.moving > 0 || space.guard.is_none() && space.unguarded.elapsed() < GUARD_SOON
+        })
     }
 
     /// Has a chunk go out of which something is in.
     pub fn want_out(&mut self, id: RegionId, chunk: usize) {
         let Some(region) = self.regions.get_mut(&id) else { return };
-        let is_in = chunk < region.chunk_count() && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+        let is_in = chunk < region.chunk_count()
+            && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
         if is_in && !std::mem::replace(&mut region.chunk(chunk).wanted, true) {
             self.wanted_out.push_back((id, chunk as u32));
         }
@@ -642,21 +704,28 @@ impl Inner {
         }
     }
 
-    /// Makes missing pages the pager's to fill, everywhere. False when some address space is changing: try again.
+    /// Makes missing pages the pager's to fill, everywhere. False when some address space is
+    /// changing: try again.
     fn engage(&self) -> bool {
         let mut state = self.lock();
         if state.engaged {
             return true;
         }
-        let pieces: Vec<(SpaceId, VirtRange)> =
-            state.spaces.iter().flat_map(|(id, space)| space.layout.iter().map(|piece| (*id, piece.range))).collect();
+        let pieces: Vec<(SpaceId, VirtRange)> = state
+            .spaces
+            .iter()
+            .flat_map(|(id, space)| space.layout.iter().map(|piece| (*id, piece.range)))
+            .collect();
         for (id, range) in pieces {
-            if state.spaces[&id].uffd.register_missing_wp(range).is_err() && state.spaces[&id].standing() != Standing::Gone {
+            if state.spaces[&id].uffd.register_missing_wp(range).is_err()
+                && state.spaces[&id].standing() != Standing::Gone
+            {
                 return false;
             }
         }
         // A fork whose event is unread has copied what was registered before.
-        if state.spaces.values().any(|space| space.standing() == Standing::Changing || space.stale) {
+        if state.spaces.values().any(|space| space.standing() == Standing::Changing || space.stale)
+        {
             return false;
         }
         state.engaged = true;
@@ -666,8 +735,11 @@ impl Inner {
         for region in state.regions.values_mut() {
             let mut at = 0;
             while let Ok(data) = rustix::fs::seek(&region.memory, rustix::fs::SeekFrom::Data(at)) {
-                let hole = rustix::fs::seek(&region.memory, rustix::fs::SeekFrom::Hole(data)).unwrap_or(data + PAGE_SIZE as u64);
-                for page in data as usize / PAGE_SIZE..(hole as usize).div_ceil(PAGE_SIZE).min(region.pages()) {
+                let hole = rustix::fs::seek(&region.memory, rustix::fs::SeekFrom::Hole(data))
+                    .unwrap_or(data + PAGE_SIZE as u64);
+                for page in data as usize / PAGE_SIZE
+                    ..(hole as usize).div_ceil(PAGE_SIZE).min(region.pages())
+                {
                     region.set(page, PageState::Present);
                     present.push((region.id, page / 16));
                 }

@@ -1,6 +1,7 @@
 //! Making room: pages go out, and from compressed memory to the file.
 //!
-//! Owns the thread that does it. Only it stores pages, so what is stored for a page is never older than what was stored before.
+//! Owns the thread that does it. Only it stores pages, so what is stored for a page is never older
+//! than what was stored before.
 //!
 //! A batch goes out in three steps:
 //!
@@ -10,21 +11,27 @@
 //! | store | no | who may write past page tables is asked for; the pages are read through the memory file and stored |
 //! | punch | held | if nothing changed: what is still `Leaving` is punched out of the file, and the protection is lifted |
 //!
-//! Why no write is lost. From the end of `protect` on no page table entry lets anybody write: existing ones are protected, and where there is
-//! none a mark stands that makes one which comes protected. A thread that writes faults; its fault is answered under the lock, which makes the page
-//! `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`, what was read at `store` is the last that was written, unless
-//! somebody had an entry that `protect` did not reach:
+//! Why no write is lost. From the end of `protect` on no page table entry lets anybody write:
+//! existing ones are protected, and where there is none a mark stands that makes one which comes
+//! protected. A thread that writes faults; its fault is answered under the lock, which makes the
+//! page `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`, what was
+//! read at `store` is the last that was written, unless somebody had an entry that `protect` did
+//! not reach:
 //!
-//! 1. A forked child: its entries are copies, of protected ones if the fork came later. If it came earlier and its event is unread, its parent's
-//!    mappings are *changing* for the kernel; `protect` is refused. If the event was read since, the generation is another one.
-//! 2. A mapping that was moved takes entries and marks with it. One that was doubled or grown has none in its new part: the kernel says
-//!    `changing` until the event is read, then the generation is another one; and the hook before `mremap` forbids everything meanwhile, for what
-//!    grows in place is no event.
-//! 3. Who has no userfaultfd cannot have the memory mapped: mappings come from [`attach`](swaptide_ipc::shared::attach), or by fork.
+//! 1. A forked child: its entries are copies, of protected ones if the fork came later. If it came
+//!    earlier and its event is unread, its parent's mappings are *changing* for the kernel;
+//!    `protect` is refused. If the event was read since, the generation is another one.
+//! 2. A mapping that was moved takes entries and marks with it. One that was doubled or grown has
+//!    none in its new part: the kernel says `changing` until the event is read, then the generation
+//!    is another one; and the hook before `mremap` forbids everything meanwhile, for what grows in
+//!    place is no event.
+//! 3. Who has no userfaultfd cannot have the memory mapped: mappings come from
+//!    [`attach`](swaptide_ipc::shared::attach), or by fork.
 //! 4. Devices write past page tables: [`crate::exempt`].
 //!
-//! So `punch` asks every address space again, under the lock, whether a change is under way, and compares the generation. The punch itself takes
-//! the entries of every mapping, those of an unread child too, before it takes the page.
+//! So `punch` asks every address space again, under the lock, whether a change is under way, and
+//! compares the generation. The punch itself takes the entries of every mapping, those of an unread
+//! child too, before it takes the page.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -74,7 +81,8 @@ impl Batch {
     }
 }
 
-/// A page that was put away. Its slot stands here because its region may be gone before it is known to be out.
+/// A page that was put away. Its slot stands here because its region may be gone before it is known
+/// to be out.
 struct Stored {
     region: RegionId,
     page: usize,
@@ -97,7 +105,11 @@ enum Outcome {
 
 /// The thread.
 pub(crate) fn run(inner: Arc<Inner>) {
-    let mut worker = Worker { compressor: compressor(inner.segment), unpacker: Unpacker::new(), buffer: Vec::new() };
+    let mut worker = Worker {
+        compressor: compressor(inner.segment),
+        unpacker: Unpacker::new(),
+        buffer: Vec::new(),
+    };
     let mut waits = Duration::ZERO;
     while inner.stop.load(Relaxed) & STOP_ROOM == 0 {
         if !waits.is_zero() {
@@ -111,7 +123,8 @@ pub(crate) fn run(inner: Arc<Inner>) {
 }
 
 impl Worker {
-    /// Does what there is to do, a step of it; answers with the time until it is worth looking again.
+    /// Does what there is to do, a step of it; answers with the time until it is worth looking
+    /// again.
     fn turn(&mut self, inner: &Inner) -> Duration {
         inner.segment.slot(inner.index).shared_bytes.store(inner.resident_bytes(), Relaxed);
         let Some(limit) = inner.limit() else { return Duration::from_millis(20) };
@@ -136,7 +149,8 @@ impl Worker {
             return Duration::from_millis(5);
         }
         let least = if over == 0 { 0 } else { 16 };
-        let mut outcome = self.batch(inner, (over / PAGE_SIZE as u64).clamp(least, BATCH as u64) as usize);
+        let mut outcome =
+            self.batch(inner, (over / PAGE_SIZE as u64).clamp(least, BATCH as u64) as usize);
         if outcome == Outcome::Nothing && inner.lock().is_passing() {
             outcome = Outcome::Again;
         }
@@ -186,9 +200,13 @@ impl Worker {
         let mut for_file: Vec<(usize, Slot, usize)> = Vec::new();
         for (id, run) in &batch.runs {
             let bytes = at * PAGE_SIZE..(at + run.len()) * PAGE_SIZE;
-            let found = inner.lock().regions.get(id).map(|region| (region.memory.clone(), region.base));
+            let found =
+                inner.lock().regions.get(id).map(|region| (region.memory.clone(), region.base));
             let Some((memory, base)) = found else { return false };
-            if memory.read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64).is_err() {
+            if memory
+                .read_exact_at(&mut self.buffer[bytes.clone()], (run.start * PAGE_SIZE) as u64)
+                .is_err()
+            {
                 return false;
             }
             let (pages, _) = self.buffer[bytes].as_chunks::<PAGE_SIZE>();
@@ -212,7 +230,8 @@ impl Worker {
         }
         let (pages, _) = self.buffer.as_chunks::<PAGE_SIZE>();
         for some in for_file.chunks(WRITE_BACK) {
-            let batch: Vec<(Slot, &Page)> = some.iter().map(|(_, slot, at)| (*slot, &pages[*at])).collect();
+            let batch: Vec<(Slot, &Page)> =
+                some.iter().map(|(_, slot, at)| (*slot, &pages[*at])).collect();
             let written = inner.store.write(&batch);
             if !written {
                 inner.count(Counter::WriteErrors, 1);
@@ -227,7 +246,8 @@ impl Worker {
         true
     }
 
-    /// Writes the oldest pages of compressed memory to the file. False when there was nothing to write, or it failed.
+    /// Writes the oldest pages of compressed memory to the file. False when there was nothing to
+    /// write, or it failed.
     fn write_back(&mut self, inner: &Inner) -> bool {
         let mut chosen: Vec<(RegionId, usize, Slot, u32)> = Vec::new();
         {
@@ -237,7 +257,10 @@ impl Worker {
                 let Some(region) = state.regions.get_mut(&id) else { continue };
                 region.chunk(chunk as usize).logged = false;
                 let epoch = region.chunk(chunk as usize).epoch;
-                for page in region.chunk_pages(chunk as usize).filter(|page| region.state(*page) == PageState::Pool) {
+                for page in region
+                    .chunk_pages(chunk as usize)
+                    .filter(|page| region.state(*page) == PageState::Pool)
+                {
                     chosen.push((id, page, region.slot(page), epoch));
                 }
             }
@@ -255,7 +278,9 @@ impl Worker {
         let mut again: Vec<(RegionId, usize)> = Vec::new();
         for ((id, page, slot, epoch), copied) in chosen.into_iter().zip(copied) {
             let stands = state.regions.get_mut(&id).is_some_and(|region| {
-                region.slot(page) == slot && region.chunk(page / 16).epoch == epoch && region.state(page) == PageState::Pool
+                region.slot(page) == slot
+                    && region.chunk(page / 16).epoch == epoch
+                    && region.state(page) == PageState::Pool
             });
             match (copied, stands) {
                 (true, true) => {
@@ -315,8 +340,8 @@ impl Inner {
         }
     }
 
-    /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when nothing may go out; an error when some
-    /// address space is changing.
+    /// Chooses pages that were asked for, and `most` of others, and protects them. `None` when
+    /// nothing may go out; an error when some address space is changing.
     fn protect(&self, most: usize) -> Result<Option<Batch>, Errno> {
         let mut state = self.lock();
         let mut runs: Vec<(RegionId, Range<usize>)> = Vec::new();
@@ -363,7 +388,9 @@ impl Inner {
         for id in ids {
             let space = &state.spaces[&id];
             let protect = |(region, run): &(RegionId, Range<usize>)| {
-                space.addresses(*region, run).find_map(|range| space.uffd.write_protect(range, true).err())
+                space
+                    .addresses(*region, run)
+                    .find_map(|range| space.uffd.write_protect(range, true).err())
             };
             match batch.runs.iter().find_map(protect) {
                 None => {}
@@ -387,12 +414,15 @@ impl Inner {
         Ok(Some(batch))
     }
 
-    /// Whether somebody who maps a part of the batch may write past his page tables; then its regions wait.
+    /// Whether somebody who maps a part of the batch may write past his page tables; then its
+    /// regions wait.
     fn exempted(&self, batch: &Batch) -> bool {
         let pids: HashSet<u32> = {
             let state = self.lock();
             let concerned = |region: &RegionId| batch.runs.iter().any(|(id, _)| id == region);
-            let maps = |space: &&crate::space::Space| space.layout.iter().any(|piece| concerned(&piece.region));
+            let maps = |space: &&crate::space::Space| {
+                space.layout.iter().any(|piece| concerned(&piece.region))
+            };
             state.spaces.values().filter(maps).filter_map(|space| space.pid).collect()
         };
         let found = pids.into_iter().find_map(exempt);
@@ -414,7 +444,9 @@ impl Inner {
             }
             self.lift(state, *id, run);
             for chunk in run.start / 16..run.end.div_ceil(16) {
-                let some = |region: &crate::region::Region| region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+                let some = |region: &crate::region::Region| {
+                    region.chunk_pages(chunk).any(|page| region.state(page).is_in())
+                };
                 if state.regions.get(id).is_some_and(some) {
                     state.enqueue(*id, chunk);
                 }
@@ -422,7 +454,8 @@ impl Inner {
         }
     }
 
-    /// Lifts protection and wakes who waits. Where it cannot be lifted now, the next write faults and lifts it.
+    /// Lifts protection and wakes who waits. Where it cannot be lifted now, the next write faults
+    /// and lifts it.
     fn lift(&self, state: &State, id: RegionId, run: &Range<usize>) {
         for space in state.spaces.values() {
             for range in space.addresses(id, run) {
@@ -432,27 +465,34 @@ impl Inner {
         }
     }
 
-    /// Frees what a page was put into that does not go out. Its slot may be another region's by now, of which nothing can be stored there: only
-    /// this thread stores.
+    /// Frees what a page was put into that does not go out. Its slot may be another region's by
+    /// now, of which nothing can be stored there: only this thread stores.
     fn drop_stored(&self, stored: &Stored) {
         if let Put::In(place) = stored.put {
             self.store.free(stored.slot, place);
         }
     }
 
-    /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and nothing went out.
+    /// Takes stored pages out of the memory files. `None` when something changed meanwhile, and
+    /// nothing went out.
     fn finish(&self, batch: &Batch, stored: &[Stored], buffer: &[u8]) -> Option<usize> {
         let mut state = self.lock();
         let concerned = |id: &RegionId| batch.runs.iter().any(|(region, _)| region == id);
         let quiet = state.generation == batch.generation
             && state.spaces.values().all(|space| {
-                !space.layout.iter().any(|piece| concerned(&piece.region)) || space.standing() != Standing::Changing
+                !space.layout.iter().any(|piece| concerned(&piece.region))
+                    || space.standing() != Standing::Changing
             });
         let mut outs: Vec<(RegionId, usize, PageState)> = Vec::new();
         for stored in stored {
             let Put::In(place) = stored.put else { continue };
             let (id, page) = (stored.region, stored.page);
-            if quiet && state.regions.get(&id).is_some_and(|region| region.state(page) == PageState::Leaving) {
+            if quiet
+                && state
+                    .regions
+                    .get(&id)
+                    .is_some_and(|region| region.state(page) == PageState::Leaving)
+            {
                 outs.push((id, page, place));
             } else {
                 self.drop_stored(stored);
@@ -470,7 +510,11 @@ impl Inner {
         let mut out = 0;
         let mut rest = &outs[..];
         while let Some((id, first, _)) = rest.first() {
-            let len = rest.iter().enumerate().take_while(|(n, (other, page, _))| other == id && *page == first + n).count();
+            let len = rest
+                .iter()
+                .enumerate()
+                .take_while(|(n, (other, page, _))| other == id && *page == first + n)
+                .count();
             let (run, behind) = rest.split_at(len);
             rest = behind;
             out += self.take_out(&mut state, *id, run, batch, buffer);
@@ -497,13 +541,22 @@ impl Inner {
         let pages = run[0].1..run[0].1 + run.len();
         let punched = punch(&region.memory, &pages);
         if punched.is_err() || !is_hole(&region.memory, &pages) {
-            // A part of a huge page that could not be split was cleared, not punched: it gets back what was read of it, and stays.
+            // A part of a huge page that could not be split was cleared, not punched: it gets back
+            // what was read of it, and stays.
             let mut at = 0;
             for (other, leaving) in &batch.runs {
                 if *other == id && leaving.contains(&pages.start) {
                     let from = (at + pages.start - leaving.start) * PAGE_SIZE;
-                    if write_pages(&region.memory, pages.start, &buffer[from..from + pages.len() * PAGE_SIZE]).is_err() {
-                        swaptide_sys::thread::abort_with(&[b"swaptide: shared memory could not be put back; stopped"]);
+                    if write_pages(
+                        &region.memory,
+                        pages.start,
+                        &buffer[from..from + pages.len() * PAGE_SIZE],
+                    )
+                    .is_err()
+                    {
+                        swaptide_sys::thread::abort_with(&[
+                            b"swaptide: shared memory could not be put back; stopped",
+                        ]);
                     }
                 }
                 at += leaving.len();
@@ -541,7 +594,12 @@ impl Inner {
 }
 
 /// Makes the pages of a chunk leave that are there; gives their number.
-fn take_chunk(state: &mut State, id: RegionId, chunk: usize, runs: &mut Vec<(RegionId, Range<usize>)>) -> usize {
+fn take_chunk(
+    state: &mut State,
+    id: RegionId,
+    chunk: usize,
+    runs: &mut Vec<(RegionId, Range<usize>)>,
+) -> usize {
     let Some(region) = state.regions.get_mut(&id) else { return 0 };
     if chunk >= region.chunk_count() {
         return 0;

@@ -1,11 +1,13 @@
 //! One region: where each of its pages is, and what is known of its use.
 //!
-//! Owns: the memory file, the state of every page, and per 64 KiB (a chunk) the marks of the queue. The counts are the states', summed up.
+//! Owns: the memory file, the state of every page, and per 64 KiB (a chunk) the marks of the queue.
+//! The counts are the states', summed up.
 //!
 //! Invariants
-//! 1. A page whose state is `Zero`, `Pool`, `File` or `Lost` is a hole of the memory file; one that is `Present` or `Leaving` is none, but where
-//!    a program has punched it itself.
-//! 2. A page in state `Pool` or `File` has its data there, at the slot of its number; in any other state nothing is there.
+//! 1. A page whose state is `Zero`, `Pool`, `File` or `Lost` is a hole of the memory file; one that
+//!    is `Present` or `Leaving` is none, but where a program has punched it itself.
+//! 2. A page in state `Pool` or `File` has its data there, at the slot of its number; in any other
+//!    state nothing is there.
 //! 3. A chunk's epoch changes whenever one of its pages goes out or comes in.
 //!
 //! Locks: none; the pager's state holds it.
@@ -203,7 +205,11 @@ impl Region {
     }
 
     /// Runs of pages in a range of which `wanted` is true.
-    pub fn runs(&self, range: Range<usize>, wanted: impl Fn(PageState) -> bool) -> Vec<Range<usize>> {
+    pub fn runs(
+        &self,
+        range: Range<usize>,
+        wanted: impl Fn(PageState) -> bool,
+    ) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for page in range.start..range.end.min(self.pages()) {
             if wanted(self.states[page]) {
@@ -234,7 +240,10 @@ impl Region {
 
     /// What it said of a page.
     pub fn reading(&self, page: usize) -> Reading {
-        self.readings.iter().find(|(range, _)| range.contains(&page)).map_or(Reading::Unknown, |(_, said)| *said)
+        self.readings
+            .iter()
+            .find(|(range, _)| range.contains(&page))
+            .map_or(Reading::Unknown, |(_, said)| *said)
     }
 }
 
@@ -267,7 +276,9 @@ impl SlotSpace {
     /// Gives a range back.
     pub fn give(&mut self, base: u32, pages: usize) {
         let mut range = base..base + (pages as u32).next_multiple_of(CLUSTER);
-        while let Some(at) = self.free.iter().position(|free| free.end == range.start || free.start == range.end) {
+        while let Some(at) =
+            self.free.iter().position(|free| free.end == range.start || free.start == range.end)
+        {
             let free = self.free.swap_remove(at);
             range = range.start.min(free.start)..range.end.max(free.end);
         }
@@ -312,9 +323,16 @@ mod tests {
         region.say(0..100, Reading::Sequential);
         region.say(40..60, Reading::Random);
         region.say(50..55, Reading::Unknown);
-        let said: Vec<_> = [0, 39, 40, 50, 54, 55, 59, 60, 99].map(|page| region.reading(page)).into();
+        let said: Vec<_> =
+            [0, 39, 40, 50, 54, 55, 59, 60, 99].map(|page| region.reading(page)).into();
         use Reading::{Random, Sequential, Unknown};
-        assert_eq!(said, [Sequential, Sequential, Random, Unknown, Unknown, Random, Random, Sequential, Sequential]);
+        assert_eq!(
+            said,
+            [
+                Sequential, Sequential, Random, Unknown, Unknown, Random, Random, Sequential,
+                Sequential
+            ]
+        );
     }
 
     proptest! {

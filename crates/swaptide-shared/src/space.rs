@@ -1,10 +1,11 @@
 //! One address space that has regions mapped.
 //!
-//! Owns: its userfaultfd, the layout of its mappings, and the connection of its guard. The layout is read from `/proc/PID/maps`; after any
-//! change that the kernel reports, it is read again. Until a forked child's process is known, it has a copy of its parent's.
+//! Owns: its userfaultfd, the layout of its mappings, and the connection of its guard. The layout
+//! is read from `/proc/PID/maps`; after any change that the kernel reports, it is read again. Until
+//! a forked child's process is known, it has a copy of its parent's.
 //!
-//! An answer by address is safe whatever the layout says: while a change of mappings is under way, or told of and not read, the kernel refuses
-//! it (`EAGAIN`).
+//! An answer by address is safe whatever the layout says: while a change of mappings is under way,
+//! or told of and not read, the kernel refuses it (`EAGAIN`).
 //!
 //! Locks: none; the pager's state holds it.
 
@@ -111,7 +112,8 @@ impl Space {
         }
     }
 
-    /// True when nothing of its regions may go out: a program that would not be stopped by the pager's end, or an unknown layout.
+    /// True when nothing of its regions may go out: a program that would not be stopped by the
+    /// pager's end, or an unknown layout.
     pub fn forbids(&self) -> bool {
         self.guard.is_none() || self.stale || self.broken || self.moving > 0
     }
@@ -123,7 +125,11 @@ impl Space {
     }
 
     /// The addresses of a run of pages, in every mapping of them.
-    pub fn addresses<'a>(&'a self, region: RegionId, pages: &'a Range<usize>) -> impl Iterator<Item = VirtRange> + 'a {
+    pub fn addresses<'a>(
+        &'a self,
+        region: RegionId,
+        pages: &'a Range<usize>,
+    ) -> impl Iterator<Item = VirtRange> + 'a {
         self.layout.iter().filter_map(move |piece| piece.addresses(region, pages))
     }
 }
@@ -154,17 +160,29 @@ mod tests {
         let at = |page: usize| VirtAddr(0x7000_0000 + page * PAGE_SIZE);
         let region = RegionId(3);
         let piece = Piece { range: VirtRange { start: at(0), end: at(10) }, region, page: 100 };
-        assert_eq!(piece.addresses(region, &(95..103)), Some(VirtRange { start: at(0), end: at(3) }));
-        assert_eq!(piece.addresses(region, &(108..200)), Some(VirtRange { start: at(8), end: at(10) }));
+        assert_eq!(
+            piece.addresses(region, &(95..103)),
+            Some(VirtRange { start: at(0), end: at(3) })
+        );
+        assert_eq!(
+            piece.addresses(region, &(108..200)),
+            Some(VirtRange { start: at(8), end: at(10) })
+        );
         assert_eq!(piece.addresses(region, &(110..200)), None);
         assert_eq!(piece.addresses(RegionId(4), &(100..110)), None);
     }
 
     #[test]
     fn a_process_s_mappings_of_a_region_are_found_by_its_inode() {
-        let memory = swaptide_sys::mem::memfd_create(swaptide_ipc::shared::REGION_NAME, 8 * PAGE_SIZE as u64).expect("memfd");
+        let memory = swaptide_sys::mem::memfd_create(
+            swaptide_ipc::shared::REGION_NAME,
+            8 * PAGE_SIZE as u64,
+        )
+        .expect("memfd");
         let inode = rustix::fs::fstat(&memory).expect("stat").st_ino;
-        let map = swaptide_sys::mem::SharedMap::map(swaptide_sys::AsFd::as_fd(&memory), 8 * PAGE_SIZE).expect("map");
+        let map =
+            swaptide_sys::mem::SharedMap::map(swaptide_sys::AsFd::as_fd(&memory), 8 * PAGE_SIZE)
+                .expect("map");
         let pieces = scan(std::process::id(), &HashSet::from([inode])).expect("maps");
         assert_eq!(pieces, [Piece { range: map.range(), region: RegionId(inode), page: 0 }]);
         assert_eq!(scan(std::process::id(), &HashSet::from([inode + 1])).expect("maps"), []);

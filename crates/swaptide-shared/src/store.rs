@@ -1,7 +1,8 @@
 //! Where pages of shared regions are while they are out.
 //!
-//! Owns: compressed memory of the pager's own, and its part of the swap areas. A page's slot follows from its region and number, so no slots are
-//! allocated; which of the two devices has it, its state says.
+//! Owns: compressed memory of the pager's own, and its part of the swap areas. A page's slot
+//! follows from its region and number, so no slots are allocated; which of the two devices has it,
+//! its state says.
 //!
 //! Locks: the devices' own.
 
@@ -11,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use swaptide_engine::acceptance::{Acceptance, Answer};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
-use swaptide_store::file::{Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot};
+use swaptide_store::file::{
+    Areas, Extent, ExtentSource, FileDevice, Leaving, Location, Opened, Spot,
+};
 use swaptide_store::zram::Zram;
 use swaptide_store::{Page, Slot};
 use swaptide_sys::{Errno, OwnedFd};
@@ -45,7 +48,8 @@ impl Beyond {
 
     /// The areas that are files or block devices: only processes have connections to the network's.
     fn files(&self) -> AreaMask {
-        let is_file = |area: &Area| area.transport() == Transport::File && area.state() == AreaState::Open;
+        let is_file =
+            |area: &Area| area.transport() == Transport::File && area.state() == AreaState::Open;
         let files = self.segment.areas().filter(|(_, area)| is_file(area));
         AreaMask(files.fold(0, |mask, (id, _)| mask | 1 << id.0))
     }
@@ -90,7 +94,8 @@ pub struct Store {
     pool: Zram,
     file: FileDevice,
     areas: Beyond,
-    /// The table of areas, as of the last look, and whether something lies on one that is being taken away.
+    /// The table of areas, as of the last look, and whether something lies on one that is being
+    /// taken away.
     looked: AtomicU32,
     leaving: AtomicBool,
     /// Bytes that compressed memory may take: its share, and its bound, where it has one.
@@ -109,7 +114,8 @@ pub enum Put {
     Full,
     /// It does not compress and waits for [`Store::write`].
     Poor,
-    /// Compressed memory refuses it ([`swaptide_engine::acceptance`]); it waits for [`Store::write`]. Whether its bound was met just now.
+    /// Compressed memory refuses it ([`swaptide_engine::acceptance`]); it waits for
+    /// [`Store::write`]. Whether its bound was met just now.
     Refused(bool),
 }
 
@@ -118,7 +124,11 @@ impl Store {
     ///
     /// # Errors
     /// When the address space for compressed memory is refused.
-    pub fn new(segment: &'static Segment, index: SlotIndex, open: OpenArea) -> Result<Store, Errno> {
+    pub fn new(
+        segment: &'static Segment,
+        index: SlotIndex,
+        open: OpenArea,
+    ) -> Result<Store, Errno> {
         let pool = Zram::new(SLOTS).map_err(|_| Errno::NOMEM)?;
         let mut key = [0u8; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip(&segment.header.key) {
@@ -127,7 +137,12 @@ impl Store {
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
         let areas = Beyond { segment, index, open, change: Arc::default() };
-        let file = FileDevice::over(Box::new(areas.clone()), key, u64::from_le_bytes(salt), Box::new(areas.clone()));
+        let file = FileDevice::over(
+            Box::new(areas.clone()),
+            key,
+            u64::from_le_bytes(salt),
+            Box::new(areas.clone()),
+        );
         Ok(Store {
             pool,
             file,
@@ -144,13 +159,17 @@ impl Store {
         })
     }
 
-    /// Whether there is anything beyond compressed memory that takes pages: a file or a block device.
+    /// Whether there is anything beyond compressed memory that takes pages: a file or a block
+    /// device.
     pub fn has_file(&self) -> bool {
         let Beyond { segment, index, .. } = &self.areas;
-        segment.has_area() && segment.slot(*index).no_writeback.load(Relaxed) == 0 && self.areas.files() != AreaMask(0)
+        segment.has_area()
+            && segment.slot(*index).no_writeback.load(Relaxed) == 0
+            && self.areas.files() != AreaMask(0)
     }
 
-    /// Follows changes of the areas: moves some of what lies on one that is being taken away. False when there is nothing to move.
+    /// Follows changes of the areas: moves some of what lies on one that is being taken away. False
+    /// when there is nothing to move.
     pub fn follow_areas(&self) -> bool {
         let segment = self.areas.segment;
         let epoch = segment.areas_epoch();
@@ -171,12 +190,17 @@ impl Store {
         matches!(left, Leaving::Left(_))
     }
 
-    /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is bounded for all processes together, what the
-    /// others leave.
+    /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is
+    /// bounded for all processes together, what the others leave.
     pub fn set_pool_limit(&self, limit: u64, percent: u64) {
         let Beyond { segment, index, .. } = &self.areas;
-        let others =
-            || segment.claimed().filter(|(other, _)| other != index).map(|(_, slot)| slot.pool_bytes.load(Relaxed)).sum();
+        let others = || {
+            segment
+                .claimed()
+                .filter(|(other, _)| other != index)
+                .map(|(_, slot)| slot.pool_bytes.load(Relaxed))
+                .sum()
+        };
         let cap = match segment.header.pool_cap_bytes.load(Relaxed) {
             0 => u64::MAX,
             cap => cap.saturating_sub(others()),
@@ -186,7 +210,8 @@ impl Store {
         self.pool_limit.store((limit / 100 * percent).min(bound), Relaxed);
     }
 
-    /// Bytes by which compressed memory is over what it may have; while it refuses pages, over the threshold from which on it takes them again.
+    /// Bytes by which compressed memory is over what it may have; while it refuses pages, over the
+    /// threshold from which on it takes them again.
     pub fn pool_excess(&self) -> u64 {
         let mut goal = self.pool_limit.load(Relaxed);
         if self.acceptance.is_full() {
@@ -213,14 +238,18 @@ impl Store {
             Packed::Zero => return Put::In(PageState::Zero),
             Packed::Raw(_) if has_file => return Put::Poor,
             Packed::Bytes(_) if has_file => {
-                match self.acceptance.ask(self.pool.pool_bytes() as u64, self.pool_bound.load(Relaxed)) {
+                match self
+                    .acceptance
+                    .ask(self.pool.pool_bytes() as u64, self.pool_bound.load(Relaxed))
+                {
                     Answer::Takes => {}
                     answer => return Put::Refused(answer == Answer::AtLimit),
                 }
             }
             _ => {}
         }
-        // With a file behind it, what is over the limit is written back; without one, this is the end.
+        // With a file behind it, what is over the limit is written back; without one, this is the
+        // end.
         if !has_file && self.pool_excess() > 0 {
             return Put::Full;
         }
@@ -233,25 +262,28 @@ impl Store {
 
     /// Puts a page into compressed memory that belongs in the file, which does not take it.
     pub fn keep(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
-        let kept = self.pool_excess() == 0 && self.pool.insert(slot, &compressor.compress(page)).is_ok();
+        let kept =
+            self.pool_excess() == 0 && self.pool.insert(slot, &compressor.compress(page)).is_ok();
         if kept { Put::In(PageState::Pool) } else { Put::Full }
     }
 
     /// Writes pages to the file as they are. False when that failed: then none of them is there.
     pub fn write(&self, pages: &[(Slot, &Page)]) -> bool {
-        let pages: Vec<(Slot, Packed<'_>)> = pages.iter().map(|(slot, page)| (*slot, Packed::Raw(page))).collect();
+        let pages: Vec<(Slot, Packed<'_>)> =
+            pages.iter().map(|(slot, page)| (*slot, Packed::Raw(page))).collect();
         self.file.write(&pages).is_ok()
     }
 
-    /// Copies pages from compressed memory to the file, as they are there. Answers for each whether it is in both now; a page that left meanwhile
-    /// is not.
+    /// Copies pages from compressed memory to the file, as they are there. Answers for each whether
+    /// it is in both now; a page that left meanwhile is not.
     pub fn copy_back(&self, slots: &[Slot], unpacker: &mut Unpacker) -> Vec<bool> {
         let mut bytes = self.scratch.lock().expect("no thread of the pager panics");
         bytes.clear();
         let mut kinds: Vec<Option<(PackedKind, usize)>> = Vec::with_capacity(slots.len());
         for slot in slots {
             let start = bytes.len();
-            kinds.push(self.pool.packed(*slot, &mut bytes, unpacker).ok().map(|kind| (kind, start)));
+            kinds
+                .push(self.pool.packed(*slot, &mut bytes, unpacker).ok().map(|kind| (kind, start)));
         }
         let packed = |kind: PackedKind, start: usize| kind.with(&bytes[start..start + kind.len()]);
         let pages: Vec<(Slot, Packed<'_>)> = slots
@@ -264,7 +296,11 @@ impl Store {
     }
 
     /// Brings pages back. Answers with those that could not be. Their data stays where it is.
-    pub fn load(&self, pages: &mut [(Slot, PageState, &mut Page)], unpacker: &mut Unpacker) -> Vec<Slot> {
+    pub fn load(
+        &self,
+        pages: &mut [(Slot, PageState, &mut Page)],
+        unpacker: &mut Unpacker,
+    ) -> Vec<Slot> {
         let mut failed = Vec::new();
         let mut from_file: Vec<(Slot, &mut Page)> = Vec::new();
         for (slot, state, page) in pages {

@@ -1,7 +1,9 @@
-//! Several processes on shared regions, with contents that tell what they are: no write may be lost, no page may be another's.
+//! Several processes on shared regions, with contents that tell what they are: no write may be
+//! lost, no page may be another's.
 //!
-//! Each case is a process of its own with a pager, under a watchdog, and starts workers by executing this file again. A *worker* has a word of its
-//! own in every page: it knows what it wrote last. The rest of a page follows from its number.
+//! Each case is a process of its own with a pager, under a watchdog, and starts workers by
+//! executing this file again. A *worker* has a word of its own in every page: it knows what it
+//! wrote last. The rest of a page follows from its number.
 //!
 //!     cargo test -p swaptide-shared --test processes [BEGINNING OF A NAME]
 //!     SWAPTIDE_STRESS_SECONDS=60 cargo test -p swaptide-shared --test processes
@@ -66,9 +68,12 @@ fn main() -> ExitCode {
         CASES.iter().for_each(|(name, _)| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
-    let chosen: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
+    let chosen: Vec<&String> =
+        arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
     let mut failed = 0;
-    for (name, _) in CASES.iter().filter(|(name, _)| chosen.is_empty() || chosen.iter().any(|c| name.starts_with(c.as_str()))) {
+    for (name, _) in CASES.iter().filter(|(name, _)| {
+        chosen.is_empty() || chosen.iter().any(|c| name.starts_with(c.as_str()))
+    }) {
         let begin = Instant::now();
         let mut case = again(&["case", name]).process_group(0).spawn().expect("a process");
         let ended = wait(&mut case, PATIENCE);
@@ -79,9 +84,16 @@ fn main() -> ExitCode {
         if ended.is_none() {
             let _ = case.wait();
         }
-        println!("test {name} ... {} ({:.1} s)", if ok { "ok" } else { "FAILED" }, begin.elapsed().as_secs_f64());
+        println!(
+            "test {name} ... {} ({:.1} s)",
+            if ok { "ok" } else { "FAILED" },
+            begin.elapsed().as_secs_f64()
+        );
         if !ok {
-            println!("  {}", ended.map_or("it hung, and was killed".into(), |status| status.to_string()));
+            println!(
+                "  {}",
+                ended.map_or("it hung, and was killed".into(), |status| status.to_string())
+            );
             failed += 1;
         }
     }
@@ -154,7 +166,8 @@ impl Words {
 
     fn word(&self, page: usize, word: usize) -> &AtomicU64 {
         assert!(page < self.pages && word < WORDS);
-        // SAFETY: within the mapping, which outlives every use in these tests, and everybody uses atomics.
+        // SAFETY: within the mapping, which outlives every use in these tests, and everybody uses
+        // atomics.
         unsafe { &*self.at.add(page * WORDS + word) }
     }
 
@@ -199,7 +212,12 @@ impl Mine {
         let page = self.random.below(words.pages);
         let word = words.word(page, self.worker);
         let found = word.load(SeqCst);
-        assert_eq!(found, own(page, self.worker, self.seq[page]), "worker {}: page {page} lost a write: {found:#x}", self.worker);
+        assert_eq!(
+            found,
+            own(page, self.worker, self.seq[page]),
+            "worker {}: page {page} lost a write: {found:#x}",
+            self.worker
+        );
         match self.random.below(8) {
             0 => words.check(page),
             1 | 2 => {}
@@ -213,7 +231,12 @@ impl Mine {
     fn check_all(&self, words: &Words) {
         for page in 0..words.pages {
             let found = words.word(page, self.worker).load(SeqCst);
-            assert_eq!(found, own(page, self.worker, self.seq[page]), "worker {}: page {page} in the end", self.worker);
+            assert_eq!(
+                found,
+                own(page, self.worker, self.seq[page]),
+                "worker {}: page {page} in the end",
+                self.worker
+            );
         }
     }
 }
@@ -230,8 +253,13 @@ fn spawn(host: &Pager, region: &SharedRegion, what: &str, number: usize) -> Chil
     let length = region.len().to_string();
     let memory = region.memory().as_raw_fd();
     let mut command = again(&["worker", what, &number.to_string(), &name, &length]);
-    // SAFETY: the descriptor is this process's own; dup2 may be called between fork and exec, and clears the flag that would close it.
-    unsafe { command.pre_exec(move || if libc::dup2(memory, 99) == 99 { Ok(()) } else { Err(std::io::Error::last_os_error()) }) };
+    // SAFETY: the descriptor is this process's own; dup2 may be called between fork and exec, and
+    // clears the flag that would close it.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::dup2(memory, 99) == 99 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        })
+    };
     command.stdin(Stdio::null()).spawn().expect("a worker")
 }
 
@@ -278,7 +306,8 @@ fn worker(arguments: &[String]) {
             mine.check_all(&words);
         }
         "for_ever" => {
-            // Somebody may have been killed as this worker before: what is there is what was written last.
+            // Somebody may have been killed as this worker before: what is there is what was
+            // written last.
             for page in 0..words.pages {
                 let found = words.word(page, number).load(SeqCst);
                 assert_eq!(found >> 36, own(page, number, 0) >> 36, "page {page}: {found:#x}");
@@ -332,7 +361,10 @@ fn chain(name: Name, words: &Words, mine: &mut Mine, depth: usize) {
                 let found = words.word(page, mine.worker).load(SeqCst);
                 assert_eq!(found >> 36, own(page, mine.worker, 0) >> 36, "page {page}: {found:#x}");
                 let seq = found & ((1 << 36) - 1);
-                assert!(seq >= mine.seq[page], "page {page}: a write of a child's ancestor is lost");
+                assert!(
+                    seq >= mine.seq[page],
+                    "page {page}: a write of a child's ancestor is lost"
+                );
                 mine.seq[page] = seq;
             }
         }
@@ -348,25 +380,41 @@ fn changes(region: &SharedRegion, words: &Words, mine: &mut Mine, end: Instant) 
     while Instant::now() < end {
         let first = mine.random.below(pages - 64);
         let len = (1 + mine.random.below(63)) * PAGE;
-        // SAFETY: all calls concern this process's mapping of the region, which nobody else in it uses; what is unmapped is mapped again, at the same
-        // place and of the same memory.
+        // SAFETY: all calls concern this process's mapping of the region, which nobody else in it
+        // uses; what is unmapped is mapped again, at the same place and of the same memory.
         unsafe {
             match mine.random.below(5) {
-                0 => assert_eq!(libc::madvise(at(first), len, libc::MADV_DONTNEED), 0, "the data stays"),
+                0 => assert_eq!(
+                    libc::madvise(at(first), len, libc::MADV_DONTNEED),
+                    0,
+                    "the data stays"
+                ),
                 1 => {
                     assert_eq!(libc::mprotect(at(first), len, libc::PROT_READ), 0);
                     let _ = words.word(first, 0).load(SeqCst);
-                    assert_eq!(libc::mprotect(at(first), len, libc::PROT_READ | libc::PROT_WRITE), 0);
+                    assert_eq!(
+                        libc::mprotect(at(first), len, libc::PROT_READ | libc::PROT_WRITE),
+                        0
+                    );
                 }
                 2 => {
                     // Moved away and back.
-                    let place =
-                        libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
+                    let place = libc::mmap(
+                        std::ptr::null_mut(),
+                        len,
+                        libc::PROT_NONE,
+                        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                        -1,
+                        0,
+                    );
                     assert_ne!(place, libc::MAP_FAILED);
                     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                     if libc::mremap(at(first), len, len, flags, place) != place {
                         // Two mappings, which the kernel does not move in one call.
-                        assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+                        assert_eq!(
+                            std::io::Error::last_os_error().raw_os_error(),
+                            Some(libc::EFAULT)
+                        );
                         assert_eq!(libc::munmap(place, len), 0);
                         continue;
                     }
@@ -381,9 +429,13 @@ fn changes(region: &SharedRegion, words: &Words, mine: &mut Mine, end: Instant) 
                     assert_eq!(libc::munmap(at(first), len), 0);
                     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
                     let prot = libc::PROT_READ | libc::PROT_WRITE;
-                    assert_eq!(libc::mmap(at(first), len, prot, flags, memory, (first * PAGE) as i64), at(first));
+                    assert_eq!(
+                        libc::mmap(at(first), len, prot, flags, memory, (first * PAGE) as i64),
+                        at(first)
+                    );
                     let name = std::env::args().nth(4).expect("the name");
-                    swaptide_ipc::shared::attach(name.as_bytes(), Reach::Whole).expect("attached again");
+                    swaptide_ipc::shared::attach(name.as_bytes(), Reach::Whole)
+                        .expect("attached again");
                 }
                 _ => {}
             }
@@ -447,7 +499,8 @@ fn forks_all_the_time() {
     let (host, region) = start(16 * MIB, 24 * MIB);
     let words = Words::of(&region);
     words.fill();
-    let mut workers: Vec<Child> = (0..2).map(|number| spawn(&host, &region, "forks", number)).collect();
+    let mut workers: Vec<Child> =
+        (0..2).map(|number| spawn(&host, &region, "forks", number)).collect();
     workers.push(spawn(&host, &region, "hammer", 2));
     join(workers);
     words.check_all();
@@ -459,7 +512,8 @@ fn random_kills() {
     let words = Words::of(&region);
     words.fill();
     let mut random = Random(9);
-    let mut workers: Vec<Child> = (0..4).map(|number| spawn(&host, &region, "for_ever", number)).collect();
+    let mut workers: Vec<Child> =
+        (0..4).map(|number| spawn(&host, &region, "for_ever", number)).collect();
     let end = Instant::now() + seconds();
     while Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20 + random.next() % 100));
@@ -479,7 +533,8 @@ fn mappings_change() {
     let (host, region) = start(16 * MIB, 24 * MIB);
     let words = Words::of(&region);
     words.fill();
-    let mut workers: Vec<Child> = (0..2).map(|number| spawn(&host, &region, "changes", number)).collect();
+    let mut workers: Vec<Child> =
+        (0..2).map(|number| spawn(&host, &region, "changes", number)).collect();
     workers.push(spawn(&host, &region, "hammer", 2));
     join(workers);
     words.check_all();
@@ -560,15 +615,20 @@ fn regions_end_while_their_pages_leave() {
         // It ends at another moment of a batch each time.
         std::thread::sleep(Duration::from_micros(turn * 137));
         drop(region);
-        // The next one would have the same slots, and put its pages in the place of what was left in them.
-        until("nothing of it is left", || host.out() == 0 && host.view.bytes().0 == 0 && host.view.pool_bytes() == 0);
+        // The next one would have the same slots, and put its pages in the place of what was left
+        // in them.
+        until("nothing of it is left", || {
+            host.out() == 0 && host.view.bytes().0 == 0 && host.view.pool_bytes() == 0
+        });
     }
 }
 
 fn direct_io_holds() {
     let path = std::env::temp_dir().join(format!("swaptide-direct-io-{}", std::process::id()));
     std::fs::write(&path, [0; 4096]).expect("file");
-    let direct = std::os::unix::fs::OpenOptionsExt::custom_flags(File::options().read(true), libc::O_DIRECT).open(&path);
+    let direct =
+        std::os::unix::fs::OpenOptionsExt::custom_flags(File::options().read(true), libc::O_DIRECT)
+            .open(&path);
     std::fs::remove_file(&path).expect("removed");
     // Where there is no direct I/O, none can harm.
     let Ok(direct) = direct else { return };
@@ -584,7 +644,12 @@ fn direct_io_holds() {
 /// The process of a pager: tells its name and serves until it is killed.
 fn host(limit: u64, file: Option<&String>) -> ! {
     let file = file.map(|path| {
-        let file = File::options().read(true).write(true).create_new(true).open(path).expect("a swap file");
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .expect("a swap file");
         std::fs::remove_file(path).expect("removed");
         file.set_len(256 * MIB).expect("length");
         file
@@ -611,8 +676,11 @@ impl Pager {
         arguments.extend(file.map(|path| path.to_str().expect("a path of letters")));
         let mut process = again(&arguments).stdout(Stdio::piped()).spawn().expect("a pager");
         let mut name = String::new();
-        std::io::BufRead::read_line(&mut std::io::BufReader::new(process.stdout.take().expect("stdout")), &mut name)
-            .expect("its name");
+        std::io::BufRead::read_line(
+            &mut std::io::BufReader::new(process.stdout.take().expect("stdout")),
+            &mut name,
+        )
+        .expect("its name");
         let name = name_of(name.trim());
         Pager { process, name, view: View::of(name).expect("a look at it") }
     }
@@ -665,9 +733,16 @@ fn a_killed_pager() {
         }
         let status = std::process::ExitStatus::from_raw(wait_for(child));
         if swapped {
-            assert_eq!(status.signal(), Some(libc::SIGABRT), "stopped rather than given zeros: {status}");
+            assert_eq!(
+                status.signal(),
+                Some(libc::SIGABRT),
+                "stopped rather than given zeros: {status}"
+            );
         } else {
-            assert!(status.success(), "nothing was out: the memory is the kernel's again; {status}");
+            assert!(
+                status.success(),
+                "nothing was out: the memory is the kernel's again; {status}"
+            );
         }
     }
 }
@@ -695,7 +770,8 @@ fn raw_clone(words: &Words, mine: &mut Mine) {
     assert_eq!(wait_for(child), 0);
 }
 
-/// Runs [`ordinary`] in a process that has given up every capability, and its user where that is told. Its words about what it found.
+/// Runs [`ordinary`] in a process that has given up every capability, and its user where that is
+/// told. Its words about what it found.
 fn ordinary_process(user: Option<u32>) -> String {
     // By this name the file may be executed wherever it lies.
     let mut command = Command::new("/proc/self/exe");
@@ -739,11 +815,13 @@ fn without_any_right() {
         return ordinary();
     }
     let said = ordinary_process(Some(65534));
-    let open_to_all = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|text| text.trim() == "1");
+    let open_to_all = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd")
+        .is_ok_and(|text| text.trim() == "1");
     assert_eq!(said.trim(), if open_to_all { "NoForks" } else { "UserMode" });
 }
 
-/// A region that goes out and is read back; what a system call finds where it is out, and what a child of this process has of it.
+/// A region that goes out and is read back; what a system call finds where it is out, and what a
+/// child of this process has of it.
 fn ordinary() {
     let (host, region) = start(512 * MIB, 24 * MIB);
     let words = Words::of(&region);
@@ -760,7 +838,10 @@ fn ordinary() {
         libc::write(ends[1], first.cast(), PAGE)
     };
     match reach {
-        Reach::UserMode => assert_eq!((written, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EFAULT))),
+        Reach::UserMode => assert_eq!(
+            (written, std::io::Error::last_os_error().raw_os_error()),
+            (-1, Some(libc::EFAULT))
+        ),
         _ => assert_eq!(written, PAGE as isize),
     }
     // SAFETY: the child makes two system calls.
@@ -769,7 +850,11 @@ fn ordinary() {
         // SAFETY: asks whether the first page is mapped, and ends.
         unsafe { libc::_exit(i32::from(libc::msync(first.cast(), PAGE, libc::MS_ASYNC) == 0)) }
     }
-    assert_eq!(wait_for(child), i32::from(reach == Reach::Whole) << 8, "whether a child has it mapped");
+    assert_eq!(
+        wait_for(child),
+        i32::from(reach == Reach::Whole) << 8,
+        "whether a child has it mapped"
+    );
     words.check_all();
     assert_eq!(host.counter(Counter::PagesPoisoned), 0);
 }

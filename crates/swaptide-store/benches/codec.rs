@@ -1,7 +1,9 @@
-//! What one page costs on its way into compressed memory and back, and through the cipher of the file device.
+//! What one page costs on its way into compressed memory and back, and through the cipher of the
+//! file device.
 //!
-//! Data as in the refault benchmarks: a quarter of the page is random, the rest one repeated word; and text, which is harder.
-//! Pages are visited at random in a set much larger than the caches, as faults do.
+//! Data as in the refault benchmarks: a quarter of the page is random, the rest one repeated word;
+//! and text, which is harder. Pages are visited at random in a set much larger than the caches, as
+//! faults do.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -71,15 +73,26 @@ fn pages(c: &mut Criterion) {
         let samples: Vec<Page> = (0..256).map(make).collect();
         let mut numbers = Random(3);
         group.bench_function(BenchmarkId::new("compress", name), |b| {
-            b.iter(|| matches!(codec.compress(&samples[numbers.next() as usize % 256]), Packed::Bytes(_)));
+            b.iter(|| {
+                matches!(codec.compress(&samples[numbers.next() as usize % 256]), Packed::Bytes(_))
+            });
         });
         group.bench_function(BenchmarkId::new("compress-zstd", name), |b| {
-            b.iter(|| codec.compress_tightly(&samples[numbers.next() as usize % 256], PAGE_SIZE).is_some());
+            b.iter(|| {
+                codec.compress_tightly(&samples[numbers.next() as usize % 256], PAGE_SIZE).is_some()
+            });
         });
         let mut out = [0; PAGE_SIZE];
         let mut unpacker = Unpacker::new();
         group.bench_function(BenchmarkId::new("load", name), |b| {
-            b.iter(|| zram.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out), &mut unpacker).unwrap());
+            b.iter(|| {
+                zram.load(
+                    Slot((numbers.next() >> 20) as u32 % PAGES),
+                    black_box(&mut out),
+                    &mut unpacker,
+                )
+                .unwrap()
+            });
         });
         let mut zstd = Compressor::new(Choice::Zstd);
         let tight = Zram::new(PAGES).unwrap();
@@ -87,7 +100,15 @@ fn pages(c: &mut Criterion) {
             tight.insert(Slot(slot), &zstd.compress(&make(slot.into()))).unwrap();
         }
         group.bench_function(BenchmarkId::new("load-zstd", name), |b| {
-            b.iter(|| tight.load(Slot((numbers.next() >> 20) as u32 % PAGES), black_box(&mut out), &mut unpacker).unwrap());
+            b.iter(|| {
+                tight
+                    .load(
+                        Slot((numbers.next() >> 20) as u32 % PAGES),
+                        black_box(&mut out),
+                        &mut unpacker,
+                    )
+                    .unwrap()
+            });
         });
         // What `insert` and `load` each do once for the packed bytes, of pages at random too.
         let packed: Vec<Vec<u8>> = (0..PAGES / 4)
@@ -97,7 +118,9 @@ fn pages(c: &mut Criterion) {
             })
             .collect();
         group.bench_function(BenchmarkId::new("checksum", name), |b| {
-            b.iter(|| crc32fast::hash(black_box(&packed[(numbers.next() >> 20) as usize % packed.len()])));
+            b.iter(|| {
+                crc32fast::hash(black_box(&packed[(numbers.next() >> 20) as usize % packed.len()]))
+            });
         });
         let packed = codec.compress(&samples[0]);
         group.bench_function(BenchmarkId::new("insert", name), |b| {
@@ -113,12 +136,16 @@ fn units(c: &mut Criterion) {
     group.throughput(Throughput::Bytes((UNIT * PAGE_SIZE) as u64));
     let zram = Zram::new(PAGES).unwrap();
     let mut codec = Compressor::default();
-    let unit = |n: u32| (0..UNIT as u64).flat_map(|i| quarter_random(u64::from(n) * 16 + i)).collect::<Vec<u8>>();
+    let unit = |n: u32| {
+        (0..UNIT as u64).flat_map(|i| quarter_random(u64::from(n) * 16 + i)).collect::<Vec<u8>>()
+    };
     for n in 0..PAGES / UNIT as u32 {
         zram.insert_unit(Slot(n * UNIT as u32), UNIT, &codec.compress_unit(&unit(n))).unwrap();
     }
     let sample = unit(1);
-    group.bench_function("compress", |b| b.iter(|| matches!(codec.compress_unit(black_box(&sample)), PackedUnit::Bytes(_))));
+    group.bench_function("compress", |b| {
+        b.iter(|| matches!(codec.compress_unit(black_box(&sample)), PackedUnit::Bytes(_)))
+    });
     let mut numbers = Random(4);
     let mut unpacker = Unpacker::new();
     let mut out = vec![0; UNIT * PAGE_SIZE];
@@ -155,7 +182,8 @@ fn file(c: &mut Criterion) {
     }
 }
 
-/// What checksums of compressed memory cost: a block's is made when it is stored and looked at when it is loaded.
+/// What checksums of compressed memory cost: a block's is made when it is stored and looked at when
+/// it is loaded.
 fn checksum(c: &mut Criterion) {
     let mut group = c.benchmark_group("checksum");
     let mut codec = Compressor::default();
@@ -173,7 +201,8 @@ fn file_in_form(c: &mut Criterion, plain: bool) {
     let path = std::env::temp_dir().join(format!("swaptide-bench-{}", std::process::id()));
     let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
-    let device = FileDevice::new(file.into(), [1; 32], 1, Box::new(Endless { next: 0.into(), plain }));
+    let device =
+        FileDevice::new(file.into(), [1; 32], 1, Box::new(Endless { next: 0.into(), plain }));
     let pages: Vec<Page> = (0..u64::from(BATCH)).map(quarter_random).collect();
     let mut group = c.benchmark_group(if plain { "file-cipher-none" } else { "file" });
     group.throughput(Throughput::Bytes(u64::from(BATCH) * PAGE_SIZE as u64));
@@ -183,17 +212,27 @@ fn file_in_form(c: &mut Criterion, plain: bool) {
     let mut codec = Compressor::default();
     let packed: Vec<Vec<u8>> = pages
         .iter()
-        .map(|page| if let Packed::Bytes(bytes) = codec.compress(page) { bytes.to_vec() } else { page.to_vec() })
+        .map(|page| {
+            if let Packed::Bytes(bytes) = codec.compress(page) {
+                bytes.to_vec()
+            } else {
+                page.to_vec()
+            }
+        })
         .collect();
     for (name, data) in [
         ("raw", pages.iter().map(Packed::Raw).collect::<Vec<_>>()),
         ("packed", packed.iter().map(|bytes| Packed::Bytes(bytes)).collect()),
     ] {
         for first in 0..64 {
-            device.write(&slots(first * BATCH).zip(data.iter().copied()).collect::<Vec<_>>()).unwrap();
+            device
+                .write(&slots(first * BATCH).zip(data.iter().copied()).collect::<Vec<_>>())
+                .unwrap();
         }
         group.bench_function(BenchmarkId::new("write-64", name), |b| {
-            b.iter(|| device.write(&slots(at()).zip(data.iter().copied()).collect::<Vec<_>>()).unwrap());
+            b.iter(|| {
+                device.write(&slots(at()).zip(data.iter().copied()).collect::<Vec<_>>()).unwrap()
+            });
         });
         let mut out = pages.clone();
         group.bench_function(BenchmarkId::new("read-64", name), |b| {
@@ -211,7 +250,11 @@ fn file_in_form(c: &mut Criterion, plain: bool) {
         for n in [2, 4, 8, 32] {
             // Scattered over the file.
             group.bench_function(BenchmarkId::new(format!("read-{n}-scattered"), name), |b| {
-                b.iter(|| device.read(&mut (0..n).map(|_| Slot(at())).zip(&mut out).collect::<Vec<_>>()).unwrap());
+                b.iter(|| {
+                    device
+                        .read(&mut (0..n).map(|_| Slot(at())).zip(&mut out).collect::<Vec<_>>())
+                        .unwrap()
+                });
             });
         }
     }

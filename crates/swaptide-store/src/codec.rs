@@ -1,21 +1,28 @@
 //! Turns a page into what a device stores, and back.
 //!
-//! Owns the choice of representation: a page of zeros and a page of one repeated word need no bytes at all, a page that
-//! hardly shrinks is kept as it is (loading it is then a copy), everything else is an lz4 block, a zstd frame or a snappy block ([`Codec`]). A *unit* is
-//! up to [`MAX_UNIT_PAGES`] neighbouring pages compressed as one lz4 block: better ratio, but it comes back whole.
+//! Owns the choice of representation: a page of zeros and a page of one repeated word need no bytes
+//! at all, a page that hardly shrinks is kept as it is (loading it is then a copy), everything else
+//! is an lz4 block, a zstd frame or a snappy block ([`Codec`]). A *unit* is up to
+//! [`MAX_UNIT_PAGES`] neighbouring pages compressed as one lz4 block: better ratio, but it comes
+//! back whole.
 //!
-//! Packed bytes tell by themselves which codec they are of: a frame begins with a byte of 0, a block of lz4 never does (its first byte would
-//! call for a match, and there is nothing yet to match), and before one of snappy stands what in a frame would mean a window of terabytes. So pages of
-//! all lie side by side in every device and go from one to another as they are, and no record of theirs is larger for it.
+//! Packed bytes tell by themselves which codec they are of: a frame begins with a byte of 0, a
+//! block of lz4 never does (its first byte would call for a match, and there is nothing yet to
+//! match), and before one of snappy stands what in a frame would mean a window of terabytes. So
+//! pages of all lie side by side in every device and go from one to another as they are, and no
+//! record of theirs is larger for it.
 //!
-//! Many pages end in a run of one word, mostly zeros. Of such a page only what comes before the run, and the word once, is compressed: bytes
-//! that unpack to less than a page go on with their last word to its end. That spares both codecs what they are slow at.
+//! Many pages end in a run of one word, mostly zeros. Of such a page only what comes before the
+//! run, and the word once, is compressed: bytes that unpack to less than a page go on with their
+//! last word to its end. That spares both codecs what they are slow at.
 //!
-//! lz4 costs 2 to 10 microseconds a page and 1 to 4 back, zstd 8 to 30 and 2 to 13; on heaps zstd takes 0.4 to 0.7 of the bytes. snappy is of the class
-//! of lzo-rle, which has no library that could be used here: as fast as lz4 on the way out and slower back, at about the same ratio.
+//! lz4 costs 2 to 10 microseconds a page and 1 to 4 back, zstd 8 to 30 and 2 to 13; on heaps zstd
+//! takes 0.4 to 0.7 of the bytes. snappy is of the class of lzo-rle, which has no library that
+//! could be used here: as fast as lz4 on the way out and slower back, at about the same ratio.
 //!
-//! A [`Compressor`] holds the codecs' tables and the output buffer, an [`Unpacker`] the memory zstd needs to decompress, so neither work
-//! allocates. Each belongs to one thread at a time and is meant to be used outside all locks.
+//! A [`Compressor`] holds the codecs' tables and the output buffer, an [`Unpacker`] the memory zstd
+//! needs to decompress, so neither work allocates. Each belongs to one thread at a time and is
+//! meant to be used outside all locks.
 
 mod library;
 
@@ -84,8 +91,8 @@ impl Choice {
     }
 }
 
-/// A level of zstd: the higher, the longer it looks for what repeats. Usually the first: on heaps the next two cost a tenth to a half more time and take
-/// 0.99 to 1.04 times the bytes.
+/// A level of zstd: the higher, the longer it looks for what repeats. Usually the first: on heaps
+/// the next two cost a tenth to a half more time and take 0.99 to 1.04 times the bytes.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Level(u8);
 
@@ -137,8 +144,14 @@ impl Scheme {
     /// The scheme of such a number; what is usual in place of what has no meaning.
     #[must_use]
     pub fn from_number(number: u32) -> Scheme {
-        let choice = Choice::ALL.into_iter().find(|choice| *choice as u32 == number & 0xff).unwrap_or_default();
-        let level = u8::try_from(number >> 8).ok().and_then(|level| Level::new(level.saturating_add(1))).unwrap_or_default();
+        let choice = Choice::ALL
+            .into_iter()
+            .find(|choice| *choice as u32 == number & 0xff)
+            .unwrap_or_default();
+        let level = u8::try_from(number >> 8)
+            .ok()
+            .and_then(|level| Level::new(level.saturating_add(1)))
+            .unwrap_or_default();
         Scheme { choice, level }
     }
 }
@@ -146,7 +159,8 @@ impl Scheme {
 /// Most pages one unit may hold.
 pub const MAX_UNIT_PAGES: usize = 16;
 
-/// A page that compresses to more than this is kept as it is: the rest of the saving is not worth a decompression.
+/// A page that compresses to more than this is kept as it is: the rest of the saving is not worth a
+/// decompression.
 pub const RAW_ABOVE: usize = PAGE_SIZE * 7 / 8;
 
 /// Packed bytes are more than this, so that what is shorter can mean something else.
@@ -237,7 +251,8 @@ pub struct BadBlock;
 /// Looks at the first and the last word first: most pages with data differ there.
 #[must_use]
 pub fn classify(page: &Page) -> Content {
-    same_word(page).map_or(Content::Data, |word| if word == 0 { Content::Zero } else { Content::Same(word) })
+    same_word(page)
+        .map_or(Content::Data, |word| if word == 0 { Content::Zero } else { Content::Same(word) })
 }
 
 /// The word `bytes` consists of, if it is one repeated word. The length must be a multiple of 64.
@@ -269,7 +284,9 @@ fn head_len(page: &Page) -> usize {
     let equal = lines
         .iter()
         .rev()
-        .take_while(|line| line.iter().fold(0, |diff, other| diff | (u64::from_ne_bytes(*other) ^ word)) == 0)
+        .take_while(|line| {
+            line.iter().fold(0, |diff, other| diff | (u64::from_ne_bytes(*other) ^ word)) == 0
+        })
         .count();
     let mut start = (lines.len() - equal) * 8;
     while start > 0 && words[start - 1] == last {
@@ -294,7 +311,8 @@ pub struct Unpacker {
 }
 
 impl Unpacker {
-    /// An unpacker with its memory (about 100 KiB, of which a part is touched, when zstd is first met).
+    /// An unpacker with its memory (about 100 KiB, of which a part is touched, when zstd is first
+    /// met).
     #[must_use]
     pub fn new() -> Unpacker {
         Unpacker { zstd: ZstdDecompressor::new() }
@@ -305,7 +323,9 @@ impl Unpacker {
         let len = match Codec::of(packed) {
             Codec::Lz4 => library::lz4_decompress(packed, out),
             Codec::Zstd => self.zstd.decompress(packed, out),
-            Codec::Snappy => snap::raw::Decoder::new().decompress(&packed[SNAPPY_MARK.len()..], out).ok(),
+            Codec::Snappy => {
+                snap::raw::Decoder::new().decompress(&packed[SNAPPY_MARK.len()..], out).ok()
+            }
         };
         match len {
             Some(len) if len == out.len() => Ok(()),
@@ -339,13 +359,21 @@ pub struct Compressor {
 }
 
 impl Compressor {
-    /// A compressor with its tables and buffer (about 160 KiB, half of it not touched before zstd is used).
+    /// A compressor with its tables and buffer (about 160 KiB, half of it not touched before zstd
+    /// is used).
     #[must_use]
     pub fn new(scheme: impl Into<Scheme>) -> Compressor {
         let Scheme { choice, level } = scheme.into();
         let out = vec![0; Lz4::bound(MAX_UNIT_PAGES * PAGE_SIZE)];
         let snappy = (choice == Choice::Snappy).then(|| Box::new(snap::raw::Encoder::new()));
-        let mut compressor = Compressor { lz4: Lz4::new(), zstd: ZstdCompressor::new(level), snappy, choice, in_vain: 0, out };
+        let mut compressor = Compressor {
+            lz4: Lz4::new(),
+            zstd: ZstdCompressor::new(level),
+            snappy,
+            choice,
+            in_vain: 0,
+            out,
+        };
         // The first page is what snappy makes its table for.
         compressor.snappy(&[0; PAGE_SIZE]);
         compressor
@@ -369,7 +397,11 @@ impl Compressor {
     /// If the length of `pages` is not that many whole pages.
     pub fn compress_unit<'a>(&'a mut self, pages: &'a [u8]) -> PackedUnit<'a> {
         let n = pages.len() / PAGE_SIZE;
-        assert!(pages.len().is_multiple_of(PAGE_SIZE) && (1..=MAX_UNIT_PAGES).contains(&n), "a unit of {} bytes", pages.len());
+        assert!(
+            pages.len().is_multiple_of(PAGE_SIZE) && (1..=MAX_UNIT_PAGES).contains(&n),
+            "a unit of {} bytes",
+            pages.len()
+        );
         match same_word(pages) {
             Some(0) => PackedUnit::Zero,
             Some(word) => PackedUnit::Same(word),
@@ -394,16 +426,19 @@ impl Compressor {
             Choice::Lz4 => self.block(&page[..head_len(page)]).filter(small_enough),
             Choice::Zstd => self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len),
             Choice::Snappy => self.snappy(&page[..head_len(page)]).filter(small_enough),
-            Choice::Both => self.block(&page[..head_len(page)]).filter(small_enough).or_else(|| {
-                // Text without repetitions, digits, say. Where that fails it mostly fails again, and is tried now and then.
-                if self.in_vain > 8 && !self.in_vain.is_multiple_of(32) {
-                    self.in_vain += 1;
-                    return None;
-                }
-                let len = self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len);
-                self.in_vain = if len.is_some() { 0 } else { self.in_vain.wrapping_add(1) };
-                len
-            }),
+            Choice::Both => {
+                self.block(&page[..head_len(page)]).filter(small_enough).or_else(|| {
+                    // Text without repetitions, digits, say. Where that fails it mostly fails
+                    // again, and is tried now and then.
+                    if self.in_vain > 8 && !self.in_vain.is_multiple_of(32) {
+                        self.in_vain += 1;
+                        return None;
+                    }
+                    let len = self.compress_tightly(page, RAW_ABOVE).map(<[u8]>::len);
+                    self.in_vain = if len.is_some() { 0 } else { self.in_vain.wrapping_add(1) };
+                    len
+                })
+            }
         }
     }
 
@@ -415,9 +450,11 @@ impl Compressor {
         (len > SHORTEST).then_some(len)
     }
 
-    /// Compresses `input` into the buffer with lz4; `None` only if the library refuses, which a full-sized buffer rules out.
+    /// Compresses `input` into the buffer with lz4; `None` only if the library refuses, which a
+    /// full-sized buffer rules out.
     fn block(&mut self, input: &[u8]) -> Option<usize> {
-        // The first byte is looked at, so that no change of the library's can make a block pass for a frame.
+        // The first byte is looked at, so that no change of the library's can make a block pass for
+        // a frame.
         self.lz4.compress(input, &mut self.out).filter(|_| self.out[0] != 0)
     }
 }

@@ -1,33 +1,41 @@
 //! The file device: packed pages encrypted in extents of a swap file that several processes share.
 //!
-//! Owns where each of its slots' pages lies (block, byte and length), the tag that proves the page is the one written, and the
-//! state of the extents leased from an [`ExtentSource`]. Writing is log-structured: the packed pages of a batch go byte after
-//! byte to the next blocks of the open extent, so pages written together lie together and go out in few large writes. A batch
-//! begins with a new block: no block is ever written to that holds something live.
+//! Owns where each of its slots' pages lies (block, byte and length), the tag that proves the page
+//! is the one written, and the state of the extents leased from an [`ExtentSource`]. Writing is
+//! log-structured: the packed pages of a batch go byte after byte to the next blocks of the open
+//! extent, so pages written together lie together and go out in few large writes. A batch begins
+//! with a new block: no block is ever written to that holds something live.
 //!
-//! Every page is sealed with AES-256-GCM, but on areas that are to have no cipher: there it lies as it is, with a keyed hash. The tag stays in RAM: what the disk returns is either exactly what was written
-//! to this place for this slot last, or an error. There is no key on disk and nothing there outlives the processes.
+//! Every page is sealed with AES-256-GCM, but on areas that are to have no cipher: there it lies as
+//! it is, with a keyed hash. The tag stays in RAM: what the disk returns is either exactly what was
+//! written to this place for this slot last, or an error. There is no key on disk and nothing there
+//! outlives the processes.
 //!
-//! When the file may not grow and the free space is scattered in blocks that also hold live pages, a write *cleans* first: it
-//! moves the live pages of the extents where that gains most together.
+//! When the file may not grow and the free space is scattered in blocks that also hold live pages,
+//! a write *cleans* first: it moves the live pages of the extents where that gains most together.
 //!
-//! Across a fork, parent and child both refer to the extents leased so far. [`FileDevice::freeze_all`], called before, makes
-//! those read-only for both: neither writes into them again or punches them, and the source gets each back when the last of
-//! the processes that share it has let it go. [`FileDevice::rekey_salt`], called in the child, changes the child's key, so that
-//! no two processes ever use one key with the same nonce.
+//! Across a fork, parent and child both refer to the extents leased so far.
+//! [`FileDevice::freeze_all`], called before, makes those read-only for both: neither writes into
+//! them again or punches them, and the source gets each back when the last of the processes that
+//! share it has let it go. [`FileDevice::rekey_salt`], called in the child, changes the child's
+//! key, so that no two processes ever use one key with the same nonce.
 //!
 //! Invariants:
 //! 1. A write that fails records nothing: every slot still has the page it had.
-//! 2. A pair of key and nonce is used for one write only: the counter grows with each page, and a copy of it in another
-//!    process is used with another key.
-//! 3. A block is written to only while no slot's record names a byte of it, and only in an extent that is exclusively ours.
-//! 4. An extent is punched only when no page of it is live and it is exclusively ours; then, and only then, the source is told
-//!    that it is punched. One that was shared is the source's word away from being ours again ([`ExtentSource::release_shared`]).
-//! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than was written looks whether
-//!    the page was moved before it calls it damaged.
+//! 2. A pair of key and nonce is used for one write only: the counter grows with each page, and a
+//!    copy of it in another process is used with another key.
+//! 3. A block is written to only while no slot's record names a byte of it, and only in an extent
+//!    that is exclusively ours.
+//! 4. An extent is punched only when no page of it is live and it is exclusively ours; then, and
+//!    only then, the source is told that it is punched. One that was shared is the source's word
+//!    away from being ours again ([`ExtentSource::release_shared`]).
+//! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than
+//!    was written looks whether the page was moved before it calls it damaged.
 //!
-//! Locks: one of `inboxes` or `bounce` (all of them only to keep everybody out, in this order), then `state`, or `emptied` alone. An inbox and `bounce`
-//! are held across I/O, `state` is not (but across calls to the source). Readers do not wait for writers, nor for each other while an inbox is free.
+//! Locks: one of `inboxes` or `bounce` (all of them only to keep everybody out, in this order),
+//! then `state`, or `emptied` alone. An inbox and `bounce` are held across I/O, `state` is not (but
+//! across calls to the source). Readers do not wait for writers, nor for each other while an inbox
+//! is free.
 
 mod ahead;
 mod cipher;
@@ -72,7 +80,8 @@ const WRITE_BLOCKS: usize = 64;
 const PAGE_BLOCKS: usize = 2;
 /// Bytes that stand for a page of one repeated word: no packed page is so short.
 const WORD: usize = codec::SHORTEST;
-/// A server that has not taken note of an empty extent for so long does not answer; then none is told for a while.
+/// A server that has not taken note of an empty extent for so long does not answer; then none is
+/// told for a while.
 const TRIM_TAKES: Duration = Duration::from_secs(1);
 const TRIMS_REST: Duration = Duration::from_secs(60);
 /// Times a write cleans before it gives up.
@@ -92,13 +101,13 @@ pub trait ExtentSource: Sync {
     /// An extent that nobody else has, or `None` when the file may not grow.
     fn lease(&self) -> Option<Extent>;
 
-    /// Gives an extent back. `exclusive_hole_punch` tells that it was exclusively this device's and its space has been given
-    /// back to the file system already; otherwise another process may still read it (see [`FileDevice::freeze_all`]) or the
-    /// file system refused.
+    /// Gives an extent back. `exclusive_hole_punch` tells that it was exclusively this device's and
+    /// its space has been given back to the file system already; otherwise another process may
+    /// still read it (see [`FileDevice::freeze_all`]) or the file system refused.
     fn release(&self, extent: Extent, exclusive_hole_punch: bool);
 
-    /// Gives an extent back that others may refer to. True when nobody does: then it is the caller's alone once more, to be punched and
-    /// given back.
+    /// Gives an extent back that others may refer to. True when nobody does: then it is the
+    /// caller's alone once more, to be punched and given back.
     fn release_shared(&self, extent: Extent) -> bool {
         self.release(extent, false);
         false
@@ -109,21 +118,24 @@ pub trait ExtentSource: Sync {
         false
     }
 
-    /// Whether what lies in a leased extent lies on a device that turns: a read costs a seek, and what lies beside it nothing more.
+    /// Whether what lies in a leased extent lies on a device that turns: a read costs a seek, and
+    /// what lies beside it nothing more.
     fn turns(&self, _extent: Extent) -> bool {
         false
     }
 
-    /// A write into a leased extent failed: for a while, what is leased shall lie elsewhere. Gives whether there is anywhere else.
+    /// A write into a leased extent failed: for a while, what is leased shall lie elsewhere. Gives
+    /// whether there is anywhere else.
     fn shun(&self, _extent: Extent) -> bool {
         false
     }
 
-    /// This process may not write where a leased extent lies, as its own limit on the size of files says: for a while, it leases nothing there, even if
-    /// there is nothing elsewhere.
+    /// This process may not write where a leased extent lies, as its own limit on the size of files
+    /// says: for a while, it leases nothing there, even if there is nothing elsewhere.
     fn bar(&self, _extent: Extent) {}
 
-    /// The server that alone has what lies in a leased extent, if that is so: reading it takes long, and how long nobody knows.
+    /// The server that alone has what lies in a leased extent, if that is so: reading it takes
+    /// long, and how long nobody knows.
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {
         None
     }
@@ -133,7 +145,8 @@ pub trait ExtentSource: Sync {
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct ServerId(pub u8);
 
-/// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same page all the time.
+/// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same
+/// page all the time.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Stamp(Place);
 
@@ -164,7 +177,8 @@ pub enum ReadErrorKind {
     Unpacking,
 }
 
-/// A page of a batch could not be brought back; the contents of the batch's other pages are undefined.
+/// A page of a batch could not be brought back; the contents of the batch's other pages are
+/// undefined.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("swap file: reading slot {slot}: {kind}")]
 pub struct ReadError {
@@ -204,9 +218,11 @@ pub struct FileDevice {
     bounce: Lock<Buffer>,
     /// When the write began that is under way, in nanoseconds of the monotonic clock; 0: none is.
     writing_since: AtomicU64,
-    /// Before this moment no server is told of extents that emptied: one has just not answered. In nanoseconds of the monotonic clock.
+    /// Before this moment no server is told of extents that emptied: one has just not answered. In
+    /// nanoseconds of the monotonic clock.
     trims_rest: AtomicU64,
-    /// Far extents without live pages: what a server is told of them is not told by who freed the last one.
+    /// Far extents without live pages: what a server is told of them is not told by who freed the
+    /// last one.
     emptied: Lock<Vec<Vacated>>,
 }
 
@@ -242,8 +258,8 @@ impl Buffer {
             _ => Mapping::reserve(len)?,
         };
         let mapping = self.0.insert(mapping);
-        // SAFETY: the mapping is at least as long as this, its memory is initialized (anonymous), and the exclusive borrow of
-        // its owner keeps others off.
+        // SAFETY: the mapping is at least as long as this, its memory is initialized (anonymous),
+        // and the exclusive borrow of its owner keeps others off.
         Ok(unsafe { core::slice::from_raw_parts_mut(mapping.as_ptr(), len) })
     }
 }
@@ -258,16 +274,26 @@ struct State {
 impl FileDevice {
     /// A device on a swap file that is open for reading and writing.
     ///
-    /// `key` is common to the processes that share the file; `salt` must differ between any two of them. Sets `O_DIRECT` on
-    /// the descriptor where the file system takes it.
+    /// `key` is common to the processes that share the file; `salt` must differ between any two of
+    /// them. Sets `O_DIRECT` on the descriptor where the file system takes it.
     #[must_use]
-    pub fn new(fd: OwnedFd, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+    pub fn new(
+        fd: OwnedFd,
+        key: [u8; 32],
+        salt: u64,
+        extents: Box<dyn ExtentSource + Send + Sync>,
+    ) -> FileDevice {
         Self::on(Box::new(SwapFile::new(fd)), key, salt, extents)
     }
 
     /// A device whose extents lie on several areas.
     #[must_use]
-    pub fn over(areas: Box<dyn Areas>, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+    pub fn over(
+        areas: Box<dyn Areas>,
+        key: [u8; 32],
+        salt: u64,
+        extents: Box<dyn ExtentSource + Send + Sync>,
+    ) -> FileDevice {
         Self::on(Box::new(Router::new(areas)), key, salt, extents)
     }
 
@@ -275,17 +301,29 @@ impl FileDevice {
     ///
     /// `key` and `salt` as for [`Self::new`].
     #[must_use]
-    pub fn on_export(export: Nbd, key: [u8; 32], salt: u64, extents: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+    pub fn on_export(
+        export: Nbd,
+        key: [u8; 32],
+        salt: u64,
+        extents: Box<dyn ExtentSource + Send + Sync>,
+    ) -> FileDevice {
         Self::on(Box::new(export), key, salt, extents)
     }
 
-    fn on(io: Box<dyn BlockIo>, key: [u8; 32], salt: u64, source: Box<dyn ExtentSource + Send + Sync>) -> FileDevice {
+    fn on(
+        io: Box<dyn BlockIo>,
+        key: [u8; 32],
+        salt: u64,
+        source: Box<dyn ExtentSource + Send + Sync>,
+    ) -> FileDevice {
         let cipher = Cipher::new(&key, salt);
         // Kept in forked children, for the digests they inherit.
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
         let state = State { places: Places::default(), digests: Digests::default(), extents };
-        let inboxes = core::array::from_fn(|_| Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() }));
+        let inboxes = core::array::from_fn(|_| {
+            Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() })
+        });
         let bounce = Lock::new(Buffer::default());
         FileDevice {
             io,
@@ -301,10 +339,12 @@ impl FileDevice {
         }
     }
 
-    /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is recorded.
+    /// Writes a batch of packed pages; what their slots held before is freed. On failure nothing is
+    /// recorded.
     ///
-    /// What fails is tried again in another place, on another device if there is one: who waits for room must not wait for a device to be given up. Not
-    /// so where a device is full or does not answer and there is no other.
+    /// What fails is tried again in another place, on another device if there is one: who waits for
+    /// room must not wait for a device to be given up. Not so where a device is full or does not
+    /// answer and there is no other.
     ///
     /// A zero or same-filled page takes a few bytes of the file, too.
     ///
@@ -333,7 +373,11 @@ impl FileDevice {
         first.map_or(Ok(()), Err)
     }
 
-    fn try_to_write(&self, pages: &[(Slot, Packed<'_>)], bounce: &mut Buffer) -> Result<(), Unplaced> {
+    fn try_to_write(
+        &self,
+        pages: &[(Slot, Packed<'_>)],
+        bounce: &mut Buffer,
+    ) -> Result<(), Unplaced> {
         let (taken, cipher) = self.reserve(pages, bounce).map_err(Unplaced::NoPlace)?;
         // One block more than a write has, for the page that crosses its end.
         let out = bounce.blocks(WRITE_BLOCKS + 1).map_err(|errno| {
@@ -343,7 +387,13 @@ impl FileDevice {
         let mut tags = Vec::with_capacity(pages.len());
         let sealed = self.put(out, &taken, |i, at, out| {
             with_bytes(&pages[i].1, |bytes| {
-                tags.push(cipher.seal(at.form, at.base + u64::from(at.count), at.span.name(), bytes, out))
+                tags.push(cipher.seal(
+                    at.form,
+                    at.base + u64::from(at.count),
+                    at.span.name(),
+                    bytes,
+                    out,
+                ))
             });
         });
         if let Err(Unwritten { object, extent, errno }) = sealed {
@@ -351,17 +401,23 @@ impl FileDevice {
                 // The device is sound, and other processes may write there.
                 self.source.bar(extent);
                 self.give_up(&taken, Some(extent));
-                return Err(Unplaced::Refused(WriteError { slot: pages[object].0, errno: Errno::NOSPC }, true));
+                return Err(Unplaced::Refused(
+                    WriteError { slot: pages[object].0, errno: Errno::NOSPC },
+                    true,
+                ));
             }
             let elsewhere = self.source.shun(extent);
-            // A full file system is no fault of this place, and what lies there may be written over; anything else may be its fault.
+            // A full file system is no fault of this place, and what lies there may be written
+            // over; anything else may be its fault.
             self.give_up(&taken, (errno != Errno::NOSPC || elsewhere).then_some(extent));
             return Err(Unplaced::Refused(WriteError { slot: pages[object].0, errno }, elsewhere));
         }
         let mut vacated = Vec::new();
         {
             let mut state = self.state.lock();
-            for ((&(slot, _), &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
+            for ((&(slot, _), &Taken { span, count, .. }), tag) in
+                pages.iter().zip(&taken).zip(tags)
+            {
                 state.digests.remove(slot);
                 if let Some(before) = state.places.set(slot, Place { span, count, tag }) {
                     vacated.extend(state.extents.free(before.span));
@@ -373,7 +429,11 @@ impl FileDevice {
     }
 
     /// Takes a place for each page of a batch, and cleans for it if that helps.
-    fn reserve(&self, pages: &[(Slot, Packed<'_>)], bounce: &mut Buffer) -> Result<(Vec<Taken>, Arc<Cipher>), WriteError> {
+    fn reserve(
+        &self,
+        pages: &[(Slot, Packed<'_>)],
+        bounce: &mut Buffer,
+    ) -> Result<(Vec<Taken>, Arc<Cipher>), WriteError> {
         let mut taken = Vec::with_capacity(pages.len());
         let mut cleanings = 0;
         loop {
@@ -405,9 +465,14 @@ impl FileDevice {
         }
     }
 
-    /// Seals objects into `out` and writes them to their places, what lies together at once. `seal` is given an object's number,
-    /// its place and where to.
-    fn put(&self, out: &mut [u8], taken: &[Taken], mut seal: impl FnMut(usize, &Taken, &mut [u8])) -> Result<(), Unwritten> {
+    /// Seals objects into `out` and writes them to their places, what lies together at once. `seal`
+    /// is given an object's number, its place and where to.
+    fn put(
+        &self,
+        out: &mut [u8],
+        taken: &[Taken],
+        mut seal: impl FnMut(usize, &Taken, &mut [u8]),
+    ) -> Result<(), Unwritten> {
         const FULL: usize = WRITE_BLOCKS * PAGE_SIZE;
         // The bytes in `out`, the place in the file they begin at, and the first object among them.
         let (mut fill, mut base, mut first) = (0usize, 0u64, 0);
@@ -429,7 +494,11 @@ impl FileDevice {
             }
             if fill == 0 {
                 (base, first) = (start, i);
-                assert_eq!(place.span.byte(), 0, "swap file: a write that does not begin with a block");
+                assert_eq!(
+                    place.span.byte(),
+                    0,
+                    "swap file: a write that does not begin with a block"
+                );
             } else {
                 out[fill..at].fill(0);
                 fill = at;
@@ -447,14 +516,16 @@ impl FileDevice {
         if fill == 0 { Ok(()) } else { write(base, &out[..padded], first) }
     }
 
-    /// Moves the live pages of the extents that gain most by it together. `false` if no block became free.
+    /// Moves the live pages of the extents that gain most by it together. `false` if no block
+    /// became free.
     fn clean(&self, bounce: &mut Buffer) -> bool {
         let victims = self.state.lock().extents.victims();
         self.relocate(&victims, Purpose::Clean, bounce).gained
     }
 
-    /// Says which extents shall be left ([`FileDevice::leave`] does it): nothing is written there any more. What is not named may be written again. Gives
-    /// the number of extents of ours that are.
+    /// Says which extents shall be left ([`FileDevice::leave`] does it): nothing is written there
+    /// any more. What is not named may be written again. Gives the number of extents of ours that
+    /// are.
     pub fn set_leaving(&self, leaving: impl Fn(Extent) -> bool) -> usize {
         let _writes = self.bounce.lock();
         let (vacated, left) = self.state.lock().extents.set_leaving(leaving);
@@ -462,7 +533,8 @@ impl FileDevice {
         left
     }
 
-    /// Moves the pages of a few of the extents that shall be left to others, those that forked processes share as well.
+    /// Moves the pages of a few of the extents that shall be left to others, those that forked
+    /// processes share as well.
     ///
     /// Pages that cannot be read stay where they are: who wants them will be told.
     pub fn leave(&self) -> Leaving {
@@ -555,9 +627,15 @@ impl FileDevice {
         found
     }
 
-    /// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells whether blocks became free, or
-    /// nothing if there is no room or the file does not take them.
-    fn move_together(&self, pages: &[&Wanted], purpose: Purpose, inbox: &[u8], out: &mut [u8]) -> Option<bool> {
+    /// Writes opened pages to new places; those that nobody freed meanwhile are there then. Tells
+    /// whether blocks became free, or nothing if there is no room or the file does not take them.
+    fn move_together(
+        &self,
+        pages: &[&Wanted],
+        purpose: Purpose,
+        inbox: &[u8],
+        out: &mut [u8],
+    ) -> Option<bool> {
         let mut taken = Vec::with_capacity(pages.len());
         let (cipher, before) = {
             let mut state = self.state.lock();
@@ -578,7 +656,13 @@ impl FileDevice {
         let mut tags = Vec::with_capacity(pages.len());
         let put = self.put(out, &taken, |i, at, out| {
             let bytes = &inbox[pages[i].at..][..out.len()];
-            tags.push(cipher.seal(at.form, at.base + u64::from(at.count), at.span.name(), bytes, out));
+            tags.push(cipher.seal(
+                at.form,
+                at.base + u64::from(at.count),
+                at.span.name(),
+                bytes,
+                out,
+            ));
         });
         if let Err(Unwritten { extent, errno, .. }) = put {
             self.give_up(&taken, (errno != Errno::NOSPC).then_some(extent));
@@ -602,7 +686,8 @@ impl FileDevice {
         Some(gained)
     }
 
-    /// Forgets what a slot holds; `false` if it held nothing. Does not wait for a server (see [`Self::let_go_far`]).
+    /// Forgets what a slot holds; `false` if it held nothing. Does not wait for a server (see
+    /// [`Self::let_go_far`]).
     pub fn free(&self, slot: Slot) -> bool {
         let vacated = {
             let mut state = self.state.lock();
@@ -611,14 +696,17 @@ impl FileDevice {
             state.extents.free(place.span)
         };
         match vacated {
-            Some(far) if self.source.server_of(far.extent).is_some() => self.emptied.lock().push(far),
+            Some(far) if self.source.server_of(far.extent).is_some() => {
+                self.emptied.lock().push(far)
+            }
             near => self.let_go(near.as_slice()),
         }
         true
     }
 
-    /// Gives the far extents back that [`Self::free`] has emptied. Waits for their servers, but not again and again for one that does not answer: the
-    /// space is its own to keep then, until something else is written there.
+    /// Gives the far extents back that [`Self::free`] has emptied. Waits for their servers, but not
+    /// again and again for one that does not answer: the space is its own to keep then, until
+    /// something else is written there.
     pub fn let_go_far(&self) {
         let emptied = core::mem::take(&mut *self.emptied.lock());
         for Vacated { extent, shared } in emptied {
@@ -626,12 +714,16 @@ impl FileDevice {
             let tells = !shared && began.0 >= self.trims_rest.load(Relaxed);
             let told = tells && self.punch(extent);
             if tells && !told && now().since(began) > TRIM_TAKES {
-                self.trims_rest.store(now().0.saturating_add(TRIMS_REST.as_nanos() as u64), Relaxed);
+                self.trims_rest
+                    .store(now().0.saturating_add(TRIMS_REST.as_nanos() as u64), Relaxed);
             }
             if !shared {
                 self.source.release(extent, told);
             } else if self.source.release_shared(extent) {
-                self.source.release(extent, began.0 >= self.trims_rest.load(Relaxed) && self.punch(extent));
+                self.source.release(
+                    extent,
+                    began.0 >= self.trims_rest.load(Relaxed) && self.punch(extent),
+                );
             }
         }
     }
@@ -662,7 +754,8 @@ impl FileDevice {
         self.state.lock().places.get(slot).is_some()
     }
 
-    /// Before a fork: everything leased so far becomes shared and is neither written to nor punched from now on.
+    /// Before a fork: everything leased so far becomes shared and is neither written to nor punched
+    /// from now on.
     ///
     /// Waits for a write that is under way; one that begins later goes to an extent of its own.
     pub fn freeze_all(&self) {
@@ -671,13 +764,14 @@ impl FileDevice {
         self.let_go(&vacated);
     }
 
-    /// Calls `f` for every extent leased, shared ones included. `f` must not call back into the device.
+    /// Calls `f` for every extent leased, shared ones included. `f` must not call back into the
+    /// device.
     pub fn leased(&self, f: impl FnMut(Extent)) {
         self.state.lock().extents.leased(f);
     }
 
-    /// In a forked child, before its first write: seals with another key from now on. `new_salt` must be one that no process
-    /// sharing the file has used.
+    /// In a forked child, before its first write: seals with another key from now on. `new_salt`
+    /// must be one that no process sharing the file has used.
     pub fn rekey_salt(&self, new_salt: u64) {
         let cipher = Arc::new(Cipher::new(&self.key, new_salt));
         let vacated = self.state.lock().extents.seal_with(cipher);
@@ -690,15 +784,17 @@ impl FileDevice {
         self.io.shared()
     }
 
-    /// In a forked child, before its first transfer: the parent's descriptors and its io_uring are forgotten, not closed, for their numbers may be
-    /// other files here; `handed` is used instead, and what is not in it is opened when it is needed.
+    /// In a forked child, before its first transfer: the parent's descriptors and its io_uring are
+    /// forgotten, not closed, for their numbers may be other files here; `handed` is used instead,
+    /// and what is not in it is opened when it is needed.
     pub fn abandon(&self, handed: Vec<HandedOver>) {
         // They are the parent's to give back: it held them alone.
         self.emptied.lock().clear();
         self.io.abandon(handed);
     }
 
-    /// Gives every extent back that no other process shares, as the last act of a process. All slots are forgotten.
+    /// Gives every extent back that no other process shares, as the last act of a process. All
+    /// slots are forgotten.
     pub fn clear(&self) {
         let vacated = {
             let mut state = self.state.lock();
@@ -710,21 +806,28 @@ impl FileDevice {
         self.let_go_far();
     }
 
-    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped: for a fork, after
-    /// [`Self::freeze_all`], so that the child's copy is complete and consistent.
+    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped:
+    /// for a fork, after [`Self::freeze_all`], so that the child's copy is complete and consistent.
     #[must_use]
     pub fn quiesce(&self) -> Quiesced<'_> {
         let inboxes = self.inboxes.each_ref().map(Lock::lock);
         let bounce = self.bounce.lock();
-        Quiesced { _emptied: self.emptied.lock(), _state: self.state.lock(), _bounce: bounce, _inboxes: inboxes }
+        Quiesced {
+            _emptied: self.emptied.lock(),
+            _state: self.state.lock(),
+            _bounce: bounce,
+            _inboxes: inboxes,
+        }
     }
 
     /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
     ///
     /// # Safety
-    /// The fork was made while one existed, the child has only this thread, and it holds no lock of the device.
+    /// The fork was made while one existed, the child has only this thread, and it holds no lock of
+    /// the device.
     pub unsafe fn force_unlock(&self) {
-        // SAFETY: whoever held the locks does not exist in this process, and had left the data consistent (caller).
+        // SAFETY: whoever held the locks does not exist in this process, and had left the data
+        // consistent (caller).
         unsafe {
             self.state.force_unlock();
             self.bounce.force_unlock();
@@ -747,7 +850,9 @@ impl FileDevice {
             shared_extents,
             stored_bytes,
             block_bytes,
-            metadata_bytes: state.places.metadata_bytes() + state.digests.metadata_bytes() + state.extents.metadata_bytes(),
+            metadata_bytes: state.places.metadata_bytes()
+                + state.digests.metadata_bytes()
+                + state.extents.metadata_bytes(),
         }
     }
 
@@ -766,8 +871,8 @@ impl FileDevice {
         self.let_go(&vacated);
     }
 
-    /// Gives extents without live pages back to the file system and to the source. Without the lock: punching takes time, and
-    /// nobody can lease them before the source has them back.
+    /// Gives extents without live pages back to the file system and to the source. Without the
+    /// lock: punching takes time, and nobody can lease them before the source has them back.
     fn let_go(&self, vacated: &[Vacated]) {
         for &Vacated { extent, shared } in vacated {
             if !shared {
@@ -799,7 +904,8 @@ pub enum Leaving {
     Done,
     /// So many extents are still to be left.
     Left(usize),
-    /// No further extent could be left: there is no room elsewhere (`full`), or pages there cannot be read.
+    /// No further extent could be left: there is no room elsewhere (`full`), or pages there cannot
+    /// be read.
     Stuck {
         /// Extents that are still to be left.
         left: usize,
@@ -837,7 +943,11 @@ fn packed_len(page: &Packed<'_>) -> usize {
     match page {
         Packed::Zero | Packed::Same(_) => WORD,
         Packed::Bytes(bytes) => {
-            assert!((WORD + 1..=RAW_ABOVE).contains(&bytes.len()), "swap file: {} bytes are no packed page", bytes.len());
+            assert!(
+                (WORD + 1..=RAW_ABOVE).contains(&bytes.len()),
+                "swap file: {} bytes are no packed page",
+                bytes.len()
+            );
             bytes.len()
         }
         Packed::Raw(_) => PAGE_SIZE,

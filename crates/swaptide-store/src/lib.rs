@@ -1,19 +1,21 @@
 //! Where the data of swap slots lives.
 //!
-//! Two devices, each addressed by [`Slot`]: [`zram::Zram`] keeps pages compressed in this process's own memory,
-//! [`file::FileDevice`] keeps them encrypted in extents that several processes share, of a swap file or of an export that [`nbd`]
-//! reaches. [`codec`] turns a page into what a device stores and back.
+//! Two devices, each addressed by [`Slot`]: [`zram::Zram`] keeps pages compressed in this process's
+//! own memory, [`file::FileDevice`] keeps them encrypted in extents that several processes share,
+//! of a swap file or of an export that [`nbd`] reaches. [`codec`] turns a page into what a device
+//! stores and back.
 //!
-//! A device knows nothing of swap counts, tiers or policy: the caller never loads a slot it has freed, and never writes one
-//! slot from two threads at once. What the devices promise in return:
+//! A device knows nothing of swap counts, tiers or policy: the caller never loads a slot it has
+//! freed, and never writes one slot from two threads at once. What the devices promise in return:
 //!
-//! 1. A load either returns exactly what was last stored at that slot, or an error that names the slot.
+//! 1. A load either returns exactly what was last stored at that slot, or an error that names the
+//!    slot.
 //! 2. A store that fails leaves every slot as it was.
-//! 3. All state is in private memory: a forked child owns a complete, independent copy of a device (see
-//!    [`file::FileDevice::freeze_all`] for the part of it that is on disk).
+//! 3. All state is in private memory: a forked child owns a complete, independent copy of a device
+//!    (see [`file::FileDevice::freeze_all`] for the part of it that is on disk).
 //!
-//! The crate is used inside unmodified programs: it starts no thread, keeps no thread-local state, prints nothing and
-//! allocates only through the global allocator and its own mappings.
+//! The crate is used inside unmodified programs: it starts no thread, keeps no thread-local state,
+//! prints nothing and allocates only through the global allocator and its own mappings.
 
 pub mod codec;
 pub mod file;

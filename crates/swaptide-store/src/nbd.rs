@@ -1,37 +1,42 @@
-//! A network block device (NBD) as a place for extents: the client's side of the transmission phase.
+//! A network block device (NBD) as a place for extents: the client's side of the transmission
+//! phase.
 //!
-//! Whoever makes an [`Nbd`] has connected and negotiated: what comes in here are sockets in the transmission phase, the
-//! [`Export`] they lead to, and a [`Dialer`] that makes more of them. From there on everything is here: many requests in
-//! flight on several connections, replies in any order, time limits, and the replay of what was under way when a connection
-//! broke.
+//! Whoever makes an [`Nbd`] has connected and negotiated: what comes in here are sockets in the
+//! transmission phase, the [`Export`] they lead to, and a [`Dialer`] that makes more of them. From
+//! there on everything is here: many requests in flight on several connections, replies in any
+//! order, time limits, and the replay of what was under way when a connection broke.
 //!
-//! A connection serves one call at a time. A call takes one that is idle (more than one for a deep queue, as far as the
-//! export allows) or dials, puts all its requests in flight, and hands the connections back when the last reply is in. So no
-//! thread ever writes into another's buffer, a connection that breaks concerns one call, what has to be replayed is on that
-//! call's stack, and a fault does not queue behind a batch of writes in one socket. With an export that allows a single
+//! A connection serves one call at a time. A call takes one that is idle (more than one for a deep
+//! queue, as far as the export allows) or dials, puts all its requests in flight, and hands the
+//! connections back when the last reply is in. So no thread ever writes into another's buffer, a
+//! connection that breaks concerns one call, what has to be replayed is on that call's stack, and a
+//! fault does not queue behind a batch of writes in one socket. With an export that allows a single
 //! connection ([`Export::connections`]), calls take turns.
 //!
-//! A connection is given up when it ends, when what comes over it is not the protocol, or when a request has waited longer
-//! than [`Options::request_limit`]. Its requests then go out again on another. A call whose requests make no progress for its
-//! patience ([`Options::read_patience`], [`Options::write_patience`]) fails with `ETIMEDOUT`. What the server itself refuses is not
-//! tried again.
+//! A connection is given up when it ends, when what comes over it is not the protocol, or when a
+//! request has waited longer than [`Options::request_limit`]. Its requests then go out again on
+//! another. A call whose requests make no progress for its patience ([`Options::read_patience`],
+//! [`Options::write_patience`]) fails with `ETIMEDOUT`. What the server itself refuses is not tried
+//! again.
 //!
-//! A write that is replayed because it was late may still reach the disk when its replay is long done and the block holds
-//! something else. Before a late write is replayed, its connection is therefore shut down for sending, and the server given
-//! some time ([`Options::drain`]) to finish what it has and hang up. If it does neither, the page that lands there is not the
-//! one its owner's tag proves, and reading it fails; it is never taken for another.
+//! A write that is replayed because it was late may still reach the disk when its replay is long
+//! done and the block holds something else. Before a late write is replayed, its connection is
+//! therefore shut down for sending, and the server given some time ([`Options::drain`]) to finish
+//! what it has and hang up. If it does neither, the page that lands there is not the one its
+//! owner's tag proves, and reading it fails; it is never taken for another.
 //!
-//! Nothing a server sends is believed: lengths and places are checked against the request that the reply names, only requests
-//! of this connection can be named, a request's buffer is reachable through that request alone, and bytes no request waits
-//! for end the connection.
+//! Nothing a server sends is believed: lengths and places are checked against the request that the
+//! reply names, only requests of this connection can be named, a request's buffer is reachable
+//! through that request alone, and bytes no request waits for end the connection.
 //!
 //! Invariants:
 //! 1. An idle connection has nothing under way and nothing unread that was asked for.
 //! 2. `open` counts idle connections and those in a call; it is at most [`Export::connections`].
 //! 3. A read succeeds only when each of its bytes came exactly once.
 //!
-//! Locks: none. Idle connections are descriptors in atomic words, so that a fork at any moment leaves the child a state it
-//! can [`Nbd::forget`]; who finds neither an idle connection nor leave to dial sleeps on a futex.
+//! Locks: none. Idle connections are descriptors in atomic words, so that a fork at any moment
+//! leaves the child a state it can [`Nbd::forget`]; who finds neither an idle connection nor leave
+//! to dial sleeps on a futex.
 
 mod call;
 mod lane;
@@ -75,8 +80,9 @@ impl Flags {
     pub const SEND_FUA: Flags = Flags(1 << 3);
     /// Knows `TRIM`.
     pub const SEND_TRIM: Flags = Flags(1 << 5);
-    /// What one connection has written all others read, and a flush on one is a flush of all. Without it, two processes that
-    /// share extents (after a fork) may see different things there: the page's tag tells, but the page is lost.
+    /// What one connection has written all others read, and a flush on one is a flush of all.
+    /// Without it, two processes that share extents (after a fork) may see different things there:
+    /// the page's tag tells, but the page is lost.
     pub const CAN_MULTI_CONN: Flags = Flags(1 << 8);
 
     /// Whether all of `flags` are set.
@@ -97,7 +103,8 @@ pub struct Export {
     pub structured: bool,
     /// The longest transfer the server takes. Taken as a page at least and 32 MiB at most.
     pub longest: u32,
-    /// Connections to use at most, of all that the export allows: 1 unless [`Flags::CAN_MULTI_CONN`] is set.
+    /// Connections to use at most, of all that the export allows: 1 unless
+    /// [`Flags::CAN_MULTI_CONN`] is set.
     pub connections: u32,
 }
 
@@ -105,7 +112,11 @@ impl Export {
     /// The bytes of one request.
     const fn chunk(&self) -> u32 {
         let longest = if self.longest < CHUNK { self.longest } else { CHUNK };
-        if longest < PAGE_SIZE as u32 { PAGE_SIZE as u32 } else { longest - longest % PAGE_SIZE as u32 }
+        if longest < PAGE_SIZE as u32 {
+            PAGE_SIZE as u32
+        } else {
+            longest - longest % PAGE_SIZE as u32
+        }
     }
 }
 
@@ -116,12 +127,13 @@ pub struct Options {
     pub request_limit: Duration,
     /// A reading call gives up when nothing of it was answered for so long.
     pub read_patience: Duration,
-    /// The same for writing, trimming and flushing. Shorter, where what is not written can go elsewhere.
+    /// The same for writing, trimming and flushing. Shorter, where what is not written can go
+    /// elsewhere.
     pub write_patience: Duration,
     /// How long a server may take to hang up before a late write is replayed.
     pub drain: Duration,
-    /// Every write reaches the server's disk before it counts as done, if the export can do that: what was written then
-    /// outlives the server's machine.
+    /// Every write reaches the server's disk before it counts as done, if the export can do that:
+    /// what was written then outlives the server's machine.
     pub durable: bool,
 }
 
@@ -139,8 +151,8 @@ impl Default for Options {
 
 /// Makes connections.
 pub trait Dialer: Send + Sync {
-    /// A connected stream socket in the transmission phase of the same export, closed on exec. May block, for a bounded time.
-    /// Is called by threads that must not use libc's hidden state.
+    /// A connected stream socket in the transmission phase of the same export, closed on exec. May
+    /// block, for a bounded time. Is called by threads that must not use libc's hidden state.
     fn dial(&self) -> Result<OwnedFd, Errno>;
 }
 
@@ -193,10 +205,17 @@ pub struct Nbd {
 }
 
 impl Nbd {
-    /// A client of `export`. `connected` are sockets in the transmission phase that are there already; others are dialed.
+    /// A client of `export`. `connected` are sockets in the transmission phase that are there
+    /// already; others are dialed.
     #[must_use]
-    pub fn new(export: Export, options: Options, dialer: Box<dyn Dialer>, connected: Vec<OwnedFd>) -> Nbd {
-        let pool = Pool::new(if export.flags.has(Flags::CAN_MULTI_CONN) { export.connections } else { 1 });
+    pub fn new(
+        export: Export,
+        options: Options,
+        dialer: Box<dyn Dialer>,
+        connected: Vec<OwnedFd>,
+    ) -> Nbd {
+        let pool =
+            Pool::new(if export.flags.has(Flags::CAN_MULTI_CONN) { export.connections } else { 1 });
         for fd in connected {
             if let Some(seat) = pool.seat() {
                 seat.fill(fd);
@@ -228,10 +247,12 @@ impl Nbd {
         self.done(&mut requests, self.options.read_patience)
     }
 
-    /// Reads all of several places at once. On failure, tells which block (of a page's size) failed: the number of its run's
-    /// first block plus its place in the run.
+    /// Reads all of several places at once. On failure, tells which block (of a page's size)
+    /// failed: the number of its run's first block plus its place in the run.
     fn read_all(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
-        if let Some(run) = runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len()) {
+        if let Some(run) =
+            runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len())
+        {
             let good = self.inside(run.offset, run.buf.len()) / PAGE_SIZE;
             return Err((run.first + good, Errno::IO));
         }
@@ -240,7 +261,11 @@ impl Nbd {
         let mut firsts = Vec::with_capacity(runs.len());
         for run in runs {
             push_reads(&mut requests, run.offset, run.buf, chunk);
-            firsts.extend((firsts.len()..requests.len()).enumerate().map(|(i, _)| run.first + i * (chunk as usize / PAGE_SIZE)));
+            firsts.extend(
+                (firsts.len()..requests.len())
+                    .enumerate()
+                    .map(|(i, _)| run.first + i * (chunk as usize / PAGE_SIZE)),
+            );
         }
         call::run(self, &mut requests, self.options.read_patience);
         for (request, first) in requests.iter_mut().zip(firsts) {
@@ -261,8 +286,8 @@ impl Nbd {
         Ok(())
     }
 
-    /// Writes at `offset`: all of it or, if a part fails that is not the first, what lies before that. 0 at the end of the
-    /// export.
+    /// Writes at `offset`: all of it or, if a part fails that is not the first, what lies before
+    /// that. 0 at the end of the export.
     pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
         let len = self.inside(offset, bytes.len());
         let mut requests = Vec::new();
@@ -285,8 +310,8 @@ impl Nbd {
         first_failure(&requests, &numbers)
     }
 
-    /// Writes several places at once, all within the export. On failure, tells which place failed; nobody knows what the others
-    /// hold then.
+    /// Writes several places at once, all within the export. On failure, tells which place failed;
+    /// nobody knows what the others hold then.
     pub fn write_many(&self, places: &[(u64, &[u8])]) -> Result<(), (usize, Errno)> {
         let mut requests = Vec::with_capacity(places.len());
         let mut numbers = Vec::with_capacity(places.len());
@@ -301,8 +326,8 @@ impl Nbd {
         first_failure(&requests, &numbers)
     }
 
-    /// Tells the server that nobody needs a range's contents any more. What it reads as afterwards is the server's business.
-    /// `EOPNOTSUPP` where the export does not know that.
+    /// Tells the server that nobody needs a range's contents any more. What it reads as afterwards
+    /// is the server's business. `EOPNOTSUPP` where the export does not know that.
     pub fn trim(&self, offset: u64, len: u64) -> Result<(), Errno> {
         if !self.export.flags.has(Flags::SEND_TRIM) {
             return Err(Errno::OPNOTSUPP);
@@ -319,7 +344,8 @@ impl Nbd {
         self.change(&mut requests).map(drop)
     }
 
-    /// Waits until everything written so far is on the server's disk. At once where the export does not know that.
+    /// Waits until everything written so far is on the server's disk. At once where the export does
+    /// not know that.
     pub fn flush(&self) -> Result<(), Errno> {
         if !self.export.flags.has(Flags::SEND_FLUSH) {
             return Ok(());
@@ -327,15 +353,18 @@ impl Nbd {
         self.change(&mut [Request::new(0, Job::Flush)]).map(drop)
     }
 
-    /// In a forked child, before its first call: leaves the parent's connections alone, which two processes must never both
-    /// use, and dials its own. The descriptors are not closed: in this process their numbers may be other files.
+    /// In a forked child, before its first call: leaves the parent's connections alone, which two
+    /// processes must never both use, and dials its own. The descriptors are not closed: in this
+    /// process their numbers may be other files.
     ///
-    /// Whatever the parent's other threads were doing at the fork does not matter here; the child has one thread only.
+    /// Whatever the parent's other threads were doing at the fork does not matter here; the child
+    /// has one thread only.
     pub fn forget(&self) {
         self.pool.forget();
     }
 
-    /// Puts a connected socket in the transmission phase among the idle connections; closes it if there are enough.
+    /// Puts a connected socket in the transmission phase among the idle connections; closes it if
+    /// there are enough.
     pub fn adopt(&self, fd: OwnedFd) {
         if let Some(seat) = self.pool.seat() {
             seat.fill(fd);
@@ -375,7 +404,8 @@ impl Nbd {
         answer
     }
 
-    /// Carries out requests that follow each other; the bytes of those before the first that failed, or why the very first did.
+    /// Carries out requests that follow each other; the bytes of those before the first that
+    /// failed, or why the very first did.
     fn done(&self, requests: &mut [Request<'_>], patience: Duration) -> Result<usize, Errno> {
         call::run(self, requests, patience);
         let mut bytes = 0;
@@ -422,7 +452,10 @@ impl BlockIo for Nbd {
 }
 
 fn first_failure(requests: &[Request<'_>], numbers: &[usize]) -> Result<(), (usize, Errno)> {
-    let failed = requests.iter().zip(numbers).find_map(|(request, number)| Some((*number, request.outcome().err()?.errno())));
+    let failed = requests
+        .iter()
+        .zip(numbers)
+        .find_map(|(request, number)| Some((*number, request.outcome().err()?.errno())));
     failed.map_or(Ok(()), Err)
 }
 

@@ -1,26 +1,30 @@
 //! Compressed RAM: pages kept packed in this process's own memory.
 //!
-//! Owns the handle of every slot (four bytes), the pool the packed bytes live in, and the words of same-filled pages, which
-//! need no bytes. Packing happens outside, in a [`Compressor`](crate::codec::Compressor): a store is a copy into the pool, a
-//! load a copy out of it and, after the lock is dropped, a decompression.
+//! Owns the handle of every slot (four bytes), the pool the packed bytes live in, and the words of
+//! same-filled pages, which need no bytes. Packing happens outside, in a
+//! [`Compressor`](crate::codec::Compressor): a store is a copy into the pool, a load a copy out of
+//! it and, after the lock is dropped, a decompression.
 //!
-//! A page that stays long may be compressed again: [`Zram::unsettled`] gives what is worth it, [`Zram::settle`] puts the outcome in its
-//! place and notes that it was tried, so that no page is tried twice. Pages of both codecs lie side by side.
+//! A page that stays long may be compressed again: [`Zram::unsettled`] gives what is worth it,
+//! [`Zram::settle`] puts the outcome in its place and notes that it was tried, so that no page is
+//! tried twice. Pages of both codecs lie side by side.
 //!
-//! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its own, and the last one frees
-//! the unit. Loading one page of a unit decompresses all of it, into a scratch buffer that the unit's next pages are then
-//! copied from.
+//! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its
+//! own, and the last one frees the unit. Loading one page of a unit decompresses all of it, into a
+//! scratch buffer that the unit's next pages are then copied from.
 //!
 //! Invariants:
-//! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle points at it, and holds a checksum of its bytes. Whoever
-//!    takes bytes out checks both, and answers [`Damaged`] rather than hand out another slot's page, or one that is not what was stored: memory that
-//!    flips a bit, or a stray write. A checksum does not prove anything against somebody who writes on purpose; who can do that has the whole process.
+//! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle
+//!    points at it, and holds a checksum of its bytes. Whoever takes bytes out checks both, and
+//!    answers [`Damaged`] rather than hand out another slot's page, or one that is not what was
+//!    stored: memory that flips a bit, or a stray write. A checksum does not prove anything against
+//!    somebody who writes on purpose; who can do that has the whole process.
 //! 2. A store that fails changes nothing.
 //!
 //! 3. `figures` is what `state` holds, as of the last time it was unlocked after a change.
 //!
-//! Locks: `scratch` (only for units), then `state`. Neither is held while the other device or the codec's compressing side
-//! runs. `figures` is read without.
+//! Locks: `scratch` (only for units), then `state`. Neither is held while the other device or the
+//! codec's compressing side runs. `figures` is read without.
 
 mod pool;
 mod table;
@@ -32,14 +36,17 @@ use swaptide_sys::lock::{Guard, Lock};
 
 use self::pool::{Head, ObjectId, Pool};
 use self::table::{Handle, Handles, SameTable};
-use crate::codec::{self, Codec, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, Unpacker};
+use crate::codec::{
+    self, Codec, MAX_UNIT_PAGES, Packed, PackedKind, PackedUnit, RAW_ABOVE, Unpacker,
+};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Why a compressed-RAM device could not be made.
 #[derive(Copy, Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// No address space for the pool.
-    #[error("cannot reserve address space for {slots} slots of compressed memory ({}): raise the limit of `ulimit -v`", swaptide_sys::Why(*errno))]
+    #[error("cannot reserve address space for {slots} slots of compressed memory ({}): raise the \
+        limit of `ulimit -v`", swaptide_sys::Why(*errno))]
     Reserve {
         /// Slots asked for.
         slots: u32,
@@ -48,7 +55,8 @@ pub enum Error {
     },
 }
 
-/// The pool is at its limit (or at the end of its address space): make room and try again, or use another device.
+/// The pool is at its limit (or at the end of its address space): make room and try again, or use
+/// another device.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("compressed memory is full")]
 pub struct PoolFull;
@@ -97,7 +105,8 @@ struct Figures {
 }
 
 impl Figures {
-    /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything else from them: relaxed.
+    /// Called by the holder of the state's lock, so stores do not race. Nobody concludes anything
+    /// else from them: relaxed.
     fn note(&self, state: &State) {
         self.pool_bytes.store(state.pool.resident_bytes(), Ordering::Relaxed);
         self.populated.store(state.pool.populated(), Ordering::Relaxed);
@@ -136,10 +145,17 @@ impl Zram {
     /// For more than 2^30 slots.
     pub fn new(max_slots: u32) -> Result<Zram, Error> {
         assert!(max_slots <= MOST_SLOTS, "a device of {max_slots} slots");
-        let pool = Pool::new(max_slots as usize * PAGE_SIZE).map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
+        let pool = Pool::new(max_slots as usize * PAGE_SIZE)
+            .map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
         let handles = Handles::new(max_slots);
         Ok(Zram {
-            state: Lock::new(State { handles, same: SameTable::default(), pool, unit_epoch: 0, cursor: 0 }),
+            state: Lock::new(State {
+                handles,
+                same: SameTable::default(),
+                pool,
+                unit_epoch: 0,
+                cursor: 0,
+            }),
             scratch: Lock::new(Scratch::default()),
             figures: Figures::default(),
         })
@@ -186,7 +202,12 @@ impl Zram {
     }
 
     /// Brings a page back. The slot keeps it. Tells the codec of bytes that had to be decompressed.
-    pub fn load(&self, slot: Slot, out: &mut Page, unpacker: &mut Unpacker) -> Result<Option<Codec>, Damaged> {
+    pub fn load(
+        &self,
+        slot: Slot,
+        out: &mut Page,
+        unpacker: &mut Unpacker,
+    ) -> Result<Option<Codec>, Damaged> {
         let state = self.state.lock();
         let id = match state.handles.get(slot) {
             Handle::Empty => return Err(Damaged { slot, what: "nothing is stored here" }),
@@ -210,16 +231,24 @@ impl Zram {
         if bytes.len() == PAGE_SIZE {
             out.copy_from_slice(bytes);
             drop(state);
-            return if sum_of(&out[..]) == head.sum { Ok(None) } else { Err(Damaged { slot, what: CHANGED }) };
+            return if sum_of(&out[..]) == head.sum {
+                Ok(None)
+            } else {
+                Err(Damaged { slot, what: CHANGED })
+            };
         }
-        // Copy out and decompress without the lock: the copy costs a twentieth of the decompression and warms the cache.
+        // Copy out and decompress without the lock: the copy costs a twentieth of the decompression
+        // and warms the cache.
         let mut copy = [MaybeUninit::<u8>::uninit(); RAW_ABOVE];
-        let block = copy_into(&mut copy, bytes).ok_or(Damaged { slot, what: "an object of impossible length" })?;
+        let block = copy_into(&mut copy, bytes)
+            .ok_or(Damaged { slot, what: "an object of impossible length" })?;
         drop(state);
         if sum_of(block) != head.sum {
             return Err(Damaged { slot, what: CHANGED });
         }
-        unpacker.unpack(block, out).map_err(|_| Damaged { slot, what: "the page does not decompress" })?;
+        unpacker
+            .unpack(block, out)
+            .map_err(|_| Damaged { slot, what: "the page does not decompress" })?;
         Ok(Some(Codec::of(block)))
     }
 
@@ -231,11 +260,18 @@ impl Zram {
         }
     }
 
-    /// Appends what a slot holds to `out` as it is, without decompressing, and says what it is: for another device.
+    /// Appends what a slot holds to `out` as it is, without decompressing, and says what it is: for
+    /// another device.
     ///
-    /// A zero or same-filled page appends nothing. Of a unit, the slot's page is decompressed and appended raw. Where `out` has
-    /// room for a page it is not reallocated. On failure `out` is as it was.
-    pub fn packed(&self, slot: Slot, out: &mut Vec<u8>, unpacker: &mut Unpacker) -> Result<PackedKind, Damaged> {
+    /// A zero or same-filled page appends nothing. Of a unit, the slot's page is decompressed and
+    /// appended raw. Where `out` has room for a page it is not reallocated. On failure `out` is as
+    /// it was.
+    pub fn packed(
+        &self,
+        slot: Slot,
+        out: &mut Vec<u8>,
+        unpacker: &mut Unpacker,
+    ) -> Result<PackedKind, Damaged> {
         // Before the lock is taken: growing takes time.
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();
@@ -274,7 +310,8 @@ impl Zram {
         let start = out.len();
         out.extend_from_slice(bytes);
         drop(state);
-        // What is damaged must not go on to another device, where it would be sealed as what it never was.
+        // What is damaged must not go on to another device, where it would be sealed as what it
+        // never was.
         if sum_of(&out[start..]) != head.sum {
             out.truncate(start);
             return Err(Damaged { slot, what: CHANGED });
@@ -282,15 +319,20 @@ impl Zram {
         Ok(kind)
     }
 
-    /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not [settled](Self::settle) before. What belongs to
-    /// nobody, or to another slot, is not. Where `out` has room for a page it is not reallocated.
+    /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not
+    /// [settled](Self::settle) before. What belongs to nobody, or to another slot, is not. Where
+    /// `out` has room for a page it is not reallocated.
     pub fn unsettled(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();
         let Handle::Object(id) = state.handles.get(slot) else { return false };
         let head = state.pool.head(id);
         // Units have live pages, settled pages another slot's number.
-        if head.live != 0 || head.slot != slot.0 || usize::from(head.len) < WORTH_IT || usize::from(head.len) > RAW_ABOVE {
+        if head.live != 0
+            || head.slot != slot.0
+            || usize::from(head.len) < WORTH_IT
+            || usize::from(head.len) > RAW_ABOVE
+        {
             return false;
         }
         let bytes = state.pool.bytes(id);
@@ -307,8 +349,9 @@ impl Zram {
         whole
     }
 
-    /// Puts other bytes of the same page in the place of a slot's, or none if there are no better ones, and notes that this was tried.
-    /// Gives the bytes saved. The caller vouches that the slot holds the page they are of. On failure nothing changes.
+    /// Puts other bytes of the same page in the place of a slot's, or none if there are no better
+    /// ones, and notes that this was tried. Gives the bytes saved. The caller vouches that the slot
+    /// holds the page they are of. On failure nothing changes.
     pub fn settle(&self, slot: Slot, bytes: Option<&[u8]>) -> Result<usize, PoolFull> {
         self.change(|state| {
             let Handle::Object(old) = state.handles.get(slot) else { return Ok(0) };
@@ -321,7 +364,12 @@ impl Zram {
                 return Ok(0);
             };
             let len = bytes.len() as u16;
-            let id = state.pool.alloc_for_less(Head { slot: slot.0, len, live: 0, sum: sum_of(bytes) })?;
+            let id = state.pool.alloc_for_less(Head {
+                slot: slot.0,
+                len,
+                live: 0,
+                sum: sum_of(bytes),
+            })?;
             state.pool.bytes_mut(id).copy_from_slice(bytes);
             state.pool.settle(id);
             state.replace(slot, Handle::Object(id));
@@ -329,11 +377,18 @@ impl Zram {
         })
     }
 
-    /// Brings `n` pages from `slot` on back. Units that lie in the range are decompressed straight into `out`.
+    /// Brings `n` pages from `slot` on back. Units that lie in the range are decompressed straight
+    /// into `out`.
     ///
     /// # Panics
     /// If `out` is not `n` pages long.
-    pub fn load_range(&self, slot: Slot, n: usize, out: &mut [u8], unpacker: &mut Unpacker) -> Result<(), Damaged> {
+    pub fn load_range(
+        &self,
+        slot: Slot,
+        n: usize,
+        out: &mut [u8],
+        unpacker: &mut Unpacker,
+    ) -> Result<(), Damaged> {
         assert_eq!(out.len(), n * PAGE_SIZE, "a buffer for {n} pages");
         let mut done = 0;
         while done < n {
@@ -355,12 +410,20 @@ impl Zram {
     }
 
     /// Loads up to `max` pages of the unit `slot` is in; returns how many.
-    fn load_of_unit(&self, slot: Slot, max: usize, out: &mut [u8], unpacker: &mut Unpacker) -> Result<usize, Damaged> {
+    fn load_of_unit(
+        &self,
+        slot: Slot,
+        max: usize,
+        out: &mut [u8],
+        unpacker: &mut Unpacker,
+    ) -> Result<usize, Damaged> {
         let damaged = |what| Damaged { slot, what };
         let mut scratch = self.scratch.lock();
         let scratch = &mut *scratch;
         let state = self.state.lock();
-        let Handle::Object(id) = state.handles.get(slot) else { return Err(damaged("nothing is stored here")) };
+        let Handle::Object(id) = state.handles.get(slot) else {
+            return Err(damaged("nothing is stored here"));
+        };
         let head = state.pool.head(id);
         let page = slot.0.wrapping_sub(head.slot) as usize;
         if page >= MAX_UNIT_PAGES || head.live & (1 << page) == 0 {
@@ -370,7 +433,11 @@ impl Zram {
         let run = ((head.live >> page).trailing_ones() as usize).min(max);
         let unit = (id, state.unit_epoch);
         if scratch.unit != Some(unit) {
-            let (&pages, block) = state.pool.bytes(id).split_first().ok_or(damaged("an object of impossible length"))?;
+            let (&pages, block) = state
+                .pool
+                .bytes(id)
+                .split_first()
+                .ok_or(damaged("an object of impossible length"))?;
             if pages == 0 || usize::from(pages) > MAX_UNIT_PAGES {
                 return Err(damaged("a unit of an impossible number of pages"));
             }
@@ -389,11 +456,14 @@ impl Zram {
                 return Ok(run);
             }
             scratch.pages.resize(pages * PAGE_SIZE, 0);
-            unpacker.unpack(&scratch.packed, &mut scratch.pages).map_err(|_| damaged("the unit does not decompress"))?;
+            unpacker
+                .unpack(&scratch.packed, &mut scratch.pages)
+                .map_err(|_| damaged("the unit does not decompress"))?;
             scratch.unit = Some(unit);
         }
         let found = scratch.pages.get(page * PAGE_SIZE..(page + run) * PAGE_SIZE);
-        out[..run * PAGE_SIZE].copy_from_slice(found.ok_or(damaged("the unit ends before this page"))?);
+        out[..run * PAGE_SIZE]
+            .copy_from_slice(found.ok_or(damaged("the unit ends before this page"))?);
         Ok(run)
     }
 
@@ -414,11 +484,13 @@ impl Zram {
         self.state.lock().handles.get(slot) != Handle::Empty
     }
 
-    /// Moves objects out of sparse blocks, so that those become free and their memory goes back to the kernel, until no block
-    /// can be freed so, or about `budget` bytes were copied. Returns the bytes by which the pool shrank.
+    /// Moves objects out of sparse blocks, so that those become free and their memory goes back to
+    /// the kernel, until no block can be freed so, or about `budget` bytes were copied. Returns the
+    /// bytes by which the pool shrank.
     ///
-    /// Cheap to call often: only size classes in which something was freed since they were last found dense are looked at, and
-    /// without any the answer is immediate. The lock is held for a block at a time.
+    /// Cheap to call often: only size classes in which something was freed since they were last
+    /// found dense are looked at, and without any the answer is immediate. The lock is held for a
+    /// block at a time.
     pub fn compact(&self, budget: usize) -> usize {
         let mut shrunk = 0;
         let mut copied = 0;
@@ -439,7 +511,8 @@ impl Zram {
         shrunk
     }
 
-    /// Gives the memory of empty blocks back that is kept for the next pages (1 MiB at most). Returns how many bytes it was.
+    /// Gives the memory of empty blocks back that is kept for the next pages (1 MiB at most).
+    /// Returns how many bytes it was.
     pub fn trim(&self) -> usize {
         self.change(|state| {
             let before = state.pool.resident_bytes();
@@ -448,7 +521,8 @@ impl Zram {
         })
     }
 
-    /// Sets how many bytes the pool may hold; [`PoolFull`] beyond. Does not shrink a pool that is larger.
+    /// Sets how many bytes the pool may hold; [`PoolFull`] beyond. Does not shrink a pool that is
+    /// larger.
     pub fn set_limit(&self, bytes: usize) {
         self.state.lock().pool.set_limit(bytes);
     }
@@ -499,12 +573,14 @@ impl Zram {
             objects: state.pool.objects(),
             stored_bytes: state.pool.stored_bytes(),
             pool_bytes: state.pool.resident_bytes(),
-            metadata_bytes: state.handles.metadata_bytes() + state.same.metadata_bytes() + state.pool.metadata_bytes(),
+            metadata_bytes: state.handles.metadata_bytes()
+                + state.same.metadata_bytes()
+                + state.pool.metadata_bytes(),
         }
     }
 
-    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped: for a fork, so that the
-    /// child's copy is complete and consistent.
+    /// Waits until nobody is inside the device and keeps everybody out until the answer is dropped:
+    /// for a fork, so that the child's copy is complete and consistent.
     #[must_use]
     pub fn quiesce(&self) -> Quiesced<'_> {
         let scratch = self.scratch.lock();
@@ -514,9 +590,11 @@ impl Zram {
     /// Unlocks the device in a forked child that has no [`Quiesced`] to drop.
     ///
     /// # Safety
-    /// The fork was made while one existed, the child has only this thread, and it holds no lock of the device.
+    /// The fork was made while one existed, the child has only this thread, and it holds no lock of
+    /// the device.
     pub unsafe fn force_unlock(&self) {
-        // SAFETY: whoever held the locks does not exist in this process, and had left the data consistent (caller).
+        // SAFETY: whoever held the locks does not exist in this process, and had left the data
+        // consistent (caller).
         unsafe {
             self.state.force_unlock();
             self.scratch.force_unlock();
@@ -538,7 +616,10 @@ impl Zram {
     fn check(&self) {
         let state = self.state.lock();
         state.pool.check();
-        assert_eq!((self.pool_bytes(), self.stored_bytes()), (state.pool.resident_bytes(), state.pool.stored_bytes()));
+        assert_eq!(
+            (self.pool_bytes(), self.stored_bytes()),
+            (state.pool.resident_bytes(), state.pool.stored_bytes())
+        );
     }
 }
 
@@ -550,8 +631,16 @@ pub struct Quiesced<'a> {
 
 impl State {
     /// Puts bytes into the pool as an object of `slot`.
-    fn store(&mut self, slot: Slot, live: u16, prefix: &[u8], bytes: &[u8], sum: u32) -> Result<Handle, PoolFull> {
-        let len = u16::try_from(prefix.len() + bytes.len()).expect("packed data is shorter than 64 KiB");
+    fn store(
+        &mut self,
+        slot: Slot,
+        live: u16,
+        prefix: &[u8],
+        bytes: &[u8],
+        sum: u32,
+    ) -> Result<Handle, PoolFull> {
+        let len =
+            u16::try_from(prefix.len() + bytes.len()).expect("packed data is shorter than 64 KiB");
         let id = self.pool.alloc(Head { slot: slot.0, len, live, sum })?;
         let (start, rest) = self.pool.bytes_mut(id).split_at_mut(prefix.len());
         start.copy_from_slice(prefix);
@@ -572,7 +661,8 @@ impl State {
             }
             PackedUnit::Bytes(bytes) => {
                 let live = u16::MAX >> (MAX_UNIT_PAGES - n);
-                let handle = self.store(slot, live, &[n as u8], bytes, sum_of_unit(n as u8, bytes))?;
+                let handle =
+                    self.store(slot, live, &[n as u8], bytes, sum_of_unit(n as u8, bytes))?;
                 for slot in slots {
                     self.replace(slot, handle);
                 }
@@ -580,7 +670,9 @@ impl State {
             PackedUnit::Raw(bytes) => {
                 assert_eq!(bytes.len(), n * PAGE_SIZE, "a raw unit of {n} pages");
                 let mut stored = [Handle::Empty; MAX_UNIT_PAGES];
-                for (i, (slot, page)) in slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate() {
+                for (i, (slot, page)) in
+                    slots.clone().zip(bytes.chunks_exact(PAGE_SIZE)).enumerate()
+                {
                     match self.store(slot, 0, &[], page, sum_of(page)) {
                         Ok(handle) => stored[i] = handle,
                         Err(full) => {
@@ -627,7 +719,8 @@ impl State {
             Handle::Same(id) => self.same.remove(id),
             Handle::Object(id) => {
                 let head = self.pool.head(id);
-                let live = head.live & !1u16.checked_shl(slot.0.wrapping_sub(head.slot)).unwrap_or(0);
+                let live =
+                    head.live & !1u16.checked_shl(slot.0.wrapping_sub(head.slot)).unwrap_or(0);
                 if live != 0 {
                     self.pool.set_live(id, live);
                 } else {
@@ -640,7 +733,8 @@ impl State {
 }
 
 /// What is wrong with bytes whose checksum is another one.
-const CHANGED: &str = "the page is not what was stored: memory is failing, or was written to by mistake";
+const CHANGED: &str =
+    "the page is not what was stored: memory is failing, or was written to by mistake";
 
 /// The checksum of an object's bytes.
 fn sum_of(bytes: &[u8]) -> u32 {
@@ -658,7 +752,8 @@ fn sum_of_unit(pages: u8, bytes: &[u8]) -> u32 {
 /// Copies `bytes` to the start of `buffer`, if they fit.
 fn copy_into<'a>(buffer: &'a mut [MaybeUninit<u8>], bytes: &[u8]) -> Option<&'a [u8]> {
     let target = buffer.get_mut(..bytes.len())?;
-    // SAFETY: `target` has exactly the length of `bytes`, is exclusively borrowed, and is initialized by the copy.
+    // SAFETY: `target` has exactly the length of `bytes`, is exclusively borrowed, and is
+    // initialized by the copy.
     unsafe {
         core::ptr::copy_nonoverlapping(bytes.as_ptr(), target.as_mut_ptr().cast(), bytes.len());
         Some(core::slice::from_raw_parts(target.as_ptr().cast(), bytes.len()))

@@ -71,17 +71,33 @@ pub fn clear_own_affinity(mask: &CpuSet) -> Result<(), Errno> {
     set_affinity(0, mask)
 }
 
-/// Lets a thread of this process run on all of `mask` and nowhere else. `ESRCH` when there is none of that id.
+/// Lets a thread of this process run on all of `mask` and nowhere else. `ESRCH` when there is none
+/// of that id.
 pub fn set_affinity(tid: u32, mask: &CpuSet) -> Result<(), Errno> {
     // SAFETY: the kernel reads the set; 0 names the calling thread.
-    unsafe { syscall!(k::__NR_sched_setaffinity, tid as usize, size_of::<CpuSet>(), mask.0.as_ptr() as usize) }.map(drop)
+    unsafe {
+        syscall!(
+            k::__NR_sched_setaffinity,
+            tid as usize,
+            size_of::<CpuSet>(),
+            mask.0.as_ptr() as usize
+        )
+    }
+    .map(drop)
 }
 
 /// Where the calling thread may run.
 pub fn own_affinity() -> Result<CpuSet, Errno> {
     let mut set = CpuSet::EMPTY;
     // SAFETY: the kernel writes at most the size it is told; the rest stays zero.
-    unsafe { syscall!(k::__NR_sched_getaffinity, 0usize, size_of::<CpuSet>(), set.0.as_mut_ptr() as usize) }?;
+    unsafe {
+        syscall!(
+            k::__NR_sched_getaffinity,
+            0usize,
+            size_of::<CpuSet>(),
+            set.0.as_mut_ptr() as usize
+        )
+    }?;
     Ok(set)
 }
 
@@ -101,8 +117,12 @@ const SCHED_IDLE: u32 = 5;
 
 fn set_class(tid: u32, policy: u32) -> Result<(), Errno> {
     let param: i32 = 0;
-    // SAFETY: the kernel reads one int, the priority, which is 0 for both policies; a thread of 0 is the calling one.
-    unsafe { syscall!(k::__NR_sched_setscheduler, tid as usize, policy, (&raw const param) as usize) }.map(drop)
+    // SAFETY: the kernel reads one int, the priority, which is 0 for both policies; a thread of 0
+    // is the calling one.
+    unsafe {
+        syscall!(k::__NR_sched_setscheduler, tid as usize, policy, (&raw const param) as usize)
+    }
+    .map(drop)
 }
 
 /// A thread of this process, to be asked again and again where it runs.
@@ -137,12 +157,14 @@ pub struct CpuTimes {
 pub struct ThreadTimes(crate::OwnedFd);
 
 impl ThreadTimes {
-    /// A thread by its id; `None` when there is no such thread, or the kernel does not count this (`CONFIG_SCHED_INFO`).
+    /// A thread by its id; `None` when there is no such thread, or the kernel does not count this
+    /// (`CONFIG_SCHED_INFO`).
     pub fn open(tid: u32) -> Option<ThreadTimes> {
         procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(ThreadTimes)
     }
 
-    /// Its times; those of a thread that runs at this moment may lag behind. `None` when it is gone, or the kernel does not count.
+    /// Its times; those of a thread that runs at this moment may lag behind. `None` when it is
+    /// gone, or the kernel does not count.
     pub fn read(&self) -> Option<CpuTimes> {
         let mut buf = [0; 96];
         let n = procfs::retry(|| rustix::io::pread(&self.0, &mut buf, 0)).ok()?;
@@ -157,9 +179,10 @@ pub fn thread_cpu(tid: u32) -> Option<u32> {
     ThreadStat::open(tid)?.cpu()
 }
 
-/// For threads that look or answer for a moment, and must do it in time: the calling one, which runs normally, runs before others that share its CPU
-/// (nice -10, where that is permitted) and begins as soon as it wakes (a short slice, where the kernel has those, since 6.12). Without either it
-/// is a thread like others.
+/// For threads that look or answer for a moment, and must do it in time: the calling one, which
+/// runs normally, runs before others that share its CPU (nice -10, where that is permitted) and
+/// begins as soon as it wakes (a short slice, where the kernel has those, since 6.12). Without
+/// either it is a thread like others.
 pub fn go_first() {
     let _ = set_own_nice(-10);
     let _ = set_own_slice(Duration::from_micros(100));
@@ -172,8 +195,9 @@ pub fn go_normally() {
     let _ = set_own_slice(Duration::ZERO);
 }
 
-/// For threads that work for long beside others that ask and answer: who wakes on the calling one's CPU begins at once (a long slice, where the kernel has
-/// those), which else he does, since 6.12, only when the calling one has had the CPU for a millisecond or so.
+/// For threads that work for long beside others that ask and answer: who wakes on the calling one's
+/// CPU begins at once (a long slice, where the kernel has those), which else he does, since 6.12,
+/// only when the calling one has had the CPU for a millisecond or so.
 pub fn give_way() {
     let _ = set_own_slice(LONG_SLICE);
 }
@@ -181,8 +205,8 @@ pub fn give_way() {
 /// Longer than what the kernel chooses for any number of CPUs (2.8 ms).
 const LONG_SLICE: Duration = Duration::from_millis(5);
 
-/// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs a privilege; without it nothing
-/// changes, and that is an error the caller may ignore.
+/// Lets the calling thread run before others of its process and user (a lower `nice` value). Needs
+/// a privilege; without it nothing changes, and that is an error the caller may ignore.
 pub fn set_own_nice(nice: i32) -> Result<(), Errno> {
     rustix::process::setpriority_process(None, nice)
 }
@@ -201,8 +225,9 @@ struct SchedAttr {
 }
 const _: () = assert!(size_of::<SchedAttr>() == 48);
 
-/// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like who made it), begin soon after it wakes, and run for a
-/// short while at a time (100 us to 100 ms): it does not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing
+/// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like who made
+/// it), begin soon after it wakes, and run for a short while at a time (100 us to 100 ms): it does
+/// not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing
 /// changes. Needs no privilege.
 fn set_own_slice(slice: Duration) -> Result<(), Errno> {
     // SAFETY: no memory is involved.
@@ -219,7 +244,8 @@ fn set_own_slice(slice: Duration) -> Result<(), Errno> {
         deadline: 0,
         period: 0,
     };
-    // SAFETY: the kernel reads as many bytes as the first field says, which is the size of the struct.
+    // SAFETY: the kernel reads as many bytes as the first field says, which is the size of the
+    // struct.
     unsafe { syscall!(k::__NR_sched_setattr, 0usize, (&raw const attr) as usize, 0usize) }.map(drop)
 }
 
@@ -284,10 +310,20 @@ mod tests {
 
     /// The slice of the calling thread in nanoseconds; 0 where the kernel has none to tell.
     fn own_slice() -> u64 {
-        let mut attr = SchedAttr { size: 0, policy: 0, flags: 0, nice: 0, priority: 0, runtime: 0, deadline: 0, period: 0 };
+        let mut attr = SchedAttr {
+            size: 0,
+            policy: 0,
+            flags: 0,
+            nice: 0,
+            priority: 0,
+            runtime: 0,
+            deadline: 0,
+            period: 0,
+        };
         let size = size_of::<SchedAttr>();
         // SAFETY: the kernel writes at most `size` bytes, which is the size of the struct.
-        unsafe { syscall!(k::__NR_sched_getattr, 0usize, (&raw mut attr) as usize, size, 0usize) }.unwrap();
+        unsafe { syscall!(k::__NR_sched_getattr, 0usize, (&raw mut attr) as usize, size, 0usize) }
+            .unwrap();
         attr.runtime
     }
 
@@ -313,7 +349,8 @@ mod tests {
             sched_idle(true).unwrap();
             go_first();
             // SAFETY: no memory is involved.
-            assert_eq!(unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }.unwrap(), SCHED_IDLE as usize);
+            let class = unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }.unwrap();
+            assert_eq!(class, SCHED_IDLE as usize);
         })
         .join()
         .unwrap();

@@ -1,4 +1,5 @@
-//! A descriptor that one thread strikes and another can wait for together with others (`eventfd`, Linux 2.6.27).
+//! A descriptor that one thread strikes and another can wait for together with others (`eventfd`,
+//! Linux 2.6.27).
 
 use rustix::event::{EventfdFlags, eventfd};
 

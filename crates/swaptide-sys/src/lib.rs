@@ -4,7 +4,8 @@
 //! started. So everything here keeps four rules:
 //!
 //! 1. No call goes through libc functions that keep state: calls are made by inline assembly
-//!    ([`raw`]) or by `rustix`'s own back end. Errors come back as values, `errno` is never touched.
+//!    ([`raw`]) or by `rustix`'s own back end. Errors come back as values, `errno` is never
+//!    touched.
 //! 2. No thread-locals, no standard I/O, no environment, no `std` at all outside tests.
 //! 3. Nothing blocks but what says so ([`lock`], [`poll`](sock::poll_readable), [`thread::sleep`]).
 //! 4. Every mapping this crate makes is listed in [`mem::own_ranges`], so that the agent can tell

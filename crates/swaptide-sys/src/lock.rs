@@ -27,7 +27,8 @@ const LATE: Duration = Duration::from_millis(3);
 /// A `fn()`, or null.
 static ON_LATE: AtomicPtr<()> = AtomicPtr::new(core::ptr::null_mut());
 
-/// Sets what a thread calls that has waited some milliseconds for a lock of this process, again and again until it has it. It must take no lock.
+/// Sets what a thread calls that has waited some milliseconds for a lock of this process, again and
+/// again until it has it. It must take no lock.
 pub fn on_late(call: fn()) {
     ON_LATE.store(call as *mut (), Ordering::Release);
 }
@@ -48,7 +49,8 @@ pub struct Lock<T: ?Sized> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the lock lets one thread at a time reach the value, so sending that access needs only `T: Send`.
+// SAFETY: the lock lets one thread at a time reach the value, so sending that access needs only
+// `T: Send`.
 unsafe impl<T: ?Sized + Send> Sync for Lock<T> {}
 // SAFETY: owning the lock is owning the value.
 unsafe impl<T: ?Sized + Send> Send for Lock<T> {}
@@ -79,7 +81,10 @@ impl<T: ?Sized> Lock<T> {
     /// Takes the lock if it is free.
     #[inline]
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-        self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).ok().map(|_| Guard { lock: self })
+        self.word
+            .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
+            .ok()
+            .map(|_| Guard { lock: self })
     }
 
     /// Whether somebody holds the lock at this moment: for assertions and statistics only.
@@ -116,7 +121,12 @@ impl<T: ?Sized> Lock<T> {
         for _ in 0..SPINS {
             core::hint::spin_loop();
             let word = self.word.load(Ordering::Relaxed);
-            if word == FREE && self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+            if word == FREE
+                && self
+                    .word
+                    .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
                 return;
             }
             if word == CONTENDED {
@@ -124,9 +134,12 @@ impl<T: ?Sized> Lock<T> {
                 break;
             }
         }
-        // From here on the word is left at 2: this thread cannot know whether it is the last sleeper.
+        // From here on the word is left at 2: this thread cannot know whether it is the last
+        // sleeper.
         while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
-            if futex::wait(&self.word, CONTENDED, Some(LATE), futex::Scope::Private) == futex::TimedOut {
+            if futex::wait(&self.word, CONTENDED, Some(LATE), futex::Scope::Private)
+                == futex::TimedOut
+            {
                 late();
             }
         }
@@ -226,11 +239,22 @@ pub mod futex {
 
     /// Sleeps while `word` is `expected`, at most for `timeout`.
     pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>, scope: Scope) -> Wait {
-        let time = timeout
-            .map(|t| k::__kernel_timespec { tv_sec: t.as_secs().min(i64::MAX as u64) as i64, tv_nsec: t.subsec_nanos().into() });
-        let time_ptr = time.as_ref().map_or(core::ptr::null(), |t| t as *const k::__kernel_timespec);
+        let time = timeout.map(|t| k::__kernel_timespec {
+            tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        let time_ptr =
+            time.as_ref().map_or(core::ptr::null(), |t| t as *const k::__kernel_timespec);
         // SAFETY: word and time outlive the call; the kernel only reads them.
-        let ret = unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAIT, scope), expected, time_ptr as usize) };
+        let ret = unsafe {
+            syscall!(
+                k::__NR_futex,
+                word.as_ptr() as usize,
+                op(FUTEX_WAIT, scope),
+                expected,
+                time_ptr as usize
+            )
+        };
         match ret {
             Err(Errno::AGAIN) => Mismatch,
             Err(Errno::TIMEDOUT) => TimedOut,
@@ -243,7 +267,8 @@ pub mod futex {
     pub fn wake(word: &AtomicU32, n: u32, scope: Scope) -> usize {
         let n = n.min(i32::MAX as u32);
         // SAFETY: the kernel does not touch the word; the address is only a key.
-        unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAKE, scope), n) }.unwrap_or(0)
+        unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAKE, scope), n) }
+            .unwrap_or(0)
     }
 }
 

@@ -50,13 +50,20 @@ pub fn for_each_vma(buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<()
 }
 
 /// The same for another process.
-pub fn for_each_vma_of(pid: u32, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Result<(), Errno> {
+pub fn for_each_vma_of(
+    pid: u32,
+    buf: &mut [u8],
+    f: impl FnMut(Vma<'_>) -> bool,
+) -> Result<(), Errno> {
     each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
-/// Calls `f` with every VMA of this process and whether it bears the mark of `MADV_RANDOM`, in order of address, until it returns `false`. The kernel
-/// walks all page tables for it.
-pub fn for_each_marked_vma(buf: &mut [u8], f: impl FnMut(VirtRange, bool) -> bool) -> Result<(), Errno> {
+/// Calls `f` with every VMA of this process and whether it bears the mark of `MADV_RANDOM`, in
+/// order of address, until it returns `false`. The kernel walks all page tables for it.
+pub fn for_each_marked_vma(
+    buf: &mut [u8],
+    f: impl FnMut(VirtRange, bool) -> bool,
+) -> Result<(), Errno> {
     let fd = procfs::open_read(c"/proc/thread-self/smaps")?;
     for_each_marked_in(buf, |space| procfs::read_fd(&fd, space), f)
 }
@@ -69,7 +76,9 @@ fn for_each_marked_in(
     let mut range = None;
     split_lines(buf, read, |line| {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            return range.take().is_none_or(|range| f(range, procfs::words(flags).any(|flag| flag == b"rr")));
+            return range
+                .take()
+                .is_none_or(|range| f(range, procfs::words(flags).any(|flag| flag == b"rr")));
         }
         if let Some(vma) = parse_line(line) {
             range = Some(vma.range);
@@ -78,7 +87,8 @@ fn for_each_marked_in(
     })
 }
 
-/// Reads this process's memory, as far as it is there: what another thread may be unmapping is an error here and no fault.
+/// Reads this process's memory, as far as it is there: what another thread may be unmapping is an
+/// error here and no fault.
 pub fn read_own(at: VirtAddr, buf: &mut [u8]) -> Result<usize, Errno> {
     let memory = procfs::open_read(c"/proc/thread-self/mem")?;
     procfs::retry(|| rustix::io::pread(memory.as_fd(), &mut *buf, at.0 as u64))
@@ -88,7 +98,8 @@ fn each_line(fd: OwnedFd, buf: &mut [u8], f: impl FnMut(Vma<'_>) -> bool) -> Res
     for_each_vma_in(buf, |space| procfs::read_fd(&fd, space), f)
 }
 
-/// The same for a text that `read` gives piece by piece, nothing at its end. What is no line of such a file is passed over.
+/// The same for a text that `read` gives piece by piece, nothing at its end. What is no line of
+/// such a file is passed over.
 pub fn for_each_vma_in(
     buf: &mut [u8],
     read: impl FnMut(&mut [u8]) -> Result<usize, Errno>,
@@ -152,9 +163,21 @@ fn parse_line(line: &[u8]) -> Option<Vma<'_>> {
     let inode = parse_u64(next())?;
     let name = &rest[rest.iter().position(|&b| b != b' ').unwrap_or(rest.len())..];
     let dash = range.iter().position(|&b| b == b'-')?;
-    let range = VirtRange::new(VirtAddr(parse_hex(&range[..dash])? as usize), VirtAddr(parse_hex(&range[dash + 1..])? as usize));
+    let range = VirtRange::new(
+        VirtAddr(parse_hex(&range[..dash])? as usize),
+        VirtAddr(parse_hex(&range[dash + 1..])? as usize),
+    );
     let &[r, w, x, p, ..] = perms else { return None };
-    Some(Vma { range, read: r == b'r', write: w == b'w', exec: x == b'x', private: p == b'p', offset, inode, name })
+    Some(Vma {
+        range,
+        read: r == b'r',
+        write: w == b'w',
+        exec: x == b'x',
+        private: p == b'p',
+        offset,
+        inode,
+        name,
+    })
 }
 
 /// One VMA, with a name of its own (up to 64 bytes).
@@ -205,7 +228,8 @@ struct ProcmapQuery {
 const _: () = assert!(size_of::<ProcmapQuery>() == size_of::<k::procmap_query>());
 
 /// _IOWR('f', 17, struct procmap_query)
-const PROCMAP_QUERY: u32 = (3 << 30) | ((size_of::<ProcmapQuery>() as u32) << 16) | ((b'f' as u32) << 8) | 17;
+const PROCMAP_QUERY: u32 =
+    (3 << 30) | ((size_of::<ProcmapQuery>() as u32) << 16) | ((b'f' as u32) << 8) | 17;
 const QUERY_READABLE: u64 = 1;
 const QUERY_WRITABLE: u64 = 2;
 const QUERY_EXECUTABLE: u64 = 4;
@@ -253,7 +277,10 @@ impl MapsFile {
         let query = query.as_mut().map_err(|e| *e)?;
         let bit = |bit| query.vma_flags & bit != 0;
         let vma = Vma {
-            range: VirtRange::new(VirtAddr(query.vma_start as usize), VirtAddr(query.vma_end as usize)),
+            range: VirtRange::new(
+                VirtAddr(query.vma_start as usize),
+                VirtAddr(query.vma_end as usize),
+            ),
             read: bit(QUERY_READABLE),
             write: bit(QUERY_WRITABLE),
             exec: bit(QUERY_EXECUTABLE),
@@ -263,10 +290,19 @@ impl MapsFile {
             name: b"",
         };
         // The size counts the closing zero.
-        Ok(Some(VmaInfo { vma, name, name_len: (query.vma_name_size as usize).saturating_sub(1).min(name.len()) }))
+        Ok(Some(VmaInfo {
+            vma,
+            name,
+            name_len: (query.vma_name_size as usize).saturating_sub(1).min(name.len()),
+        }))
     }
 
-    fn query_once(&self, addr: VirtAddr, or_next: bool, name: &mut [u8]) -> Result<ProcmapQuery, Errno> {
+    fn query_once(
+        &self,
+        addr: VirtAddr,
+        or_next: bool,
+        name: &mut [u8],
+    ) -> Result<ProcmapQuery, Errno> {
         let mut query = ProcmapQuery {
             size: size_of::<ProcmapQuery>() as u64,
             query_flags: if or_next { QUERY_COVERING_OR_NEXT } else { 0 },
@@ -285,7 +321,8 @@ impl MapsFile {
             build_id_addr: 0,
         };
         let arg = (&raw mut query) as usize;
-        // SAFETY: the struct is the one this ioctl takes, and its name buffer is as long as it says.
+        // SAFETY: the struct is the one this ioctl takes, and its name buffer is as long as it
+        // says.
         unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PROCMAP_QUERY, arg) }?;
         Ok(query)
     }
@@ -314,7 +351,8 @@ impl MapsFile {
     }
 }
 
-/// The VMA of this process that holds `addr`. Opens `/proc/self/maps`; keep a [`MapsFile`] for many.
+/// The VMA of this process that holds `addr`. Opens `/proc/self/maps`; keep a [`MapsFile`] for
+/// many.
 pub fn vma_at(addr: VirtAddr) -> Result<Option<VmaInfo>, Errno> {
     MapsFile::open_self()?.vma_at(addr)
 }
@@ -326,7 +364,8 @@ mod tests {
     #[test]
     fn marks_are_told_for_the_mapping_they_stand_below() {
         let text = b"1000-3000 rw-p 00000000 00:00 0\nSize: 8 kB\nVmFlags: rd wr mr mw me ac rr \n\
-            3000-4000 rw-p 00000000 00:00 0                  [heap]\nRss: 4 kB\nVmFlags: rd wr mr mw me ac\n";
+            3000-4000 rw-p 00000000 00:00 0                  [heap]\nRss: 4 kB\nVmFlags: rd wr mr \
+            mw me ac\n";
         let mut rest = &text[..];
         let read = |space: &mut [u8]| {
             let n = space.len().min(rest.len()).min(100);
@@ -348,7 +387,10 @@ mod tests {
 
     #[test]
     fn lines_are_parsed() {
-        let vma = parse_line(b"55a0-55b0 rw-p 0001f000 fd:01 1234                       /a b/c (deleted)").unwrap();
+        let vma = parse_line(
+            b"55a0-55b0 rw-p 0001f000 fd:01 1234                       /a b/c (deleted)",
+        )
+        .unwrap();
         assert_eq!(vma.range, VirtRange::new(VirtAddr(0x55a0), VirtAddr(0x55b0)));
         assert!(vma.read && vma.write && !vma.exec && vma.private && !vma.is_private_anon());
         assert_eq!((vma.offset, vma.inode, vma.name), (0x1f000, 1234, &b"/a b/c (deleted)"[..]));
@@ -362,7 +404,9 @@ mod tests {
     #[test]
     fn lines_cross_reads_and_buffers() {
         let long = std::format!("2000-3000 r--p 00000000 00:00 7 /{}", "x".repeat(600));
-        let text = std::format!("1000-2000 rw-p 00000000 00:00 0 [heap]\n{long}\n3000-4000 rw-p 00000000 00:00 0 \n");
+        let text = std::format!(
+            "1000-2000 rw-p 00000000 00:00 0 [heap]\n{long}\n3000-4000 rw-p 00000000 00:00 0 \n"
+        );
         for chunk in [1, 7, 100, 255, 256, 1000] {
             for size in [256, 300, 4096] {
                 let (mut rest, mut got) = (text.as_bytes(), Vec::new());
@@ -378,7 +422,11 @@ mod tests {
                     true
                 })
                 .unwrap();
-                assert_eq!(got, [(0x1000, 0, false), (0x2000, 7, true), (0x3000, 0, false)], "{chunk} {size}");
+                assert_eq!(
+                    got,
+                    [(0x1000, 0, false), (0x2000, 7, true), (0x3000, 0, false)],
+                    "{chunk} {size}"
+                );
             }
         }
         assert_eq!(split_lines(&mut [0; 10], |_| Ok(0), |_| true), Err(Errno::INVAL));
@@ -386,7 +434,8 @@ mod tests {
 
     #[test]
     fn finds_a_mapping_of_ours_by_every_way() {
-        // Between two pages that are not like it: neighbours of its kind, which other tests have, would be joined with it.
+        // Between two pages that are not like it: neighbours of its kind, which other tests have,
+        // would be joined with it.
         let whole = Mapping::reserve(7 * PAGE_SIZE).unwrap();
         let map = VirtRange::from_len(whole.range().start.offset(PAGE_SIZE), 5 * PAGE_SIZE);
         for end in [whole.range().start, map.end] {
@@ -406,7 +455,12 @@ mod tests {
         let range = seen.unwrap();
         assert_eq!(range, map);
         let file = MapsFile::open_self().unwrap();
-        for found in [vma_at(inside), file.scan(inside, false), file.scan(inside, true), file.vma_at_or_next(inside)] {
+        for found in [
+            vma_at(inside),
+            file.scan(inside, false),
+            file.scan(inside, true),
+            file.vma_at_or_next(inside),
+        ] {
             let info = found.unwrap().unwrap();
             assert_eq!(info.vma().range, range);
             assert!(info.vma().is_private_anon());
@@ -417,7 +471,10 @@ mod tests {
         }
         assert!(file.vma_at(VirtAddr(PAGE_SIZE)).unwrap().is_none());
         assert!(file.scan(VirtAddr(PAGE_SIZE), false).unwrap().is_none());
-        let (a, b) = (file.vma_at_or_next(VirtAddr(0)).unwrap().unwrap(), file.scan(VirtAddr(0), true).unwrap().unwrap());
+        let (a, b) = (
+            file.vma_at_or_next(VirtAddr(0)).unwrap().unwrap(),
+            file.scan(VirtAddr(0), true).unwrap().unwrap(),
+        );
         assert_eq!(a.vma().range, b.vma().range);
     }
 
@@ -426,7 +483,8 @@ mod tests {
         let file = MapsFile::open_self().unwrap();
         let mut checked = 0;
         for_each_vma(&mut [0; 8192], |vma| {
-            // Other tests map and unmap beside this one: compare what keeps still, the program's own files.
+            // Other tests map and unmap beside this one: compare what keeps still, the program's
+            // own files.
             if vma.name.starts_with(b"/") {
                 let info = file.vma_at(vma.range.start).unwrap().unwrap();
                 let q = info.vma();

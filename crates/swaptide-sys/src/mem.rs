@@ -13,10 +13,10 @@
 //! 3. A range that [`own_ranges`] reports was, at some moment during the call, exactly a range of
 //!    the engine's: never one half of an old entry and one half of a new one.
 //!
-//! A list of the process's mappings that was read a moment ago proves nothing: what was the program's
-//! then may have been unmapped, and a mapping of this crate made in its place. Who is about to do
-//! something with a range that is not the engine's looks into the registry while he holds it still,
-//! and does it before he lets go.
+//! A list of the process's mappings that was read a moment ago proves nothing: what was the
+//! program's then may have been unmapped, and a mapping of this crate made in its place. Who is
+//! about to do something with a range that is not the engine's looks into the registry while he
+//! holds it still, and does it before he lets go.
 //!
 //! Locks: `CHANGES`, the innermost of all; nothing is allocated under it.
 
@@ -57,13 +57,15 @@ static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 static HINT: AtomicUsize = AtomicUsize::new(0);
 /// Held from before a mapping is made until it is in the registry.
 static CHANGES: Lock<()> = Lock::new(());
-/// How often, and with what pauses, [`hold_still`] tries: who makes a mapping may be stopped in the middle (by a debugger, say).
+/// How often, and with what pauses, [`hold_still`] tries: who makes a mapping may be stopped in the
+/// middle (by a debugger, say).
 const TRIES: u32 = 100;
 const PAUSE: Duration = Duration::from_micros(20);
 
 /// Calls `f` with every range of memory this crate has mapped: engine memory, stacks, shared maps.
 pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
-    // Pairs with the fetch_max in `claim`: slots below the mark that were published before this load are seen.
+    // Pairs with the fetch_max in `claim`: slots below the mark that were published before this
+    // load are seen.
     for slot in &SLOTS[..HIGH_WATER.load(Ordering::Acquire)] {
         loop {
             // Acquire pairs with the Release store in `publish`.
@@ -71,7 +73,8 @@ pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
             if start <= FILLING {
                 break;
             }
-            // Acquire: a newer `end` makes the FILLING that came before it visible to the load below.
+            // Acquire: a newer `end` makes the FILLING that came before it visible to the load
+            // below.
             let end = slot.end.load(Ordering::Acquire);
             if slot.start.load(Ordering::Relaxed) == start {
                 f(VirtRange::new(VirtAddr(start), VirtAddr(end)));
@@ -84,9 +87,11 @@ pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
 /// While it lives, this crate makes no mapping.
 pub struct Still(#[allow(dead_code)] Guard<'static, ()>);
 
-/// Holds the registry still. `None` when somebody has been making a mapping for longer than that takes.
+/// Holds the registry still. `None` when somebody has been making a mapping for longer than that
+/// takes.
 ///
-/// Who has it must not make a mapping, allocate nothing therefore, and take no lock whose holder may.
+/// Who has it must not make a mapping, allocate nothing therefore, and take no lock whose holder
+/// may.
 pub fn hold_still() -> Option<Still> {
     for _ in 0..TRIES {
         if let Some(guard) = CHANGES.try_lock() {
@@ -100,7 +105,8 @@ pub fn hold_still() -> Option<Still> {
 /// Must be called in a forked child before anything else of this module: a thread of the parent
 /// that was in the middle of a registration does not exist here and will never finish it.
 pub fn after_fork_in_child() {
-    // SAFETY: a forked child has one thread, which is here. What the lock's holder was making is merely not in the registry.
+    // SAFETY: a forked child has one thread, which is here. What the lock's holder was making is
+    // merely not in the registry.
     unsafe { CHANGES.force_unlock() };
 }
 
@@ -115,7 +121,11 @@ impl Registration {
         let hint = HINT.load(Ordering::Relaxed);
         for n in 0..MAX_OWN_RANGES {
             let i = (hint + n) % MAX_OWN_RANGES;
-            if SLOTS[i].start.compare_exchange(FREE, FILLING, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if SLOTS[i]
+                .start
+                .compare_exchange(FREE, FILLING, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+            {
                 HINT.store(i + 1, Ordering::Relaxed);
                 HIGH_WATER.fetch_max(i + 1, Ordering::AcqRel);
                 return Ok(Registration { slot: i });
@@ -140,7 +150,9 @@ impl Drop for Registration {
 }
 
 /// Runs `map` with a claimed slot and publishes what it mapped (invariant 1).
-fn map_registered(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<(VirtRange, Registration), Errno> {
+fn map_registered(
+    map: impl FnOnce() -> Result<VirtRange, Errno>,
+) -> Result<(VirtRange, Registration), Errno> {
     let registration = Registration::claim()?;
     let _change = CHANGES.lock();
     let range = map()?;
@@ -150,11 +162,13 @@ fn map_registered(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<(Vir
 
 const MADV_DONTNEED_LOCKED: u32 = 24;
 
-/// Asks for the memory at `at` to be brought near: a hint, where the processor has one. Any address will do.
+/// Asks for the memory at `at` to be brought near: a hint, where the processor has one. Any address
+/// will do.
 #[inline]
 pub fn bring_near<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing that the program sees, and is without effect where nothing can be read.
+    // SAFETY: a prefetch reads nothing that the program sees, and is without effect where nothing
+    // can be read.
     unsafe {
         core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(at.cast());
     }
@@ -231,14 +245,15 @@ pub unsafe fn advise(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_madvise, range.start.0, range.len(), advice.number()) }.map(drop)
 }
 
-/// Lets locked pages of `range` go again. No data changes, and where nothing is locked nothing happens.
+/// Lets locked pages of `range` go again. No data changes, and where nothing is locked nothing
+/// happens.
 fn unlock(range: VirtRange) {
     // SAFETY: locks of pages are no part of their data.
     let _ = unsafe { syscall!(k::__NR_munlock, range.start.0, range.len()) };
 }
 
-/// Unlocks every mapping of this crate: the program has locked all of its memory, and meant its own.
-/// Takes no lock and allocates nothing.
+/// Unlocks every mapping of this crate: the program has locked all of its memory, and meant its
+/// own. Takes no lock and allocates nothing.
 pub fn unlock_own_ranges() {
     own_ranges(unlock);
 }
@@ -261,7 +276,8 @@ pub unsafe fn map_fixed_anon(range: VirtRange) -> Result<(), Errno> {
     unsafe { mmap(range.start.0, range.len(), k::PROT_READ | k::PROT_WRITE, flags, -1) }.map(drop)
 }
 
-/// Maps `len` bytes (whole pages) for the time of one call: not entered in the registry; the caller unmaps it.
+/// Maps `len` bytes (whole pages) for the time of one call: not entered in the registry; the caller
+/// unmaps it.
 pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
     let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE;
     // SAFETY: the kernel chooses free addresses.
@@ -269,8 +285,8 @@ pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
     NonNull::new(at.as_ptr::<u8>()).ok_or(Errno::NOMEM)
 }
 
-/// A page at an address that no other process is likely to have anything at: who can do something with that address knows whose address space
-/// it works in. Dropping it unmaps it.
+/// A page at an address that no other process is likely to have anything at: who can do something
+/// with that address knows whose address space it works in. Dropping it unmaps it.
 pub struct Landmark(VirtRange);
 
 impl Landmark {
@@ -337,9 +353,18 @@ fn name_range(range: VirtRange) {
     const PR_SET_VMA: usize = 0x53564d41;
     const PR_SET_VMA_ANON_NAME: usize = 0;
     let name = c"swaptide";
-    // SAFETY: the name lives for ever. A kernel without this answers EINVAL, which costs nothing but the name.
-    let _ =
-        unsafe { syscall!(k::__NR_prctl, PR_SET_VMA, PR_SET_VMA_ANON_NAME, range.start.0, range.len(), name.as_ptr() as usize) };
+    // SAFETY: the name lives for ever. A kernel without this answers EINVAL, which costs nothing
+    // but the name.
+    let _ = unsafe {
+        syscall!(
+            k::__NR_prctl,
+            PR_SET_VMA,
+            PR_SET_VMA_ANON_NAME,
+            range.start.0,
+            range.len(),
+            name.as_ptr() as usize
+        )
+    };
 }
 
 /// An owned private anonymous mapping; dropping it unmaps it.
@@ -355,13 +380,14 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Reserves `len` bytes (rounded up to pages): readable, writable, no memory used until touched,
-    /// never huge pages. `ENOMEM` also when [`MAX_OWN_RANGES`] mappings exist.
+    /// Reserves `len` bytes (rounded up to pages): readable, writable, no memory used until
+    /// touched, never huge pages. `ENOMEM` also when [`MAX_OWN_RANGES`] mappings exist.
     pub fn reserve(len: usize) -> Result<Mapping, Errno> {
         Mapping::map(len, PAGE_SIZE, false)
     }
 
-    /// Like [`reserve`](Mapping::reserve), at a multiple of `align` (a power of two, at least a page).
+    /// Like [`reserve`](Mapping::reserve), at a multiple of `align` (a power of two, at least a
+    /// page).
     pub fn reserve_aligned(len: usize, align: usize) -> Result<Mapping, Errno> {
         Mapping::map(len, align, false)
     }
@@ -379,7 +405,8 @@ impl Mapping {
         let (range, registration) = map_registered(|| {
             let range = map_aligned(len, align)?;
             let advice = if huge { Advice::HugePage } else { Advice::NoHugePage };
-            // SAFETY: this advice changes no data. A kernel without huge pages answers EINVAL: then there are none.
+            // SAFETY: this advice changes no data. A kernel without huge pages answers EINVAL: then
+            // there are none.
             let _ = unsafe { advise(range, advice) };
             name_range(range);
             Ok(range)
@@ -405,7 +432,9 @@ impl Mapping {
 
     fn part(&self, offset: usize, len: usize) -> Result<VirtRange, Errno> {
         match offset.checked_add(len) {
-            Some(end) if end <= self.len() => Ok(VirtRange::from_len(self.range.start.offset(offset), len)),
+            Some(end) if end <= self.len() => {
+                Ok(VirtRange::from_len(self.range.start.offset(offset), len))
+            }
             _ => Err(Errno::INVAL),
         }
     }
@@ -443,7 +472,8 @@ impl Mapping {
         unsafe { core::slice::from_raw_parts_mut(part.start.as_ptr(), part.len()) }
     }
 
-    /// Gives up ownership: the mapping stays, and stays in the registry, for the life of the process.
+    /// Gives up ownership: the mapping stays, and stays in the registry, for the life of the
+    /// process.
     pub fn into_raw(self) -> NonNull<u8> {
         let ptr = self.as_ptr();
         core::mem::forget(self);
@@ -453,7 +483,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the owner is gone, and references were only lent on the promise not to outlive it.
+        // SAFETY: the owner is gone, and references were only lent on the promise not to outlive
+        // it.
         let _ = unsafe { unmap(self.range) };
     }
 }
@@ -498,7 +529,9 @@ impl SharedMap {
         let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
         let (range, registration) = map_registered(|| {
             // SAFETY: a new mapping where the kernel has room; it replaces nothing.
-            let start = unsafe { mmap(0, len, k::PROT_READ | k::PROT_WRITE, k::MAP_SHARED, fd.as_raw_fd())? };
+            let start = unsafe {
+                mmap(0, len, k::PROT_READ | k::PROT_WRITE, k::MAP_SHARED, fd.as_raw_fd())?
+            };
             Ok(VirtRange::from_len(start, len))
         })?;
         Ok(SharedMap { range, _registration: registration })
@@ -544,7 +577,8 @@ pub fn memfd_create(name: &CStr, len: u64) -> Result<OwnedFd, Errno> {
     // SAFETY: the kernel has just given us this descriptor.
     let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     rustix::fs::ftruncate(&fd, len)?;
-    let seals = rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::SEAL;
+    let seals =
+        rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::SEAL;
     rustix::fs::fcntl_add_seals(fd.as_fd(), seals)?;
     Ok(fd)
 }
@@ -584,7 +618,11 @@ mod tests {
         let (one, other) = (Landmark::raise().unwrap(), Landmark::raise().unwrap());
         assert_ne!(one.range(), other.range());
         let range = one.range();
-        assert!(crate::maps::vma_at(range.start).unwrap().is_some_and(|info| info.vma().range == range && !info.vma().read));
+        assert!(
+            crate::maps::vma_at(range.start)
+                .unwrap()
+                .is_some_and(|info| info.vma().range == range && !info.vma().read)
+        );
         drop(one);
         assert!(crate::maps::vma_at(range.start).unwrap().is_none());
     }
@@ -599,7 +637,11 @@ mod tests {
         // SAFETY: as above.
         let bytes = unsafe { map.slice_mut(0, map.len()) };
         assert_eq!((bytes[0], bytes[PAGE_SIZE], bytes[2 * PAGE_SIZE]), (7, 0, 7));
-        assert_eq!(map.discard(PAGE_SIZE, 4 * PAGE_SIZE), Err(Errno::INVAL), "a part outside is refused");
+        assert_eq!(
+            map.discard(PAGE_SIZE, 4 * PAGE_SIZE),
+            Err(Errno::INVAL),
+            "a part outside is refused"
+        );
         assert_eq!(map.discard(usize::MAX, 2), Err(Errno::INVAL));
     }
 
@@ -659,7 +701,8 @@ mod tests {
                 assert!(made.load(Ordering::SeqCst) <= then + 1);
                 drop(still);
                 let later = std::time::Instant::now() + Duration::from_secs(10);
-                while made.load(Ordering::SeqCst) <= before + 1 && std::time::Instant::now() < later {
+                while made.load(Ordering::SeqCst) <= before + 1 && std::time::Instant::now() < later
+                {
                     std::thread::yield_now();
                 }
                 assert!(made.load(Ordering::SeqCst) > before + 1, "and goes on afterwards");
@@ -673,7 +716,8 @@ mod tests {
     fn shared_memory_is_shared_and_sealed() {
         let _turn = TURN.lock().unwrap();
         let fd = memfd_create(c"swaptide-test", 8192).unwrap();
-        let (a, b) = (SharedMap::map(fd.as_fd(), 8192).unwrap(), SharedMap::map(fd.as_fd(), 8192).unwrap());
+        let (a, b) =
+            (SharedMap::map(fd.as_fd(), 8192).unwrap(), SharedMap::map(fd.as_fd(), 8192).unwrap());
         // SAFETY: both maps are 8192 bytes and this test alone uses them.
         unsafe {
             a.as_ptr().add(5000).write_volatile(42);

@@ -64,7 +64,8 @@ const _: () = {
 };
 
 /// _IOWR('f', 16, struct pm_scan_arg)
-const PAGEMAP_SCAN: u32 = (3 << 30) | ((size_of::<ScanArg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
+const PAGEMAP_SCAN: u32 =
+    (3 << 30) | ((size_of::<ScanArg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
 const FILE: u64 = k::PAGE_IS_FILE as u64;
 const PRESENT: u64 = k::PAGE_IS_PRESENT as u64;
 const SWAPPED: u64 = k::PAGE_IS_SWAPPED as u64;
@@ -112,10 +113,11 @@ impl Pagemap {
         }
     }
 
-    /// How many pages at the start of the range exist (`there`), or do not exist, whatever they hold.
+    /// How many pages at the start of the range exist (`there`), or do not exist, whatever they
+    /// hold.
     ///
-    /// `UFFDIO_MOVE` may have moved more pages than it reports when it stops early (6.18 forgets a batch in some retries): the side that nobody
-    /// else touches tells.
+    /// `UFFDIO_MOVE` may have moved more pages than it reports when it stops early (6.18 forgets a
+    /// batch in some retries): the side that nobody else touches tells.
     pub fn leading(&self, range: VirtRange, there: bool) -> Result<usize, Errno> {
         let (mut edge, mut first) = (range.start, range.end);
         self.runs(range, |run| {
@@ -128,15 +130,22 @@ impl Pagemap {
         Ok((end.0 - range.start.0) / PAGE_SIZE)
     }
 
-    /// Which of the first `n` pages (at most 16) from `start` on exist and are mapped by this process alone, as bits.
+    /// Which of the first `n` pages (at most 16) from `start` on exist and are mapped by this
+    /// process alone, as bits.
     pub fn exclusive(&self, start: VirtAddr, n: usize) -> Result<u16, Errno> {
         let mut bytes = [0u8; 16 * 8];
         let want = n.min(16) * 8;
         let at = start.page_number() as u64 * 8;
         let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut bytes[..want], at))?;
-        let words = bytes[..n].chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8")));
-        let is_own = |word: u64| word & (WORD_PRESENT | WORD_EXCLUSIVE) == WORD_PRESENT | WORD_EXCLUSIVE;
-        Ok(words.enumerate().filter(|(_, word)| is_own(*word)).fold(0, |bits, (at, _)| bits | 1 << at))
+        let words = bytes[..n]
+            .chunks_exact(8)
+            .map(|word| u64::from_ne_bytes(word.try_into().expect("chunks of 8")));
+        let is_own =
+            |word: u64| word & (WORD_PRESENT | WORD_EXCLUSIVE) == WORD_PRESENT | WORD_EXCLUSIVE;
+        Ok(words
+            .enumerate()
+            .filter(|(_, word)| is_own(*word))
+            .fold(0, |bits, (at, _)| bits | 1 << at))
     }
 
     /// The first page of `range` that is a guard (`MADV_GUARD_INSTALL`): a touch of it is a
@@ -162,7 +171,9 @@ impl Pagemap {
         };
         let arg_ptr = (&raw mut arg) as usize;
         // SAFETY: the struct is the one this ioctl takes; its vector has the one place it says.
-        match procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) }) {
+        match procfs::retry(|| unsafe {
+            syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr)
+        }) {
             Ok(1) => Some(VirtAddr(region.start as usize)),
             Err(Errno::INVAL) => {
                 WITHOUT_GUARDS.store(true, Relaxed);
@@ -194,7 +205,9 @@ impl Pagemap {
             };
             let arg_ptr = (&raw mut arg) as usize;
             // SAFETY: the struct is the one this ioctl takes; its vector is as long as it says.
-            let found = procfs::retry(|| unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr) });
+            let found = procfs::retry(|| unsafe {
+                syscall!(k::__NR_ioctl, self.0.as_raw_fd(), PAGEMAP_SCAN, arg_ptr)
+            });
             if found == Err(Errno::INVAL) && left_out & GUARD != 0 {
                 WITHOUT_GUARDS.store(true, Relaxed);
                 continue;
@@ -230,14 +243,22 @@ impl Pagemap {
                 let word = u64::from_ne_bytes(word.try_into().expect("chunks of 8"));
                 let page = VirtRange::from_len(addr, PAGE_SIZE);
                 addr = page.end;
-                let exists = word & (WORD_PRESENT | WORD_SWAPPED) != 0 && word & (WORD_FILE | WORD_GUARD) == 0;
+                let exists = word & (WORD_PRESENT | WORD_SWAPPED) != 0
+                    && word & (WORD_FILE | WORD_GUARD) == 0;
                 let swapped = word & WORD_SWAPPED != 0;
                 match &mut run {
-                    Some(last) if exists && last.swapped == swapped && last.range.end == page.start => {
+                    Some(last)
+                        if exists && last.swapped == swapped && last.range.end == page.start =>
+                    {
                         last.range.end = page.end;
                     }
                     _ => {
-                        let next = exists.then_some(PageRun { range: page, swapped, zero: false, huge: false });
+                        let next = exists.then_some(PageRun {
+                            range: page,
+                            swapped,
+                            zero: false,
+                            huge: false,
+                        });
                         if let Some(done) = core::mem::replace(&mut run, next) {
                             out(done);
                         }
@@ -286,16 +307,20 @@ mod tests {
         let map = Mapping::reserve(20 * PAGE_SIZE).unwrap();
         pages(&map, &[0, 1, 3, 17]);
         let pagemap = Pagemap::open_self().unwrap();
-        let now = |at: usize, n| pagemap.exclusive(map.range().start.offset(at * PAGE_SIZE), n).unwrap();
+        let now =
+            |at: usize, n| pagemap.exclusive(map.range().start.offset(at * PAGE_SIZE), n).unwrap();
         // Another test's fork may share them for a moment.
         let own = |at: usize, n, expected: u16| {
             (0..5000).any(|_| {
-                crate::thread::sleep(core::time::Duration::from_millis(u64::from(now(at, n) != expected)));
+                crate::thread::sleep(core::time::Duration::from_millis(u64::from(
+                    now(at, n) != expected,
+                )));
                 now(at, n) == expected
             })
         };
         assert!(own(0, 16, 0b1011) && own(0, 2, 0b11) && own(17, 1, 1) && own(16, 4, 0b10));
-        // SAFETY: the child waits to be killed and does nothing else: it calls nothing and touches no memory.
+        // SAFETY: the child waits to be killed and does nothing else: it calls nothing and touches
+        // no memory.
         let child = unsafe { syscall!(k::__NR_fork) }.unwrap() as u32;
         if child == 0 {
             loop {
@@ -319,14 +344,18 @@ mod tests {
         pages(&map, &[0, 1, 2, 3, 6]);
         let guard = VirtRange::from_len(map.range().start.offset(2 * PAGE_SIZE), 2 * PAGE_SIZE);
         // SAFETY: this test's own memory; what the advice discards is wanted by nobody.
-        let installed = unsafe { syscall!(k::__NR_madvise, guard.start.0, guard.len(), k::MADV_GUARD_INSTALL) };
+        let installed =
+            unsafe { syscall!(k::__NR_madvise, guard.start.0, guard.len(), k::MADV_GUARD_INSTALL) };
         let pagemap = Pagemap::open_self().unwrap();
         if installed.is_err() || WITHOUT_GUARDS.load(Relaxed) {
             // Such a kernel has no guards, or does not tell.
             return;
         }
         assert_eq!(pagemap.first_guard(map.range()), Some(guard.start));
-        assert_eq!(pagemap.first_guard(VirtRange::from_len(map.range().start, 2 * PAGE_SIZE)), None);
+        assert_eq!(
+            pagemap.first_guard(VirtRange::from_len(map.range().start, 2 * PAGE_SIZE)),
+            None
+        );
         let mut got = Vec::new();
         pagemap.present(map.range(), |r| got.push(r)).unwrap();
         assert_eq!(relative(&map, &got), [(0, 2), (6, 1)]);

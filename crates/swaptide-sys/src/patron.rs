@@ -1,7 +1,8 @@
 //! What a process may not do itself any more, and somebody else does for it.
 //!
-//! A program may give up its privileges, or see another root, while its memory is managed. A child that it forks then can neither make a
-//! userfaultfd nor open the files of /proc that the engine needs. The one who may is the supervisor: the agent says here how it is asked.
+//! A program may give up its privileges, or see another root, while its memory is managed. A child
+//! that it forks then can neither make a userfaultfd nor open the files of /proc that the engine
+//! needs. The one who may is the supervisor: the agent says here how it is asked.
 //!
 //! Owns: the patron, named once. Locks: none.
 
@@ -13,9 +14,11 @@ use rustix::fd::{BorrowedFd, OwnedFd};
 /// The ways to ask.
 #[derive(Debug)]
 pub struct Patron {
-    /// `/dev/userfaultfd`, open: who has it needs no privilege to make a userfaultfd of its own memory.
+    /// `/dev/userfaultfd`, open: who has it needs no privilege to make a userfaultfd of its own
+    /// memory.
     pub device: fn() -> Option<OwnedFd>,
-    /// Asks the kernel for these features of a fresh userfaultfd, on behalf of who may not have them. True when it has them now.
+    /// Asks the kernel for these features of a fresh userfaultfd, on behalf of who may not have
+    /// them. True when it has them now.
     pub handshake: fn(BorrowedFd<'_>, u64) -> bool,
     /// A file of this process's directory in /proc.
     pub proc_file: fn(&CStr) -> Option<OwnedFd>,

@@ -67,14 +67,16 @@ pub fn pss_anon(pid: u32) -> Option<u64> {
     procfs::kib_field(text, "Pss_Anon")
 }
 
-/// The same of shared memory (tmpfs, memory files, anonymous shared mappings) that a process has mapped.
+/// The same of shared memory (tmpfs, memory files, anonymous shared mappings) that a process has
+/// mapped.
 pub fn pss_shmem(pid: u32) -> Option<u64> {
     let mut buf = [0; 2048];
     let text = procfs::read_file(PathBuf::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
     procfs::kib_field(text, "Pss_Shmem")
 }
 
-/// Shared memory that a process has mapped, resident, in bytes: pages that others have mapped too count in full.
+/// Shared memory that a process has mapped, resident, in bytes: pages that others have mapped too
+/// count in full.
 pub fn rss_shmem(pid: u32) -> Option<u64> {
     let mut buf = [0; 4096];
     let text = procfs::read_file(PathBuf::proc(pid, "status").as_c_str(), &mut buf).ok()?;
@@ -139,8 +141,9 @@ impl StatFd {
         Ok(StatFd(procfs::open_read(PathBuf::proc(pid, "stat").as_c_str())?))
     }
 
-    /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared, and some of those that a userfaultfd answered (a thread's own, where the kernel locks mappings one by one; not those of its system calls). `None`
-    /// when the process is gone.
+    /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared, and
+    /// some of those that a userfaultfd answered (a thread's own, where the kernel locks mappings
+    /// one by one; not those of its system calls). `None` when the process is gone.
     pub fn minor_faults(&self) -> Option<u64> {
         let mut buf = [0; 1024];
         let n = procfs::retry(|| rustix::io::pread(self.0.as_fd(), &mut buf, 0)).ok()?;
@@ -154,7 +157,8 @@ fn parse_minor_faults(stat: &[u8]) -> Option<u64> {
     parse_u64(procfs::words(after_name(stat)?).nth(10 - 3)?)
 }
 
-/// What the first thread of this process ended with, as `wait` would give it; `None` while it lives.
+/// What the first thread of this process ended with, as `wait` would give it; `None` while it
+/// lives.
 pub fn leader_end() -> Option<u32> {
     let mut buf = [0; 1024];
     let stat = procfs::read_file(c"/proc/self/stat", &mut buf).ok()?;
@@ -180,7 +184,11 @@ pub fn processes() -> Result<Vec<ProcInfo>, Errno> {
 
 fn for_each_pid(mut f: impl FnMut(u32)) -> Result<(), Errno> {
     use rustix::fs::{Mode, OFlags};
-    let dir = rustix::fs::open(c"/proc", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let dir = rustix::fs::open(
+        c"/proc",
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
     let mut buf = [MaybeUninit::uninit(); 4096];
     let mut entries = RawDir::new(dir, &mut buf);
     while let Some(entry) = entries.next() {
@@ -204,7 +212,17 @@ pub fn locked_bytes() -> Option<u64> {
 pub fn read_memory(pid: u32, from: VirtAddr, to: &mut [u8]) -> Result<usize, Errno> {
     let (local, remote) = ([to.as_mut_ptr() as usize, to.len()], [from.0, to.len()]);
     // SAFETY: the kernel writes to the buffer and checks the other address.
-    unsafe { syscall!(k::__NR_process_vm_readv, pid, local.as_ptr() as usize, 1usize, remote.as_ptr() as usize, 1usize, 0usize) }
+    unsafe {
+        syscall!(
+            k::__NR_process_vm_readv,
+            pid,
+            local.as_ptr() as usize,
+            1usize,
+            remote.as_ptr() as usize,
+            1usize,
+            0usize
+        )
+    }
 }
 
 /// A descriptor that stands for a process and polls readable when it ends.
@@ -215,7 +233,8 @@ pub fn pidfd_open(pid: u32) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// A descriptor that stands for one thread and polls readable when it ends; `EINVAL` before Linux 6.9.
+/// A descriptor that stands for one thread and polls readable when it ends; `EINVAL` before Linux
+/// 6.9.
 pub fn pidfd_open_thread(tid: u32) -> Result<OwnedFd, Errno> {
     // SAFETY: the call only makes a descriptor.
     let fd = unsafe { syscall!(k::__NR_pidfd_open, tid, k::O_EXCL) }?;
@@ -223,7 +242,8 @@ pub fn pidfd_open_thread(tid: u32) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// A copy of descriptor number `fd` of the task behind a descriptor, for this thread's table. Needs no privilege within one process.
+/// A copy of descriptor number `fd` of the task behind a descriptor, for this thread's table. Needs
+/// no privilege within one process.
 pub fn pidfd_getfd(pidfd: BorrowedFd<'_>, fd: i32) -> Result<OwnedFd, Errno> {
     // SAFETY: the call only makes a descriptor.
     let fd = unsafe { syscall!(k::__NR_pidfd_getfd, pidfd.as_raw_fd(), fd, 0usize) }?;
@@ -234,7 +254,8 @@ pub fn pidfd_getfd(pidfd: BorrowedFd<'_>, fd: i32) -> Result<OwnedFd, Errno> {
 /// Sends a signal to the process behind a descriptor; signal 0 only asks whether it lives.
 pub fn pidfd_send_signal(pidfd: BorrowedFd<'_>, signal: i32) -> Result<(), Errno> {
     // SAFETY: no memory is passed.
-    unsafe { syscall!(k::__NR_pidfd_send_signal, pidfd.as_raw_fd(), signal, 0usize, 0usize) }.map(drop)
+    unsafe { syscall!(k::__NR_pidfd_send_signal, pidfd.as_raw_fd(), signal, 0usize, 0usize) }
+        .map(drop)
 }
 
 /// The number of this process's parent; 0 where it is in another namespace.
@@ -249,10 +270,13 @@ pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
     unsafe { syscall!(k::__NR_prctl, PR_SET_CHILD_SUBREAPER, on) }.map(drop)
 }
 
-/// The number of the system call in which a thread of this process is blocked; `None` while it runs (in user or kernel mode) or is gone.
+/// The number of the system call in which a thread of this process is blocked; `None` while it runs
+/// (in user or kernel mode) or is gone.
 pub fn blocked_in(tid: u32) -> Option<u64> {
     let mut buf = [0; 256];
-    let text = crate::procfs::read_file(crate::procfs::PathBuf::task(tid, "syscall").as_c_str(), &mut buf).ok()?;
+    let text =
+        crate::procfs::read_file(crate::procfs::PathBuf::task(tid, "syscall").as_c_str(), &mut buf)
+            .ok()?;
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 
@@ -266,11 +290,13 @@ pub fn waits_outside_fork(tid: u32) -> bool {
     blocked_in(tid).is_some_and(|call| MAKERS.iter().all(|maker| u64::from(*maker) != call))
 }
 
-/// Whether two processes run on the same memory, as between vfork and exec. False where that cannot be known.
+/// Whether two processes run on the same memory, as between vfork and exec. False where that cannot
+/// be known.
 pub fn same_memory(a: u32, b: u32) -> bool {
     const KCMP_VM: usize = 1;
     // SAFETY: the call only compares.
-    let word = unsafe { crate::raw::syscall6(k::__NR_kcmp, [a as usize, b as usize, KCMP_VM, 0, 0, 0]) };
+    let word =
+        unsafe { crate::raw::syscall6(k::__NR_kcmp, [a as usize, b as usize, KCMP_VM, 0, 0, 0]) };
     word == 0
 }
 
@@ -298,8 +324,15 @@ mod tests {
 
     #[test]
     fn names_with_parentheses_do_not_mislead() {
-        let info = parse_stat(7, b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10").unwrap();
-        assert_eq!(info, ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false, stopped: false });
+        let info = parse_stat(
+            7,
+            b"7 (a) b) (c) S 3 7 7 0 -1 4194560 1 0 0 0 1 2 3 4 20 0 1 0 98765 1000 10",
+        )
+        .unwrap();
+        assert_eq!(
+            info,
+            ProcInfo { pid: 7, ppid: 3, start_time: 98765, zombie: false, stopped: false }
+        );
         assert_eq!(parse_stat(7, b"7 (short) S 3"), None);
     }
 
@@ -340,7 +373,8 @@ mod tests {
     #[test]
     fn a_child_is_listed_until_it_ends() {
         let me = std::process::id();
-        let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let all = processes().unwrap();
         assert_eq!(all.iter().find(|p| p.pid == me).unwrap().start_time, start_time(me).unwrap());
         let found = all.iter().find(|p| p.pid == child.id()).unwrap();
@@ -348,7 +382,11 @@ mod tests {
         let pidfd = pidfd_open(child.id()).unwrap();
         pidfd_send_signal(pidfd.as_fd(), 0).unwrap();
         pidfd_send_signal(pidfd.as_fd(), 9).unwrap();
-        assert!(crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(90))).unwrap() == 1);
+        assert!(
+            crate::sock::poll_readable(&[pidfd.as_fd()], Some(core::time::Duration::from_secs(90)))
+                .unwrap()
+                == 1
+        );
         child.wait().unwrap();
         assert_eq!(pidfd_send_signal(pidfd.as_fd(), 0), Err(Errno::SRCH));
         assert!(!processes().unwrap().iter().any(|p| p.pid == child.id()));

@@ -52,7 +52,8 @@ impl PathBuf {
     }
 }
 
-/// Writes `n` in decimal into the end of `buf`; gives the digits. `buf` must be long enough (20 for any).
+/// Writes `n` in decimal into the end of `buf`; gives the digits. `buf` must be long enough (20 for
+/// any).
 pub fn format_u64(mut n: u64, buf: &mut [u8]) -> &[u8] {
     let mut at = buf.len();
     loop {
@@ -70,8 +71,9 @@ pub fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
     retry(|| rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()))
 }
 
-/// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has it opened ([`crate::patron`]). It is the
-/// calling thread's own, which has the same content: that of the first thread is empty once that one has ended.
+/// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has
+/// it opened ([`crate::patron`]). It is the calling thread's own, which has the same content: that
+/// of the first thread is empty once that one has ended.
 pub fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
     open_read(path).or_else(|errno| match crate::patron::patron() {
         Some(patron) => (patron.proc_file)(name).ok_or(errno),
@@ -150,7 +152,10 @@ mod tests {
         assert_eq!(PathBuf::task(u32::MAX, "stat").as_c_str(), c"/proc/self/task/4294967295/stat");
         assert_eq!(parse_u64(b"18446744073709551615"), Some(u64::MAX));
         assert_eq!(parse_u64(b"18446744073709551616"), None);
-        assert_eq!((parse_u64(b""), parse_u64(b"-1"), parse_hex(b"7f0aF")), (None, None, Some(0x7f0af)));
+        assert_eq!(
+            (parse_u64(b""), parse_u64(b"-1"), parse_hex(b"7f0aF")),
+            (None, None, Some(0x7f0af))
+        );
         assert_eq!(kib_field(b"MemTotal: 10 kB\nMemFree:    7 kB\n", "MemFree"), Some(7168));
         assert_eq!(kib_field(b"MemFreeX: 10 kB\n", "MemFree"), None);
         assert_eq!(format_u64(u64::MAX, &mut [0; 20]), b"18446744073709551615");

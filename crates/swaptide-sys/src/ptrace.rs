@@ -1,11 +1,14 @@
-//! ptrace, as far as a fork needs it that the kernel tells nobody of: a thread is followed from before its fork on, and the child is made to run
-//! a function of its own memory before anything else.
+//! ptrace, as far as a fork needs it that the kernel tells nobody of: a thread is followed from
+//! before its fork on, and the child is made to run a function of its own memory before anything
+//! else.
 //!
-//! Owns nothing: a [`Tracee`] is a number. Who follows is a thread, not a process: every call comes from the thread that has seized. What becomes of who is followed,
-//! a wait tells, of any thread of the process where it is their child as well.
+//! Owns nothing: a [`Tracee`] is a number. Who follows is a thread, not a process: every call comes
+//! from the thread that has seized. What becomes of who is followed, a wait tells, of any thread of
+//! the process where it is their child as well.
 //!
 //! Facts the callers rely on, checked by `tests/ptrace.rs` on the running kernel:
-//! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run a single instruction of its own.
+//! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run
+//!    a single instruction of its own.
 //! 2. The parent stands still, in its fork, from the child's birth until it is let go.
 //! 3. With [`seize`], both are killed if the one who follows ends: neither goes on alone half way.
 
@@ -60,14 +63,17 @@ impl Change {
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub struct Tracee(u32);
 
-/// Follows a thread, and what it forks. If the calling thread ends without letting them go, they are killed.
+/// Follows a thread, and what it forks. If the calling thread ends without letting them go, they
+/// are killed.
 ///
 /// # Errors
 /// `EPERM` where that is not permitted, or somebody else follows it.
 pub fn seize(tid: u32) -> Result<Tracee, Errno> {
     let tracee = Tracee(tid);
     // SAFETY: the request changes nothing in memory, here or there.
-    unsafe { tracee.call(p::PTRACE_SEIZE, 0, (p::PTRACE_O_TRACEFORK | p::PTRACE_O_EXITKILL) as usize) }?;
+    unsafe {
+        tracee.call(p::PTRACE_SEIZE, 0, (p::PTRACE_O_TRACEFORK | p::PTRACE_O_EXITKILL) as usize)
+    }?;
     Ok(tracee)
 }
 
@@ -127,7 +133,8 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_INTERRUPT, 0, 0) }.map(drop)
     }
 
-    /// Follows it no more; it stands still now, and goes on, with a signal that was about to reach it.
+    /// Follows it no more; it stands still now, and goes on, with a signal that was about to reach
+    /// it.
     ///
     /// # Errors
     /// When it is gone.
@@ -136,8 +143,8 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_DETACH, 0, signal as usize) }.map(drop)
     }
 
-    /// Has a thread that was just born begin at `entry`, with its stack at `frame`, where two words tell it where it would have begun and
-    /// with which stack.
+    /// Has a thread that was just born begin at `entry`, with its stack at `frame`, where two words
+    /// tell it where it would have begun and with which stack.
     ///
     /// # Safety
     /// The thread stands still at its birth, and what is at `entry` in its memory can be begun so.
@@ -156,7 +163,8 @@ impl Tracee {
         registers[RSP] = frame;
         // A fork is not a call to begin anew.
         registers[ORIG_RAX] = u64::MAX;
-        // SAFETY: the kernel reads as many words as there are; what they do is the caller's promise.
+        // SAFETY: the kernel reads as many words as there are; what they do is the caller's
+        // promise.
         unsafe { self.call(p::PTRACE_SETREGS, 0, registers.as_ptr() as usize) }.map(drop)
     }
 }

@@ -13,7 +13,8 @@ use rustix::io::Errno;
 #[inline]
 pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
     let ret: isize;
-    // SAFETY: the kernel's calling convention: it clobbers rcx and r11 only; the rest is the caller's promise.
+    // SAFETY: the kernel's calling convention: it clobbers rcx and r11 only; the rest is the
+    // caller's promise.
     unsafe {
         core::arch::asm!(
             "syscall",
@@ -50,11 +51,15 @@ pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
 /// Turns the kernel's word into a value or an error.
 #[inline]
 pub fn check(ret: isize) -> Result<usize, Errno> {
-    if (-4095..0).contains(&ret) { Err(Errno::from_raw_os_error(-ret as i32)) } else { Ok(ret as usize) }
+    if (-4095..0).contains(&ret) {
+        Err(Errno::from_raw_os_error(-ret as i32))
+    } else {
+        Ok(ret as usize)
+    }
 }
 
-/// `syscall!(NR, a, b, ...)`: a system call with up to six `usize` arguments, as `Result<usize, Errno>`.
-/// It is an unsafe operation: whoever uses it says why it is sound there.
+/// `syscall!(NR, a, b, ...)`: a system call with up to six `usize` arguments, as
+/// `Result<usize, Errno>`. It is an unsafe operation: whoever uses it says why it is sound there.
 macro_rules! syscall {
     ($nr:expr $(, $a:expr)* $(,)?) => {
         $crate::raw::check($crate::raw::syscall6($nr, $crate::raw::pad(&[$($a as usize),*])))
@@ -83,7 +88,8 @@ mod tests {
     #[test]
     fn values_and_errors_come_back() {
         // SAFETY: neither call touches memory; descriptor 1<<20 is open in no test process.
-        let (parent, closed) = unsafe { (syscall!(__NR_getppid), syscall!(__NR_close, 1usize << 20)) };
+        let (parent, closed) =
+            unsafe { (syscall!(__NR_getppid), syscall!(__NR_close, 1usize << 20)) };
         assert!(parent.unwrap() > 0);
         assert_eq!(closed, Err(Errno::BADF));
     }

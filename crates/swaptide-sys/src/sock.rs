@@ -12,8 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use rustix::io::{Errno, IoSlice, IoSliceMut};
 use rustix::net::{
-    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 use crate::procfs::retry;
@@ -63,13 +63,21 @@ pub struct Sender {
     pub uid: u32,
 }
 
-/// The credentials of a connected socket's peer. Unlike rustix's call, this one allows for process id 0: a peer in a pid
-/// namespace that is not below the reader's.
+/// The credentials of a connected socket's peer. Unlike rustix's call, this one allows for process
+/// id 0: a peer in a pid namespace that is not below the reader's.
 pub fn peer_of(socket: BorrowedFd<'_>) -> Result<PeerCred, Errno> {
     let mut cred = [0u32; 3];
     let mut len = size_of_val(&cred) as u32;
-    let words = [socket.as_raw_fd() as usize, so::SOL_SOCKET, so::SO_PEERCRED, &raw mut cred as usize, &raw mut len as usize, 0];
-    // SAFETY: the kernel writes at most `len` bytes to `cred`, and `len`; both are live and exclusively borrowed here.
+    let words = [
+        socket.as_raw_fd() as usize,
+        so::SOL_SOCKET,
+        so::SO_PEERCRED,
+        &raw mut cred as usize,
+        &raw mut len as usize,
+        0,
+    ];
+    // SAFETY: the kernel writes at most `len` bytes to `cred`, and `len`; both are live and
+    // exclusively borrowed here.
     check(unsafe { syscall6(k::__NR_getsockopt, words) })?;
     Ok(PeerCred { pid: cred[0], uid: cred[1] })
 }
@@ -142,7 +150,8 @@ impl Listener {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
 
-    /// Has every packet on connections that are accepted from here on carry who sent it (see [`Conn::recv_from`]).
+    /// Has every packet on connections that are accepted from here on carry who sent it (see
+    /// [`Conn::recv_from`]).
     pub fn want_senders(&self) -> Result<(), Errno> {
         net::sockopt::set_socket_passcred(&self.0, true)
     }
@@ -178,7 +187,12 @@ impl Conn {
 
     /// Two ends of one connection.
     pub fn pair() -> Result<(Conn, Conn), Errno> {
-        let (a, b) = net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        let (a, b) = net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
         Ok((Conn(a), Conn(b)))
     }
 
@@ -197,14 +211,21 @@ impl Conn {
         peer_of(self.0.as_fd())
     }
 
-    /// A descriptor that stands for the process which made the connection, whoever has its number by now. `ENOPROTOOPT` or
-    /// `EINVAL` before Linux 6.5.
+    /// A descriptor that stands for the process which made the connection, whoever has its number
+    /// by now. `ENOPROTOOPT` or `EINVAL` before Linux 6.5.
     pub fn peer_pidfd(&self) -> Result<OwnedFd, Errno> {
         let mut fd = -1i32;
         let mut len = size_of_val(&fd) as u32;
-        let words =
-            [self.0.as_raw_fd() as usize, so::SOL_SOCKET, so::SO_PEERPIDFD, &raw mut fd as usize, &raw mut len as usize, 0];
-        // SAFETY: the kernel writes at most `len` bytes to `fd`, and `len`; both are live and exclusively borrowed here.
+        let words = [
+            self.0.as_raw_fd() as usize,
+            so::SOL_SOCKET,
+            so::SO_PEERPIDFD,
+            &raw mut fd as usize,
+            &raw mut len as usize,
+            0,
+        ];
+        // SAFETY: the kernel writes at most `len` bytes to `fd`, and `len`; both are live and
+        // exclusively borrowed here.
         check(unsafe { syscall6(k::__NR_getsockopt, words) })?;
         // SAFETY: the kernel has just made this descriptor for this process (close-on-exec).
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -226,15 +247,28 @@ impl Conn {
         if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
             return Err(Errno::INVAL);
         }
-        retry(|| net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)).map(drop)
+        retry(|| net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL))
+            .map(drop)
     }
 
     /// Receives one packet: its length (0 when the other end is gone) and how many descriptors came
-    /// with it. `EMSGSIZE` when it does not fit; descriptors that do not fit in `fds_out` are closed.
-    pub fn recv(&self, buf: &mut [u8], fds_out: &mut [Option<OwnedFd>]) -> Result<(usize, usize), Errno> {
+    /// with it. `EMSGSIZE` when it does not fit; descriptors that do not fit in `fds_out` are
+    /// closed.
+    pub fn recv(
+        &self,
+        buf: &mut [u8],
+        fds_out: &mut [Option<OwnedFd>],
+    ) -> Result<(usize, usize), Errno> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let got = retry(|| net::recvmsg(&self.0, &mut [IoSliceMut::new(buf)], &mut control, RecvFlags::CMSG_CLOEXEC))?;
+        let got = retry(|| {
+            net::recvmsg(
+                &self.0,
+                &mut [IoSliceMut::new(buf)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            )
+        })?;
         let mut count = 0;
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
@@ -246,12 +280,22 @@ impl Conn {
                 }
             }
         }
-        if got.flags.contains(ReturnFlags::TRUNC) { Err(Errno::MSGSIZE) } else { Ok((got.bytes, count)) }
+        if got.flags.contains(ReturnFlags::TRUNC) {
+            Err(Errno::MSGSIZE)
+        } else {
+            Ok((got.bytes, count))
+        }
     }
 
-    /// As [`Conn::recv`], and who sent the packet: the kernel's word, where the listener [`Listener::want_senders`]; else `None`.
-    pub fn recv_from(&self, buf: &mut [u8], fds_out: &mut [Option<OwnedFd>]) -> Result<(usize, usize, Option<Sender>), Errno> {
-        // Aligned as the kernel's headers are; room for credentials and for all descriptors that one packet can carry.
+    /// As [`Conn::recv`], and who sent the packet: the kernel's word, where the listener
+    /// [`Listener::want_senders`]; else `None`.
+    pub fn recv_from(
+        &self,
+        buf: &mut [u8],
+        fds_out: &mut [Option<OwnedFd>],
+    ) -> Result<(usize, usize, Option<Sender>), Errno> {
+        // Aligned as the kernel's headers are; room for credentials and for all descriptors that
+        // one packet can carry.
         let mut control = [0u64; 32];
         let vector = [buf.as_mut_ptr() as usize, buf.len()];
         let mut header = MessageHeader {
@@ -263,11 +307,13 @@ impl Conn {
             control_len: size_of_val(&control),
             flags: 0,
         };
-        let words = [self.0.as_raw_fd() as usize, &raw mut header as usize, so::MSG_CMSG_CLOEXEC, 0, 0, 0];
-        // SAFETY: the header names `buf` and `control` with their lengths; all of them live over the call, and nothing else
-        // refers to them.
+        let words =
+            [self.0.as_raw_fd() as usize, &raw mut header as usize, so::MSG_CMSG_CLOEXEC, 0, 0, 0];
+        // SAFETY: the header names `buf` and `control` with their lengths; all of them live over
+        // the call, and nothing else refers to them.
         let bytes = retry(|| check(unsafe { syscall6(k::__NR_recvmsg, words) }))?;
-        let bytes_of_control = |at: usize| (control.get(at / 8).copied().unwrap_or(0) >> (at % 8 * 8)) as u32;
+        let bytes_of_control =
+            |at: usize| (control.get(at / 8).copied().unwrap_or(0) >> (at % 8 * 8)) as u32;
         let (mut at, mut count, mut sender) = (0, 0, None);
         while at + CONTROL_HEADER <= header.control_len.min(size_of_val(&control)) {
             let len = control[at / 8] as usize;
@@ -278,11 +324,15 @@ impl Conn {
             let data = at + CONTROL_HEADER;
             match (level as usize, kind) {
                 (so::SOL_SOCKET, so::SCM_CREDENTIALS) if len >= CONTROL_HEADER + 12 => {
-                    sender = Some(Sender { pid: bytes_of_control(data), uid: bytes_of_control(data + 4) });
+                    sender = Some(Sender {
+                        pid: bytes_of_control(data),
+                        uid: bytes_of_control(data + 4),
+                    });
                 }
                 (so::SOL_SOCKET, so::SCM_RIGHTS) => {
                     for number in (data..at + len).step_by(4) {
-                        // SAFETY: the kernel has just made this descriptor for this process; one without a place is closed.
+                        // SAFETY: the kernel has just made this descriptor for this process; one
+                        // without a place is closed.
                         let fd = unsafe { OwnedFd::from_raw_fd(bytes_of_control(number) as i32) };
                         if let Some(place) = fds_out.get_mut(count) {
                             *place = Some(fd);
@@ -294,7 +344,11 @@ impl Conn {
             }
             at += len.next_multiple_of(8);
         }
-        if header.flags & so::MSG_TRUNC != 0 { Err(Errno::MSGSIZE) } else { Ok((bytes, count, sender)) }
+        if header.flags & so::MSG_TRUNC != 0 {
+            Err(Errno::MSGSIZE)
+        } else {
+            Ok((bytes, count, sender))
+        }
     }
 }
 
@@ -307,18 +361,25 @@ impl AsFd for Conn {
 /// Descriptors [`poll_readable`] can watch at once.
 pub const MAX_POLL: usize = 64;
 
-/// Waits until one of `fds` (at most [`MAX_POLL`]) can be read, has ended or is in error; bit `i` of
-/// the answer stands for `fds[i]`. 0 when the time is over or a signal came; `None` waits for ever.
+/// Waits until one of `fds` (at most [`MAX_POLL`]) can be read, has ended or is in error; bit `i`
+/// of the answer stands for `fds[i]`. 0 when the time is over or a signal came; `None` waits for
+/// ever.
 pub fn poll_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<u64, Errno> {
     if fds.len() > MAX_POLL {
         return Err(Errno::INVAL);
     }
     let Some(first) = fds.first() else { return Err(Errno::INVAL) };
-    let mut polls: [PollFd<'_>; MAX_POLL] =
-        core::array::from_fn(|i| PollFd::from_borrowed_fd(*fds.get(i).unwrap_or(first), PollFlags::IN));
-    let time = timeout.map(|t| Timespec { tv_sec: t.as_secs().min(i64::MAX as u64) as i64, tv_nsec: t.subsec_nanos().into() });
+    let mut polls: [PollFd<'_>; MAX_POLL] = core::array::from_fn(|i| {
+        PollFd::from_borrowed_fd(*fds.get(i).unwrap_or(first), PollFlags::IN)
+    });
+    let time = timeout.map(|t| Timespec {
+        tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
+        tv_nsec: t.subsec_nanos().into(),
+    });
     match rustix::event::poll(&mut polls[..fds.len()], time.as_ref()) {
-        Ok(_) => Ok((0..fds.len()).filter(|&i| !polls[i].revents().is_empty()).fold(0, |mask, i| mask | 1 << i)),
+        Ok(_) => Ok((0..fds.len())
+            .filter(|&i| !polls[i].revents().is_empty())
+            .fold(0, |mask, i| mask | 1 << i)),
         Err(Errno::INTR) => Ok(0),
         Err(Errno::INVAL) => select_readable(fds, timeout),
         Err(errno) => Err(errno),
@@ -328,28 +389,46 @@ pub fn poll_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Resul
 /// Highest descriptor that [`select_readable`] can watch.
 const MAX_SELECT: usize = 4095;
 
-/// [`poll_readable`] by `pselect6`. `ppoll` fails with `EINVAL` if it is given more descriptors than
-/// RLIMIT_NOFILE, which a program may set to 0. `pselect6` does not look at that limit. Its set of
-/// readable descriptors includes those with a hangup or an error.
+/// [`poll_readable`] by `pselect6`. `ppoll` fails with `EINVAL` if it is given more descriptors
+/// than RLIMIT_NOFILE, which a program may set to 0. `pselect6` does not look at that limit. Its
+/// set of readable descriptors includes those with a hangup or an error.
 #[cold]
 fn select_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> Result<u64, Errno> {
     const WORD: usize = usize::BITS as usize;
     let mut set = [0usize; (MAX_SELECT + 1) / WORD];
     let mut count = 0;
     for fd in fds {
-        let fd = usize::try_from(fd.as_raw_fd()).ok().filter(|fd| *fd <= MAX_SELECT).ok_or(Errno::INVAL)?;
+        let fd = usize::try_from(fd.as_raw_fd())
+            .ok()
+            .filter(|fd| *fd <= MAX_SELECT)
+            .ok_or(Errno::INVAL)?;
         set[fd / WORD] |= 1 << (fd % WORD);
         count = count.max(fd + 1);
     }
-    let time = timeout
-        .map(|t| k::__kernel_timespec { tv_sec: t.as_secs().min(i64::MAX as u64) as i64, tv_nsec: t.subsec_nanos().into() });
+    let time = timeout.map(|t| k::__kernel_timespec {
+        tv_sec: t.as_secs().min(i64::MAX as u64) as i64,
+        tv_nsec: t.subsec_nanos().into(),
+    });
     let time_ptr = time.as_ref().map_or(0, |t| (&raw const *t) as usize);
-    // SAFETY: the set has a bit for each of the `count` descriptors and outlives the call, as does the time.
-    match unsafe { syscall!(k::__NR_pselect6, count, set.as_mut_ptr() as usize, 0usize, 0usize, time_ptr, 0usize) } {
+    // SAFETY: the set has a bit for each of the `count` descriptors and outlives the call, as does
+    // the time.
+    match unsafe {
+        syscall!(
+            k::__NR_pselect6,
+            count,
+            set.as_mut_ptr() as usize,
+            0usize,
+            0usize,
+            time_ptr,
+            0usize
+        )
+    } {
         Ok(0) | Err(Errno::INTR) => Ok(0),
         Ok(_) => {
             let is_set = |fd: usize| set[fd / WORD] >> (fd % WORD) & 1 == 1;
-            Ok((0..fds.len()).filter(|&i| is_set(fds[i].as_raw_fd() as usize)).fold(0, |mask, i| mask | 1 << i))
+            Ok((0..fds.len())
+                .filter(|&i| is_set(fds[i].as_raw_fd() as usize))
+                .fold(0, |mask, i| mask | 1 << i))
         }
         Err(errno) => Err(errno),
     }
@@ -407,14 +486,22 @@ mod tests {
         client.send(b"after", &[]).unwrap();
         let (mut buf, mut fds) = ([0; 16], [None, None]);
         let me = Sender { pid: std::process::id(), uid: rustix::process::getuid().as_raw() };
-        assert_eq!(server.recv_from(&mut buf, &mut fds), Ok((6, 2, Some(me))), "sent before the connection was accepted");
+        assert_eq!(
+            server.recv_from(&mut buf, &mut fds),
+            Ok((6, 2, Some(me))),
+            "sent before the connection was accepted"
+        );
         assert_eq!(rustix::fs::fstat(fds[1].as_ref().unwrap()).unwrap().st_size, 4096);
         assert_eq!(server.recv_from(&mut buf[..4], &mut []), Err(Errno::MSGSIZE));
         client.send(b"x", &[]).unwrap();
         assert_eq!(server.recv_from(&mut buf, &mut []), Ok((1, 0, Some(me))));
         assert_eq!(peer, server.peer().unwrap());
         if let Ok(pidfd) = server.peer_pidfd() {
-            assert_eq!(poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)), Ok(0), "this process lives");
+            assert_eq!(
+                poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)),
+                Ok(0),
+                "this process lives"
+            );
         }
         drop(client);
         assert_eq!(server.recv_from(&mut buf, &mut []).map(|(n, fds, _)| (n, fds)), Ok((0, 0)));
@@ -428,14 +515,19 @@ mod tests {
         assert_eq!(a.send(&[], &[]), Err(Errno::INVAL));
         assert_eq!(a.send(b"x", &[a.as_fd(); MAX_FDS + 1]), Err(Errno::INVAL));
         assert_eq!(poll_readable(&[b.as_fd()], Some(Duration::from_millis(1))), Ok(0));
-        // The descriptor that had no place was closed: after `a`, the connection has no other holder.
+        // The descriptor that had no place was closed: after `a`, the connection has no other
+        // holder.
         drop(a);
         assert_eq!(b.recv(&mut [0; 10], &mut []), Ok((0, 0)));
         // The same without poll(2), which refuses with a limit of 0 on descriptors.
         let (c, d) = Conn::pair().unwrap();
         assert_eq!(select_readable(&[d.as_fd(), c.as_fd()], Some(Duration::from_millis(1))), Ok(0));
         c.send(b"x", &[]).unwrap();
-        assert_eq!(select_readable(&[c.as_fd(), b.as_fd(), d.as_fd()], None), Ok(0b110), "hung up, and a message");
+        assert_eq!(
+            select_readable(&[c.as_fd(), b.as_fd(), d.as_fd()], None),
+            Ok(0b110),
+            "hung up, and a message"
+        );
         let many: Vec<_> = (0..MAX_POLL + 1).map(|_| b.as_fd()).collect();
         assert_eq!(poll_readable(&many, None), Err(Errno::INVAL));
         assert_eq!(poll_readable(&many[..MAX_POLL], None), Ok(u64::MAX));

@@ -74,7 +74,11 @@ const TLS_BYTES: usize = 64 << 10;
 /// `entry` keeps to what an engine thread may do: no libc function with hidden state, no thread of
 /// libc's, no panic that unwinds out of it; and `arg` means to it what the caller thinks. The
 /// calling thread is one of libc's (its guards are copied), or an engine thread.
-pub unsafe fn spawn_engine_thread(stack: usize, entry: extern "C" fn(usize), arg: usize) -> Result<Tid, Errno> {
+pub unsafe fn spawn_engine_thread(
+    stack: usize,
+    entry: extern "C" fn(usize),
+    arg: usize,
+) -> Result<Tid, Errno> {
     let stack = stack.max(16 << 10).checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
     let len = stack.checked_add(PAGE_SIZE + TLS_BYTES + PAGE_SIZE).ok_or(Errno::NOMEM)?;
     let memory = Mapping::reserve(len)?;
@@ -82,13 +86,21 @@ pub unsafe fn spawn_engine_thread(stack: usize, entry: extern "C" fn(usize), arg
     unsafe { mem::protect(VirtRange::from_len(memory.range().start, PAGE_SIZE), false)? };
     let stack_top = memory.range().start.offset(PAGE_SIZE + stack);
     // SAFETY: the area above the stack is mapped, zeroed and used by nobody yet.
-    let thread_pointer = unsafe { arch::prepare_tls(stack_top.as_ptr(), stack_top.offset(TLS_BYTES).as_ptr()) };
+    let thread_pointer =
+        unsafe { arch::prepare_tls(stack_top.as_ptr(), stack_top.offset(TLS_BYTES).as_ptr()) };
 
-    let flags =
-        k::CLONE_VM | k::CLONE_FS | k::CLONE_FILES | k::CLONE_SIGHAND | k::CLONE_THREAD | k::CLONE_SYSVSEM | k::CLONE_SETTLS;
+    let flags = k::CLONE_VM
+        | k::CLONE_FS
+        | k::CLONE_FILES
+        | k::CLONE_SIGHAND
+        | k::CLONE_THREAD
+        | k::CLONE_SYSVSEM
+        | k::CLONE_SETTLS;
     let old_mask = block_all_signals()?;
-    // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the caller's promise.
-    let ret = unsafe { arch::clone_thread(flags as usize, stack_top.0, thread_pointer, entry, arg) };
+    // SAFETY: stack and thread pointer lie in memory that is leaked below; `entry` is the caller's
+    // promise.
+    let ret =
+        unsafe { arch::clone_thread(flags as usize, stack_top.0, thread_pointer, entry, arg) };
     restore_signals(old_mask);
     let tid = crate::raw::check(ret)?;
     // The thread stands on this memory for as long as it lives (invariant 2).
@@ -120,7 +132,9 @@ pub fn block_all_signals() -> Result<u64, Errno> {
 /// Sets the calling thread's signal mask, as [`block_all_signals`] gave it.
 pub fn restore_signals(mask: u64) {
     // SAFETY: the mask is the 8 bytes the kernel reads; nothing is written.
-    let _ = unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, (&raw const mask) as usize, 0usize, 8usize) };
+    let _ = unsafe {
+        syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, (&raw const mask) as usize, 0usize, 8usize)
+    };
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -135,7 +149,8 @@ mod arch {
         let words = control.cast::<usize>();
         let at = control.expose_provenance();
         let (dtv, stack_guard, pointer_guard): (usize, usize, usize);
-        // SAFETY: on a thread of libc's or the engine's these three words of its control block are readable.
+        // SAFETY: on a thread of libc's or the engine's these three words of its control block are
+        // readable.
         unsafe {
             asm!("mov {}, fs:[0x08]", out(reg) dtv, options(nostack, readonly, preserves_flags));
             asm!("mov {}, fs:[0x28]", out(reg) stack_guard, options(nostack, readonly, preserves_flags));
@@ -156,11 +171,19 @@ mod arch {
     /// The bare clone. Returns in the parent only.
     ///
     /// # Safety
-    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for ever.
-    pub unsafe fn clone_thread(flags: usize, stack_top: usize, tls: usize, entry: extern "C" fn(usize), arg: usize) -> isize {
+    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for
+    /// ever.
+    pub unsafe fn clone_thread(
+        flags: usize,
+        stack_top: usize,
+        tls: usize,
+        entry: extern "C" fn(usize),
+        arg: usize,
+    ) -> isize {
         let ret: isize;
-        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system call. The
-        // child has a zero frame pointer, so that stack walks stop, and a 16-byte aligned stack at the call.
+        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system
+        // call. The child has a zero frame pointer, so that stack walks stop, and a 16-byte aligned
+        // stack at the call.
         unsafe {
             asm!(
                 "syscall",
@@ -197,7 +220,9 @@ mod arch {
     pub unsafe fn prepare_tls(tls: *mut u8, _control: *mut u8) -> usize {
         let own: usize;
         // SAFETY: reads a register.
-        unsafe { asm!("mrs {}, tpidr_el0", out(reg) own, options(nomem, nostack, preserves_flags)) };
+        unsafe {
+            asm!("mrs {}, tpidr_el0", out(reg) own, options(nomem, nostack, preserves_flags))
+        };
         // SAFETY: the middle of the area; the calling thread's first word is readable.
         unsafe {
             let at = tls.add(super::TLS_BYTES / 2).cast::<usize>();
@@ -209,10 +234,18 @@ mod arch {
     /// The bare clone. Returns in the parent only.
     ///
     /// # Safety
-    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for ever.
-    pub unsafe fn clone_thread(flags: usize, stack_top: usize, tls: usize, entry: extern "C" fn(usize), arg: usize) -> isize {
+    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for
+    /// ever.
+    pub unsafe fn clone_thread(
+        flags: usize,
+        stack_top: usize,
+        tls: usize,
+        entry: extern "C" fn(usize),
+        arg: usize,
+    ) -> isize {
         let ret: isize;
-        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system call.
+        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system
+        // call.
         unsafe {
             asm!(
                 "svc 0",
@@ -274,7 +307,8 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
     }
     kept.sort_unstable();
     let close = |first: u32, last: u32, flags: u32| {
-        // SAFETY: descriptors are numbers; who still uses one of these in this table is the caller's affair.
+        // SAFETY: descriptors are numbers; who still uses one of these in this table is the
+        // caller's affair.
         unsafe { syscall!(k::__NR_close_range, first, last, flags) }.map(drop)
     };
     // The upper part first: the kernel then copies only what lies below it into the new table.
@@ -289,7 +323,8 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Gives the calling thread a root and working directory of its own, as they are: the program may go elsewhere.
+/// Gives the calling thread a root and working directory of its own, as they are: the program may
+/// go elsewhere.
 pub fn unshare_fs() -> Result<(), Errno> {
     // SAFETY: no memory is passed.
     unsafe { syscall!(k::__NR_unshare, k::CLONE_FS) }.map(drop)
@@ -322,9 +357,14 @@ fn kill_after(time: Duration) {
     let mut event = [0u32; 16];
     event[2] = k::SIGKILL;
     let mut timer = 0i32;
-    let value = k::__kernel_timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
-    let once = k::__kernel_itimerspec { it_interval: k::__kernel_timespec { tv_sec: 0, tv_nsec: 0 }, it_value: value };
-    let (event, id, once) = (event.as_ptr() as usize, (&raw mut timer) as usize, (&raw const once) as usize);
+    let value =
+        k::__kernel_timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+    let once = k::__kernel_itimerspec {
+        it_interval: k::__kernel_timespec { tv_sec: 0, tv_nsec: 0 },
+        it_value: value,
+    };
+    let (event, id, once) =
+        (event.as_ptr() as usize, (&raw mut timer) as usize, (&raw const once) as usize);
     // SAFETY: the kernel reads a sigevent of 64 bytes and an itimerspec, and writes the timer's id.
     unsafe {
         if syscall!(k::__NR_timer_create, k::CLOCK_MONOTONIC, event, id).is_ok() {
@@ -351,7 +391,8 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
     }
     line[len] = b'\n';
     use rustix::fs::OFlags;
-    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let flags =
+        OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     kill_after(WRITE_LIMIT);
     // A failure has nobody left to be told.
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
@@ -377,7 +418,8 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
 /// file may be locked by one that waits for the engine.
 pub fn tell(line: &[u8]) {
     use rustix::fs::OFlags;
-    let flags = OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let flags =
+        OFlags::WRONLY | OFlags::APPEND | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     if let Ok(stderr) = rustix::fs::open(c"/proc/self/fd/2", flags, rustix::fs::Mode::empty()) {
         let _ = rustix::io::write(&stderr, line);
     }
@@ -391,10 +433,13 @@ pub fn kill(pid: Pid, signal: i32) -> Result<(), Errno> {
 
 /// Sleeps; signals do not cut it short.
 pub fn sleep(time: Duration) {
-    let mut left =
-        k::__kernel_timespec { tv_sec: time.as_secs().min(i64::MAX as u64) as i64, tv_nsec: time.subsec_nanos().into() };
+    let mut left = k::__kernel_timespec {
+        tv_sec: time.as_secs().min(i64::MAX as u64) as i64,
+        tv_nsec: time.subsec_nanos().into(),
+    };
     let left_ptr = (&raw mut left) as usize;
-    // SAFETY: one struct serves as request and remainder; the kernel reads the first before it writes the second.
+    // SAFETY: one struct serves as request and remainder; the kernel reads the first before it
+    // writes the second.
     while unsafe { syscall!(k::__NR_nanosleep, left_ptr, left_ptr) } == Err(Errno::INTR) {}
 }
 
@@ -417,7 +462,8 @@ pub fn cpu_time_of(tid: Tid) -> Option<Nanos> {
     let clock = !tid.0 << 3 | 6;
     let mut time = k::__kernel_timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel writes one struct.
-    unsafe { syscall!(k::__NR_clock_gettime, clock as i32 as isize, (&raw mut time) as usize) }.ok()?;
+    unsafe { syscall!(k::__NR_clock_gettime, clock as i32 as isize, (&raw mut time) as usize) }
+        .ok()?;
     Some(Nanos(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64))
 }
 
@@ -439,11 +485,21 @@ pub fn end_if_told(mask: u64) {
         let bit = 1u64 << (signal - 1);
         let mut action = [0usize; 4];
         // SAFETY: the kernel writes one sigaction, which is four words.
-        let known = unsafe { syscall!(k::__NR_rt_sigaction, signal, 0usize, action.as_mut_ptr() as usize, 8usize) };
+        let known = unsafe {
+            syscall!(k::__NR_rt_sigaction, signal, 0usize, action.as_mut_ptr() as usize, 8usize)
+        };
         // The first word is the handler; 0 is the default action.
         if pending & bit & !mask != 0 && known.is_ok() && action[0] == 0 {
             // SAFETY: the kernel reads an 8-byte mask.
-            let _ = unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, (&raw const bit) as usize, 0usize, 8usize) };
+            let _ = unsafe {
+                syscall!(
+                    k::__NR_rt_sigprocmask,
+                    SIG_UNBLOCK,
+                    (&raw const bit) as usize,
+                    0usize,
+                    8usize
+                )
+            };
             // Another thread has taken it.
             let _ = block_all_signals();
         }
@@ -457,7 +513,13 @@ pub fn end_by_signal(signal: u32) -> ! {
     // SAFETY: the kernel reads one sigaction, which is four words, and an 8-byte mask.
     unsafe {
         let _ = syscall!(k::__NR_rt_sigaction, signal, default.as_ptr() as usize, 0usize, 8usize);
-        let _ = syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, (&raw const all) as usize, 0usize, 8usize);
+        let _ = syscall!(
+            k::__NR_rt_sigprocmask,
+            SIG_UNBLOCK,
+            (&raw const all) as usize,
+            0usize,
+            8usize
+        );
         let _ = syscall!(k::__NR_kill, getpid().0, signal);
     }
     exit_group(128 + signal as i32)

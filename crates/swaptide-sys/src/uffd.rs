@@ -95,13 +95,15 @@ const fn ioc(dir: u32, nr: u32, size: usize) -> u32 {
 }
 
 const UFFDIO_API: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_API, size_of::<AbiApi>());
-const UFFDIO_REGISTER: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_REGISTER, size_of::<AbiRegister>());
+const UFFDIO_REGISTER: u32 =
+    ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_REGISTER, size_of::<AbiRegister>());
 const UFFDIO_UNREGISTER: u32 = ioc(IOC_READ, k::_UFFDIO_UNREGISTER, size_of::<AbiRange>());
 const UFFDIO_WAKE: u32 = ioc(IOC_READ, k::_UFFDIO_WAKE, size_of::<AbiRange>());
 const UFFDIO_COPY: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_COPY, size_of::<AbiTransfer>());
 const UFFDIO_ZEROPAGE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_ZEROPAGE, size_of::<AbiFill>());
 const UFFDIO_MOVE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_MOVE, size_of::<AbiTransfer>());
-const UFFDIO_WRITEPROTECT: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_WRITEPROTECT, size_of::<AbiWriteProtect>());
+const UFFDIO_WRITEPROTECT: u32 =
+    ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_WRITEPROTECT, size_of::<AbiWriteProtect>());
 const UFFDIO_CONTINUE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_CONTINUE, size_of::<AbiFill>());
 const UFFDIO_POISON: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_POISON, size_of::<AbiFill>());
 /// On `/dev/userfaultfd`: make a descriptor.
@@ -116,7 +118,8 @@ const _: () = {
 
 const UFFD_API: u64 = 0xaa;
 const UFFD_USER_MODE_ONLY: u32 = 1;
-/// Mode bits of the answering calls: do not wake who waits; write-protect (COPY); tolerate holes (MOVE).
+/// Mode bits of the answering calls: do not wake who waits; write-protect (COPY); tolerate holes
+/// (MOVE).
 const DONT_WAKE: u64 = 1;
 const COPY_WP: u64 = 2;
 const MOVE_ALLOW_SRC_HOLES: u64 = 2;
@@ -276,23 +279,35 @@ pub enum OpenError {
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            OpenError::Denied { syscall: Errno::NOSYS, .. } => {
-                f.write_str("userfaultfd: this kernel has none (CONFIG_USERFAULTFD), or a seccomp filter hides it")
-            }
+            OpenError::Denied { syscall: Errno::NOSYS, .. } => f.write_str(
+                "userfaultfd: this kernel has none (CONFIG_USERFAULTFD), or a seccomp \
+                    filter hides it",
+            ),
             OpenError::Denied { syscall, device } => {
                 write!(f, "userfaultfd: the system call failed ({})", crate::Why(syscall))?;
                 if let Some(errno) = device {
                     write!(f, " and so did /dev/userfaultfd ({})", crate::Why(errno))?;
                 }
-                f.write_str("; set vm.unprivileged_userfaultfd=1, or give this user access to /dev/userfaultfd")
+                f.write_str(
+                    "; set vm.unprivileged_userfaultfd=1, or give this user access to \
+                    /dev/userfaultfd",
+                )
             }
             OpenError::Unsupported { missing } => {
-                write!(f, "userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer")
+                write!(
+                    f,
+                    "userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer"
+                )
             }
             OpenError::Refused { asked, errno: Errno::PERM } => {
                 write!(f, "userfaultfd: {asked:?} refused; fork events need CAP_SYS_PTRACE")
             }
-            OpenError::Refused { asked, errno } => write!(f, "userfaultfd: {asked:?} refused ({})", crate::Why(errno)),
+            OpenError::Refused { asked, errno } => write!(
+                f,
+                "userfaultfd: {asked:?} refused \
+                ({})",
+                crate::Why(errno)
+            ),
         }
     }
 }
@@ -334,7 +349,9 @@ impl Progress {
         match result {
             Ok(_) => Progress { done: len, error: None },
             // Where nothing was done, the field repeats the error, negative, or was never written.
-            Err(errno) => Progress { done: field.clamp(0, len as i64) as usize, error: Some(errno) },
+            Err(errno) => {
+                Progress { done: field.clamp(0, len as i64) as usize, error: Some(errno) }
+            }
         }
     }
 }
@@ -380,12 +397,14 @@ impl Uffd {
         new_descriptor(open_flags(true, true))?.handshake(Features::NONE)
     }
 
-    /// Opens a descriptor with exactly these features: by the system call, else by `/dev/userfaultfd`.
+    /// Opens a descriptor with exactly these features: by the system call, else by
+    /// `/dev/userfaultfd`.
     pub fn open(features: Features, nonblocking: bool) -> Result<Uffd, OpenError> {
         Uffd::open_with(features, open_flags(nonblocking, false))
     }
 
-    /// The same that serves faults from user mode alone, and needs no privilege: a system call that touches a missing page fails with `EFAULT`.
+    /// The same that serves faults from user mode alone, and needs no privilege: a system call that
+    /// touches a missing page fails with `EFAULT`.
     pub fn open_user_mode_only(features: Features, nonblocking: bool) -> Result<Uffd, OpenError> {
         Uffd::open_with(features, open_flags(nonblocking, true))
     }
@@ -397,7 +416,11 @@ impl Uffd {
             Err(OpenError::Refused { asked, errno }) => {
                 // EINVAL does not say which bit is unknown; a second descriptor does.
                 let missing = Uffd::probe().map_or(Features::NONE, |have| features.without(have));
-                Err(if missing.is_empty() { OpenError::Refused { asked, errno } } else { OpenError::Unsupported { missing } })
+                Err(if missing.is_empty() {
+                    OpenError::Refused { asked, errno }
+                } else {
+                    OpenError::Unsupported { missing }
+                })
             }
             Err(other) => Err(other),
         }
@@ -409,17 +432,22 @@ impl Uffd {
         Uffd(fd)
     }
 
-    /// Makes [`Uffd::read`] return `EAGAIN` instead of waiting, or wait again. Polling needs a non-blocking descriptor: the kernel
-    /// answers a poll of a blocking one with an error.
+    /// Makes [`Uffd::read`] return `EAGAIN` instead of waiting, or wait again. Polling needs a
+    /// non-blocking descriptor: the kernel answers a poll of a blocking one with an error.
     pub fn set_nonblocking(&self, on: bool) -> Result<(), Errno> {
         let flags = rustix::fs::fcntl_getfl(&self.0)?;
         rustix::fs::fcntl_setfl(
             &self.0,
-            if on { flags | rustix::fs::OFlags::NONBLOCK } else { flags - rustix::fs::OFlags::NONBLOCK },
+            if on {
+                flags | rustix::fs::OFlags::NONBLOCK
+            } else {
+                flags - rustix::fs::OFlags::NONBLOCK
+            },
         )
     }
 
-    /// Asks the kernel for features of a descriptor that another process has made and cannot ask for itself.
+    /// Asks the kernel for features of a descriptor that another process has made and cannot ask
+    /// for itself.
     ///
     /// # Errors
     /// What the kernel answers; what is not a userfaultfd answers in its own way.
@@ -437,7 +465,10 @@ impl Uffd {
         // SAFETY: `api` is the struct this ioctl reads and writes.
         match unsafe { self.ioctl(UFFDIO_API, &mut api) } {
             Ok(_) => Ok(Features(api.features)),
-            Err(Errno::PERM) if crate::patron::patron().is_some_and(|p| (p.handshake)(self.0.as_fd(), features.0)) => {
+            Err(Errno::PERM)
+                if crate::patron::patron()
+                    .is_some_and(|p| (p.handshake)(self.0.as_fd(), features.0)) =>
+            {
                 Ok(features)
             }
             Err(errno) => Err(OpenError::Refused { asked: features, errno }),
@@ -449,7 +480,9 @@ impl Uffd {
     /// caller's answer.
     unsafe fn ioctl<T>(&self, request: u32, arg: &mut T) -> Result<usize, Errno> {
         // SAFETY: the caller's promise; `arg` lives through the call.
-        unsafe { syscall!(k::__NR_ioctl, self.0.as_raw_fd(), request, core::ptr::from_mut(arg) as usize) }
+        unsafe {
+            syscall!(k::__NR_ioctl, self.0.as_raw_fd(), request, core::ptr::from_mut(arg) as usize)
+        }
     }
 
     fn register(&self, range: VirtRange, mode: u32) -> Result<(), Errno> {
@@ -493,8 +526,15 @@ impl Uffd {
     /// # Safety
     /// The pages at `src` leave it: nobody may rely on them there, and `dst` must be memory the
     /// caller may fill.
-    pub unsafe fn move_pages(&self, dst: VirtAddr, src: VirtAddr, len: usize, flags: MoveFlags) -> Progress {
-        let mode = if flags.dont_wake { DONT_WAKE } else { 0 } | if flags.allow_src_holes { MOVE_ALLOW_SRC_HOLES } else { 0 };
+    pub unsafe fn move_pages(
+        &self,
+        dst: VirtAddr,
+        src: VirtAddr,
+        len: usize,
+        flags: MoveFlags,
+    ) -> Progress {
+        let mode = if flags.dont_wake { DONT_WAKE } else { 0 }
+            | if flags.allow_src_holes { MOVE_ALLOW_SRC_HOLES } else { 0 };
         // SAFETY: the caller's promise.
         unsafe { self.transfer(UFFDIO_MOVE, dst, src, len, mode) }
     }
@@ -505,7 +545,14 @@ impl Uffd {
     /// # Safety
     /// `src` is readable for `len` bytes without causing a fault this thread would have to answer,
     /// and `dst` is memory the caller may fill.
-    pub unsafe fn copy_pages(&self, dst: VirtAddr, src: *const u8, len: usize, dont_wake: bool, wp: bool) -> Progress {
+    pub unsafe fn copy_pages(
+        &self,
+        dst: VirtAddr,
+        src: *const u8,
+        len: usize,
+        dont_wake: bool,
+        wp: bool,
+    ) -> Progress {
         let mode = if dont_wake { DONT_WAKE } else { 0 } | if wp { COPY_WP } else { 0 };
         // SAFETY: the caller's promise.
         unsafe { self.transfer(UFFDIO_COPY, dst, VirtAddr::from_ptr(src), len, mode) }
@@ -513,8 +560,16 @@ impl Uffd {
 
     /// # Safety
     /// As [`move_pages`](Uffd::move_pages) or [`copy_pages`](Uffd::copy_pages), by `request`.
-    unsafe fn transfer(&self, request: u32, dst: VirtAddr, src: VirtAddr, len: usize, mode: u64) -> Progress {
-        let mut arg = AbiTransfer { dst: dst.0 as u64, src: src.0 as u64, len: len as u64, mode, done: 0 };
+    unsafe fn transfer(
+        &self,
+        request: u32,
+        dst: VirtAddr,
+        src: VirtAddr,
+        len: usize,
+        mode: u64,
+    ) -> Progress {
+        let mut arg =
+            AbiTransfer { dst: dst.0 as u64, src: src.0 as u64, len: len as u64, mode, done: 0 };
         // SAFETY: the struct fits; the rest is the caller's promise.
         let result = unsafe { self.ioctl(request, &mut arg) };
         Progress::new(result, arg.done, len)
@@ -539,7 +594,8 @@ impl Uffd {
 
     /// Write-protects the pages of `range`, or lifts that and wakes who waits to write.
     pub fn write_protect(&self, range: VirtRange, on: bool) -> Result<(), Errno> {
-        let mut arg = AbiWriteProtect { range: abi_range(range), mode: if on { WRITEPROTECT_ON } else { 0 } };
+        let mut arg =
+            AbiWriteProtect { range: abi_range(range), mode: if on { WRITEPROTECT_ON } else { 0 } };
         // SAFETY: the struct fits; no data changes.
         unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
     }
@@ -569,11 +625,15 @@ impl Uffd {
     }
 
     /// Reads messages into `buf`, at least one and at most what is there; `EAGAIN` when there is
-    /// none and the descriptor does not block. A fork descriptor left in `buf` from before is closed.
+    /// none and the descriptor does not block. A fork descriptor left in `buf` from before is
+    /// closed.
     pub fn read(&self, buf: &mut [Message]) -> Result<usize, Errno> {
         buf.iter_mut().for_each(|m| drop(core::mem::take(m)));
-        // SAFETY: the kernel writes whole messages into the buffer, and every bit pattern is a Message.
-        let bytes = unsafe { syscall!(k::__NR_read, self.0.as_raw_fd(), buf.as_mut_ptr() as usize, size_of_val(buf)) }?;
+        // SAFETY: the kernel writes whole messages into the buffer, and every bit pattern is a
+        // Message.
+        let bytes = unsafe {
+            syscall!(k::__NR_read, self.0.as_raw_fd(), buf.as_mut_ptr() as usize, size_of_val(buf))
+        }?;
         Ok(bytes / size_of::<Message>())
     }
 }
@@ -589,7 +649,9 @@ fn abi_range(range: VirtRange) -> AbiRange {
 }
 
 fn open_flags(nonblocking: bool, user_mode_only: bool) -> u32 {
-    k::O_CLOEXEC | if nonblocking { k::O_NONBLOCK } else { 0 } | if user_mode_only { UFFD_USER_MODE_ONLY } else { 0 }
+    k::O_CLOEXEC
+        | if nonblocking { k::O_NONBLOCK } else { 0 }
+        | if user_mode_only { UFFD_USER_MODE_ONLY } else { 0 }
 }
 
 /// A fresh descriptor, before the handshake.
@@ -599,9 +661,8 @@ fn new_descriptor(flags: u32) -> Result<Uffd, OpenError> {
         // SAFETY: the kernel has just given us this descriptor.
         Ok(fd) => Ok(Uffd(unsafe { OwnedFd::from_raw_fd(fd as i32) })),
         // Not privileged, or a filter says so: the device has its own permissions.
-        Err(syscall @ (Errno::PERM | Errno::ACCESS | Errno::NOSYS)) => {
-            device_descriptor(flags).map_err(|errno| OpenError::Denied { syscall, device: Some(errno) })
-        }
+        Err(syscall @ (Errno::PERM | Errno::ACCESS | Errno::NOSYS)) => device_descriptor(flags)
+            .map_err(|errno| OpenError::Denied { syscall, device: Some(errno) }),
         Err(syscall) => Err(OpenError::Denied { syscall, device: None }),
     }
 }
@@ -609,7 +670,8 @@ fn new_descriptor(flags: u32) -> Result<Uffd, OpenError> {
 fn device_descriptor(flags: u32) -> Result<Uffd, Errno> {
     use rustix::fs::{Mode, OFlags};
     let open = rustix::fs::open(c"/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
-    let device = open.or_else(|errno| crate::patron::patron().and_then(|p| (p.device)()).ok_or(errno))?;
+    let device =
+        open.or_else(|errno| crate::patron::patron().and_then(|p| (p.device)()).ok_or(errno))?;
     // SAFETY: the call only makes a descriptor.
     let fd = unsafe { syscall!(k::__NR_ioctl, device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) }?;
     // SAFETY: the kernel has just given us this descriptor.
@@ -680,14 +742,26 @@ impl Message {
     pub fn decode(&mut self) -> Event {
         let [a, b, c] = self.arg;
         match core::mem::replace(&mut self.event, 0) {
-            EVENT_PAGEFAULT => {
-                Event::Fault { addr: VirtAddr(b as usize), tid: c as u32, write: a & FAULT_WRITE != 0, wp: a & FAULT_WP != 0 }
+            EVENT_PAGEFAULT => Event::Fault {
+                addr: VirtAddr(b as usize),
+                tid: c as u32,
+                write: a & FAULT_WRITE != 0,
+                wp: a & FAULT_WP != 0,
+            },
+            EVENT_FORK => {
+                // SAFETY: the kernel opened this descriptor for the reader of the message; clearing
+                // `event` above makes this the only time it is taken.
+                let uffd = unsafe { OwnedFd::from_raw_fd(a as u32 as i32) };
+                Event::Fork { uffd: Uffd(uffd) }
             }
-            // SAFETY: the kernel opened this descriptor for who read the message; clearing `event` above makes
-            // this the only time it is taken.
-            EVENT_FORK => Event::Fork { uffd: Uffd(unsafe { OwnedFd::from_raw_fd(a as u32 as i32) }) },
-            EVENT_REMAP => Event::Remap { from: VirtAddr(a as usize), to: VirtAddr(b as usize), len: c as usize },
-            EVENT_REMOVE => Event::Remove(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize))),
+            EVENT_REMAP => Event::Remap {
+                from: VirtAddr(a as usize),
+                to: VirtAddr(b as usize),
+                len: c as usize,
+            },
+            EVENT_REMOVE => {
+                Event::Remove(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize)))
+            }
             EVENT_UNMAP => Event::Unmap(VirtRange::new(VirtAddr(a as usize), VirtAddr(b as usize))),
             other => Event::Unknown(other),
         }
@@ -708,7 +782,8 @@ impl fmt::Debug for Message {
     }
 }
 
-/// Gives the raw descriptor number up, for tables that keep numbers (a forked child's, for example).
+/// Gives the raw descriptor number up, for tables that keep numbers (a forked child's, for
+/// example).
 impl IntoRawFd for Uffd {
     fn into_raw_fd(self) -> i32 {
         self.0.into_raw_fd()
@@ -733,7 +808,10 @@ mod tests {
         assert!(matches!(m.decode(), Event::Remove(r) if r.pages() == 2));
         assert!(matches!(m.decode(), Event::Unknown(0)));
         let mut m = Message { event: EVENT_PAGEFAULT, reserved: [0; 7], arg: [3, 0x5000, 77] };
-        assert!(matches!(m.decode(), Event::Fault { addr: VirtAddr(0x5000), tid: 77, write: true, wp: true }));
+        assert!(matches!(
+            m.decode(),
+            Event::Fault { addr: VirtAddr(0x5000), tid: 77, write: true, wp: true }
+        ));
     }
 
     #[test]
@@ -747,9 +825,13 @@ mod tests {
     #[test]
     fn the_device_is_a_second_way() {
         match device_descriptor(open_flags(true, false)) {
-            Ok(uffd) => assert!(uffd.handshake(Features::NONE).unwrap().contains(Features::EVENT_REMOVE)),
+            Ok(uffd) => {
+                assert!(uffd.handshake(Features::NONE).unwrap().contains(Features::EVENT_REMOVE))
+            }
             // No such device, or not for this user: the error that OpenError would carry.
-            Err(errno) => assert!(matches!(errno, Errno::NOENT | Errno::ACCESS | Errno::PERM), "{errno}"),
+            Err(errno) => {
+                assert!(matches!(errno, Errno::NOENT | Errno::ACCESS | Errno::PERM), "{errno}")
+            }
         }
         let denied = OpenError::Denied { syscall: Errno::PERM, device: Some(Errno::ACCESS) };
         assert!(std::format!("{denied}").contains("vm.unprivileged_userfaultfd=1"));

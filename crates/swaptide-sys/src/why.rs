@@ -1,6 +1,7 @@
 //! Error numbers as text, without libc.
 //!
-//! `Errno`'s own `Display` may end in `strerror`, which reads libc's locale from thread-local memory. Engine threads have none of it.
+//! `Errno`'s own `Display` may end in `strerror`, which reads libc's locale from thread-local
+//! memory. Engine threads have none of it.
 
 use core::fmt;
 

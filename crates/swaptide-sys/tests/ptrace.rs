@@ -1,6 +1,8 @@
-//! What following a thread through its fork relies on, tried on the running kernel (the facts of `swaptide_sys::ptrace`).
+//! What following a thread through its fork relies on, tried on the running kernel (the facts of
+//! `swaptide_sys::ptrace`).
 //!
-//! Each test follows a child of its own, so that no thread of the test program is ever stopped. Where the machine forbids it, the test says so and ends.
+//! Each test follows a child of its own, so that no thread of the test program is ever stopped.
+//! Where the machine forbids it, the test says so and ends.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -36,7 +38,8 @@ fn status_of(pid: i32) -> i32 {
     status
 }
 
-/// A child that waits for a byte, forks, and ends with what `parent` says of the grandchild's number; the grandchild ends with `child`'s word.
+/// A child that waits for a byte, forks, and ends with what `parent` says of the grandchild's
+/// number; the grandchild ends with `child`'s word.
 fn forking_child(parent: fn(i32) -> i32, child: fn() -> i32) -> (i32, i32) {
     let mut ends = [0; 2];
     // SAFETY: the kernel writes two numbers.
@@ -57,9 +60,13 @@ fn forking_child(parent: fn(i32) -> i32, child: fn() -> i32) -> (i32, i32) {
     }
 }
 
-/// Says that this machine permits no ptrace. Under `./check` that is a failure: the tests would show nothing.
+/// Says that this machine permits no ptrace. Under `./check` that is a failure: the tests would
+/// show nothing.
 fn not_tried(why: impl std::fmt::Display) {
-    assert!(std::env::var_os("SWAPTIDE_TEST_ALL").is_none(), "this machine permits no ptrace: {why}");
+    assert!(
+        std::env::var_os("SWAPTIDE_TEST_ALL").is_none(),
+        "this machine permits no ptrace: {why}"
+    );
     eprintln!("this machine permits no ptrace ({why}): nothing was tried");
 }
 
@@ -119,7 +126,11 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     child.release(0).expect("the child goes on");
     // The parent does not wait for its child before it is let go.
     let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
-    assert!(state().rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('t')), "{}", state());
+    assert!(
+        state().rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('t')),
+        "{}",
+        state()
+    );
     parent.release(0).expect("the parent goes on");
     assert_eq!(status_of(pid), 43 << 8, "the parent ends with its child's word");
 }
@@ -174,7 +185,8 @@ fn both_are_killed_with_the_one_who_follows() {
         return;
     }
     assert_ne!(numbers[1], 0, "a child was born");
-    let lives = |pid: u32| swaptide_sys::process::proc_info(pid).is_some_and(|process| !process.zombie);
+    let lives =
+        |pid: u32| swaptide_sys::process::proc_info(pid).is_some_and(|process| !process.zombie);
     for _ in 0..500 {
         if !numbers.iter().any(|pid| lives(*pid)) {
             return;

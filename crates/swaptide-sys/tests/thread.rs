@@ -65,7 +65,8 @@ fn runs_on_its_own_stack_and_thread_locals() {
         assert_eq!(unsafe { *__errno_location() }, 12345, "the creator's errno is untouched");
         let mut owned = 0;
         mem::own_ranges(|r| {
-            owned += [stack, errno_at].iter().filter(|&&at| r.contains(VirtAddr(at as usize))).count();
+            owned +=
+                [stack, errno_at].iter().filter(|&&at| r.contains(VirtAddr(at as usize))).count();
         });
         assert_eq!(owned, 2, "stack and thread-locals lie in memory known as the engine's");
         // Kill and stop cannot be blocked: bits 8 and 18.
@@ -109,7 +110,11 @@ fn a_descriptor_table_of_its_own() {
         done();
     }
     in_child("a_descriptor_table_of_its_own", || {
-        let (_low, keep, _high) = (std::io::pipe().unwrap(), std::fs::File::open("/dev/null").unwrap(), std::io::pipe().unwrap());
+        let (_low, keep, _high) = (
+            std::io::pipe().unwrap(),
+            std::fs::File::open("/dev/null").unwrap(),
+            std::io::pipe().unwrap(),
+        );
         let keep = std::os::fd::AsRawFd::as_raw_fd(&keep);
         let count = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let before = count();
@@ -117,7 +122,11 @@ fn a_descriptor_table_of_its_own() {
         unsafe { thread::spawn_engine_thread(STACK, entry, keep as usize) }.unwrap();
         wait_done();
         assert_eq!(RESULTS[0].load(Ordering::Relaxed), 1);
-        assert_eq!(RESULTS[1].load(Ordering::Relaxed), keep as u64, "only the kept one is open there");
+        assert_eq!(
+            RESULTS[1].load(Ordering::Relaxed),
+            keep as u64,
+            "only the kept one is open there"
+        );
         assert_eq!(count(), before, "nothing was closed here");
     });
 }

@@ -43,12 +43,18 @@ fn byte(addr: VirtAddr) -> u8 {
     unsafe { addr.as_ptr::<u8>().read_volatile() }
 }
 
-/// The application's descriptor (with events) and the staging one (without), as the engine has them.
-/// To be declared after the memory it serves, and so closed before: unmapping registered memory waits for
-/// the reader of events, which in a test that ends, or fails, is nobody.
+/// The application's descriptor (with events) and the staging one (without), as the engine has
+/// them. To be declared after the memory it serves, and so closed before: unmapping registered
+/// memory waits for the reader of events, which in a test that ends, or fails, is nobody.
 fn two() -> (Uffd, Uffd) {
-    let events = Features::EVENT_FORK | Features::EVENT_REMAP | Features::EVENT_REMOVE | Features::EVENT_UNMAP;
-    (Uffd::open(events | Features::MOVE | Features::THREAD_ID, true).unwrap(), Uffd::open(Features::MOVE, true).unwrap())
+    let events = Features::EVENT_FORK
+        | Features::EVENT_REMAP
+        | Features::EVENT_REMOVE
+        | Features::EVENT_UNMAP;
+    (
+        Uffd::open(events | Features::MOVE | Features::THREAD_ID, true).unwrap(),
+        Uffd::open(Features::MOVE, true).unwrap(),
+    )
 }
 
 /// Waits for the next message.
@@ -83,7 +89,8 @@ fn pages_go_out_and_come_back() {
         staging.register_missing(s.range()).unwrap();
         for _ in 0..3 {
             // SAFETY: both mappings are this test's own; nobody reads `a` while its pages are away.
-            let out = unsafe { staging.move_pages(s.range().start, a.range().start, a.len(), PLAIN) };
+            let out =
+                unsafe { staging.move_pages(s.range().start, a.range().start, a.len(), PLAIN) };
             assert_eq!(out, all_done(a.len()));
             assert_eq!(byte(page(&s, 9).start), 10);
             // SAFETY: as above, the other way.
@@ -112,7 +119,9 @@ fn a_touch_waits_until_it_is_answered() {
                 unsafe { want.start.offset(5).as_ptr::<u8>().write_volatile(99) };
                 tid
             });
-            let Event::Fault { addr, tid, write, wp } = next_event(&app) else { panic!("not a fault") };
+            let Event::Fault { addr, tid, write, wp } = next_event(&app) else {
+                panic!("not a fault")
+            };
             assert_eq!((addr, write, wp), (want.start, true, false));
             let flags = MoveFlags { dont_wake: true, ..PLAIN };
             // SAFETY: the waiting thread is the only user of the page.
@@ -135,12 +144,24 @@ fn holes_and_existing_pages_stop_a_move() {
         staging.register_missing(s.range()).unwrap();
         // SAFETY: both mappings are this test's own; so for all moves of this test.
         let out = unsafe { staging.move_pages(s.range().start, a.range().start, a.len(), PLAIN) };
-        assert_eq!(out, Progress { done: 3 * PAGE_SIZE, error: Some(Errno::AGAIN) }, "it stops at the hole");
+        assert_eq!(
+            out,
+            Progress { done: 3 * PAGE_SIZE, error: Some(Errno::AGAIN) },
+            "it stops at the hole"
+        );
         // SAFETY: as above.
-        let out = unsafe { staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, PLAIN) };
-        assert_eq!(out, Progress { done: 0, error: Some(Errno::NOENT) }, "and says why when asked again");
+        let out = unsafe {
+            staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, PLAIN)
+        };
+        assert_eq!(
+            out,
+            Progress { done: 0, error: Some(Errno::NOENT) },
+            "and says why when asked again"
+        );
         // SAFETY: as above.
-        let out = unsafe { staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, HOLES) };
+        let out = unsafe {
+            staging.move_pages(page(&s, 3).start, page(&a, 3).start, 5 * PAGE_SIZE, HOLES)
+        };
         assert_eq!(out, all_done(5 * PAGE_SIZE));
 
         // Page 2 exists at the destination when the eight come back.
@@ -149,9 +170,13 @@ fn holes_and_existing_pages_stop_a_move() {
         let back = unsafe { app.move_pages(a.range().start, s.range().start, a.len(), HOLES) };
         assert_eq!(back, Progress { done: 2 * PAGE_SIZE, error: Some(Errno::AGAIN) });
         // SAFETY: as above.
-        let back = unsafe { app.move_pages(page(&a, 2).start, page(&s, 2).start, PAGE_SIZE, HOLES) };
+        let back =
+            unsafe { app.move_pages(page(&a, 2).start, page(&s, 2).start, PAGE_SIZE, HOLES) };
         assert_eq!(back, Progress { done: 0, error: Some(Errno::EXIST) });
-        assert_eq!((byte(page(&a, 1).start), byte(page(&a, 2).start), byte(page(&s, 2).start)), (2, 0, 3));
+        assert_eq!(
+            (byte(page(&a, 1).start), byte(page(&a, 2).start), byte(page(&s, 2).start)),
+            (2, 0, 3)
+        );
     });
 }
 
@@ -162,10 +187,13 @@ fn copies_zeros_and_poison() {
         let (a, source) = (Mapping::reserve(8 * PAGE_SIZE).unwrap(), filled(8));
         app.register_missing_wp(a.range()).unwrap();
         // SAFETY: the source is present memory of this test, the destination its own.
-        let copied = unsafe { app.copy_pages(page(&a, 0).start, source.as_ptr(), 4 * PAGE_SIZE, false, false) };
+        let copied = unsafe {
+            app.copy_pages(page(&a, 0).start, source.as_ptr(), 4 * PAGE_SIZE, false, false)
+        };
         assert_eq!(copied, all_done(4 * PAGE_SIZE));
         // SAFETY: as above.
-        let copied = unsafe { app.copy_pages(page(&a, 3).start, source.as_ptr(), PAGE_SIZE, false, false) };
+        let copied =
+            unsafe { app.copy_pages(page(&a, 3).start, source.as_ptr(), PAGE_SIZE, false, false) };
         assert_eq!(copied, Progress { done: 0, error: Some(Errno::EXIST) });
         assert_eq!(app.zero_pages(pages(&a, 4, 2), true), all_done(2 * PAGE_SIZE));
         assert_eq!(app.poison(page(&a, 6)), all_done(PAGE_SIZE));
@@ -176,7 +204,9 @@ fn copies_zeros_and_poison() {
             let addr = page(&a, 1).start;
             // SAFETY: mapped memory of this test; the write waits for the protection to go.
             scope.spawn(move || unsafe { addr.as_ptr::<u8>().write_volatile(77) });
-            assert!(matches!(next_event(&app), Event::Fault { wp: true, write: true, addr: at, .. } if at == addr));
+            assert!(
+                matches!(next_event(&app), Event::Fault { wp: true, write: true, addr: at, .. } if at == addr)
+            );
             assert_eq!(byte(addr), 2);
             app.write_protect(page(&a, 1), false).unwrap();
         });
@@ -211,10 +241,22 @@ fn coverage_tells_how_a_range_stands() {
         a.discard(13 * PAGE_SIZE, PAGE_SIZE).unwrap();
         assert_eq!(app.coverage(pages(&a, 8, 8)), Coverage::NotWhole, "beyond the registered part");
         assert_eq!(app.coverage(page(&a, 13)), Coverage::NotWhole);
-        assert_eq!(other.coverage(page(&a, 3)), Coverage::Whole, "the kernel does not look at whose it is");
-        assert_eq!(app.coverage(VirtRange::new(VirtAddr(0x1000), VirtAddr(0x1000))), Coverage::NotWhole);
-        assert_eq!(app.coverage(VirtRange::from_len(page(&a, 0).start.offset(8), PAGE_SIZE)), Coverage::NotWhole);
-        (0..12).for_each(|n| assert_eq!(byte(page(&a, n).start), n as u8 + 1, "asking changed nothing"));
+        assert_eq!(
+            other.coverage(page(&a, 3)),
+            Coverage::Whole,
+            "the kernel does not look at whose it is"
+        );
+        assert_eq!(
+            app.coverage(VirtRange::new(VirtAddr(0x1000), VirtAddr(0x1000))),
+            Coverage::NotWhole
+        );
+        assert_eq!(
+            app.coverage(VirtRange::from_len(page(&a, 0).start.offset(8), PAGE_SIZE)),
+            Coverage::NotWhole
+        );
+        (0..12).for_each(|n| {
+            assert_eq!(byte(page(&a, n).start), n as u8 + 1, "asking changed nothing")
+        });
 
         // A hole in the middle: its event is unread at first.
         let hole = page(&a, 5);
@@ -224,7 +266,11 @@ fn coverage_tells_how_a_range_stands() {
             while poll_readable(&[app.as_fd()], Some(Duration::from_secs(90))).unwrap() == 0 {}
             assert_eq!(app.coverage(page(&a, 0)), Coverage::Changing);
             let copied = app.zero_pages(page(&a, 0), false);
-            assert_eq!(copied, Progress { done: 0, error: Some(Errno::AGAIN) }, "nor can anything be answered");
+            assert_eq!(
+                copied,
+                Progress { done: 0, error: Some(Errno::AGAIN) },
+                "nor can anything be answered"
+            );
             assert!(matches!(next_event(&app), Event::Unmap(r) if r == hole));
             unmapper.join().unwrap().unwrap();
         });
@@ -246,7 +292,9 @@ fn remove_unmap_and_remap_are_reported() {
         app.register_missing(a.range()).unwrap();
         let whole = a.into_raw();
         let start = VirtAddr::from_ptr(whole.as_ptr());
-        let part = |first: usize, n: usize| VirtRange::from_len(start.offset(first * PAGE_SIZE), n * PAGE_SIZE);
+        let part = |first: usize, n: usize| {
+            VirtRange::from_len(start.offset(first * PAGE_SIZE), n * PAGE_SIZE)
+        };
         let place = Mapping::reserve(64 * PAGE_SIZE).unwrap().into_raw();
         let new = VirtAddr::from_ptr(place.as_ptr());
         std::thread::scope(|scope| {
@@ -257,7 +305,8 @@ fn remove_unmap_and_remap_are_reported() {
                     mem::unmap(part(14, 2)).unwrap();
                     let flags = rustix::mm::MremapFlags::MAYMOVE;
                     let (old_len, new_len) = (14 * PAGE_SIZE, 64 * PAGE_SIZE);
-                    rustix::mm::mremap_fixed(start.as_ptr(), old_len, new_len, flags, new.as_ptr()).unwrap();
+                    rustix::mm::mremap_fixed(start.as_ptr(), old_len, new_len, flags, new.as_ptr())
+                        .unwrap();
                 }
             });
             assert!(matches!(next_event(&app), Event::Remove(r) if r == part(2, 3)));
@@ -267,7 +316,11 @@ fn remove_unmap_and_remap_are_reported() {
             assert_eq!((from, to, len), (start, new, 14 * PAGE_SIZE));
             assert!(matches!(next_event(&app), Event::Unmap(r) if r == part(0, 14)));
             program.join().unwrap();
-            assert_eq!(app.coverage(VirtRange::from_len(new, 64 * PAGE_SIZE)), Coverage::Whole, "grown part included");
+            assert_eq!(
+                app.coverage(VirtRange::from_len(new, 64 * PAGE_SIZE)),
+                Coverage::Whole,
+                "grown part included"
+            );
             assert_eq!(byte(new), 1);
         });
     });
@@ -305,10 +358,20 @@ fn a_forked_child_is_served_through_its_own_descriptor() {
             });
             let Event::Fork { uffd: child } = next_event(&app) else { panic!("not a fork") };
             let pid = forker.join().unwrap();
-            assert!(matches!(next_event(&child), Event::Fault { addr, write: false, .. } if addr == want.start));
+            assert!(
+                matches!(next_event(&child), Event::Fault { addr, write: false, .. } if addr == want.start)
+            );
             assert_eq!(child.coverage(want), Coverage::Whole);
             // SAFETY: the source is the staged page, present in this process.
-            let copied = unsafe { child.copy_pages(want.start, page(&s, 1).start.as_ptr::<u8>(), PAGE_SIZE, false, false) };
+            let copied = unsafe {
+                child.copy_pages(
+                    want.start,
+                    page(&s, 1).start.as_ptr::<u8>(),
+                    PAGE_SIZE,
+                    false,
+                    false,
+                )
+            };
             assert_eq!(copied, all_done(PAGE_SIZE));
             let mut status = 0;
             // SAFETY: `status` is a valid place.
@@ -373,7 +436,11 @@ fn shared_pages_refuse_to_move_until_they_are_private_again() {
         drop(writer);
         // SAFETY: no status is asked for.
         unsafe { waitpid(pid, std::ptr::null_mut(), 0) };
-        assert_eq!(out(1).error, Some(Errno::BUSY), "the child's end alone does not make a page exclusive");
+        assert_eq!(
+            out(1).error,
+            Some(Errno::BUSY),
+            "the child's end alone does not make a page exclusive"
+        );
         a.populate_write(0, 2 * PAGE_SIZE).unwrap();
         assert_eq!((out(0), out(1)), (all_done(PAGE_SIZE), all_done(PAGE_SIZE)));
         assert_eq!(byte(page(&s, 1).start), 2);

@@ -59,7 +59,8 @@ struct DetachArgs {
 
 #[derive(Args)]
 struct TiersArgs {
-    /// Changes with blanks or commas between: +NAME:PRIO adds a tier, -NAME removes one, NAME:PRIO moves its start. All or none are made
+    /// Changes with blanks or commas between: +NAME:PRIO adds a tier, -NAME removes one, NAME:PRIO
+    /// moves its start. All or none are made
     #[arg(value_name = "TEXT", allow_hyphen_values = true)]
     text: Option<String>,
     /// The run, by the process you started or any in it [default: the only one]
@@ -72,8 +73,8 @@ struct TiersArgs {
 
 #[derive(Args)]
 struct ReadaheadArgs {
-    /// page-cluster=N: at most 2^N pages at a time from the swap file and from compressed memory in front of it; largest-order=N: from anywhere. 0 to 9, or
-    /// default. All or none are set
+    /// page-cluster=N: at most 2^N pages at a time from the swap file and from compressed memory in
+    /// front of it; largest-order=N: from anywhere. 0 to 9, or default. All or none are set
     #[arg(value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// The run, by the process you started or any in it [default: the only one]
@@ -86,8 +87,8 @@ struct GroupArgs {
     /// The group: /NAME, /NAME/NAME, or / for all
     #[arg(value_name = "PATH", default_value = "/")]
     path: String,
-    /// A key, to read it; KEY=VALUE, to set it, all or none: ram.max, ram.high, ram.low, swap.max, swap.high, swap.tiers, zswap.max, zswap.writeback;
-    /// processes=PID moves a process there
+    /// A key, to read it; KEY=VALUE, to set it, all or none: ram.max, ram.high, ram.low, swap.max,
+    /// swap.high, swap.tiers, zswap.max, zswap.writeback; processes=PID moves a process there
     #[arg(value_name = "KEY[=VALUE]")]
     keys: Vec<String>,
     /// Remove it; nobody may be in it
@@ -129,7 +130,9 @@ struct SwaponArgs {
     // Not a doc comment: rustdoc would take the brackets for links.
     #[arg(
         value_name = "DEV",
-        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT, with ,prio=N; an export with ,mirror=DIRECTORY, a second copy on a local disk"
+        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or \
+            nbd://HOST/EXPORT, with ,prio=N; an export with ,mirror=DIRECTORY, a second copy on a \
+            local disk"
     )]
     device: String,
     /// The run, by the process you started or any in it [default: the only one]
@@ -161,23 +164,36 @@ struct StatsArgs {
 pub fn main(args: &CtlArgs) -> ExitCode {
     let text = match &args.what {
         What::List => list(),
-        What::Stats(args) => control::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) }),
+        What::Stats(args) => {
+            control::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
+        }
         What::Devices(args) => control::devices(args.pid).map(|devices| {
-            if args.json { json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>()) } else { areas(&devices) }
+            if args.json {
+                json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>())
+            } else {
+                areas(&devices)
+            }
         }),
         What::Swapon(args) => control::add_device(args.pid, &args.device).map(|()| String::new()),
         What::Swapoff(args) => swapoff(args).map(|()| String::new()),
-        What::Tiers(args) => {
-            control::run_tiers(args.pid, args.text.as_deref()).map(|view| if args.json { json(&view.tiers) } else { view.table })
-        }
+        What::Tiers(args) => control::run_tiers(args.pid, args.text.as_deref())
+            .map(|view| if args.json { json(&view.tiers) } else { view.table }),
         What::Group(args) => group(args),
         What::Readahead(args) => readahead(args),
         What::Reclaim(args) => return reclaim(args),
-        What::Freeze(args) => control::freeze_group(args.pid, &args.path).map(|bytes| format!("{} went out\n", human(bytes))),
-        What::Preload(args) => control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
-            format!("{} came back{}\n", human(bytes), if whole { "" } else { ", there is no room for more" })
-        }),
-        What::Detach(args) => with_progress(|progress| control::detach_process(args.pid, progress)).map(|()| String::new()),
+        What::Freeze(args) => control::freeze_group(args.pid, &args.path)
+            .map(|bytes| format!("{} went out\n", human(bytes))),
+        What::Preload(args) => {
+            control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
+                format!(
+                    "{} came back{}\n",
+                    human(bytes),
+                    if whole { "" } else { ", there is no room for more" }
+                )
+            })
+        }
+        What::Detach(args) => with_progress(|progress| control::detach_process(args.pid, progress))
+            .map(|()| String::new()),
         What::Reload => control::reload().map(|()| String::new()),
     };
     match text {
@@ -214,8 +230,10 @@ fn with_progress<T>(work: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
 
 /// As /proc/swaps, with the number of each.
 fn areas(devices: &[(u8, AreaView)]) -> String {
-    let mut text =
-        format!("{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n", "Filename", "Type", "Size", "Used", "Priority", "State", "Nr");
+    let mut text = format!(
+        "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}\n",
+        "Filename", "Type", "Size", "Used", "Priority", "State", "Nr"
+    );
     for (number, view) in devices {
         text += &format!(
             "{:<40} {:<6} {:>10} {:>10} {:>8} {:<8} {:>3}{}\n",
@@ -226,7 +244,9 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
             view.priority,
             view.state,
             number,
-            view.mirror.as_ref().map_or_else(String::new, |mirror| format!(" mirror={}", mirror.place))
+            view.mirror
+                .as_ref()
+                .map_or_else(String::new, |mirror| format!(" mirror={}", mirror.place))
         );
     }
     text
@@ -238,12 +258,19 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
     if args.remove {
         return control::remove_group(args.pid, &args.path).map(|()| String::new());
     }
-    let (set, read): (Vec<&String>, Vec<&String>) = args.keys.iter().partition(|key| key.contains('='));
+    let (set, read): (Vec<&String>, Vec<&String>) =
+        args.keys.iter().partition(|key| key.contains('='));
     if !set.is_empty() && !read.is_empty() {
-        return refused(format!("{}: either keys to read or KEY=VALUE to set; {:?} has no value", args.path, read[0]));
+        return refused(format!(
+            "{}: either keys to read or KEY=VALUE to set; {:?} has no value",
+            args.path, read[0]
+        ));
     }
-    let pairs: Vec<(String, String)> =
-        set.iter().filter_map(|text| text.split_once('=')).map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
+    let pairs: Vec<(String, String)> = set
+        .iter()
+        .filter_map(|text| text.split_once('='))
+        .map(|(key, value)| (key.to_owned(), value.to_owned()))
+        .collect();
     let views = control::run_group(args.pid, &args.path, &pairs)?;
     if !pairs.is_empty() {
         return Ok(String::new());
@@ -256,7 +283,11 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
                 Some(value) => text += &format!("{value}\n"),
                 None => {
                     let keys: Vec<&str> = own.values.keys().map(String::as_str).collect();
-                    return refused(format!("{}: there is no {key:?}; a group has {}", args.path, keys.join(", ")));
+                    return refused(format!(
+                        "{}: there is no {key:?}; a group has {}",
+                        args.path,
+                        keys.join(", ")
+                    ));
                 }
             }
         }
@@ -266,7 +297,8 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
         return Ok(json(&views));
     }
     let one = |view: &swaptide_host::groups::GroupView| {
-        let lines: String = view.values.iter().map(|(key, value)| format!("  {key} {value}\n")).collect();
+        let lines: String =
+            view.values.iter().map(|(key, value)| format!("  {key} {value}\n")).collect();
         format!("{}\n{lines}", view.path)
     };
     Ok(views.iter().map(one).collect())
@@ -278,11 +310,15 @@ fn readahead(args: &ReadaheadArgs) -> Result<String, control::ControlError> {
     for text in &args.set {
         match text.split_once('=') {
             Some((key, value)) => set.push((key.to_owned(), value.to_owned())),
-            None => return Err(control::ControlError::Refused(format!("{text:?} is not KEY=VALUE"))),
+            None => {
+                return Err(control::ControlError::Refused(format!("{text:?} is not KEY=VALUE")));
+            }
         }
     }
     let values = control::readahead(args.pid, &set)?;
-    let lines = |values: Vec<(String, String)>| values.iter().map(|(key, value)| format!("{key} {value}\n")).collect();
+    let lines = |values: Vec<(String, String)>| {
+        values.iter().map(|(key, value)| format!("{key} {value}\n")).collect()
+    };
     Ok(if set.is_empty() { lines(values) } else { String::new() })
 }
 
@@ -333,7 +369,8 @@ fn table(view: &View) -> String {
         "pid", "state", "limit", "resident", "compressed", "in pool", "in file"
     );
     for process in &view.processes {
-        let limit = if process.limit_bytes == 0 { "-".to_owned() } else { human(process.limit_bytes) };
+        let limit =
+            if process.limit_bytes == 0 { "-".to_owned() } else { human(process.limit_bytes) };
         text += &format!(
             "{:>8} {:<10} {:>9} {:>9} {:>10} {:>9} {:>9}\n",
             process.pid,

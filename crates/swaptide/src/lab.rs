@@ -1,7 +1,8 @@
 //! `swaptide lab`: the swap layer beside the designs that came before it.
 //!
-//! Owns the command line and the files written; the experiments are in swaptide-lab, but for [`zswapin`], [`tiers`] and [`preload`], which run the engine. The table goes to standard output, or
-//! JSON in its place with `--json -`; a file for each of `--json` and `--svg`.
+//! Owns the command line and the files written; the experiments are in swaptide-lab, but for
+//! [`zswapin`], [`tiers`] and [`preload`], which run the engine. The table goes to standard output,
+//! or JSON in its place with `--json -`; a file for each of `--json` and `--svg`.
 
 pub mod job;
 mod pairs;
@@ -22,7 +23,12 @@ use swaptide_lab::{allocator, search_space, swap_table};
 
 const INK: RGBColor = RGBColor(40, 44, 52);
 const OURS: RGBColor = RGBColor(18, 110, 170);
-const THEIRS: [RGBColor; 4] = [RGBColor(190, 140, 60), RGBColor(120, 130, 140), RGBColor(170, 90, 110), RGBColor(100, 140, 90)];
+const THEIRS: [RGBColor; 4] = [
+    RGBColor(190, 140, 60),
+    RGBColor(120, 130, 140),
+    RGBColor(170, 90, 110),
+    RGBColor(100, 140, 90),
+];
 
 #[derive(Args)]
 pub struct LabArgs {
@@ -38,13 +44,15 @@ pub struct LabArgs {
     /// Fewer and smaller cases, for a look
     #[arg(long)]
     quick: bool,
-    /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload 1]
+    /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload
+    /// 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
     /// zswapin: times that each run pushes its target out and touches it; the sum counts
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
-    /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default: 1; 0.125 with --quick, tiers 0.5]
+    /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default:
+    /// 1; 0.125 with --quick, tiers 0.5]
     #[arg(long, value_name = "PART", value_parser = scale)]
     scale: Option<f64>,
     /// zswapin, tiers, preload: only the cases whose names begin so
@@ -59,13 +67,15 @@ fn scale(text: &str) -> Result<f64, String> {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Name {
-    /// Fallback of 64K folios on a device that is nearly full, four modes of thp_swap_allocator_test
+    /// Fallback of 64K folios on a device that is nearly full, four modes of
+    /// thp_swap_allocator_test
     Allocator,
     /// Depth, size and speed of the swap cache on devices of 1G to 1T
     SearchSpace,
     /// The whole cycle of a page by 1 to 32 threads, metadata, the BGSAVE case
     SwapTable,
-    /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other side
+    /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other
+    /// side
     Zswapin,
     /// What tiers and masks cost: processes that walk their memory, and a compile job
     Tiers,
@@ -115,7 +125,8 @@ fn of_engine(args: &LabArgs) -> Result<Report, String> {
         (_, false) => (10, 1.0),
         (_, true) => (3, 0.125),
     };
-    let (runs, scale, only) = (args.runs.unwrap_or(runs), args.scale.unwrap_or(scale), args.only.clone());
+    let (runs, scale, only) =
+        (args.runs.unwrap_or(runs), args.scale.unwrap_or(scale), args.only.clone());
     match args.name {
         Name::Tiers => tiers::measure(&tiers::Plan { runs, rounds: runs * 20, scale, only }),
         Name::Preload => preload::measure(&preload::Plan { runs, scale, only }),
@@ -127,7 +138,8 @@ fn deliver(args: &LabArgs, report: &Report, machine: &serde_json::Value) -> Resu
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let value = json!({ "name": report.name, "machine": machine, "rows": report.rows, "notes": report.notes });
     let text = format!("{value:#}\n");
-    let shown = if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };
+    let shown =
+        if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };
     // A reader that went away has seen enough.
     let _ = std::io::stdout().write_all(shown.as_bytes());
     if let Some(path) = args.json.as_deref().filter(|_| !to_stdout) {
@@ -140,14 +152,18 @@ fn deliver(args: &LabArgs, report: &Report, machine: &serde_json::Value) -> Resu
 }
 
 fn write(path: &Path, text: &str) -> Result<(), String> {
-    fs::write(path, text).map_err(|e| format!("{}: {e}; name a file in a directory that can be written", path.display()))
+    fs::write(path, text).map_err(|e| {
+        format!("{}: {e}; name a file in a directory that can be written", path.display())
+    })
 }
 
 /// What the numbers depend on.
 fn machine() -> serde_json::Value {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let info = read("/proc/cpuinfo");
-    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name.to_owned()));
+    let model = info.lines().find_map(|line| {
+        line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name.to_owned())
+    });
     let load = read("/proc/loadavg").split(' ').next().map(str::to_owned);
     json!({
         "cpu": model,
@@ -162,11 +178,16 @@ fn draw(plot: &Plot, name: &str) -> Result<String, String> {
     let mut text = String::new();
     {
         let area = SVGBackend::with_string(&mut text, (820, 520)).into_drawing_area();
-        let drawn = area
-            .fill(&WHITE)
-            .map_err(Into::into)
-            .and_then(|()| if plot.log_x { curves::<true>(&area, plot, name) } else { curves::<false>(&area, plot, name) });
-        drawn.and_then(|()| area.present().map_err(Into::into)).map_err(|e| format!("drawing the plot: {e}"))?;
+        let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
+            if plot.log_x {
+                curves::<true>(&area, plot, name)
+            } else {
+                curves::<false>(&area, plot, name)
+            }
+        });
+        drawn
+            .and_then(|()| area.present().map_err(Into::into))
+            .map_err(|e| format!("drawing the plot: {e}"))?;
     }
     Ok(text)
 }
@@ -174,10 +195,15 @@ fn draw(plot: &Plot, name: &str) -> Result<String, String> {
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 /// Curves over x, or over its base-2 logarithm.
-fn curves<const LOG: bool>(area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, plot: &Plot, name: &str) -> Drawn {
+fn curves<const LOG: bool>(
+    area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
+    plot: &Plot,
+    name: &str,
+) -> Drawn {
     let x_of = |x: f64| if LOG { x.log2() } else { x };
     let points = || plot.curves.iter().flat_map(|curve| curve.points.iter().copied());
-    let (low, high) = points().fold((f64::MAX, f64::MIN), |(low, high), (x, _)| (low.min(x_of(x)), high.max(x_of(x))));
+    let (low, high) = points()
+        .fold((f64::MAX, f64::MIN), |(low, high), (x, _)| (low.min(x_of(x)), high.max(x_of(x))));
     let most = points().map(|(_, y)| y).fold(f64::MIN_POSITIVE, f64::max) * 1.25;
     let pad = ((high - low) * 0.02).max(0.05);
     let mut chart = ChartBuilder::on(area)
@@ -202,7 +228,9 @@ fn curves<const LOG: bool>(area: &DrawingArea<SVGBackend<'_>, plotters::coord::S
         chart
             .draw_series(LineSeries::new(line.iter().copied(), colour.stroke_width(width)))?
             .label(label)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(width)));
+            .legend(move |(x, y)| {
+                PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(width))
+            });
         if points.len() < 20 {
             chart.draw_series(line.iter().map(|&at| Circle::new(at, 4, colour.filled())))?;
         }
@@ -225,12 +253,18 @@ mod tests {
     fn report() -> Report {
         let curves = vec![
             Curve { name: "trees".into(), ours: false, points: vec![(1.0, 40.0), (1024.0, 60.0)] },
-            Curve { name: "swap table".into(), ours: true, points: vec![(1.0, 20.0), (1024.0, 20.0)] },
+            Curve {
+                name: "swap table".into(),
+                ours: true,
+                points: vec![(1.0, 20.0), (1024.0, 20.0)],
+            },
         ];
         Report {
             name: "search-space",
             title: "a against b".into(),
-            rows: vec![Row::new("128G", "tree nodes", "KiB", 4.0, 3.0).same_as(303_952.0, 302_224.0)],
+            rows: vec![
+                Row::new("128G", "tree nodes", "KiB", 4.0, 3.0).same_as(303_952.0, 302_224.0),
+            ],
             plot: Plot { x: "device, GiB".into(), y: "look-up, ns".into(), log_x: true, curves },
             notes: vec!["a note".into()],
         }
@@ -264,7 +298,8 @@ mod tests {
             only: Vec::new(),
         };
         deliver(&args, &report(), &machine()).unwrap();
-        let value: serde_json::Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        let value: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
         let row = &value["rows"][0];
         assert_eq!(
             (row["case"].as_str(), row["delta_pct"].as_f64(), row["same_quantity"].as_bool()),

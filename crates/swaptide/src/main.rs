@@ -1,7 +1,8 @@
 //! The command line of swaptide.
 //!
-//! Owns the grammar of the commands and their exit statuses: 2 and one line on standard error for everything that is wrong before
-//! anything was started. A subcommand is a variant of [`Command`], a line in [`Cli::execute`], and a module.
+//! Owns the grammar of the commands and their exit statuses: 2 and one line on standard error for
+//! everything that is wrong before anything was started. A subcommand is a variant of [`Command`],
+//! a line in [`Cli::execute`], and a module.
 
 mod bench;
 mod ctl;
@@ -60,7 +61,8 @@ enum Command {
 
 #[derive(Args)]
 struct RunArgs {
-    /// Memory for the program and all it starts: 512M, 1.5G, or 50% of the machine's or container's memory [default: 80%]
+    /// Memory for the program and all it starts: 512M, 1.5G, or 50% of the machine's or container's
+    /// memory [default: 80%]
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     ram: Option<String>,
     // Not a doc comment: rustdoc would take the brackets for links.
@@ -68,8 +70,11 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "Where pages go: zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
-                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local disk); files and block devices also with ,rotational=yes|no \
+        help = "Where pages go: \
+            zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
+                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... \
+                (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local \
+                disk); files and block devices also with ,rotational=yes|no \
                 [default: what the kernel says of the disk]; each with ,prio=N, any number of them \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
@@ -80,31 +85,36 @@ struct RunArgs {
     /// No line of summary at the end
     #[arg(long)]
     quiet: bool,
-    /// End the run (status 137) when its memory stays more than 5% and 4M above its budget for 5 seconds, whatever it is that cannot
-    /// be swapped, or is more than 5% above it when swap space runs out
+    /// End the run (status 137) when its memory stays more than 5% and 4M above its budget for 5
+    /// seconds, whatever it is that cannot be swapped, or is more than 5% above it when swap space
+    /// runs out
     #[arg(long)]
     strict: bool,
-    /// Whose processes are given a userfaultfd that also serves the kernel's own accesses: of all users in the run, or of this
-    /// user alone; the others are not managed then [default: all]
+    /// Whose processes are given a userfaultfd that also serves the kernel's own accesses: of all
+    /// users in the run, or of this user alone; the others are not managed then [default: all]
     #[arg(long, value_name = "all|same-user")]
     userfaultfd: Option<Users>,
-    /// Swap large anonymous shared mappings as well, and count them [default: they stay in memory and do not count]
+    /// Swap large anonymous shared mappings as well, and count them [default: they stay in memory
+    /// and do not count]
     #[arg(long)]
     shared: bool,
-    /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of it; 0: no readahead [default: windows
-    /// as far as the faults carry them, up to 2M]
+    /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of
+    /// it; 0: no readahead [default: windows as far as the faults carry them, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
     page_cluster: Option<u8>,
-    /// Names for ranges of the priorities of --swap, for groups to keep off: '+SSD:100 +HDD:50 +NET:-1'
+    /// Names for ranges of the priorities of --swap, for groups to keep off: '+SSD:100 +HDD:50
+    /// +NET:-1'
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     tiers: Option<String>,
-    /// The group that the program and all it starts are in, whatever their cgroup: /NAME or /NAME/NAME
+    /// The group that the program and all it starts are in, whatever their cgroup: /NAME or
+    /// /NAME/NAME
     #[arg(long, value_name = "PATH")]
     group: Option<String>,
     /// Stay alone, should a daemon be there (see swaptide daemon)
     #[arg(long)]
     no_daemon: bool,
-    /// Memory, devices, tiers and groups from a file (TOML); what is given here as well counts instead
+    /// Memory, devices, tiers and groups from a file (TOML); what is given here as well counts
+    /// instead
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Largest order of a swap-in (the lab's baseline has 0)
@@ -136,10 +146,12 @@ impl Cli {
     fn execute(self) -> ExitCode {
         match self.command {
             Command::Run(args) => run(args),
-            Command::Daemon(DaemonArgs { config, state }) => match daemon::run(&DaemonConfig { config, state }) {
-                Ok(status) => ExitCode::from(status),
-                Err(error) => refuse("daemon", &error.to_string()),
-            },
+            Command::Daemon(DaemonArgs { config, state }) => {
+                match daemon::run(&DaemonConfig { config, state }) {
+                    Ok(status) => ExitCode::from(status),
+                    Err(error) => refuse("daemon", &error.to_string()),
+                }
+            }
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
             Command::Top(args) => top::main(&args),
@@ -199,10 +211,14 @@ fn run(args: RunArgs) -> ExitCode {
 
 fn examine(args: &DoctorArgs) -> ExitCode {
     let diagnosis = doctor::examine();
-    let text =
-        if args.json { serde_json::to_string_pretty(&diagnosis).map(|text| text + "\n") } else { Ok(diagnosis.to_string()) };
+    let text = if args.json {
+        serde_json::to_string_pretty(&diagnosis).map(|text| text + "\n")
+    } else {
+        Ok(diagnosis.to_string())
+    };
     // A reader that went away has seen enough.
-    let _ = std::io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
+    let _ =
+        std::io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
     if diagnosis.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
@@ -225,7 +241,11 @@ fn refuse_usage(error: &clap::Error) -> ExitCode {
                 .filter(|command| !command.is_hide_set())
                 .map(|command| command.get_name().to_owned())
                 .collect();
-            let _ = writeln!(std::io::stderr(), "swaptide: no command given; one of {}, or --help", names.join(", "));
+            let _ = writeln!(
+                std::io::stderr(),
+                "swaptide: no command given; one of {}, or --help",
+                names.join(", ")
+            );
             return ExitCode::from(BAD_INPUT);
         }
         _ => {}
@@ -262,7 +282,9 @@ mod tests {
 
     #[test]
     fn everything_after_the_program_belongs_to_it() {
-        for line in ["swaptide run --ram 1G -- prog --ram 2G -x", "swaptide run --ram 1G prog --ram 2G -x"] {
+        for line in
+            ["swaptide run --ram 1G -- prog --ram 2G -x", "swaptide run --ram 1G prog --ram 2G -x"]
+        {
             let Ok(Cli { command: Command::Run(args) }) = parse(line) else { panic!("{line}") };
             assert_eq!(args.ram.as_deref(), Some("1G"));
             assert_eq!(args.command, ["prog", "--ram", "2G", "-x"]);

@@ -1,6 +1,7 @@
 //! `swaptide top`: a run or a daemon as it goes on, in a terminal; or one frame of it as text.
 //!
-//! Owns the terminal while it runs: raw mode and the alternate screen are left again however it ends, but for SIGKILL.
+//! Owns the terminal while it runs: raw mode and the alternate screen are left again however it
+//! ends, but for SIGKILL.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -66,16 +67,20 @@ pub fn main(args: &TopArgs) -> ExitCode {
         let scene = watch::look(args.pid).unwrap_or_else(|_| first.clone());
         let rates = scene.rates_since(&first);
         let text = if args.json {
-            serde_json::to_string_pretty(&serde_json::json!({ "scene": scene, "rates": rates })).map(|text| text + "\n")
+            serde_json::to_string_pretty(&serde_json::json!({ "scene": scene, "rates": rates }))
+                .map(|text| text + "\n")
         } else {
             Ok(as_text(&Frame { scene: &scene, rates, from: 0 }))
         };
         // A reader that went away has seen enough.
-        let _ = io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
+        let _ =
+            io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
         return ExitCode::SUCCESS;
     }
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
-        return refuse("standard input and output are no terminal; --once prints one frame as text");
+        return refuse(
+            "standard input and output are no terminal; --once prints one frame as text",
+        );
     }
     match live(args, first) {
         Ok(None) => ExitCode::SUCCESS,
@@ -109,7 +114,9 @@ fn show(
     let (mut scene, mut rates, mut from) = (first, Rates::default(), 0usize);
     let mut looked = Instant::now();
     loop {
-        terminal.draw(|frame| frame.render_widget(Frame { scene: &scene, rates, from }, frame.area()))?;
+        terminal.draw(|frame| {
+            frame.render_widget(Frame { scene: &scene, rates, from }, frame.area())
+        })?;
         loop {
             if over.load(Relaxed) {
                 return Ok(None);
@@ -119,7 +126,9 @@ fn show(
                 match event::read()? {
                     Event::Key(key) if key.kind == KeyEventKind::Press => match key.code {
                         KeyCode::Char('q') | KeyCode::Esc => return Ok(None),
-                        KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return Ok(None),
+                        KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
+                            return Ok(None);
+                        }
                         KeyCode::Down | KeyCode::Char('j') => from = from.saturating_add(1),
                         KeyCode::Up | KeyCode::Char('k') => from = from.saturating_sub(1),
                         KeyCode::PageDown | KeyCode::Char(' ') => from = from.saturating_add(10),
@@ -163,7 +172,10 @@ struct Frame<'a> {
 fn title(scene: &Scene) -> String {
     let processes = processes(scene).count();
     match (scene.daemon, scene.runs.as_slice()) {
-        (false, [run]) => format!("swaptide: {} ({}), {processes} processes, {:.0} s", run.program, run.pid, run.wall_s),
+        (false, [run]) => format!(
+            "swaptide: {} ({}), {processes} processes, {:.0} s",
+            run.program, run.pid, run.wall_s
+        ),
         _ => format!("swaptide daemon: {} runs, {processes} processes", scene.runs.len()),
     }
 }
@@ -181,7 +193,12 @@ fn ram(scene: &Scene) -> Line<'static> {
     Line::from(vec![
         Span::raw("RAM  "),
         Span::styled(bar(scene.resident_bytes, scene.budget_bytes, 40), color),
-        Span::raw(format!(" {} of {}, {:.0} %", human(scene.resident_bytes), human(scene.budget_bytes), share * 100.0)),
+        Span::raw(format!(
+            " {} of {}, {:.0} %",
+            human(scene.resident_bytes),
+            human(scene.budget_bytes),
+            share * 100.0
+        )),
     ])
 }
 
@@ -198,27 +215,40 @@ fn flow(scene: &Scene, rates: Rates) -> Vec<Line<'static>> {
             swapped(|process| process.swapped_file_bytes),
         )),
         Line::from(format!(
-            "IN   {} pages/s from compressed memory, {} from areas; {} refaults/s; {} faults/s, p50 {usual:.0} us, p99 {longest:.0} us",
+            "IN   {} pages/s from compressed memory, {} from areas; {} refaults/s; {} faults/s, \
+            p50 {usual:.0} us, p99 {longest:.0} us",
             count(rates.zswpin),
             count(rates.pswpin),
             count(rates.refaults),
             count(rates.faults),
         )),
-        Line::from(format!("OUT  {} pages/s to compressed memory, {} to areas", count(rates.zswpout), count(rates.pswpout))),
+        Line::from(format!(
+            "OUT  {} pages/s to compressed memory, {} to areas",
+            count(rates.zswpout),
+            count(rates.pswpout)
+        )),
     ]
 }
 
 /// A table of texts; of the columns that `right` names the texts end below each other.
-fn table(head: &[&str], rows: Vec<Vec<String>>, widths: &[u16], right: &[usize]) -> (u16, Table<'static>) {
+fn table(
+    head: &[&str],
+    rows: Vec<Vec<String>>,
+    widths: &[u16],
+    right: &[usize],
+) -> (u16, Table<'static>) {
     let height = rows.len() as u16 + 1;
     let cell = |(column, text): (usize, String)| {
         let line = Line::from(text);
         if right.contains(&column) { line.right_aligned() } else { line }
     };
-    let row = |texts: Vec<String>| Row::new(texts.into_iter().enumerate().map(cell).collect::<Vec<_>>());
+    let row =
+        |texts: Vec<String>| Row::new(texts.into_iter().enumerate().map(cell).collect::<Vec<_>>());
     let bold = Style::new().add_modifier(Modifier::REVERSED);
     let head = row(head.iter().map(|text| (*text).to_owned()).collect()).style(bold);
-    let widths = widths.iter().map(|width| if *width == 0 { Constraint::Fill(1) } else { Constraint::Length(*width) });
+    let widths = widths
+        .iter()
+        .map(|width| if *width == 0 { Constraint::Fill(1) } else { Constraint::Length(*width) });
     (height, Table::new(rows.into_iter().map(row), widths).header(head).column_spacing(1))
 }
 
@@ -263,12 +293,18 @@ fn groups(scene: &Scene) -> (u16, Table<'static>) {
 }
 
 fn programs(scene: &Scene, from: usize) -> (u16, Table<'static>) {
-    let mut all: Vec<(&str, &ProcessView)> =
-        scene.runs.iter().flat_map(|run| run.processes.iter().map(|process| (run.program.as_str(), process))).collect();
+    let mut all: Vec<(&str, &ProcessView)> = scene
+        .runs
+        .iter()
+        .flat_map(|run| run.processes.iter().map(|process| (run.program.as_str(), process)))
+        .collect();
     // The largest first, whether it is in memory or not.
-    all.sort_by_key(|(_, p)| (std::cmp::Reverse(p.resident_bytes + p.swapped_pool_bytes + p.swapped_file_bytes), p.pid));
+    all.sort_by_key(|(_, p)| {
+        (std::cmp::Reverse(p.resident_bytes + p.swapped_pool_bytes + p.swapped_file_bytes), p.pid)
+    });
     let rows = all.into_iter().skip(from).map(|(program, process)| {
-        let limit = if process.limit_bytes == 0 { "-".to_owned() } else { human(process.limit_bytes) };
+        let limit =
+            if process.limit_bytes == 0 { "-".to_owned() } else { human(process.limit_bytes) };
         vec![
             process.pid.to_string(),
             program.to_owned(),
@@ -281,7 +317,8 @@ fn programs(scene: &Scene, from: usize) -> (u16, Table<'static>) {
             human(process.swapped_file_bytes),
         ]
     });
-    let head = ["PID", "RUN", "GROUP", "STATE", "LIMIT", "RESIDENT", "COMPRESSED", "IN POOL", "ON AREAS"];
+    let head =
+        ["PID", "RUN", "GROUP", "STATE", "LIMIT", "RESIDENT", "COMPRESSED", "IN POOL", "ON AREAS"];
     table(&head, rows.collect(), &[8, 14, 0, 9, 9, 9, 10, 9, 9], &[0, 4, 5, 6, 7, 8])
 }
 
@@ -320,13 +357,17 @@ fn as_text(frame: &Frame<'_>) -> String {
         Ok(terminal) => terminal,
         Err(error) => match error {},
     };
-    let drawn = terminal.draw(|screen| screen.render_widget(Frame { scene, rates, from }, screen.area()));
+    let drawn =
+        terminal.draw(|screen| screen.render_widget(Frame { scene, rates, from }, screen.area()));
     if let Err(error) = drawn {
         match error {}
     }
     let buffer = terminal.backend().buffer();
     let rows = buffer.content().chunks(usize::from(TEXT_WIDTH));
-    rows.map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>().trim_end().to_owned() + "\n").collect()
+    rows.map(|row| {
+        row.iter().map(|cell| cell.symbol()).collect::<String>().trim_end().to_owned() + "\n"
+    })
+    .collect()
 }
 
 #[cfg(test)]
@@ -364,7 +405,10 @@ mod tests {
         let values = [("processes", "2"), ("ram.current", "62914560"), ("ram.max", "max")];
         let group = GroupView {
             path: "/web".into(),
-            values: values.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect(),
+            values: values
+                .iter()
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect(),
         };
         Scene {
             daemon: false,
@@ -381,14 +425,26 @@ mod tests {
     #[test]
     fn a_frame_shows_everything_and_the_largest_process_first() {
         let scene = scene();
-        let text = as_text(&Frame { scene: &scene, rates: Rates { pswpin: 1234.0, ..Rates::default() }, from: 0 });
+        let text = as_text(&Frame {
+            scene: &scene,
+            rates: Rates { pswpin: 1234.0, ..Rates::default() },
+            from: 0,
+        });
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[0].contains("server (40), 2 processes"), "{text}");
-        assert!(lines[1].contains("64M of 128M, 50 %") && lines[1].matches('|').count() == 20, "{text}");
+        assert!(
+            lines[1].contains("64M of 128M, 50 %") && lines[1].matches('|').count() == 20,
+            "{text}"
+        );
         assert!(lines[3].contains("1.2k from areas"), "{text}");
-        let row = |begin: &str| lines.iter().position(|line| line.trim_start().starts_with(begin)).expect(begin);
+        let row = |begin: &str| {
+            lines.iter().position(|line| line.trim_start().starts_with(begin)).expect(begin)
+        };
         let words = |begin: &str| lines[row(begin)].split_whitespace().collect::<Vec<_>>();
-        assert_eq!(words("nbd://host/x")[1..9], ["3", "nbd", "NET", "7", "2.0M", "4.0G", "away", "0"]);
+        assert_eq!(
+            words("nbd://host/x")[1..9],
+            ["3", "nbd", "NET", "7", "2.0M", "4.0G", "away", "0"]
+        );
         assert_eq!(words("/web")[1..4], ["2", "60M", "max"]);
         assert!(row("42 ") < row("41 "), "{text}");
         assert!(lines.iter().all(|line| line.len() <= usize::from(TEXT_WIDTH)));
@@ -403,14 +459,21 @@ mod tests {
             terminal.draw(|screen| screen.render_widget(frame(), screen.area())).expect("drawn");
             // All its lines are some of those that a large screen of this width shows.
             let lines = |terminal: &Terminal<TestBackend>, height: u16| -> Vec<String> {
-                let line = |y| (0..width).map(|x| terminal.backend().buffer()[(x, y)].symbol()).collect();
+                let line =
+                    |y| (0..width).map(|x| terminal.backend().buffer()[(x, y)].symbol()).collect();
                 (0..height).map(line).collect()
             };
             let mut large = Terminal::new(TestBackend::new(width, 60)).expect("a screen");
             large.draw(|screen| screen.render_widget(frame(), screen.area())).expect("drawn");
             let (shown, whole) = (lines(&terminal, height), lines(&large, 60));
-            assert!(shown.iter().all(|line| whole.contains(line)), "{width}x{height}: {shown:?}, not of {whole:?}");
-            assert!(height < 8 || shown.iter().any(|line| !line.trim().is_empty()), "{width}x{height} is empty");
+            assert!(
+                shown.iter().all(|line| whole.contains(line)),
+                "{width}x{height}: {shown:?}, not of {whole:?}"
+            );
+            assert!(
+                height < 8 || shown.iter().any(|line| !line.trim().is_empty()),
+                "{width}x{height} is empty"
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! `swaptide run` around a program, without any swapping: what it passes through, what it refuses, what it tells.
+//! `swaptide run` around a program, without any swapping: what it passes through, what it refuses,
+//! what it tells.
 //!
 //! The preloaded library of these tests is empty, so that only the supervisor is under test.
 
@@ -10,7 +11,8 @@ use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How long anything may take on a machine that has other things to do: only what never comes fails.
+/// How long anything may take on a machine that has other things to do: only what never comes
+/// fails.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 /// Waits for `done`, asking again and again.
@@ -32,9 +34,13 @@ fn state(pid: u32) -> Option<char> {
 fn empty_agent() -> &'static Path {
     static AGENT: OnceLock<PathBuf> = OnceLock::new();
     AGENT.get_or_init(|| {
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("empty-agent-{}.so", std::process::id()));
-        let status =
-            Command::new("cc").args(["-shared", "-x", "c", "/dev/null", "-o"]).arg(&path).status().expect("a C compiler");
+        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("empty-agent-{}.so", std::process::id()));
+        let status = Command::new("cc")
+            .args(["-shared", "-x", "c", "/dev/null", "-o"])
+            .arg(&path)
+            .status()
+            .expect("a C compiler");
         assert!(status.success());
         path
     })
@@ -42,7 +48,10 @@ fn empty_agent() -> &'static Path {
 
 fn swaptide() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_swaptide"));
-    command.env("SWAPTIDE_AGENT", empty_agent()).env_remove("LD_PRELOAD").env_remove("SWAPTIDE_SOCKET");
+    command
+        .env("SWAPTIDE_AGENT", empty_agent())
+        .env_remove("LD_PRELOAD")
+        .env_remove("SWAPTIDE_SOCKET");
     command
 }
 
@@ -55,13 +64,15 @@ fn stderr(output: &Output) -> String {
 }
 
 fn scratch(name: &str) -> PathBuf {
-    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+    let path =
+        PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
     std::fs::create_dir_all(&path).expect("a directory");
     path
 }
 
 fn send(pid: u32, signal: &str) {
-    let status = Command::new("kill").args([signal, "--", &pid.to_string()]).status().expect("kill");
+    let status =
+        Command::new("kill").args([signal, "--", &pid.to_string()]).status().expect("kill");
     assert!(status.success());
 }
 
@@ -74,7 +85,12 @@ impl Running {
     }
 
     fn spawn(command: &mut Command) -> Running {
-        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).spawn();
+        let child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .spawn();
         Running(child.expect("swaptide"))
     }
 
@@ -107,7 +123,10 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         // The whole group, back and program too.
-        let _ = Command::new("kill").args(["-KILL", "--", &format!("-{}", self.0.id())]).stderr(Stdio::null()).status();
+        let _ = Command::new("kill")
+            .args(["-KILL", "--", &format!("-{}", self.0.id())])
+            .stderr(Stdio::null())
+            .status();
         let _ = self.0.wait();
     }
 }
@@ -141,7 +160,8 @@ fn standard_streams_pass_through_untouched() {
 
 #[test]
 fn a_reader_sees_the_end_of_output_when_the_program_closes_it() {
-    let mut running = Running::start(&["--quiet", "--", "sh", "-c", "echo out; exec >&-; read line; exit 4"]);
+    let mut running =
+        Running::start(&["--quiet", "--", "sh", "-c", "echo out; exec >&-; read line; exit 4"]);
     assert_eq!(running.rest(), "out\n", "the end of the stream came while the program still runs");
     drop(running.0.stdin.take());
     assert_eq!(running.wait().code(), Some(4));
@@ -150,7 +170,14 @@ fn a_reader_sees_the_end_of_output_when_the_program_closes_it() {
 #[test]
 fn the_program_gets_its_name_its_environment_and_the_library() {
     let output = swaptide()
-        .args(["run", "--quiet", "--", "sh", "-c", "echo $0 $GREETING $LD_PRELOAD; cat /proc/$$/cmdline"])
+        .args([
+            "run",
+            "--quiet",
+            "--",
+            "sh",
+            "-c",
+            "echo $0 $GREETING $LD_PRELOAD; cat /proc/$$/cmdline",
+        ])
         .env("GREETING", "hello")
         .output()
         .expect("swaptide");
@@ -163,7 +190,8 @@ fn the_program_gets_its_name_its_environment_and_the_library() {
 fn signals_for_the_supervisor_reach_the_program_once() {
     for signal in ["TERM", "INT", "HUP", "USR1", "USR2", "QUIT", "WINCH", "CONT"] {
         let script = format!(
-            "n=0; trap 'n=$((n+1)); echo got $n' {signal}; trap 'echo $n; exit 9' ALRM; echo ready; while :; do sleep 0.02; done"
+            "n=0; trap 'n=$((n+1)); echo got $n' {signal}; trap 'echo $n; exit 9' ALRM; echo \
+            ready; while :; do sleep 0.02; done"
         );
         let mut running = Running::start(&["--quiet", "--", "sh", "-c", &script]);
         drop(running.0.stdin.take());
@@ -188,7 +216,10 @@ print('ready', flush=True)
 while True: time.sleep(0.01)";
     let mut running = Running::start(&["--quiet", "--", "python3", "-c", script]);
     assert_eq!(running.line(), "ready");
-    let group = Command::new("kill").args(["-INT", "--", &format!("-{}", running.0.id())]).status().expect("kill");
+    let group = Command::new("kill")
+        .args(["-INT", "--", &format!("-{}", running.0.id())])
+        .status()
+        .expect("kill");
     assert!(group.success());
     assert_eq!(running.line(), "got");
     // Time for a second one, which must not come.
@@ -200,7 +231,8 @@ while True: time.sleep(0.01)";
 
 #[test]
 fn a_stopped_program_stops_the_run_and_both_go_on_together() {
-    let mut running = Running::start(&["--quiet", "--", "sh", "-c", "echo $$; read x; echo $x; exit 6"]);
+    let mut running =
+        Running::start(&["--quiet", "--", "sh", "-c", "echo $$; read x; echo $x; exit 6"]);
     let program: u32 = running.line().parse().expect("the shell's number");
     let reaches = |pid: u32, stopped: bool| {
         let what = format!("process {pid} to be {}", if stopped { "stopped" } else { "going" });
@@ -219,7 +251,15 @@ fn a_stopped_program_stops_the_run_and_both_go_on_together() {
 #[test]
 fn ignored_signals_stay_ignored() {
     let mut outer = Command::new("sh");
-    outer.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_swaptide"), "run", "--quiet", "--"]);
+    outer.args([
+        "-c",
+        "trap '' HUP; exec \"$@\"",
+        "sh",
+        env!("CARGO_BIN_EXE_swaptide"),
+        "run",
+        "--quiet",
+        "--",
+    ]);
     outer.args(["sh", "-c", "echo ready; read x; exit 8"]).env("SWAPTIDE_AGENT", empty_agent());
     let mut running = Running::spawn(&mut outer);
     assert_eq!(running.line(), "ready");
@@ -231,7 +271,8 @@ fn ignored_signals_stay_ignored() {
 
 #[test]
 fn a_terminal_belongs_to_the_program() {
-    // A pseudo-terminal, in which ctrl-C is typed: the program gets one SIGINT and can read the terminal as before.
+    // A pseudo-terminal, in which ctrl-C is typed: the program gets one SIGINT and can read the
+    // terminal as before.
     let script = r#"
 import os, pty, sys, time
 pid, fd = pty.fork()
@@ -271,12 +312,19 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
     let place = scratch("bad-input");
     let static_program = place.join("static");
     std::fs::write(place.join("s.c"), "int main(void) { return 0; }").expect("write");
-    let built = Command::new("cc").arg("-static").arg(place.join("s.c")).arg("-o").arg(&static_program).status().expect("cc");
+    let built = Command::new("cc")
+        .arg("-static")
+        .arg(place.join("s.c"))
+        .arg("-o")
+        .arg(&static_program)
+        .status()
+        .expect("cc");
     assert!(built.success(), "a static C library is needed for this test");
     let suid = place.join("suid");
     std::fs::copy("/bin/true", &suid).expect("copy");
     std::fs::set_permissions(&suid, std::fs::Permissions::from_mode(0o4755)).expect("chmod");
-    let (static_program, suid) = (static_program.to_str().expect("path"), suid.to_str().expect("path"));
+    let (static_program, suid) =
+        (static_program.to_str().expect("path"), suid.to_str().expect("path"));
     for (arguments, parts) in [
         (vec!["--ram", "lots", "--", "true"], ["--ram", "lots"]),
         (vec!["--ram", "-5M", "--", "true"], ["--ram", "-5M"]),
@@ -286,7 +334,10 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
         (vec!["--swap", "file:/no/such/place", "--", "true"], ["--swap", "/no/such/place"]),
         (vec!["--swap", "file:/proc", "--", "true"], ["--swap", "/proc"]),
         (vec!["--swap", "zram:4K", "--", "true"], ["--swap", "too small"]),
-        (vec!["--report", "/no/such/place/r.json", "--", "true"], ["--report", "cannot be written"]),
+        (
+            vec!["--report", "/no/such/place/r.json", "--", "true"],
+            ["--report", "cannot be written"],
+        ),
         (vec!["--frobnicate", "--", "true"], ["--frobnicate", "unexpected"]),
         (vec!["--", "no-such-program-anywhere"], ["no-such-program-anywhere", "not found"]),
         (vec!["--", "/etc/passwd"], ["/etc/passwd", "not executable"]),
@@ -302,7 +353,11 @@ fn bad_input_is_one_line_that_names_the_flag_and_status_2() {
         assert!(parts.iter().all(|part| message.contains(part)), "{arguments:?}: {message}");
         assert!(output.stdout.is_empty());
     }
-    let without = swaptide().args(["run", "--", "true"]).env("SWAPTIDE_AGENT", "/no/agent.so").output().expect("swaptide");
+    let without = swaptide()
+        .args(["run", "--", "true"])
+        .env("SWAPTIDE_AGENT", "/no/agent.so")
+        .output()
+        .expect("swaptide");
     assert_eq!(without.status.code(), Some(2));
     assert!(stderr(&without).contains("/no/agent.so"), "{}", stderr(&without));
     std::fs::remove_dir_all(place).expect("clean");
@@ -326,9 +381,20 @@ fn the_report_tells_what_the_tree_used_and_replaces_an_older_one() {
     // A shell in between: the tree counts, not the program alone.
     let shell = format!("python3 -c \"{program}\"; exit $?");
     std::fs::write(&path, "old").expect("write");
-    let output = run(&["--ram", "512M", "--report", path.to_str().expect("path"), "--quiet", "--", "sh", "-c", &shell]);
+    let output = run(&[
+        "--ram",
+        "512M",
+        "--report",
+        path.to_str().expect("path"),
+        "--quiet",
+        "--",
+        "sh",
+        "-c",
+        &shell,
+    ]);
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
-    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).expect("report")).expect("json");
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("report")).expect("json");
     assert_eq!(report["exit_status"], 3);
     assert_eq!(report["budget_bytes"], 512u64 << 20);
     let peak = report["peak_resident_bytes"].as_u64().expect("bytes");
@@ -342,10 +408,12 @@ fn the_report_tells_what_the_tree_used_and_replaces_an_older_one() {
 
 #[test]
 fn what_outlives_the_program_is_supervised_until_it_ends() {
-    let script = "(setsid sh -c 'exec >&- 2>&-; touch $0.there; read x; touch $0' $0 <&3 &) 3<&0; echo started";
+    let script = "(setsid sh -c 'exec >&- 2>&-; touch $0.there; read x; touch $0' $0 <&3 &) 3<&0; \
+        echo started";
     let place = scratch("orphan");
     let mark = place.join("mark");
-    let mut running = Running::start(&["--quiet", "--", "sh", "-c", script, mark.to_str().expect("path")]);
+    let mut running =
+        Running::start(&["--quiet", "--", "sh", "-c", script, mark.to_str().expect("path")]);
     assert_eq!(running.line(), "started");
     assert_eq!(running.wait().code(), Some(0), "the run ends with the program");
     let group = running.0.id().to_string();
@@ -353,7 +421,8 @@ fn what_outlives_the_program_is_supervised_until_it_ends() {
         let listed = Command::new("pgrep").args(["-g", &group]).output().expect("pgrep");
         String::from_utf8_lossy(&listed.stdout).lines().count()
     };
-    // The orphan has a group of its own by then, and the shells in between are ended, if not yet collected.
+    // The orphan has a group of its own by then, and the shells in between are ended, if not yet
+    // collected.
     wait_for("the orphan", || place.join("mark.there").exists());
     wait_for("the supervisor alone", || back() == 1);
     drop(running.0.stdin.take());
@@ -374,7 +443,8 @@ fn a_killed_supervisor_kills_nobody_and_the_status_still_comes() {
     let told = lines.next().expect("a line").expect("read");
     assert!(told.contains("supervisor was killed"), "{told}");
 
-    let mut running = Running::start(&["--quiet", "--", "sh", "-c", "echo ready; read x; echo done"]);
+    let mut running =
+        Running::start(&["--quiet", "--", "sh", "-c", "echo ready; read x; echo done"]);
     assert_eq!(running.line(), "ready");
     running.0.kill().expect("kill the front");
     assert_eq!(running.wait().signal(), Some(9));
@@ -385,10 +455,24 @@ fn a_killed_supervisor_kills_nobody_and_the_status_still_comes() {
 #[test]
 fn a_run_inside_a_run_works() {
     let inner = env!("CARGO_BIN_EXE_swaptide");
-    let output = run(&["--quiet", "--", inner, "run", "--quiet", "--", "sh", "-c", "echo $LD_PRELOAD; exit 21"]);
+    let output = run(&[
+        "--quiet",
+        "--",
+        inner,
+        "run",
+        "--quiet",
+        "--",
+        "sh",
+        "-c",
+        "echo $LD_PRELOAD; exit 21",
+    ]);
     assert_eq!(output.status.code(), Some(21), "{}", stderr(&output));
     let agent = std::fs::canonicalize(empty_agent()).expect("agent");
-    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), agent.to_str().expect("path"), "once, not twice");
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout).trim(),
+        agent.to_str().expect("path"),
+        "once, not twice"
+    );
 }
 
 #[test]
@@ -399,7 +483,8 @@ fn doctor_speaks_for_people_and_for_programs() {
     assert_eq!(diagnosis["ok"].as_bool(), Some(text.status.success()));
     let lines = String::from_utf8_lossy(&text.stdout).lines().count();
     assert_eq!(diagnosis["findings"].as_array().map(Vec::len), Some(lines));
-    let broken = swaptide().arg("doctor").env("SWAPTIDE_AGENT", "/no/agent.so").output().expect("swaptide");
+    let broken =
+        swaptide().arg("doctor").env("SWAPTIDE_AGENT", "/no/agent.so").output().expect("swaptide");
     assert_eq!(broken.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&broken.stdout).contains("NO  library"));
 }

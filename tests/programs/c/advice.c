@@ -1,5 +1,5 @@
-/* What madvise promises, on memory larger than the budget: advice that must not change data, advice that must drop it, and
- * what a child may and may not see. */
+/* What madvise promises, on memory larger than the budget: advice that must not change data, advice
+ * that must drop it, and what a child may and may not see. */
 #include "common.h"
 #include <sys/wait.h>
 
@@ -24,7 +24,8 @@ static uint64_t key(size_t page) {
 }
 
 static void check(size_t from, size_t count, const char *what) {
-    for (size_t page = from; page < from + count; page++) check_page(arena + page * PAGE, key(page), what);
+    for (size_t page = from; page < from + count; page++)
+        check_page(arena + page * PAGE, key(page), what);
 }
 
 static void write_range(size_t from, size_t count) {
@@ -46,7 +47,8 @@ static void keeps(size_t from, size_t count, int advice, const char *what) {
     check(from, count, what);
 }
 
-/* After MADV_FREE a page is what it was or zeros, as a whole; once written again it keeps what was written. */
+/* After MADV_FREE a page is what it was or zeros, as a whole; once written again it keeps what was
+ * written. */
 static void frees(size_t from, size_t count) {
     if (!advise(from, count, MADV_FREE)) return;
     for (size_t page = from; page < from + count; page++) {
@@ -58,7 +60,8 @@ static void frees(size_t from, size_t count) {
         check_page((const void *)at, at[WORDS - 1] == 0 ? 0 : key(page), "page after MADV_FREE");
     }
     for (int i = 0; i < 64; i++) check(below(&state, given.pages / 4), 1, "page");
-    for (size_t page = from | 1; page < from + count; page += 2) check(page, 1, "page written after MADV_FREE");
+    for (size_t page = from | 1; page < from + count; page += 2)
+        check(page, 1, "page written after MADV_FREE");
     write_range(from, count);
 }
 
@@ -68,7 +71,8 @@ static void wipes_on_fork(size_t from, size_t count) {
     pid_t child = fork();
     MUST(child >= 0);
     if (child == 0) {
-        for (size_t page = from; page < from + count; page++) check_page(arena + page * PAGE, 0, "wiped page in the child");
+        for (size_t page = from; page < from + count; page++)
+            check_page(arena + page * PAGE, 0, "wiped page in the child");
         check(0, 64, "other page in the child");
         _exit(0);
     }
@@ -107,7 +111,8 @@ int main(int count, char **words) {
     double end = now() + given.seconds;
     for (size_t rounds = 0; rounds < 60 || now() < end; rounds++) {
         /* The first quarter is never given away: it is what the children look at. */
-        size_t length = 1 + below(&random, 512), from = given.pages / 4 + below(&random, given.pages * 3 / 4 - length);
+        size_t length = 1 + below(&random, 512),
+               from = given.pages / 4 + below(&random, given.pages * 3 / 4 - length);
         switch (rounds % 15) {
         case 0: keeps(from, length, MADV_SEQUENTIAL, "page after MADV_SEQUENTIAL"); break;
         case 1: keeps(from, length, MADV_RANDOM, "page after MADV_RANDOM"); break;

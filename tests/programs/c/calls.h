@@ -171,19 +171,19 @@ static void check_pattern(void) {
 }
 
 /* Runs `body` in a child and says how that ended. */
-#define IN_CHILD(body) \
-    do { \
-        fflush(stdout); \
-        pid_t child_ = fork(); \
-        MUST(child_ >= 0); \
-        if (child_ == 0) { \
-            body; \
-            _exit(0); \
-        } \
-        int status_ = 0; \
-        MUST(waitpid(child_, &status_, 0) == child_); \
-        say(" child=%s%d", WIFSIGNALED(status_) ? "signal " : "", \
-            WIFSIGNALED(status_) ? WTERMSIG(status_) : WEXITSTATUS(status_)); \
+#define IN_CHILD(body)                                                                             \
+    do {                                                                                           \
+        fflush(stdout);                                                                            \
+        pid_t child_ = fork();                                                                     \
+        MUST(child_ >= 0);                                                                         \
+        if (child_ == 0) {                                                                         \
+            body;                                                                                  \
+            _exit(0);                                                                              \
+        }                                                                                          \
+        int status_ = 0;                                                                           \
+        MUST(waitpid(child_, &status_, 0) == child_);                                              \
+        say(" child=%s%d", WIFSIGNALED(status_) ? "signal " : "",                                  \
+            WIFSIGNALED(status_) ? WTERMSIG(status_) : WEXITSTATUS(status_));                      \
     } while (0)
 
 static void *mover(void *unused) {

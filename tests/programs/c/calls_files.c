@@ -820,10 +820,10 @@ static void through_ring(unsigned setup_flags, unsigned char sqe_flags) {
     unsigned char *from = buffer(DATA), *to = buffer(DATA);
     struct iovec *vector = buffer(2 * sizeof *vector);
     vector[0] = (struct iovec){from, PAGE}, vector[1] = (struct iovec){from + PAGE, DATA - PAGE};
-#define DO(name, ...) \
-    do { \
-        struct io_uring_sqe sqe_ = {.flags = sqe_flags, __VA_ARGS__}; \
-        ring_says(name, ring_do(&ring, &sqe_)); \
+#define DO(name, ...)                                                                              \
+    do {                                                                                           \
+        struct io_uring_sqe sqe_ = {.flags = sqe_flags, __VA_ARGS__};                              \
+        ring_says(name, ring_do(&ring, &sqe_));                                                    \
     } while (0)
     fill(from, DATA, 1);
     DO("write", .opcode = IORING_OP_WRITE, .fd = fd, .addr = (uintptr_t)from, .len = DATA);

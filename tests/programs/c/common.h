@@ -44,14 +44,16 @@ __attribute__((noreturn, format(printf, 1, 2))) static inline void die(const cha
     _exit(3);
 }
 
-__attribute__((noreturn)) static inline void mismatch(const void *address, uint64_t expected, uint64_t found, const char *what) {
-    die("%s: at %p expected %016llx, found %016llx", what, address, (unsigned long long)expected, (unsigned long long)found);
+__attribute__((noreturn)) static inline void mismatch(const void *address, uint64_t expected,
+                                                      uint64_t found, const char *what) {
+    die("%s: at %p expected %016llx, found %016llx", what, address, (unsigned long long)expected,
+        (unsigned long long)found);
 }
 
 /* For calls that must not fail. */
-#define MUST(call) \
-    do { \
-        if (!(call)) die("%s:%d: %s: %s", __FILE__, __LINE__, #call, strerror(errno)); \
+#define MUST(call)                                                                                 \
+    do {                                                                                           \
+        if (!(call)) die("%s:%d: %s: %s", __FILE__, __LINE__, #call, strerror(errno));             \
     } while (0)
 
 static inline struct arguments parse(int count, char **words, const char *mode) {
@@ -90,7 +92,8 @@ static inline uint64_t below(uint64_t *state, uint64_t limit) {
     return next(state) % limit;
 }
 
-/* The key of a page: who it is and which time it was written. Never 0; version 0 means a page nobody wrote. */
+/* The key of a page: who it is and which time it was written. Never 0; version 0 means a page
+ * nobody wrote. */
 static inline uint64_t key_of(uint64_t seed, uint64_t page, uint64_t version) {
     return mix(mix(seed ^ page << 1) ^ version) | 1;
 }
@@ -128,7 +131,8 @@ static inline void glance_page(const void *page, uint64_t key, const char *what)
 }
 
 static inline void *map(size_t bytes) {
-    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     MUST(at != MAP_FAILED);
     return at;
 }

@@ -10,19 +10,38 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 
-static const int allowed[] = {SYS_read, SYS_write, SYS_exit, SYS_exit_group, SYS_futex, SYS_brk, SYS_mmap, SYS_munmap, SYS_madvise, SYS_rt_sigreturn,
-                              SYS_rt_sigprocmask, SYS_clock_gettime, SYS_clock_nanosleep, SYS_nanosleep, SYS_fstat, SYS_newfstatat, SYS_getpid, SYS_gettid};
+static const int allowed[] = {SYS_read,
+                              SYS_write,
+                              SYS_exit,
+                              SYS_exit_group,
+                              SYS_futex,
+                              SYS_brk,
+                              SYS_mmap,
+                              SYS_munmap,
+                              SYS_madvise,
+                              SYS_rt_sigreturn,
+                              SYS_rt_sigprocmask,
+                              SYS_clock_gettime,
+                              SYS_clock_nanosleep,
+                              SYS_nanosleep,
+                              SYS_fstat,
+                              SYS_newfstatat,
+                              SYS_getpid,
+                              SYS_gettid};
 
 static void confine(int all) {
     enum { COUNT = sizeof allowed / sizeof *allowed };
-    struct sock_filter code[COUNT + 3] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
+    struct sock_filter code[COUNT + 3] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
     for (int i = 0; i < COUNT; i++)
-        code[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)allowed[i], (unsigned char)(COUNT - i), 0);
+        code[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)allowed[i],
+                                                   (unsigned char)(COUNT - i), 0);
     code[COUNT + 1] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_THREAD);
     code[COUNT + 2] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
     struct sock_fprog program = {.len = COUNT + 3, .filter = code};
     MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    MUST(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, all ? SECCOMP_FILTER_FLAG_TSYNC : 0, &program) == 0);
+    MUST(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, all ? SECCOMP_FILTER_FLAG_TSYNC : 0,
+                 &program) == 0);
 }
 
 static struct arguments given;
@@ -38,7 +57,8 @@ int main(int count, char **words) {
     arena = map(given.pages * PAGE);
     pthread_t other;
     MUST(pthread_create(&other, NULL, idle, NULL) == 0);
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
     /* Time for the filter to meet a process at rest, and one at work. */
     if (given.seed % 2) usleep(300000);
     confine(strcmp(given.mode, "threads") == 0);
@@ -47,7 +67,8 @@ int main(int count, char **words) {
     do {
         for (size_t i = 0; i < 5000; i++) {
             size_t page = below(&random, given.pages);
-            glance_page(arena + page * PAGE, key_of(given.seed, page, 1), "page of a confined program");
+            glance_page(arena + page * PAGE, key_of(given.seed, page, 1),
+                        "page of a confined program");
         }
     } while (now() < end);
     for (size_t page = 0; page < given.pages; page++)

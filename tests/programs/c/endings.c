@@ -1,7 +1,8 @@
-/* Processes that end, or become another program, while their threads write memory that is out. Whatever leaves such a process
- * is right, however little it is: no page of zeros. MODE is how they end: exit, killed, exec, abort, fault; `mixed` takes them in turn.
- * Each process writes to a socket, a pipe or a file, which its parent reads. MB is the memory of one process; SECONDS, if below 1000,
- * else the number of processes. */
+/* Processes that end, or become another program, while their threads write memory that is out.
+ * Whatever leaves such a process is right, however little it is: no page of zeros. MODE is how they
+ * end: exit, killed, exec, abort, fault; `mixed` takes them in turn. Each process writes to a
+ * socket, a pipe or a file, which its parent reads. MB is the memory of one process; SECONDS, if
+ * below 1000, else the number of processes. */
 #include "common.h"
 #include <fcntl.h>
 #include <sched.h>
@@ -24,7 +25,8 @@ struct way {
     unsigned char *data, *head;
 };
 
-/* Again and again: what stays in memory, which takes a while to copy, and behind it one page that is out. */
+/* Again and again: what stays in memory, which takes a while to copy, and behind it one page that
+ * is out. */
 static void *writes(void *x) {
     struct way *way = x;
     uint64_t random = mix((uint64_t)getpid() << 32 ^ (uint64_t)now());
@@ -45,7 +47,8 @@ static void become(const char *how, int fd, useconds_t delay) {
     mlock(way.head, HEAD);
     way.data = map(given.pages * PAGE);
     for (size_t page = 0; page < given.pages; page++)
-        for (size_t at = 0; at < WORDS; at++) ((uint64_t *)(way.data + page * PAGE))[at] = word_at(page);
+        for (size_t at = 0; at < WORDS; at++)
+            ((uint64_t *)(way.data + page * PAGE))[at] = word_at(page);
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, writes, &way) == 0);
     usleep(delay);
@@ -58,20 +61,25 @@ static void become(const char *how, int fd, useconds_t delay) {
 
 static size_t whole, torn;
 
-static void check_end(const unsigned char *from, size_t have, const char *how, const char *through) {
+static void check_end(const unsigned char *from, size_t have, const char *how,
+                      const char *through) {
     uint64_t page = *(const uint64_t *)from;
     for (size_t at = HEAD; at + 8 <= have; at += 8)
         if (*(const uint64_t *)(from + at) != word_at(page)) {
             fprintf(stderr, "%s through a %s: ", how, through);
-            mismatch(from + at, word_at(page), *(const uint64_t *)(from + at), "what left a process that ended");
+            mismatch(from + at, word_at(page), *(const uint64_t *)(from + at),
+                     "what left a process that ended");
         }
-    if (have == HEAD + PAGE) whole++;
-    else torn += have > HEAD;
+    if (have == HEAD + PAGE)
+        whole++;
+    else
+        torn += have > HEAD;
 }
 
 int main(int count, char **words) {
     given = parse(count, words, "mixed");
-    static const char *ends[] = {"exit", "killed", "exec", "abort", "fault"}, *ways[] = {"socket", "pipe", "file"};
+    static const char *ends[] = {"exit", "killed", "exec", "abort", "fault"},
+                      *ways[] = {"socket", "pipe", "file"};
     unsigned char *in = map(HEAD + PAGE);
     size_t processes = 0, most = given.seconds >= 1000 ? (size_t)given.seconds : (size_t)-1;
     uint64_t state = given.seed;
@@ -81,13 +89,15 @@ int main(int count, char **words) {
     MUST(file >= 0);
     unlink(name);
     while (processes < most && (given.seconds >= 1000 || now() < until)) {
-        const char *how = strcmp(given.mode, "mixed") ? given.mode : ends[processes % 5], *through = ways[processes / 5 % 3];
+        const char *how = strcmp(given.mode, "mixed") ? given.mode : ends[processes % 5],
+                   *through = ways[processes / 5 % 3];
         useconds_t delay = 10000 + below(&state, 20000);
         int pair[2] = {-1, -1};
         if (!strcmp(through, "socket")) {
             int room = 16 << 20;
             MUST(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-            if (setsockopt(pair[1], SOL_SOCKET, SO_SNDBUFFORCE, &room, sizeof room) != 0) setsockopt(pair[1], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
+            if (setsockopt(pair[1], SOL_SOCKET, SO_SNDBUFFORCE, &room, sizeof room) != 0)
+                setsockopt(pair[1], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         } else if (!strcmp(through, "pipe")) {
             MUST(pipe(pair) == 0);
             fcntl(pair[1], F_SETPIPE_SZ, 1 << 20);

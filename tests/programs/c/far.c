@@ -42,28 +42,33 @@ int main(int count, char **words) {
     given = parse(count, words, NULL);
     arena = map(given.pages * PAGE);
     slice = given.pages / THREADS;
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, mix(page ^ given.seed));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, mix(page ^ given.seed));
     printf("filled\n");
     fflush(stdout);
     pthread_t threads[THREADS + 1];
     end = now() + given.seconds;
-    for (size_t i = 0; i < THREADS; i++) MUST(pthread_create(&threads[i], NULL, read_own, (void *)(uintptr_t)i) == 0);
+    for (size_t i = 0; i < THREADS; i++)
+        MUST(pthread_create(&threads[i], NULL, read_own, (void *)(uintptr_t)i) == 0);
     MUST(pthread_create(&threads[THREADS], NULL, beat, NULL) == 0);
     usleep((useconds_t)(given.seconds * 5e5));
-    /* Past libc, nobody tells the engine before: the child gets everything at once, which takes seconds. */
+    /* Past libc, nobody tells the engine before: the child gets everything at once, which takes
+     * seconds. */
     int raw = given.mode && strcmp(given.mode, "raw") == 0;
     for (int turn = 0; turn < (given.mode ? raw ? 4 : 12 : 0); turn++) {
         pid_t child = raw ? (pid_t)syscall(SYS_fork) : fork();
         MUST(child >= 0);
         if (child == 0) {
-            for (size_t page = (size_t)turn; page < given.pages; page += 977) check_page(arena + page * PAGE, mix(page ^ given.seed), "page in the child");
+            for (size_t page = (size_t)turn; page < given.pages; page += 977)
+                check_page(arena + page * PAGE, mix(page ^ given.seed), "page in the child");
             _exit(0);
         }
         int status;
         MUST(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
     for (size_t i = 0; i <= THREADS; i++) MUST(pthread_join(threads[i], NULL) == 0);
-    for (size_t page = 0; page < given.pages; page++) check_page(arena + page * PAGE, mix(page ^ given.seed), "page at the end");
+    for (size_t page = 0; page < given.pages; page++)
+        check_page(arena + page * PAGE, mix(page ^ given.seed), "page at the end");
     printf("%llu reads, longest turn %.0f ms\n", (unsigned long long)reads, longest * 1e3);
     return ok("far", given.mode);
 }

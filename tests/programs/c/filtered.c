@@ -1,5 +1,6 @@
-/* A thread under a filter of system calls of its own, which lets pass what the program itself calls and nothing more: swaptide's hooks make none of
- * theirs on it. Threads map, move, grow and give up memory, with most of the program out; mode fork forks as well.
+/* A thread under a filter of system calls of its own, which lets pass what the program itself calls
+ * and nothing more: swaptide's hooks make none of theirs on it. Threads map, move, grow and give up
+ * memory, with most of the program out; mode fork forks as well.
  *
  *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with another call), fork (as kill), strict */
 #include "common.h"
@@ -14,19 +15,41 @@
 static struct arguments given;
 static unsigned char *ballast;
 
-static const int allowed[] = {SYS_read, SYS_write, SYS_exit, SYS_exit_group, SYS_futex, SYS_mmap, SYS_munmap, SYS_mremap, SYS_brk, SYS_mprotect,
-                              SYS_clone, SYS_clone3, SYS_set_robust_list, SYS_rseq, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_wait4, SYS_newfstatat,
-                              SYS_fstat, SYS_gettid, SYS_getrandom, SYS_clock_gettime};
+static const int allowed[] = {SYS_read,
+                              SYS_write,
+                              SYS_exit,
+                              SYS_exit_group,
+                              SYS_futex,
+                              SYS_mmap,
+                              SYS_munmap,
+                              SYS_mremap,
+                              SYS_brk,
+                              SYS_mprotect,
+                              SYS_clone,
+                              SYS_clone3,
+                              SYS_set_robust_list,
+                              SYS_rseq,
+                              SYS_rt_sigprocmask,
+                              SYS_rt_sigaction,
+                              SYS_wait4,
+                              SYS_newfstatat,
+                              SYS_fstat,
+                              SYS_gettid,
+                              SYS_getrandom,
+                              SYS_clock_gettime};
 
 /* Of madvise only MADV_DONTNEED, MADV_FREE and MADV_WILLNEED pass. */
 static void confine(unsigned action) {
     enum { COUNT = sizeof allowed / sizeof *allowed };
-    struct sock_filter code[COUNT + 8] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
+    struct sock_filter code[COUNT + 8] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
     for (int i = 0; i < COUNT; i++)
-        code[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)allowed[i], (unsigned char)(COUNT + 5 - i), 0);
+        code[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)allowed[i],
+                                                   (unsigned char)(COUNT + 5 - i), 0);
     struct sock_filter *rest = code + 1 + COUNT;
     rest[0] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_madvise, 0, 4);
-    rest[1] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[2]));
+    rest[1] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS,
+                                           offsetof(struct seccomp_data, args[2]));
     rest[2] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_DONTNEED, 3, 0);
     rest[3] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_FREE, 2, 0);
     rest[4] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, MADV_WILLNEED, 1, 0);
@@ -41,7 +64,8 @@ static void *mover(void *number) {
     enum { PAGES = 512 };
     uint64_t random = mix(given.seed ^ (uintptr_t)number);
     for (uint64_t turn = 1; turn < 16; turn++) {
-        unsigned char *area = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        unsigned char *area =
+            mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         MUST(area != MAP_FAILED);
         uint64_t key = key_of(given.seed + (uintptr_t)number, turn, 3);
         for (size_t page = 0; page < PAGES; page += 3) fill_page(area + page * PAGE, key + page);
@@ -52,12 +76,14 @@ static void *mover(void *number) {
             size_t page = below(&random, given.pages);
             glance_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of the ballast");
         }
-        for (size_t page = 0; page < PAGES; page += 3) check_page(area + page * PAGE, key + page, "page of a mapping that has grown");
+        for (size_t page = 0; page < PAGES; page += 3)
+            check_page(area + page * PAGE, key + page, "page of a mapping that has grown");
         unsigned char *block = malloc(200000);
         MUST(block != NULL);
         memset(block, (int)turn, 200000);
         block = realloc(block, 4000000);
-        MUST(block != NULL && block[0] == (unsigned char)turn && block[199999] == (unsigned char)turn);
+        MUST(block != NULL && block[0] == (unsigned char)turn &&
+             block[199999] == (unsigned char)turn);
         free(block);
         MUST(madvise(area, PAGE, MADV_DONTNEED) == 0 && area[0] == 0);
         MUST(munmap(area, (PAGES + 256) * PAGE) == 0);
@@ -68,13 +94,15 @@ static void *mover(void *number) {
 int main(int count, char **words) {
     given = parse(count, words, "kill");
     ballast = map(given.pages * PAGE);
-    for (size_t page = 0; page < given.pages; page++) fill_page(ballast + page * PAGE, key_of(given.seed, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(ballast + page * PAGE, key_of(given.seed, page, 1));
     usleep(300000);
     /* Nothing but a question: no filter is set. */
     MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, NULL) == -1 && errno == EFAULT);
     if (strcmp(given.mode, "strict") == 0) {
         MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0);
-        for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
+        for (size_t page = 0; page < given.pages; page++)
+            check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
         static const char said[] = "OK filtered strict\n";
         if (write(STDOUT_FILENO, said, sizeof said - 1) < 0) syscall(SYS_exit, 4);
         syscall(SYS_exit, 0);
@@ -89,12 +117,14 @@ int main(int count, char **words) {
         pid_t child = fork();
         MUST(child >= 0);
         if (child == 0) {
-            for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of a child");
+            for (size_t page = 0; page < given.pages; page++)
+                check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page of a child");
             _exit(0);
         }
         int status;
         MUST(waitpid(child, &status, 0) == child && status == 0);
     }
-    for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
+    for (size_t page = 0; page < given.pages; page++)
+        check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "page at the end");
     return ok("filtered", given.mode);
 }

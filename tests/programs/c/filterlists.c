@@ -34,12 +34,14 @@ static const struct list {
     bool threads, forks, execs, traps;
     /* Of what madvise gives for MADV_WILLNEED. */
     int advice;
-} lists[] = {
-    {"openssh", false, false, false, false, 0},
-    {"chromium", true, false, false, true, EPERM},
-    {"systemd", true, true, true, false, 0},
-    {"docker", true, true, true, false, 0},
-}, *list;
+} lists[] =
+    {
+        {"openssh", false, false, false, false, 0},
+        {"chromium", true, false, false, true, EPERM},
+        {"systemd", true, true, true, false, 0},
+        {"docker", true, true, true, false, 0},
+    },
+  *list;
 
 static struct arguments given;
 static unsigned char *ballast;
@@ -84,8 +86,8 @@ static void confine(bool all) {
     if (list->traps) MUST(sigaction(SIGSYS, &action, NULL) == 0);
     MUST(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
     if (all)
-        MUST(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program)
-             == 0);
+        MUST(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) ==
+             0);
     else
         MUST(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
 }

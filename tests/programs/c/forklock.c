@@ -1,7 +1,9 @@
-/* Forks while other threads hold what the fork waits for, and children that do much before swaptide's own child handler runs.
+/* Forks while other threads hold what the fork waits for, and children that do much before
+ * swaptide's own child handler runs.
  *
- * The handlers here are registered before those of swaptide, as those of a library are whose constructor runs first. So `prepare` runs
- * when the engine stands still for the fork, and `child` before the child has an engine. */
+ * The handlers here are registered before those of swaptide, as those of a library are whose
+ * constructor runs first. So `prepare` runs when the engine stands still for the fork, and `child`
+ * before the child has an engine. */
 #include "common.h"
 #include <sched.h>
 #include <signal.h>
@@ -29,14 +31,18 @@ static void take(void) {
     }
     while (atomic_exchange(&word, 1)) {
         struct timespec nap = {0, 200000};
-        if (naps) nanosleep(&nap, NULL);
-        else sched_yield();
+        if (naps)
+            nanosleep(&nap, NULL);
+        else
+            sched_yield();
     }
 }
 
 static void give(void) {
-    if (spins || naps) atomic_store(&word, 0);
-    else pthread_mutex_unlock(&mutex);
+    if (spins || naps)
+        atomic_store(&word, 0);
+    else
+        pthread_mutex_unlock(&mutex);
 }
 
 static void zeros(const unsigned char *at, const char *what) {
@@ -44,7 +50,8 @@ static void zeros(const unsigned char *at, const char *what) {
 }
 
 static void check_all(const char *what) {
-    for (size_t page = 0; page < given.pages; page++) check_page(arena + page * PAGE, key_of(given.seed, page, 1), what);
+    for (size_t page = 0; page < given.pages; page++)
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), what);
 }
 
 static void prepare(void) {
@@ -55,16 +62,20 @@ static void parent(void) {
     if (in_handlers) give();
 }
 
-/* Before the child has said that it is there: gives pages up, maps others in the place of some, and reads all of it. */
+/* Before the child has said that it is there: gives pages up, maps others in the place of some, and
+ * reads all of it. */
 static void child(void) {
     if (in_handlers) give();
     if (!changes) return;
     madvise(given_up, SMALL, MADV_DONTNEED);
     munmap(unmapped, SMALL);
-    void *again = mmap(unmapped, SMALL, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    void *again = mmap(unmapped, SMALL, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
     if (again != unmapped) _exit(4);
     for (size_t page = 0; page < SMALL / PAGE; page += 2)
-        if (*(volatile uint64_t *)(given_up + page * PAGE) != 0 || *(volatile uint64_t *)(unmapped + page * PAGE) != 0) _exit(5);
+        if (*(volatile uint64_t *)(given_up + page * PAGE) != 0 ||
+            *(volatile uint64_t *)(unmapped + page * PAGE) != 0)
+            _exit(5);
     for (size_t page = 0; page < given.pages; page += 37)
         check_page(arena + page * PAGE, key_of(given.seed, page, 1), "in a child handler");
 }
@@ -75,7 +86,8 @@ static void early(void) {
 __attribute__((section(".preinit_array"), used)) static void (*const first)(void) = early;
 
 static void fill_all(void) {
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
 }
 
 static void fill_small(void) {
@@ -88,7 +100,8 @@ static void fill_small(void) {
 /* What the other thread does with the lock held. */
 static void work(uint64_t *state) {
     if (!strcmp(given.mode, "moves")) {
-        unsigned char *at = mmap(NULL, 4 * SMALL, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        unsigned char *at =
+            mmap(NULL, 4 * SMALL, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         MUST(at != MAP_FAILED);
         fill_page(at, key_of(given.seed, 1, 2));
         unsigned char *moved = mremap(at, 4 * SMALL, 64 * SMALL, MREMAP_MAYMOVE);
@@ -152,7 +165,8 @@ static void one_fork(const char *what, int full) {
     forks++;
 }
 
-/* Allocations of all sizes, each with contents of its own, by several threads; the main thread forks. */
+/* Allocations of all sizes, each with contents of its own, by several threads; the main thread
+ * forks. */
 #define BLOCKS 64
 static void allocate(uint64_t seed, int rounds) {
     uint64_t state = seed;
@@ -162,7 +176,8 @@ static void allocate(uint64_t seed, int rounds) {
         int at = (int)below(&state, BLOCKS);
         if (block[at]) {
             for (size_t k = 0; k < len[at]; k += 64)
-                if (block[at][k] != mix(seed + (uint64_t)at + k)) die("a block of an allocator has a wrong word");
+                if (block[at][k] != mix(seed + (uint64_t)at + k))
+                    die("a block of an allocator has a wrong word");
         }
         size_t to = 1 + below(&state, below(&state, 40) == 0 ? 200000 : 2000);
         if (below(&state, 3) == 0) {
@@ -189,7 +204,8 @@ static void *allocator(void *x) {
 
 static void allocators(void) {
     pthread_t thread[4];
-    for (uintptr_t i = 0; i < 4; i++) MUST(!pthread_create(&thread[i], NULL, allocator, (void *)(given.seed + i)));
+    for (uintptr_t i = 0; i < 4; i++)
+        MUST(!pthread_create(&thread[i], NULL, allocator, (void *)(given.seed + i)));
     double end = now() + given.seconds;
     while (now() < end || forks < 3) {
         pid_t pid = fork();
@@ -223,9 +239,11 @@ static void *reader(void *x) {
 /* Forks that take long, for there are many mappings, while threads bring pages in. */
 static void long_forks(void) {
     enum { MAPPINGS = 40000 };
-    unsigned char *area = mmap(NULL, MAPPINGS * PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *area =
+        mmap(NULL, MAPPINGS * PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     MUST(area != MAP_FAILED);
-    for (size_t page = 0; page < MAPPINGS; page += 2) MUST(mprotect(area + page * PAGE, PAGE, PROT_READ | PROT_WRITE) == 0);
+    for (size_t page = 0; page < MAPPINGS; page += 2)
+        MUST(mprotect(area + page * PAGE, PAGE, PROT_READ | PROT_WRITE) == 0);
     pthread_t thread[2];
     for (uintptr_t i = 0; i < 2; i++) MUST(!pthread_create(&thread[i], NULL, reader, (void *)i));
     double end = now() + given.seconds;

@@ -1,5 +1,6 @@
-/* Threads move their memory to and fro with mremap while others fork, through libc (MODE libc) or past it (raw). A child finds each block
- * at one of its places, or nowhere for an instant that fork must not show, and everything in it; a page that is not what it was is a loss. */
+/* Threads move their memory to and fro with mremap while others fork, through libc (MODE libc) or
+ * past it (raw). A child finds each block at one of its places, or nowhere for an instant that fork
+ * must not show, and everything in it; a page that is not what it was is a loss. */
 #include "common.h"
 #include <sched.h>
 #include <signal.h>
@@ -28,13 +29,15 @@ static int is_mapped(const unsigned char *at) {
     return mincore((void *)at, PAGE, &one) == 0;
 }
 
-/* The page is what it must be, or belongs to nobody: then its first word is that of what stood in the way. */
+/* The page is what it must be, or belongs to nobody: then its first word is that of what stood in
+ * the way. */
 static int holds(size_t block, const unsigned char *at) {
     return *(const volatile uint64_t *)at == word_of(key(block, 0), 0);
 }
 
 static void reserve(unsigned char *at) {
-    MUST(mmap(at, BLOCK_PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
+    MUST(mmap(at, BLOCK_PAGES * PAGE, PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
     *(volatile uint64_t *)at = 1;
 }
 
@@ -46,15 +49,18 @@ static void *mover(void *argument) {
     while (!atomic_load(&stop)) {
         int to = (at + 1 + (int)below(&random, PLACES - 1)) % PLACES;
         if (to == 2 && below(&random, 2)) reserve(block->place[2]);
-        MUST(mremap(block->place[at], BLOCK_PAGES * PAGE, BLOCK_PAGES * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, block->place[to]) == block->place[to]);
+        MUST(mremap(block->place[at], BLOCK_PAGES * PAGE, BLOCK_PAGES * PAGE,
+                    MREMAP_MAYMOVE | MREMAP_FIXED, block->place[to]) == block->place[to]);
         at = to;
         if (below(&random, 8) == 0) {
             size_t page = below(&random, BLOCK_PAGES);
-            check_page(block->place[at] + page * PAGE, key(self, page), "in the thread that moves it");
+            check_page(block->place[at] + page * PAGE, key(self, page),
+                       "in the thread that moves it");
         }
         if (below(&random, 4) == 0) usleep((useconds_t)below(&random, 300));
     }
-    for (size_t page = 0; page < BLOCK_PAGES; page++) check_page(block->place[at] + page * PAGE, key(self, page), "in the parent at the end");
+    for (size_t page = 0; page < BLOCK_PAGES; page++)
+        check_page(block->place[at] + page * PAGE, key(self, page), "in the parent at the end");
     return NULL;
 }
 
@@ -72,13 +78,18 @@ static void child(uint64_t random) {
             char seen[PLACES][24];
             for (int at = 0; at < PLACES; at++) {
                 const unsigned char *place = blocks[self].place[at];
-                if (is_mapped(place)) snprintf(seen[at], sizeof seen[at], "%llx", (unsigned long long)*(const volatile uint64_t *)place);
-                else strcpy(seen[at], "unmapped");
+                if (is_mapped(place))
+                    snprintf(seen[at], sizeof seen[at], "%llx",
+                             (unsigned long long)*(const volatile uint64_t *)place);
+                else
+                    strcpy(seen[at], "unmapped");
             }
-            die("block %zu is lost in a child: its places hold %s, %s, %s", self, seen[0], seen[1], seen[2]);
+            die("block %zu is lost in a child: its places hold %s, %s, %s", self, seen[0], seen[1],
+                seen[2]);
         }
         size_t from = below(&random, 8);
-        for (size_t page = from; page < BLOCK_PAGES; page += 8) check_page(found + page * PAGE, key(self, page), "in a child");
+        for (size_t page = from; page < BLOCK_PAGES; page += 8)
+            check_page(found + page * PAGE, key(self, page), "in a child");
     }
     for (size_t i = 0; i < 32; i++) {
         size_t page = below(&random, given.pages);
@@ -92,7 +103,10 @@ static pid_t raw_clone(void) {
     long task;
     register long last __asm__("r8") = 0;
     register long fourth __asm__("r10") = 0;
-    __asm__ volatile("syscall" : "=a"(task) : "a"(SYS_clone), "D"(SIGCHLD), "S"(0), "d"(0), "r"(fourth), "r"(last) : "rcx", "r11", "memory");
+    __asm__ volatile("syscall"
+                     : "=a"(task)
+                     : "a"(SYS_clone), "D"(SIGCHLD), "S"(0), "d"(0), "r"(fourth), "r"(last)
+                     : "rcx", "r11", "memory");
     return (pid_t)task;
 #else
     return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
@@ -113,7 +127,8 @@ static void *forker(void *argument) {
         if (WIFSIGNALED(status)) die("a child was ended by signal %d", WTERMSIG(status));
         if (WEXITSTATUS(status) != 0) die("a child's exit status is %d", WEXITSTATUS(status));
         atomic_fetch_add(&forked, 1);
-        /* Each of these children is given all it has: without a pause nobody else comes to anything. */
+        /* Each of these children is given all it has: without a pause nobody else comes to
+         * anything. */
         if (strcmp(given.mode, "raw") == 0) usleep(100000);
     }
     return NULL;
@@ -125,15 +140,19 @@ int main(int count, char **words) {
     /* Places apart from everything else: the kernel puts nothing there of its own accord. */
     unsigned char *area = (unsigned char *)0x200000000000;
     for (size_t self = 0; self < BLOCKS; self++) {
-        for (int at = 0; at < PLACES; at++) blocks[self].place[at] = area + (self * PLACES + (size_t)at) * 4 * BLOCK_PAGES * PAGE;
+        for (int at = 0; at < PLACES; at++)
+            blocks[self].place[at] = area + (self * PLACES + (size_t)at) * 4 * BLOCK_PAGES * PAGE;
         reserve(blocks[self].place[0]);
-        for (size_t page = 0; page < BLOCK_PAGES; page++) fill_page(blocks[self].place[0] + page * PAGE, key(self, page));
+        for (size_t page = 0; page < BLOCK_PAGES; page++)
+            fill_page(blocks[self].place[0] + page * PAGE, key(self, page));
     }
     ballast = map(given.pages * PAGE);
-    for (size_t page = 0; page < given.pages; page++) fill_page(ballast + page * PAGE, key_of(given.seed, page, 9));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(ballast + page * PAGE, key_of(given.seed, page, 9));
     pthread_t ids[BLOCKS + FORKERS];
     for (size_t i = 0; i < BLOCKS; i++) MUST(pthread_create(&ids[i], NULL, mover, (void *)i) == 0);
-    for (size_t i = 0; i < FORKERS; i++) MUST(pthread_create(&ids[BLOCKS + i], NULL, forker, (void *)i) == 0);
+    for (size_t i = 0; i < FORKERS; i++)
+        MUST(pthread_create(&ids[BLOCKS + i], NULL, forker, (void *)i) == 0);
     uint64_t random = mix(given.seed + 5);
     while (now() < end) {
         size_t page = below(&random, given.pages);

@@ -1,4 +1,5 @@
-/* fork, vfork, posix_spawn and exec by a process with swapped memory. Each MODE is one way in which children come and go. */
+/* fork, vfork, posix_spawn and exec by a process with swapped memory. Each MODE is one way in which
+ * children come and go. */
 #include "common.h"
 #include <fcntl.h>
 #include <sched.h>
@@ -53,7 +54,8 @@ static void await(pid_t child, const char *what) {
     int status;
     MUST(waitpid(child, &status, 0) == child);
     if (WIFSIGNALED(status)) die("%s: the child was ended by signal %d", what, WTERMSIG(status));
-    if (WEXITSTATUS(status) != 0) die("%s: the child's exit status is %d", what, WEXITSTATUS(status));
+    if (WEXITSTATUS(status) != 0)
+        die("%s: the child's exit status is %d", what, WEXITSTATUS(status));
 }
 
 /* Parent and two children verify everything and rewrite their own half, all at the same time. */
@@ -106,20 +108,25 @@ static void *churn(void *argument) {
     return NULL;
 }
 
-/* Forks while four threads write the upper half. The child must find the lower half whole, and no written page empty. */
+/* Forks while four threads write the upper half. The child must find the lower half whole, and no
+ * written page empty. */
 static void threaded(void) {
     pthread_t ids[4];
     for (size_t i = 0; i < 4; i++) MUST(pthread_create(&ids[i], NULL, churn, (void *)i) == 0);
     for (size_t round = 0; round < 5 || now() < end; round++) {
         pid_t child = fork_or_die();
         if (child == 0) {
-            for (size_t page = 0; page < given.pages / 2; page++) check(page, "in the child of a threaded process");
+            for (size_t page = 0; page < given.pages / 2; page++)
+                check(page, "in the child of a threaded process");
             for (size_t page = given.pages / 2; page < given.pages; page++) {
                 volatile uint64_t *words = (volatile uint64_t *)(arena + page * PAGE);
-                if (words[1] == 0) mismatch(arena + page * PAGE + 8, 1, 0, "lost page in the child of a threaded process");
+                if (words[1] == 0)
+                    mismatch(arena + page * PAGE + 8, 1, 0,
+                             "lost page in the child of a threaded process");
             }
             rewrite(0, given.pages / 2, 3, 7);
-            for (size_t page = 0; page < given.pages / 2; page++) check(page, "in that child after it wrote");
+            for (size_t page = 0; page < given.pages / 2; page++)
+                check(page, "in that child after it wrote");
             _exit(0);
         }
         await(child, "threaded");
@@ -169,7 +176,8 @@ static void killed(void) {
         MUST(kill(child, SIGKILL) == 0);
         int status;
         MUST(waitpid(child, &status, 0) == child);
-        if (!WIFSIGNALED(status)) die("the child that was to be killed exited with %d", WEXITSTATUS(status));
+        if (!WIFSIGNALED(status))
+            die("the child that was to be killed exited with %d", WEXITSTATUS(status));
         check_all("in the parent after a child was killed");
     }
 }
@@ -182,7 +190,8 @@ static void many(void) {
             children[i] = fork_or_die();
             if (children[i] == 0) {
                 uint64_t own = mix(random + (uint64_t)i);
-                for (int touch = 0; touch < 50; touch++) check(below(&own, given.pages), "in one of many children");
+                for (int touch = 0; touch < 50; touch++)
+                    check(below(&own, given.pages), "in one of many children");
                 _exit(0);
             }
         }
@@ -221,7 +230,8 @@ static char **child_words(void) {
     static char *words[6];
     snprintf(megabytes, sizeof megabytes, "%zu", given.megabytes / 4);
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)given.seed + 1);
-    words[0] = (char *)program, words[1] = megabytes, words[2] = "0", words[3] = seed, words[4] = "plain", words[5] = NULL;
+    words[0] = (char *)program, words[1] = megabytes, words[2] = "0", words[3] = seed,
+    words[4] = "plain", words[5] = NULL;
     return words;
 }
 
@@ -273,7 +283,8 @@ static void closefds(void) {
 static void grown(void) {
     const size_t block = 256;
     size_t pages = block;
-    unsigned char *at = mmap(NULL, block * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *at =
+        mmap(NULL, block * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     MUST(at != MAP_FAILED);
     for (size_t page = 0; page < block; page++) fill_page(at + page * PAGE, key(page, 77));
     for (size_t round = 0; round < 4 || now() < end; round++) {
@@ -284,12 +295,15 @@ static void grown(void) {
         MUST(at != MAP_FAILED);
         pid_t child = fork_or_die();
         if (child == 0) {
-            for (size_t page = 0; page < block; page++) check_page(at + page * PAGE, key(page, 77), "in a child of one that grew");
+            for (size_t page = 0; page < block; page++)
+                check_page(at + page * PAGE, key(page, 77), "in a child of one that grew");
             for (size_t page = pages; page < more; page++) {
-                for (size_t word = 0; word < WORDS; word++) MUST(((uint64_t *)(at + page * PAGE))[word] == 0);
+                for (size_t word = 0; word < WORDS; word++)
+                    MUST(((uint64_t *)(at + page * PAGE))[word] == 0);
                 fill_page(at + page * PAGE, key(page, 78));
             }
-            for (size_t page = pages; page < more; page++) check_page(at + page * PAGE, key(page, 78), "what a child wrote where it grew");
+            for (size_t page = pages; page < more; page++)
+                check_page(at + page * PAGE, key(page, 78), "what a child wrote where it grew");
             _exit(0);
         }
         await(child, "grown");
@@ -322,7 +336,8 @@ static void *warden(void *argument) {
 
 static unsigned char *ward;
 
-/* What the program pages by itself, behind a mapping that swaptide will manage. Before anything is managed: who comes second may not register. */
+/* What the program pages by itself, behind a mapping that swaptide will manage. Before anything is
+ * managed: who comes second may not register. */
 static void take_ward(void) {
     static int fd;
     ward = map(2 * WARD * PAGE) + WARD * PAGE;
@@ -330,7 +345,8 @@ static void take_ward(void) {
     MUST(fd >= 0);
     struct uffdio_api api = {.api = UFFD_API};
     MUST(ioctl(fd, UFFDIO_API, &api) == 0);
-    struct uffdio_register registration = {.range = {(uint64_t)ward, WARD * PAGE}, .mode = UFFDIO_REGISTER_MODE_MISSING};
+    struct uffdio_register registration = {.range = {(uint64_t)ward, WARD * PAGE},
+                                           .mode = UFFDIO_REGISTER_MODE_MISSING};
     MUST(ioctl(fd, UFFDIO_REGISTER, &registration) == 0);
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, warden, &fd) == 0);
@@ -341,14 +357,16 @@ static void guarded(void) {
     unsigned char *before = ward - WARD * PAGE;
     for (size_t page = 0; page < WARD; page++) {
         fill_page(before + page * PAGE, key(page, 56));
-        check_page(ward + page * PAGE, key_of(given.seed, (size_t)(ward + page * PAGE) / PAGE, 55), "filled by the program itself");
+        check_page(ward + page * PAGE, key_of(given.seed, (size_t)(ward + page * PAGE) / PAGE, 55),
+                   "filled by the program itself");
         fill_page(ward + page * PAGE, key(page, 57));
     }
     for (size_t round = 0; round < 4 || now() < end; round++) {
         rewrite(round % 4, given.pages, 4, 20 + (uint32_t)round);
         pid_t child = fork_or_die();
         for (size_t page = 0; page < WARD; page++) {
-            check_page(before + page * PAGE, key(page, 56), "before what the program pages by itself");
+            check_page(before + page * PAGE, key(page, 56),
+                       "before what the program pages by itself");
             check_page(ward + page * PAGE, key(page, 57), "what the program pages by itself");
         }
         if (child == 0) _exit(0);
@@ -368,17 +386,28 @@ int main(int count, char **words) {
     for (size_t page = 0; page < given.pages; page++) write_page(page, 1);
     end = now() + given.seconds;
     const char *mode = given.mode;
-    if (strcmp(mode, "tree") == 0) tree();
-    else if (strcmp(mode, "nested") == 0) nested_from(0);
-    else if (strcmp(mode, "threaded") == 0) threaded();
-    else if (strcmp(mode, "orphan") == 0) orphan();
-    else if (strcmp(mode, "killed") == 0) killed();
-    else if (strcmp(mode, "many") == 0) many();
-    else if (strcmp(mode, "daemon") == 0 && result_path) daemonise();
-    else if (strcmp(mode, "exec") == 0 || strcmp(mode, "vfork") == 0 || strcmp(mode, "spawn") == 0) become(mode);
-    else if (strcmp(mode, "closefds") == 0) closefds();
-    else if (strcmp(mode, "grown") == 0) grown();
-    else if (strcmp(mode, "guarded") == 0) guarded();
+    if (strcmp(mode, "tree") == 0)
+        tree();
+    else if (strcmp(mode, "nested") == 0)
+        nested_from(0);
+    else if (strcmp(mode, "threaded") == 0)
+        threaded();
+    else if (strcmp(mode, "orphan") == 0)
+        orphan();
+    else if (strcmp(mode, "killed") == 0)
+        killed();
+    else if (strcmp(mode, "many") == 0)
+        many();
+    else if (strcmp(mode, "daemon") == 0 && result_path)
+        daemonise();
+    else if (strcmp(mode, "exec") == 0 || strcmp(mode, "vfork") == 0 || strcmp(mode, "spawn") == 0)
+        become(mode);
+    else if (strcmp(mode, "closefds") == 0)
+        closefds();
+    else if (strcmp(mode, "grown") == 0)
+        grown();
+    else if (strcmp(mode, "guarded") == 0)
+        guarded();
     else if (strcmp(mode, "plain") == 0) {
         check_all("in a program that was started by exec");
         return 0;

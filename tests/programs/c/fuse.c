@@ -1,6 +1,6 @@
-/* A file system of its own (FUSE) between two processes: the kernel copies between the server's cold memory and the reader's, also by
- * direct reads, whose pages it holds while the server takes its time. Every page that is read is the one that the server has.
- * Needs the right to mount. */
+/* A file system of its own (FUSE) between two processes: the kernel copies between the server's
+ * cold memory and the reader's, also by direct reads, whose pages it holds while the server takes
+ * its time. Every page that is read is the one that the server has. Needs the right to mount. */
 #include "common.h"
 #include <fcntl.h>
 #include <linux/fuse.h>
@@ -14,11 +14,14 @@ enum { AT_ONCE = 16 };
 
 static struct arguments given;
 
-static void reply(int fd, const struct fuse_in_header *in, int error, const void *body, size_t len) {
-    struct fuse_out_header out = {.len = (uint32_t)(sizeof out + (error ? 0 : len)), .error = error, .unique = in->unique};
+static void reply(int fd, const struct fuse_in_header *in, int error, const void *body,
+                  size_t len) {
+    struct fuse_out_header out = {
+        .len = (uint32_t)(sizeof out + (error ? 0 : len)), .error = error, .unique = in->unique};
     struct iovec parts[2] = {{&out, sizeof out}, {(void *)(uintptr_t)body, len}};
     /* An interrupted request is wanted by nobody. */
-    if (writev(fd, parts, error || len == 0 ? 1 : 2) < 0 && errno != ENOENT) die("answering: %s", strerror(errno));
+    if (writev(fd, parts, error || len == 0 ? 1 : 2) < 0 && errno != ENOENT)
+        die("answering: %s", strerror(errno));
 }
 
 static struct fuse_attr attributes(uint64_t node) {
@@ -30,7 +33,8 @@ static struct fuse_attr attributes(uint64_t node) {
 
 static void serve(int fd) {
     unsigned char *arena = map(given.pages * PAGE), *requests = map(1ul << 20);
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, 7));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, 7));
     uint64_t count = 0, slot = 0;
     for (;;) {
         /* Requests are read into cold memory, too. */
@@ -43,13 +47,17 @@ static void serve(int fd) {
         switch (in->opcode) {
         case FUSE_INIT: {
             const struct fuse_init_in *init = body;
-            struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION, .minor = init->minor < 31 ? init->minor : 31,
-                                        .max_readahead = 0, .max_write = 64 << 10, .max_background = 16};
+            struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION,
+                                        .minor = init->minor < 31 ? init->minor : 31,
+                                        .max_readahead = 0,
+                                        .max_write = 64 << 10,
+                                        .max_background = 16};
             reply(fd, in, 0, &out, sizeof out);
             break;
         }
         case FUSE_LOOKUP: {
-            struct fuse_entry_out out = {.nodeid = 2, .attr = attributes(2), .entry_valid = 60, .attr_valid = 60};
+            struct fuse_entry_out out = {
+                .nodeid = 2, .attr = attributes(2), .entry_valid = 60, .attr_valid = 60};
             reply(fd, in, 0, &out, sizeof out);
             break;
         }
@@ -69,8 +77,11 @@ static void serve(int fd) {
             reply(fd, in, 0, arena + read->offset, read->size);
             break;
         }
-        case FUSE_FORGET: case FUSE_BATCH_FORGET: case FUSE_INTERRUPT: break;
-        case FUSE_FLUSH: case FUSE_RELEASE: reply(fd, in, 0, NULL, 0); break;
+        case FUSE_FORGET:
+        case FUSE_BATCH_FORGET:
+        case FUSE_INTERRUPT: break;
+        case FUSE_FLUSH:
+        case FUSE_RELEASE: reply(fd, in, 0, NULL, 0); break;
         default: reply(fd, in, -ENOSYS, NULL, 0);
         }
     }
@@ -85,7 +96,8 @@ static void *pushes_out(void *x) {
     while (!over) {
         madvise(into, AT_ONCE * PAGE, MADV_PAGEOUT);
         uint64_t words[AT_ONCE];
-        if (reading && map >= 0 && pread(map, words, sizeof words, (off_t)((uintptr_t)into / PAGE * 8)) == sizeof words)
+        if (reading && map >= 0 &&
+            pread(map, words, sizeof words, (off_t)((uintptr_t)into / PAGE * 8)) == sizeof words)
             for (size_t i = 0; i < AT_ONCE; i++) out_while_read += words[i] >> 63 == 0;
         usleep(500);
     }
@@ -105,7 +117,8 @@ int main(int count, char **words) {
     if (server == 0) serve(fd);
     close(fd);
     unsigned char *cold = map(given.pages * PAGE);
-    for (size_t page = 0; page < given.pages; page++) fill_page(cold + page * PAGE, key_of(given.seed, page, 9));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(cold + page * PAGE, key_of(given.seed, page, 9));
     snprintf(path, sizeof path, "%s/f", dir);
     int file = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC);
     MUST(file >= 0);
@@ -121,7 +134,8 @@ int main(int count, char **words) {
         ssize_t n = pread(file, into, AT_ONCE * PAGE, (off_t)(page * PAGE));
         reading = 0;
         MUST(n == AT_ONCE * PAGE);
-        for (size_t i = 0; i < AT_ONCE; i++) check_page(into + i * PAGE, key_of(given.seed, page + i, 7), "a page of the file");
+        for (size_t i = 0; i < AT_ONCE; i++)
+            check_page(into + i * PAGE, key_of(given.seed, page + i, 7), "a page of the file");
         check_page(cold + page * PAGE, key_of(given.seed, page, 9), "a page of the reader's");
         rounds++;
     }
@@ -132,6 +146,7 @@ int main(int count, char **words) {
     rmdir(dir);
     kill(server, SIGKILL);
     MUST(waitpid(server, NULL, 0) == server);
-    printf("%llu reads; %zu pages were out while they were read into\n", (unsigned long long)rounds, (size_t)out_while_read);
+    printf("%llu reads; %zu pages were out while they were read into\n", (unsigned long long)rounds,
+           (size_t)out_while_read);
     return ok("fuse", NULL);
 }

@@ -47,7 +47,8 @@ static unsigned char *filled(size_t pages) {
 }
 
 static void intact(const unsigned char *at, size_t pages) {
-    for (size_t page = 0; page < pages; page++) check_page(at + page * PAGE, key(page) | 0x100, "page of the ballast");
+    for (size_t page = 0; page < pages; page++)
+        check_page(at + page * PAGE, key(page) | 0x100, "page of the ballast");
 }
 
 /* Has a range taken out. True if all of it but what stays is out, by the page that is given. */
@@ -58,7 +59,8 @@ static int out(void *range, size_t pages, const void *witness) {
         if (!managed) return 0;
         usleep(5000);
     }
-    die("page %zu of the range, which nothing keeps in memory, does not go out", (size_t)((unsigned char *)witness - (unsigned char *)range) / PAGE);
+    die("page %zu of the range, which nothing keeps in memory, does not go out",
+        (size_t)((unsigned char *)witness - (unsigned char *)range) / PAGE);
 }
 
 static void begin(void) {
@@ -84,7 +86,8 @@ static void await(atomic_int *word) {
 
 static void *owner(void *given_owner) {
     struct owner *self = given_owner;
-    for (size_t i = 0; i < self->count; i++) MUST((errno = pthread_mutex_lock(self->mutex[i])) == 0);
+    for (size_t i = 0; i < self->count; i++)
+        MUST((errno = pthread_mutex_lock(self->mutex[i])) == 0);
     self->holds = 1;
     while (!self->go) {
         struct timespec pause = {0, 200000};
@@ -112,7 +115,8 @@ static void robust_round(enum end end, int protocol) {
     unsigned char *area = filled(pages);
     pthread_mutex_t *mutex[MUTEXES];
     for (size_t i = 0; i < MUTEXES; i++) {
-        mutex[i] = (pthread_mutex_t *)(area + (3 * i + 1) * PAGE - (i % 4 == 0 ? 16 : 0) + 64 * (i % 4));
+        mutex[i] =
+            (pthread_mutex_t *)(area + (3 * i + 1) * PAGE - (i % 4 == 0 ? 16 : 0) + 64 * (i % 4));
         make(mutex[i], 1, protocol);
     }
     struct owner self = {mutex, MUTEXES, end, 0, 0};
@@ -129,13 +133,16 @@ static void robust_round(enum end end, int protocol) {
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_sec += 5;
         int result = pthread_mutex_timedlock(mutex[i], &until);
-        if (result != EOWNERDEAD) die("end %d, protocol %d, mutex %zu: %s instead of EOWNERDEAD", end, protocol, i, strerror(result));
+        if (result != EOWNERDEAD)
+            die("end %d, protocol %d, mutex %zu: %s instead of EOWNERDEAD", end, protocol, i,
+                strerror(result));
         MUST((errno = pthread_mutex_consistent(mutex[i])) == 0);
         MUST((errno = pthread_mutex_unlock(mutex[i])) == 0);
         MUST((errno = pthread_mutex_destroy(mutex[i])) == 0);
     }
     /* Nothing is held by what was destroyed. */
-    for (size_t i = 0; managed && i < MUTEXES; i++) out((void *)((uintptr_t)mutex[i] & ~(PAGE - 1)), 1, mutex[i]);
+    for (size_t i = 0; managed && i < MUTEXES; i++)
+        out((void *)((uintptr_t)mutex[i] & ~(PAGE - 1)), 1, mutex[i]);
     MUST(munmap(area, pages * PAGE) == 0);
 }
 
@@ -176,13 +183,15 @@ static void *locker(void *number) {
     return NULL;
 }
 
-static long futex(uint32_t *word, int operation, uint32_t value, uintptr_t second, uint32_t *other, uint32_t third) {
+static long futex(uint32_t *word, int operation, uint32_t value, uintptr_t second, uint32_t *other,
+                  uint32_t third) {
     return syscall(SYS_futex, word, operation | FUTEX_PRIVATE_FLAG, value, second, other, third);
 }
 
 static void *unlock_later(void *word) {
     usleep(20000);
-    return (void *)(uintptr_t)(syscall(SYS_futex, word, FUTEX_UNLOCK_PI | FUTEX_PRIVATE_FLAG, 0, NULL, NULL, 0) == 0);
+    return (void *)(uintptr_t)(syscall(SYS_futex, word, FUTEX_UNLOCK_PI | FUTEX_PRIVATE_FLAG, 0,
+                                       NULL, NULL, 0) == 0);
 }
 
 static void raw_operations(unsigned char *area) {
@@ -193,23 +202,30 @@ static void raw_operations(unsigned char *area) {
         unsigned char *start = (unsigned char *)((uintptr_t)word & ~(PAGE - 1));
         *word = 5;
         out(start, 1, word);
-        long result = futex(&plain, FUTEX_WAKE_OP, 1, 1, word, FUTEX_OP(FUTEX_OP_ADD, 2, FUTEX_OP_CMP_EQ, 5));
-        if (result != 0 || *word != 7) die("FUTEX_WAKE_OP: %ld %s, the word is %u", result, strerror(errno), *word);
+        long result =
+            futex(&plain, FUTEX_WAKE_OP, 1, 1, word, FUTEX_OP(FUTEX_OP_ADD, 2, FUTEX_OP_CMP_EQ, 5));
+        if (result != 0 || *word != 7)
+            die("FUTEX_WAKE_OP: %ld %s, the word is %u", result, strerror(errno), *word);
         *word = 0;
         static const int locking[] = {FUTEX_LOCK_PI, FUTEX_TRYLOCK_PI, FUTEX_LOCK_PI2};
         out(start, 1, start);
         result = futex(word, locking[turn % 3], 0, 0, NULL, 0);
         if (result != 0 && errno == ENOSYS) continue;
-        if (result != 0 || *word != tid) die("operation %d: %ld %s, the word is %x", locking[turn % 3], result, strerror(errno), *word);
+        if (result != 0 || *word != tid)
+            die("operation %d: %ld %s, the word is %x", locking[turn % 3], result, strerror(errno),
+                *word);
         out(area, 4, area + 3 * PAGE);
         result = futex(word, FUTEX_UNLOCK_PI, 0, 0, NULL, 0);
-        if (result != 0 || *word != 0) die("FUTEX_UNLOCK_PI: %ld %s, the word is %x", result, strerror(errno), *word);
+        if (result != 0 || *word != 0)
+            die("FUTEX_UNLOCK_PI: %ld %s, the word is %x", result, strerror(errno), *word);
     }
     /* What is wrong stays wrong. */
     unsigned char *none = mmap(NULL, PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     MUST(none != MAP_FAILED);
     MUST(futex((uint32_t *)none, FUTEX_LOCK_PI, 0, 0, NULL, 0) == -1 && errno == EFAULT);
-    MUST(futex(&plain, FUTEX_WAKE_OP, 1, 1, (uint32_t *)none, FUTEX_OP(FUTEX_OP_SET, 1, FUTEX_OP_CMP_EQ, 0)) == -1 && errno == EFAULT);
+    MUST(futex(&plain, FUTEX_WAKE_OP, 1, 1, (uint32_t *)none,
+               FUTEX_OP(FUTEX_OP_SET, 1, FUTEX_OP_CMP_EQ, 0)) == -1 &&
+         errno == EFAULT);
     MUST(mprotect(none, PAGE, PROT_READ) == 0);
     MUST(futex((uint32_t *)none, FUTEX_LOCK_PI, 0, 0, NULL, 0) == -1 && errno == EFAULT);
     MUST(munmap(none, PAGE) == 0);
@@ -217,7 +233,8 @@ static void raw_operations(unsigned char *area) {
     MUST(futex((uint32_t *)(area + 2), FUTEX_LOCK_PI, 0, 0, NULL, 0) == -1 && errno == EINVAL);
 }
 
-/* Several threads take a PI lock that nobody has used, at once: none is told that the futex is no PI one. */
+/* Several threads take a PI lock that nobody has used, at once: none is told that the futex is no
+ * PI one. */
 enum { FRESH = 200, TAKERS = 4 };
 static unsigned char *fresh;
 static pthread_barrier_t start_line;
@@ -225,8 +242,10 @@ static void *taker(void *x) {
     for (size_t i = 0; i < FRESH; i++) {
         uint32_t *word = (uint32_t *)(fresh + i * PAGE + 64);
         pthread_barrier_wait(&start_line);
-        if (futex(word, FUTEX_LOCK_PI, 0, 0, NULL, 0) != 0) die("FUTEX_LOCK_PI of fresh word %zu: %s", i, strerror(errno));
-        if (futex(word, FUTEX_UNLOCK_PI, 0, 0, NULL, 0) != 0) die("FUTEX_UNLOCK_PI of fresh word %zu: %s", i, strerror(errno));
+        if (futex(word, FUTEX_LOCK_PI, 0, 0, NULL, 0) != 0)
+            die("FUTEX_LOCK_PI of fresh word %zu: %s", i, strerror(errno));
+        if (futex(word, FUTEX_UNLOCK_PI, 0, 0, NULL, 0) != 0)
+            die("FUTEX_UNLOCK_PI of fresh word %zu: %s", i, strerror(errno));
     }
     return x;
 }
@@ -243,9 +262,11 @@ static void contended(void) {
 
 static uint32_t *waits_on, *requeued_to;
 static void *waits_requeue(void *x) {
-    long result = syscall(SYS_futex, waits_on, FUTEX_WAIT_REQUEUE_PI | FUTEX_PRIVATE_FLAG, 0, NULL, requeued_to, 0);
+    long result = syscall(SYS_futex, waits_on, FUTEX_WAIT_REQUEUE_PI | FUTEX_PRIVATE_FLAG, 0, NULL,
+                          requeued_to, 0);
     if (result != 0) die("FUTEX_WAIT_REQUEUE_PI: %s", strerror(errno));
-    MUST(syscall(SYS_futex, requeued_to, FUTEX_UNLOCK_PI | FUTEX_PRIVATE_FLAG, 0, NULL, NULL, 0) == 0);
+    MUST(syscall(SYS_futex, requeued_to, FUTEX_UNLOCK_PI | FUTEX_PRIVATE_FLAG, 0, NULL, NULL, 0) ==
+         0);
     return x;
 }
 
@@ -276,7 +297,8 @@ static void pi(void) {
     }
     until = now() + given.seconds;
     pthread_t thread[LOCKERS];
-    for (size_t i = 0; i < LOCKERS; i++) MUST(pthread_create(&thread[i], NULL, locker, (void *)i) == 0);
+    for (size_t i = 0; i < LOCKERS; i++)
+        MUST(pthread_create(&thread[i], NULL, locker, (void *)i) == 0);
     while (now() < until) {
         madvise(area, 4 * LOCKS * PAGE, MADV_PAGEOUT);
         for (size_t i = 0; i < LOCKS; i++)
@@ -289,7 +311,8 @@ static void pi(void) {
         counted += *counter[i];
         MUST((errno = pthread_mutex_destroy(locks[i])) == 0);
     }
-    if (counted != (uint64_t)total) die("%lu times locked, %ld counted", (unsigned long)total, (long)counted);
+    if (counted != (uint64_t)total)
+        die("%lu times locked, %ld counted", (unsigned long)total, (long)counted);
     unsigned char *words = filled(64);
     raw_operations(words);
     requeue(words);
@@ -314,7 +337,8 @@ static void pi(void) {
     if (managed) out(many, pages, many + 1000 * PAGE);
     size_t there = 0;
     for (size_t page = 0; page < pages; page++) there += (size_t)present(many + page * PAGE);
-    if (managed && there > pages / 10) die("%zu of %zu pages of mutexes that are gone stay", there, pages);
+    if (managed && there > pages / 10)
+        die("%zu of %zu pages of mutexes that are gone stay", there, pages);
 }
 
 /* words */
@@ -337,14 +361,18 @@ static void await_clear(volatile uint32_t *word, const char *what) {
 }
 
 static void cleared_words(void) {
-    enum { THREAD = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM };
+    enum {
+        THREAD = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM
+    };
     for (int turn = 0; turn < 6; turn++) {
         unsigned char *stack = filled(64);
         volatile uint32_t *word = (volatile uint32_t *)(words_area + (size_t)turn * 4 * PAGE + 8);
         atomic_int ran = 0;
         *word = 1;
         out((void *)((uintptr_t)word & ~(PAGE - 1)), 1, (void *)word);
-        MUST(clone(raw_thread, stack + 64 * PAGE, THREAD | CLONE_CHILD_CLEARTID | (turn % 2 ? CLONE_CHILD_SETTID : 0), &ran, NULL, NULL, word) > 0);
+        MUST(clone(raw_thread, stack + 64 * PAGE,
+                   THREAD | CLONE_CHILD_CLEARTID | (turn % 2 ? CLONE_CHILD_SETTID : 0), &ran, NULL,
+                   NULL, word) > 0);
         if (turn % 2 == 0) {
             await_clear(word, "CLONE_CHILD_CLEARTID");
         } else {
@@ -517,7 +545,8 @@ static void files(void) {
         struct rlimit limit = {most, 4096};
         MUST(setrlimit(RLIMIT_NOFILE, &limit) == 0);
         pthread_t thread[2];
-        for (size_t i = 0; i < 2; i++) MUST(pthread_create(&thread[i], NULL, reader, (void *)i) == 0);
+        for (size_t i = 0; i < 2; i++)
+            MUST(pthread_create(&thread[i], NULL, reader, (void *)i) == 0);
         for (size_t i = 0; i < 2; i++) MUST(pthread_join(thread[i], NULL) == 0);
         /* Hints and large mappings ask the handler for something. */
         unsigned char *more = map(16 << 20);
@@ -531,7 +560,9 @@ static void files(void) {
 static void *writer(void *from) {
     uint64_t random = mix(given.seed + (uintptr_t)from);
     for (;;)
-        if (pwrite(STDERR_FILENO, ballast + below(&random, given.pages - 64) * PAGE, 64 * PAGE, 0) < 0) return NULL;
+        if (pwrite(STDERR_FILENO, ballast + below(&random, given.pages - 64) * PAGE, 64 * PAGE, 0) <
+            0)
+            return NULL;
 }
 
 static void inode(void) {
@@ -546,7 +577,11 @@ static long bare_futex(uint32_t *word, int operation) {
     register long none __asm__("r10") = 0;
     register long second __asm__("r8") = 0;
     register long third __asm__("r9") = 0;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(SYS_futex), "D"(word), "S"(operation), "d"(0), "r"(none), "r"(second), "r"(third) : "rcx", "r11", "memory");
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(SYS_futex), "D"(word), "S"(operation), "d"(0), "r"(none), "r"(second),
+                       "r"(third)
+                     : "rcx", "r11", "memory");
     return result;
 }
 
@@ -556,7 +591,8 @@ static void bare(void) {
     *word = 0;
     out(area, 64, word);
     long result = bare_futex(word, FUTEX_LOCK_PI | FUTEX_PRIVATE_FLAG);
-    printf("FUTEX_LOCK_PI by a bare instruction: %s\n", result == 0 ? "locked" : strerror((int)-result));
+    printf("FUTEX_LOCK_PI by a bare instruction: %s\n",
+           result == 0 ? "locked" : strerror((int)-result));
     MUST(result == (managed ? -EFAULT : 0));
     if (managed) {
         /* After any touch it is as it was. */
@@ -569,8 +605,11 @@ static void bare(void) {
 int main(int count, char **arguments) {
     given = parse(count, arguments, "robust");
     begin();
-    static const struct { const char *name; void (*run)(void); } modes[] = {
-        {"robust", robust}, {"pi", pi}, {"words", words}, {"churn", churn}, {"files", files}, {"inode", inode}, {"bare", bare}};
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } modes[] = {{"robust", robust}, {"pi", pi},       {"words", words}, {"churn", churn},
+                 {"files", files},   {"inode", inode}, {"bare", bare}};
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
         if (strcmp(given.mode, modes[i].name) == 0) modes[i].run();
     intact(ballast, given.pages);

@@ -1,4 +1,5 @@
-/* malloc, calloc, realloc, posix_memalign and free in every order, each block's content verified. MODE threads: 4 at once. */
+/* malloc, calloc, realloc, posix_memalign and free in every order, each block's content verified.
+ * MODE threads: 4 at once. */
 #include "common.h"
 
 struct block {
@@ -115,8 +116,8 @@ int main(int count, char **words) {
     pthread_t ids[4];
     struct worker workers[4];
     for (int i = 0; i < threads; i++) {
-        workers[i] = (struct worker){mix(given.seed + i), (given.megabytes << 20) / threads, given.megabytes * 24 / threads,
-                                     now() + given.seconds};
+        workers[i] = (struct worker){mix(given.seed + i), (given.megabytes << 20) / threads,
+                                     given.megabytes * 24 / threads, now() + given.seconds};
         MUST(pthread_create(&ids[i], NULL, work, &workers[i]) == 0);
     }
     for (int i = 0; i < threads; i++) MUST(pthread_join(ids[i], NULL) == 0);

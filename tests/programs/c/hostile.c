@@ -32,7 +32,8 @@ static int connected(void) {
     if (length >= sizeof address.sun_path) length = sizeof address.sun_path - 1;
     memcpy(address.sun_path + 1, socket_name, length);
     int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    if (s < 0 || connect(s, (void *)&address, offsetof(struct sockaddr_un, sun_path) + 1 + length)) return -1;
+    if (s < 0 || connect(s, (void *)&address, offsetof(struct sockaddr_un, sun_path) + 1 + length))
+        return -1;
     struct timeval patience = {3, 0};
     setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     setsockopt(s, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
@@ -43,7 +44,10 @@ static int connected(void) {
 static int answer(int s) {
     char bytes[64], control[64];
     struct iovec vector = {bytes, sizeof bytes};
-    struct msghdr header = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    struct msghdr header = {.msg_iov = &vector,
+                            .msg_iovlen = 1,
+                            .msg_control = control,
+                            .msg_controllen = sizeof control};
     if (recvmsg(s, &header, MSG_CMSG_CLOEXEC) < 1 || !CMSG_FIRSTHDR(&header)) return -1;
     return *(int *)CMSG_DATA(CMSG_FIRSTHDR(&header));
 }
@@ -72,7 +76,9 @@ static size_t offset(const char *name) {
     return strtoul(text, NULL, 0);
 }
 
-static uint32_t *word(char *at, size_t place) { return (uint32_t *)(at + place); }
+static uint32_t *word(char *at, size_t place) {
+    return (uint32_t *)(at + place);
+}
 
 /* The slot in which a number stands. */
 static size_t slot_of(char *at, uint32_t pid) {
@@ -83,7 +89,8 @@ static size_t slot_of(char *at, uint32_t pid) {
 }
 
 static void drop_privileges(void) {
-    if (getuid() == 0 && (setgroups(0, NULL) || setgid(65534) || setuid(65534))) die("setuid: %s", strerror(errno));
+    if (getuid() == 0 && (setgroups(0, NULL) || setgid(65534) || setuid(65534)))
+        die("setuid: %s", strerror(errno));
 }
 
 static int deputy(uint32_t victim) {
@@ -152,8 +159,10 @@ static int maps(const char *program) {
         int fd = answer(s);
         char text[400] = "";
         ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
-        if (n > 0) printf("FAILED: the supervisor gives %.80s\n", text);
-        else puts("OK maps");
+        if (n > 0)
+            printf("FAILED: the supervisor gives %.80s\n", text);
+        else
+            puts("OK maps");
         kill(self, SIGKILL);
         _exit(0);
     }
@@ -183,9 +192,15 @@ static int race(const char *program, int rounds) {
             dup2(own, s);
             fcntl(s, F_SETFD, 0);
             /* Its parent has the connection too. */
-            union { char bytes[CMSG_SPACE(sizeof(int))]; struct cmsghdr align; } control = {0};
+            union {
+                char bytes[CMSG_SPACE(sizeof(int))];
+                struct cmsghdr align;
+            } control = {0};
             struct iovec vector = {"x", 1};
-            struct msghdr header = {.msg_iov = &vector, .msg_iovlen = 1, .msg_control = control.bytes, .msg_controllen = sizeof control};
+            struct msghdr header = {.msg_iov = &vector,
+                                    .msg_iovlen = 1,
+                                    .msg_control = control.bytes,
+                                    .msg_controllen = sizeof control};
             struct cmsghdr *first = CMSG_FIRSTHDR(&header);
             *first = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
             memcpy(CMSG_DATA(first), &own, sizeof own);
@@ -228,13 +243,19 @@ static int requests(int rounds, uint64_t seed) {
         char message[64];
         for (size_t b = 0; b < sizeof message; b++) message[b] = seed >> (b % 8 * 8) ^ b;
         message[0] = kinds[chance % (sizeof kinds - 1)];
-        size_t length = chance / 16 % 3 == 0 ? 1 + chance / 64 % 40 : strchr("A", message[0]) ? 2 : strchr("HRG", message[0]) ? 9
-                        : strchr("VF", message[0]) ? 21 : 1;
+        size_t length = chance / 16 % 3 == 0        ? 1 + chance / 64 % 40
+                        : strchr("A", message[0])   ? 2
+                        : strchr("HRG", message[0]) ? 9
+                        : strchr("VF", message[0])  ? 21
+                                                    : 1;
         int s = connected();
         if (s < 0) die("the supervisor does not answer: %s", strerror(errno));
         struct timeval soon = {0, 20000};
         setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &soon, sizeof soon);
-        union { char bytes[CMSG_SPACE(2 * sizeof(int))]; struct cmsghdr align; } control = {0};
+        union {
+            char bytes[CMSG_SPACE(2 * sizeof(int))];
+            struct cmsghdr align;
+        } control = {0};
         int count = chance / 128 % 3;
         struct iovec vector = {message, length};
         struct msghdr header = {.msg_iov = &vector, .msg_iovlen = 1};
@@ -258,7 +279,9 @@ static int requests(int rounds, uint64_t seed) {
             }
             int status;
             wait(&status);
-            if (status) die("a request of another process than the one that connected was answered: %c", message[0]);
+            if (status)
+                die("a request of another process than the one that connected was answered: %c",
+                    message[0]);
             break;
         default:
             sendmsg(s, &header, MSG_NOSIGNAL);
@@ -274,7 +297,8 @@ static int requests(int rounds, uint64_t seed) {
 static int scribble(double seconds, uint64_t seed) {
     drop_privileges();
     usleep(200000);
-    size_t length, procs = offset("SEGMENT_PROCS"), size = offset("SEGMENT_SLOT"), groups = offset("SEGMENT_GROUPS");
+    size_t length, procs = offset("SEGMENT_PROCS"), size = offset("SEGMENT_SLOT"),
+                   groups = offset("SEGMENT_GROUPS");
     char *at = segment(&length);
     /* Its parent is the run's supervisor; its own engine, if it has one, is its own matter. */
     struct timespec start, now;
@@ -291,9 +315,12 @@ static int scribble(double seconds, uint64_t seed) {
             default: from = offset("SEGMENT_HEADER"), span = 8192;
             }
             uint32_t value = seed >> 20;
-            if (seed >> 57 & 1) value = 1u << (value & 31);
-            else if (seed >> 58 & 1) value &= 127;
-            else if (seed >> 59 & 1) value = offset("VICTIM");
+            if (seed >> 57 & 1)
+                value = 1u << (value & 31);
+            else if (seed >> 58 & 1)
+                value &= 127;
+            else if (seed >> 59 & 1)
+                value = offset("VICTIM");
             *word(at, from + (seed >> 24) % span / 4 * 4) = value;
         }
         usleep(1000);
@@ -308,13 +335,22 @@ static int fill(size_t megabytes, int ignore) {
     MUST(setrlimit(RLIMIT_FSIZE, &limit) == 0);
     if (ignore) signal(SIGXFSZ, SIG_IGN);
     size_t length = megabytes << 20;
-    uint64_t *words = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), x = 88172645463325252u;
+    uint64_t *words =
+                 mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+             x = 88172645463325252u;
     MUST(words != MAP_FAILED);
-    for (size_t i = 0; i < length / 8; i++) { x ^= x << 13; x ^= x >> 7; x ^= x << 17; words[i] = x; }
+    for (size_t i = 0; i < length / 8; i++) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        words[i] = x;
+    }
     sleep(1);
     x = 88172645463325252u;
     for (size_t i = 0; i < length / 8; i++) {
-        x ^= x << 13; x ^= x >> 7; x ^= x << 17;
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
         if (words[i] != x) mismatch(words + i, x, words[i], "after writes that were too far");
     }
     puts("OK fill");
@@ -324,7 +360,8 @@ static int fill(size_t megabytes, int ignore) {
 int main(int count, char **words) {
     if (count < 2) return 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    const char *mode = words[1], *first = count > 2 ? words[2] : "0", *second = count > 3 ? words[3] : "1";
+    const char *mode = words[1], *first = count > 2 ? words[2] : "0",
+               *second = count > 3 ? words[3] : "1";
     socket_name = getenv("SWAPTIDE_SOCKET");
     if (!strcmp(mode, "ask")) {
         socket_name = first;

@@ -1,4 +1,5 @@
-/* An arena that asks for huge pages: filled, verified, parts of its huge pages given back, protected and moved. */
+/* An arena that asks for huge pages: filled, verified, parts of its huge pages given back,
+ * protected and moved. */
 #include "common.h"
 
 #define HUGE (2ul << 20)
@@ -13,7 +14,8 @@ static uint64_t key(size_t page) {
 }
 
 static void check(size_t from, size_t count, const char *what) {
-    for (size_t page = from; page < from + count; page++) check_page(arena + page * PAGE, key(page), what);
+    for (size_t page = from; page < from + count; page++)
+        check_page(arena + page * PAGE, key(page), what);
 }
 
 static void write_range(size_t from, size_t count) {
@@ -36,7 +38,8 @@ int main(int count, char **words) {
     double end = now() + given.seconds;
     for (size_t rounds = 0; rounds < 100 || now() < end; rounds++) {
         size_t huge = below(&random, given.pages / PER_HUGE) * PER_HUGE;
-        size_t length = 1 + below(&random, PER_HUGE / 4), from = huge + below(&random, PER_HUGE - length);
+        size_t length = 1 + below(&random, PER_HUGE / 4),
+               from = huge + below(&random, PER_HUGE - length);
         switch (below(&random, 8)) {
         case 0: /* part of a huge page given back */
             MUST(madvise(arena + from * PAGE, length * PAGE, MADV_DONTNEED) == 0);
@@ -57,11 +60,8 @@ int main(int count, char **words) {
             MUST(madvise(arena + huge * PAGE, HUGE, MADV_HUGEPAGE) == 0 || errno == EINVAL);
             break;
         case 4:
-        case 5:
-            write_range(from, length);
-            break;
-        default:
-            check(huge, PER_HUGE, "huge page");
+        case 5: write_range(from, length); break;
+        default: check(huge, PER_HUGE, "huge page");
         }
     }
     check(0, given.pages, "huge page at the end");

@@ -1,15 +1,19 @@
-/* Mappings right behind libraries, as an interpreter has them that loads its modules one by one: the kernel puts each library right below what was
- * mapped before it, and joins the library's zero-initialised data to it. They are no part of the library, and go out like others. */
+/* Mappings right behind libraries, as an interpreter has them that loads its modules one by one:
+ * the kernel puts each library right below what was mapped before it, and joins the library's
+ * zero-initialised data to it. They are no part of the library, and go out like others. */
 #include "common.h"
 
 #include <dlfcn.h>
 
-/* A little less than the largest zero-initialised data that is taken for a library's; no multiple of a huge page, or it would be aligned to one. */
+/* A little less than the largest zero-initialised data that is taken for a library's; no multiple
+ * of a huge page, or it would be aligned to one. */
 enum { PART = 15 * 256 + 16, MOST = 16, ENOUGH = 4 };
 
 /* Libraries that come with libc, with data of their own. */
-static const char *const names[] = {"libresolv.so.2",    "libthread_db.so.1", "libnss_compat.so.2",   "libnsl.so.1",    "libanl.so.1",
-                                    "libnss_hesiod.so.2", "libm.so.6",         "libBrokenLocale.so.1", "libmvec.so.1", "libgcc_s.so.1"};
+static const char *const names[] = {"libresolv.so.2", "libthread_db.so.1",    "libnss_compat.so.2",
+                                    "libnsl.so.1",    "libanl.so.1",          "libnss_hesiod.so.2",
+                                    "libm.so.6",      "libBrokenLocale.so.1", "libmvec.so.1",
+                                    "libgcc_s.so.1"};
 
 /* True if a mapping that holds or ends before `address` follows a library's written data. */
 static int follows_library(uintptr_t address) {
@@ -38,15 +42,20 @@ int main(int count, char **words) {
         dlopen(names[i], RTLD_NOW);
     }
     for (size_t i = 0; i < found; i++) behind += follows_library((uintptr_t)parts[i]);
-    if (behind < ENOUGH) die("only %zu of %zu mappings are right behind a library: this tests nothing", behind, found);
-    for (size_t page = 0; page < found * PART; page++) fill_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0));
+    if (behind < ENOUGH)
+        die("only %zu of %zu mappings are right behind a library: this tests nothing", behind,
+            found);
+    for (size_t page = 0; page < found * PART; page++)
+        fill_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0));
     uint64_t random = mix(given.seed);
     double end = now() + given.seconds;
     for (size_t rounds = 0; rounds < found * PART / 4 || now() < end; rounds++) {
         size_t page = below(&random, found * PART);
-        check_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0), "behind a library");
+        check_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0),
+                   "behind a library");
     }
     for (size_t page = 0; page < found * PART; page++)
-        check_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0), "behind a library, at the end");
+        check_page(parts[page / PART] + page % PART * PAGE, key_of(given.seed, page, 0),
+                   "behind a library, at the end");
     return ok("libraries", NULL);
 }

@@ -1,4 +1,5 @@
-/* 64 threads touch one swapped page at the same moment, page after page: every one of them must see its content. */
+/* 64 threads touch one swapped page at the same moment, page after page: every one of them must see
+ * its content. */
 #include "common.h"
 
 #define THREADS 64
@@ -20,7 +21,8 @@ static void *touch(void *argument) {
         if (self % 4 == 0) words[self] = word_of(key, self);
         for (size_t at = self; at < WORDS; at += THREADS)
             if (words[at] != word_of(key, at))
-                mismatch((const void *)(words + at), word_of(key, at), words[at], "page under many threads");
+                mismatch((const void *)(words + at), word_of(key, at), words[at],
+                         "page under many threads");
         pthread_barrier_wait(&barrier);
     }
 }
@@ -28,7 +30,8 @@ static void *touch(void *argument) {
 int main(int count, char **words) {
     given = parse(count, words, NULL);
     arena = map(given.pages * PAGE);
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, 1));
     MUST(pthread_barrier_init(&barrier, NULL, THREADS + 1) == 0);
     pthread_t ids[THREADS];
     for (size_t i = 0; i < THREADS; i++) MUST(pthread_create(&ids[i], NULL, touch, (void *)i) == 0);
@@ -36,7 +39,8 @@ int main(int count, char **words) {
     double end = now() + given.seconds;
     size_t rounds = 0;
     for (; rounds < 500 || now() < end; rounds++) {
-        /* Some pages at random, some neighbours in turn: both ways in which readahead and folios meet such a page. */
+        /* Some pages at random, some neighbours in turn: both ways in which readahead and folios
+         * meet such a page. */
         target = rounds % 3 ? below(&random, given.pages) : (target + 1) % given.pages;
         pthread_barrier_wait(&barrier);
         pthread_barrier_wait(&barrier);

@@ -1,8 +1,12 @@
-/* Random munmap, mmap, mremap, madvise, mprotect and mlock over an arena, beside a model of what each page must hold.
- * MODE single or threads (4 arenas at once, in one address space). */
+/* Random munmap, mmap, mremap, madvise, mprotect and mlock over an arena, beside a model of what
+ * each page must hold. MODE single or threads (4 arenas at once, in one address space). */
 #include "common.h"
 
-enum state { GONE, HELD, LAZY }; /* LAZY: after MADV_FREE, the old content or zeros until it is written again */
+enum state {
+    GONE,
+    HELD,
+    LAZY
+}; /* LAZY: after MADV_FREE, the old content or zeros until it is written again */
 
 struct arena {
     unsigned char *base;
@@ -14,14 +18,17 @@ struct arena {
     size_t rounds;
 };
 
-/* With one thread a hole stays a hole, and what maps later may land in it. With several, another thread's mapping would land
- * there and be mapped over: the hole is reserved, and until it is, nobody else maps. */
+/* With one thread a hole stays a hole, and what maps later may land in it. With several, another
+ * thread's mapping would land there and be mapped over: the hole is reserved, and until it is,
+ * nobody else maps. */
 static int many;
 static pthread_mutex_t mapping = PTHREAD_MUTEX_INITIALIZER;
 static pthread_barrier_t all_started;
 
 static void reserve_hole(unsigned char *at, size_t bytes) {
-    if (many) MUST(mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
+    if (many)
+        MUST(mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+                  0) == at);
 }
 
 static uint64_t key(struct arena *arena, size_t version) {
@@ -62,7 +69,8 @@ static int mapped(struct arena *arena, size_t from, size_t count) {
 
 static void map_fixed(struct arena *arena, size_t from, size_t count) {
     unsigned char *at = arena->base + from * PAGE;
-    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
+    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
     set(arena, from, count, HELD);
 }
 
@@ -79,7 +87,8 @@ static void grow_and_shrink(struct arena *arena, uint32_t *serial) {
     pthread_mutex_unlock(&mapping);
     MUST(at != MAP_FAILED);
     for (size_t page = 0; page < more; page++)
-        check_page(at + page * PAGE, page < pages ? key(arena, first + page) : 0, "page after mremap grew it");
+        check_page(at + page * PAGE, page < pages ? key(arena, first + page) : 0,
+                   "page after mremap grew it");
     at = mremap(at, more * PAGE, PAGE, 0);
     MUST(at != MAP_FAILED);
     check_page(at, key(arena, first), "page after mremap shrank it");
@@ -91,8 +100,10 @@ static void move_range(struct arena *arena, size_t from, size_t count) {
     if (to < from + count && from < to + count) return;
     unsigned char *source = arena->base + from * PAGE, *target = arena->base + to * PAGE;
     pthread_mutex_lock(&mapping);
-    /* mremap takes one mapping at a time: a range that spans several may be refused, and then nothing has moved. */
-    if (mremap(source, count * PAGE, count * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
+    /* mremap takes one mapping at a time: a range that spans several may be refused, and then
+     * nothing has moved. */
+    if (mremap(source, count * PAGE, count * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target) ==
+        MAP_FAILED) {
         MUST(errno == EFAULT || errno == EINVAL);
         /* The target has been unmapped all the same on some kernels: map both afresh. */
         map_fixed(arena, to, count);
@@ -105,7 +116,8 @@ static void move_range(struct arena *arena, size_t from, size_t count) {
     memcpy(arena->state + to, arena->state + from, count);
     memcpy(arena->version + to, arena->version + from, count * sizeof *arena->version);
     set(arena, from, count, GONE);
-    for (size_t page = to; page < to + count; page += 1 + count / 4) verify_page(arena, page, "page after mremap moved it");
+    for (size_t page = to; page < to + count; page += 1 + count / 4)
+        verify_page(arena, page, "page after mremap moved it");
 }
 
 static void protect(struct arena *arena, size_t from, size_t count) {
@@ -124,7 +136,8 @@ static void lock(struct arena *arena, size_t from, size_t count) {
         MUST(errno == ENOMEM || errno == EPERM || errno == EAGAIN);
         return;
     }
-    for (size_t page = from; page < from + count; page++) verify_page(arena, page, "page while locked");
+    for (size_t page = from; page < from + count; page++)
+        verify_page(arena, page, "page while locked");
     MUST(munlock(at, count * PAGE) == 0);
 }
 

@@ -1,5 +1,6 @@
-/* Processes that come, go and change in the ways that libc's fork does not see or that leave a child with less than its parent had. In every one
- * of them all data must be there, whether swaptide manages the process or not. */
+/* Processes that come, go and change in the ways that libc's fork does not see or that leave a
+ * child with less than its parent had. In every one of them all data must be there, whether
+ * swaptide manages the process or not. */
 #include "common.h"
 #include <fcntl.h>
 #include <grp.h>
@@ -16,11 +17,13 @@ static unsigned char *arena;
 static double end;
 
 static void fill(size_t from, size_t to, size_t step, uint32_t version) {
-    for (size_t page = from; page < to; page += step) fill_page(arena + page * PAGE, key_of(given.seed, page, version));
+    for (size_t page = from; page < to; page += step)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, version));
 }
 
 static void check(size_t from, size_t to, size_t step, uint32_t version, const char *what) {
-    for (size_t page = from; page < to; page += step) check_page(arena + page * PAGE, key_of(given.seed, page, version), what);
+    for (size_t page = from; page < to; page += step)
+        check_page(arena + page * PAGE, key_of(given.seed, page, version), what);
 }
 
 /* Every page, then a half is written and every page read again. */
@@ -35,7 +38,8 @@ static void await(pid_t child, int status, const char *what) {
     int found;
     MUST(child > 0 && waitpid(child, &found, __WALL) == child);
     if (WIFSIGNALED(found)) die("%s: ended by signal %d", what, WTERMSIG(found));
-    if (WEXITSTATUS(found) != status) die("%s: exit status %d instead of %d", what, WEXITSTATUS(found), status);
+    if (WEXITSTATUS(found) != status)
+        die("%s: exit status %d instead of %d", what, WEXITSTATUS(found), status);
 }
 
 static void forked(const char *what) {
@@ -107,7 +111,9 @@ static void leader(void) {
                 break;
             case 4: {
                 unsigned char *stack = map(1 << 20);
-                MUST(clone(late_task, stack + (1 << 20), CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD, NULL) > 0);
+                MUST(clone(late_task, stack + (1 << 20),
+                           CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD,
+                           NULL) > 0);
                 syscall(SYS_exit, 44);
                 break;
             }
@@ -133,7 +139,12 @@ static void leader(void) {
 /* Namespaces of their own, for this process or a child. */
 static void namespaces(void) {
     if (geteuid() != 0) return;
-    static const int kinds[] = {CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUTS | CLONE_NEWIPC, CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWPID, CLONE_FILES | CLONE_FS};
+    static const int kinds[] = {CLONE_NEWNET,
+                                CLONE_NEWNS,
+                                CLONE_NEWPID,
+                                CLONE_NEWUTS | CLONE_NEWIPC,
+                                CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWPID,
+                                CLONE_FILES | CLONE_FS};
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         pid_t child = fork();
         if (child == 0) {
@@ -148,7 +159,8 @@ static void namespaces(void) {
         char what[64];
         snprintf(what, sizeof what, "namespaces %#x", (unsigned)kinds[i]);
         await(child, 0, what);
-        pid_t task = (pid_t)syscall(SYS_clone, (kinds[i] & ~(CLONE_FILES | CLONE_FS)) | SIGCHLD, 0, 0, 0, 0);
+        pid_t task =
+            (pid_t)syscall(SYS_clone, (kinds[i] & ~(CLONE_FILES | CLONE_FS)) | SIGCHLD, 0, 0, 0, 0);
         if (task == 0) {
             forked("in the child of a child that was made with namespaces of its own");
             work("in a child that was made with namespaces of its own");
@@ -188,9 +200,12 @@ static void shared(void) {
         if (child == 0) {
             fill(0, given.pages, 1, 1);
             unsigned char *stack = map(1 << 20);
-            if (way < 2) MUST(clone(shares_memory, stack + (1 << 20), CLONE_VM | (way ? CLONE_FILES | CLONE_FS : 0) | SIGCHLD, &ends[1]) > 0);
+            if (way < 2)
+                MUST(clone(shares_memory, stack + (1 << 20),
+                           CLONE_VM | (way ? CLONE_FILES | CLONE_FS : 0) | SIGCHLD, &ends[1]) > 0);
             else {
-                pid_t task = (pid_t)syscall(SYS_clone, CLONE_FILES | CLONE_FS | SIGCHLD, 0, 0, 0, 0);
+                pid_t task =
+                    (pid_t)syscall(SYS_clone, CLONE_FILES | CLONE_FS | SIGCHLD, 0, 0, 0, 0);
                 if (task == 0) _exit(shares_memory(&ends[1]));
                 MUST(task > 0);
             }
@@ -200,7 +215,8 @@ static void shared(void) {
         close(ends[1]);
         await(child, 0, "shared");
         char word;
-        if (read(ends[0], &word, 1) != 1) die("way %d: the other process ended before it had verified its memory", way);
+        if (read(ends[0], &word, 1) != 1)
+            die("way %d: the other process ended before it had verified its memory", way);
         close(ends[0]);
     }
 }
@@ -244,11 +260,13 @@ static void on_alarm(int number) {
         pid_t child = fork();
         if (child == 0) {
             for (size_t page = (size_t)count % 64; page < given.pages; page += 64)
-                check_page(arena + page * PAGE, key_of(given.seed, page, 1), "in a child that a signal handler made");
+                check_page(arena + page * PAGE, key_of(given.seed, page, 1),
+                           "in a child that a signal handler made");
             _exit(0);
         }
         int status;
-        if (child < 0 || waitpid(child, &status, 0) != child || status != 0) die("the child of a signal handler: wait status %#x", (unsigned)status);
+        if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
+            die("the child of a signal handler: wait status %#x", (unsigned)status);
     }
     if (count % 3 == 0) siglongjmp(back, 1);
 }
@@ -256,7 +274,8 @@ static void on_alarm(int number) {
 /* Signals in the middle of everything that talks to swaptide. */
 static void interrupted(void) {
     apart = map(40 * 64 * PAGE);
-    for (size_t page = 0; page < 40 * 64; page++) fill_page(apart + page * PAGE, key_of(given.seed + 5, page, 1));
+    for (size_t page = 0; page < 40 * 64; page++)
+        fill_page(apart + page * PAGE, key_of(given.seed + 5, page, 1));
     struct sigaction action = {.sa_handler = on_alarm};
     MUST(sigaction(SIGALRM, &action, NULL) == 0);
     struct itimerval each = {{0, 3000}, {0, 3000}}, never = {{0, 0}, {0, 0}};
@@ -270,7 +289,8 @@ static void interrupted(void) {
     }
     MUST(setitimer(ITIMER_REAL, &never, NULL) == 0);
     check(0, given.pages, 1, 1, "page after many signals");
-    for (page = 0; page < 40 * 64; page++) check_page(apart + page * PAGE, key_of(given.seed + 5, page, 1), "page apart");
+    for (page = 0; page < 40 * 64; page++)
+        check_page(apart + page * PAGE, key_of(given.seed + 5, page, 1), "page apart");
 }
 
 static atomic_int stop;
@@ -278,13 +298,18 @@ static atomic_int stop;
 /* libc's fork without handlers, since 2.34. */
 extern pid_t _Fork(void) __attribute__((weak));
 
-static pid_t raw_clone(void) { return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0); }
-static pid_t plain_fork(void) { return _Fork ? _Fork() : fork(); }
+static pid_t raw_clone(void) {
+    return (pid_t)syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+}
+static pid_t plain_fork(void) {
+    return _Fork ? _Fork() : fork();
+}
 
 static const struct way {
     pid_t (*make)(void);
     const char *what;
-} through_libc = {fork, "a fork of another thread"}, past_libc = {raw_clone, "a raw clone"}, without_handlers = {plain_fork, "a fork without handlers"};
+} through_libc = {fork, "a fork of another thread"}, past_libc = {raw_clone, "a raw clone"},
+  without_handlers = {plain_fork, "a fork without handlers"};
 
 static void *forks_on(void *argument) {
     const struct way *way = argument;
@@ -292,7 +317,8 @@ static void *forks_on(void *argument) {
     while (!atomic_load(&stop)) {
         pid_t child = way->make();
         if (child == 0) {
-            for (size_t page = first; page < given.pages; page += 16) check_page(arena + page * PAGE, key_of(given.seed, page, 1), way->what);
+            for (size_t page = first; page < given.pages; page += 16)
+                check_page(arena + page * PAGE, key_of(given.seed, page, 1), way->what);
             _exit(0);
         }
         await(child, 0, way->what);
@@ -303,24 +329,33 @@ static void *forks_on(void *argument) {
 /* Two threads fork, one of them in another way, while the first thread does nothing but fault. */
 static void both_fork(const struct way *other) {
     pthread_t ids[2];
-    for (size_t i = 0; i < 2; i++) MUST(pthread_create(&ids[i], NULL, forks_on, (void *)(i ? other : &through_libc)) == 0);
+    for (size_t i = 0; i < 2; i++)
+        MUST(pthread_create(&ids[i], NULL, forks_on, (void *)(i ? other : &through_libc)) == 0);
     do check(0, given.pages, 1, 1, "while others fork");
     while (now() < end);
     atomic_store(&stop, 1);
     for (size_t i = 0; i < 2; i++) MUST(pthread_join(ids[i], NULL) == 0);
 }
 
-static void clones(void) { both_fork(&past_libc); }
-static void plain(void) { both_fork(&without_handlers); }
+static void clones(void) {
+    both_fork(&past_libc);
+}
+static void plain(void) {
+    both_fork(&without_handlers);
+}
 
 int main(int count, char **words) {
     given = parse(count, words, "clones");
     arena = map(given.pages * PAGE);
     fill(0, given.pages, 1, 1);
     end = now() + given.seconds;
-    static const struct { const char *name; void (*run)(void); } modes[] = {
-        {"dropped", dropped}, {"leader", leader}, {"namespaces", namespaces}, {"shared", shared},
-        {"crowd", crowd}, {"interrupted", interrupted}, {"clones", clones}, {"plain", plain},
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } modes[] = {
+        {"dropped", dropped}, {"leader", leader}, {"namespaces", namespaces},
+        {"shared", shared},   {"crowd", crowd},   {"interrupted", interrupted},
+        {"clones", clones},   {"plain", plain},
     };
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++)
         if (strcmp(given.mode, modes[i].name) == 0) {

@@ -1,5 +1,6 @@
-/* Threads whose blocks grow and move: the kernel gives one thread the place that another one has just left, before that one has said so. Whatever the
- * order in which the news come, every block keeps its contents.
+/* Threads whose blocks grow and move: the kernel gives one thread the place that another one has
+ * just left, before that one has said so. Whatever the order in which the news come, every block
+ * keeps its contents.
  *
  * MODE mremap: by the program's own calls; MODE realloc: by libc's. */
 #include "common.h"
@@ -30,8 +31,10 @@ static unsigned char *grow(unsigned char *block, size_t pages, size_t grown) {
 }
 
 static void drop(unsigned char *block, size_t pages) {
-    if (strcmp(given.mode, "mremap") == 0) MUST(munmap(block, pages * PAGE) == 0);
-    else free(block);
+    if (strcmp(given.mode, "mremap") == 0)
+        MUST(munmap(block, pages * PAGE) == 0);
+    else
+        free(block);
 }
 
 static void *grower(void *argument) {
@@ -46,12 +49,14 @@ static void *grower(void *argument) {
             state = mix(state);
             size_t grown = pages + 1 + state % 96;
             block = grow(block, pages, grown);
-            for (size_t page = pages; page < grown; page++) fill_page(block + page * PAGE, mix(key + page));
+            for (size_t page = pages; page < grown; page++)
+                fill_page(block + page * PAGE, mix(key + page));
             pages = grown;
             size_t page = mix(state) % pages;
             check_page(block + page * PAGE, mix(key + page), "while it grows");
         }
-        for (size_t page = 0; page < pages; page++) check_page(block + page * PAGE, mix(key + page), "grown");
+        for (size_t page = 0; page < pages; page++)
+            check_page(block + page * PAGE, mix(key + page), "grown");
         drop(block, pages);
     }
     return NULL;
@@ -64,11 +69,14 @@ int main(int count, char **words) {
     end = now() + given.seconds;
     /* In the way of everything else, so that blocks go out while they grow. */
     unsigned char *ballast = map(given.pages * PAGE);
-    for (size_t page = 0; page < given.pages; page++) fill_page(ballast + page * PAGE, key_of(given.seed, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(ballast + page * PAGE, key_of(given.seed, page, 1));
     pthread_t threads[THREADS];
-    for (size_t k = 0; k < THREADS; k++) MUST(pthread_create(&threads[k], NULL, grower, (void *)k) == 0);
+    for (size_t k = 0; k < THREADS; k++)
+        MUST(pthread_create(&threads[k], NULL, grower, (void *)k) == 0);
     while (now() < end) {
-        for (size_t page = 0; page < given.pages; page++) check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "ballast");
+        for (size_t page = 0; page < given.pages; page++)
+            check_page(ballast + page * PAGE, key_of(given.seed, page, 1), "ballast");
     }
     for (size_t k = 0; k < THREADS; k++) MUST(pthread_join(threads[k], NULL) == 0);
     return ok("regrow", given.mode);

@@ -1,5 +1,5 @@
-/* mremap over mappings that the program sees as one: a part is old and may be managed, a part is new. Whatever happens without swaptide
- * must happen with it, and the contents move along. */
+/* mremap over mappings that the program sees as one: a part is old and may be managed, a part is
+ * new. Whatever happens without swaptide must happen with it, and the contents move along. */
 #include "common.h"
 
 static struct arguments given;
@@ -12,24 +12,30 @@ static unsigned char *place(size_t pages) {
 }
 
 static void extend(unsigned char *at, size_t from, size_t to) {
-    MUST(mmap(at + from * PAGE, (to - from) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED);
+    MUST(mmap(at + from * PAGE, (to - from) * PAGE, PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED);
 }
 
 static void write_pages(unsigned char *at, size_t from, size_t to, uint32_t version) {
-    for (size_t page = from; page < to; page++) fill_page(at + page * PAGE, key_of(given.seed, page, version));
+    for (size_t page = from; page < to; page++)
+        fill_page(at + page * PAGE, key_of(given.seed, page, version));
 }
 
-static void check_pages(unsigned char *at, size_t from, size_t to, uint32_t version, const char *what) {
-    for (size_t page = from; page < to; page++) check_page(at + page * PAGE, key_of(given.seed, page, version), what);
+static void check_pages(unsigned char *at, size_t from, size_t to, uint32_t version,
+                        const char *what) {
+    for (size_t page = from; page < to; page++)
+        check_page(at + page * PAGE, key_of(given.seed, page, version), what);
 }
 
 static void zeros(unsigned char *at, size_t from, size_t to, const char *what) {
     for (size_t page = from; page < to; page++) check_page(at + page * PAGE, 0, what);
 }
 
-/* Memory that is in the way of everything else: its owner keeps using it, so that the other pages go out. */
+/* Memory that is in the way of everything else: its owner keeps using it, so that the other pages
+ * go out. */
 static void press(unsigned char *ballast) {
-    for (size_t page = 0; page < given.pages; page++) fill_page(ballast + page * PAGE, key_of(given.seed + 1, page, 1));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(ballast + page * PAGE, key_of(given.seed + 1, page, 1));
 }
 
 int main(int count, char **words) {
@@ -49,9 +55,7 @@ int main(int count, char **words) {
         unsigned char *moved = at;
         unsigned kind = round % 5;
         switch (kind) {
-        case 0: /* grows where it is */
-            moved = mremap(at, grown * PAGE, more * PAGE, 0);
-            break;
+        case 0: /* grows where it is */ moved = mremap(at, grown * PAGE, more * PAGE, 0); break;
         case 1: /* moves to a place of the program's choice */
             moved = place(more);
             moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
@@ -63,25 +67,31 @@ int main(int count, char **words) {
             break;
         case 3: /* shrinks and moves */
             moved = place(more);
-            moved = mremap(at, grown * PAGE, (pages + 3) * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
+            moved =
+                mremap(at, grown * PAGE, (pages + 3) * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
             break;
         case 4: /* what comes first is new: the kernel may move that and then refuse the rest */
             extend(at, 0, 16);
             write_pages(at, 0, 16, round);
             /* Over itself it is refused, and nothing is given up. */
             for (size_t by = 1; by < grown; by += grown / 3)
-                if (mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, at + by * PAGE) != MAP_FAILED || errno != EINVAL)
+                if (mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED,
+                           at + by * PAGE) != MAP_FAILED ||
+                    errno != EINVAL)
                     die("round %u: mremap over itself by %zu pages was not refused", round, by);
             moved = place(more);
             moved = mremap(at, grown * PAGE, grown * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, moved);
             break;
         }
-        if (moved == MAP_FAILED) die("round %u: mremap: %s, and without swaptide it works", round, strerror(errno));
+        if (moved == MAP_FAILED)
+            die("round %u: mremap: %s, and without swaptide it works", round, strerror(errno));
         size_t now_has = kind == 3 ? pages + 3 : kind == 1 || kind == 4 ? grown : more;
         size_t old_has = now_has < grown ? now_has : grown;
         check_pages(moved, 0, pages, round, "old page after mremap");
-        if (round & 1) check_pages(moved, pages, old_has, round, "new page after mremap");
-        else zeros(moved, pages, old_has, "untouched page after mremap");
+        if (round & 1)
+            check_pages(moved, pages, old_has, round, "new page after mremap");
+        else
+            zeros(moved, pages, old_has, "untouched page after mremap");
         zeros(moved, old_has, now_has, "page that mremap added");
         write_pages(moved, 0, now_has, round + 1000);
         press(ballast);
@@ -89,7 +99,8 @@ int main(int count, char **words) {
         if (moved != at) {
             /* Nothing may be left at the old place. */
             unsigned char one;
-            if (mincore(at, PAGE, &one) == 0 || errno != ENOMEM) die("round %u: the old place is still mapped", round);
+            if (mincore(at, PAGE, &one) == 0 || errno != ENOMEM)
+                die("round %u: the old place is still mapped", round);
         }
         /* What no single mapping can do stays refused: memory of two kinds. */
         MUST(mprotect(moved, 16 * PAGE, PROT_READ) == 0);

@@ -1,5 +1,6 @@
-/* Calls that change what memory is without a word to a userfaultfd. MODE says which. A mode that ends in -bare makes the call as an instruction
- * of its own, past libc and whoever stands in front of it; one that ends in -syscall through libc's syscall(). */
+/* Calls that change what memory is without a word to a userfaultfd. MODE says which. A mode that
+ * ends in -bare makes the call as an instruction of its own, past libc and whoever stands in front
+ * of it; one that ends in -syscall through libc's syscall(). */
 #include "common.h"
 
 #include <fcntl.h>
@@ -25,7 +26,10 @@ static int managed;
 static long bare(long number, long a, long b, long c, long d, long e) {
     register long r10 __asm__("r10") = d, r8 __asm__("r8") = e, r9 __asm__("r9") = 0;
     long result;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9) : "rcx", "r11", "memory");
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
     if (result < 0 && result > -4096) {
         errno = (int)-result;
         return -1;
@@ -49,7 +53,8 @@ static int advise(void *at, size_t len, int advice) {
         errno = why;
         return done == (ssize_t)len ? 0 : -1;
     }
-    return way == LIBC ? madvise(at, len, advice) : (int)call(SYS_madvise, (long)at, (long)len, advice);
+    return way == LIBC ? madvise(at, len, advice)
+                       : (int)call(SYS_madvise, (long)at, (long)len, advice);
 }
 
 /* The kernel's word for a page: is something there? */
@@ -75,7 +80,8 @@ static int is_armed(const void *at) {
     FILE *file = fopen("/proc/self/smaps", "r");
     MUST(file != NULL);
     while (fgets(line, sizeof line, file)) {
-        if (sscanf(line, "%lx-%lx ", &start, &end) == 2) in = start <= (uintptr_t)at && (uintptr_t)at < end;
+        if (sscanf(line, "%lx-%lx ", &start, &end) == 2)
+            in = start <= (uintptr_t)at && (uintptr_t)at < end;
         if (in && strncmp(line, "VmFlags:", 8) == 0 && strstr(line, " um")) armed = 1;
     }
     fclose(file);
@@ -88,11 +94,14 @@ static void wait_until_armed(const void *at) {
 }
 
 static void fill(unsigned char *at, size_t pages, uint64_t version) {
-    for (size_t page = 0; page < pages; page++) fill_page(at + page * PAGE, key_of(given.seed, page, version));
+    for (size_t page = 0; page < pages; page++)
+        fill_page(at + page * PAGE, key_of(given.seed, page, version));
 }
 
-static void check(const unsigned char *at, size_t from, size_t pages, uint64_t version, const char *what) {
-    for (size_t page = from; page < from + pages; page++) check_page(at + page * PAGE, key_of(given.seed, page, version), what);
+static void check(const unsigned char *at, size_t from, size_t pages, uint64_t version,
+                  const char *what) {
+    for (size_t page = from; page < from + pages; page++)
+        check_page(at + page * PAGE, key_of(given.seed, page, version), what);
 }
 
 static void check_zero(const unsigned char *at, size_t from, size_t pages, const char *what) {
@@ -155,11 +164,14 @@ static int has_guards(void) {
     return has;
 }
 
-/* What a guard discards is gone. Installed and taken away past libc, nothing tells: the contents may be those from before, and no others. */
+/* What a guard discards is gone. Installed and taken away past libc, nothing tells: the contents
+ * may be those from before, and no others. */
 static void guard_zero(void) {
     unsigned char *at = area(3);
-    MUST(advise(at, 8 * PAGE, GUARD_INSTALL) == 0 && advise(at + 32 * PAGE, PAGE, GUARD_INSTALL) == 0);
-    MUST(advise(at, 8 * PAGE, GUARD_REMOVE) == 0 && advise(at + 32 * PAGE, PAGE, GUARD_REMOVE) == 0);
+    MUST(advise(at, 8 * PAGE, GUARD_INSTALL) == 0 &&
+         advise(at + 32 * PAGE, PAGE, GUARD_INSTALL) == 0);
+    MUST(advise(at, 8 * PAGE, GUARD_REMOVE) == 0 &&
+         advise(at + 32 * PAGE, PAGE, GUARD_REMOVE) == 0);
     for (size_t page = 0; page < 8; page++) {
         uint64_t key = key_of(given.seed, page, 3);
         int is_old = way == BARE && *(volatile uint64_t *)(at + page * PAGE + 8) == word_of(key, 1);
@@ -183,7 +195,8 @@ static void guard_zero(void) {
 /* A guard among pages that are out: what is read around it comes in, and the guard stays. */
 static void guard_walk(void) {
     unsigned char *at = area(3);
-    for (size_t page = 8; page < PAGES; page += 61) MUST(advise(at + page * PAGE, PAGE, GUARD_INSTALL) == 0);
+    for (size_t page = 8; page < PAGES; page += 61)
+        MUST(advise(at + page * PAGE, PAGE, GUARD_INSTALL) == 0);
     for (int round = 0; round < 3; round++) {
         for (size_t page = 0; page < PAGES; page++) {
             if (page >= 8 && (page - 8) % 61 == 0) continue;
@@ -191,7 +204,8 @@ static void guard_walk(void) {
         }
         if (round == 1) madvise(at, LEN, MADV_WILLNEED);
         for (size_t page = 8; page < PAGES; page += 61)
-            if (!faults(at + page * PAGE, SIGSEGV)) die("guard %zu is gone in round %d", page, round);
+            if (!faults(at + page * PAGE, SIGSEGV))
+                die("guard %zu is gone in round %d", page, round);
         out(at, PAGES);
     }
     for (size_t page = 8; page < PAGES; page += 61) {
@@ -216,16 +230,19 @@ static void guard_grow(void) {
     for (size_t page = 0, before = 1; page + 32 < PAGES; page += 32, before = before % 12 + 1) {
         unsigned char *guard = at + (page + before) * PAGE;
         MUST(advise(guard, PAGE, GUARD_INSTALL) == 0);
-        for (size_t i = 0; i < before; i++) fill_page(at + (page + i) * PAGE, key_of(given.seed, page + i, 5));
+        for (size_t i = 0; i < before; i++)
+            fill_page(at + (page + i) * PAGE, key_of(given.seed, page + i, 5));
         if (!faults(guard, SIGSEGV)) die("a guard behind %zu pages is gone", before);
-        for (size_t i = before + 1; i < 20; i++) fill_page(at + (page + i) * PAGE, key_of(given.seed, page + i, 5));
+        for (size_t i = before + 1; i < 20; i++)
+            fill_page(at + (page + i) * PAGE, key_of(given.seed, page + i, 5));
         if (!faults(guard, SIGSEGV)) die("a guard behind %zu pages is gone, later", before);
         for (size_t i = 0; i < 20; i++)
             if (i != before) check(at, page + i, 1, 5, "page near a guard");
     }
 }
 
-/* A segment of System V shared memory over managed memory, and private memory in its place afterwards. */
+/* A segment of System V shared memory over managed memory, and private memory in its place
+ * afterwards. */
 static void *attach(int id, void *at, int flags) {
     if (way == LIBC) return shmat(id, at, flags);
     return (void *)call(SYS_shmat, id, (long)at, flags);
@@ -245,7 +262,8 @@ static void shm(void) {
         MUST(attach(id, at + 1, SHM_REMAP) == (void *)-1 && errno == EINVAL);
         check(at, PAGES - 8, 8, 5, "page of a mapping that no segment was put over");
         unsigned char *part = at + from * PAGE;
-        MUST(attach(id, part + (round == 3 ? 100 : 0), round == 3 ? SHM_REMAP | SHM_RND : SHM_REMAP) == part);
+        MUST(attach(id, part + (round == 3 ? 100 : 0),
+                    round == 3 ? SHM_REMAP | SHM_RND : SHM_REMAP) == part);
         struct shmid_ds about;
         MUST(shmctl(id, IPC_STAT, &about) == 0 && about.shm_nattch == 1);
         MUST(shmctl(id, IPC_RMID, NULL) == 0);
@@ -255,7 +273,8 @@ static void shm(void) {
         check(at, from + pages, PAGES - from - pages, 5, "page behind the segment");
         check(part, 0, pages - 1, 8, "page of the segment");
         MUST(shmdt(part) == 0);
-        unsigned char *again = mmap(part, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+        unsigned char *again = mmap(part, pages * PAGE, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
         MUST(again == part);
         check_zero(again, 0, pages, "page of a new mapping");
         fill(again, pages, 6);
@@ -281,8 +300,10 @@ static void lazy(void) {
         MUST(advise(arena[round], LEN, MADV_FREE) == 0);
         /* The old content or zeros, and no other. */
         for (size_t page = 0; page < PAGES; page += 37) {
-            uint64_t key = key_of(given.seed, page, round), found = *(volatile uint64_t *)(arena[round] + page * PAGE + 8);
-            check_page(arena[round] + page * PAGE, found == word_of(key, 1) ? key : 0, "page that was freed lazily");
+            uint64_t key = key_of(given.seed, page, round),
+                     found = *(volatile uint64_t *)(arena[round] + page * PAGE + 8);
+            check_page(arena[round] + page * PAGE, found == word_of(key, 1) ? key : 0,
+                       "page that was freed lazily");
         }
         fill(arena[round], PAGES, round + 100);
     }
@@ -290,13 +311,15 @@ static void lazy(void) {
     size_t stay = 0;
     for (int round = 0; round < ROUNDS - 2; round++) stay += out(arena[round], PAGES);
     if (stay > PAGES / 8) die("%zu pages that were freed lazily and used again never go out", stay);
-    for (uint64_t round = 0; round < ROUNDS; round++) check(arena[round], 0, PAGES, round + 100, "page that was freed lazily and used again");
+    for (uint64_t round = 0; round < ROUNDS; round++)
+        check(arena[round], 0, PAGES, round + 100, "page that was freed lazily and used again");
 }
 
 /* All memory locked: it stays, and so do its contents. */
 static void lockall(void) {
     unsigned char *at = area(9);
-    MUST((way == LIBC ? mlockall(MCL_CURRENT | MCL_FUTURE) : (int)call(SYS_mlockall, MCL_CURRENT | MCL_FUTURE, 0, 0)) == 0);
+    MUST((way == LIBC ? mlockall(MCL_CURRENT | MCL_FUTURE)
+                      : (int)call(SYS_mlockall, MCL_CURRENT | MCL_FUTURE, 0, 0)) == 0);
     check(at, 0, PAGES, 9, "page of memory that was locked while it was out");
     /* What comes in now is locked, too: nothing may go out for it. */
     check(ballast, 0, 12 << 8, 7, "page of the ballast, which is locked");
@@ -336,7 +359,8 @@ static void locked(void) {
     check(at, 0, PAGES, 9, "page of a locked range, later");
 }
 
-/* Memory that a child finds empty, named so again and again and in many places: everything else goes out as before. */
+/* Memory that a child finds empty, named so again and again and in many places: everything else
+ * goes out as before. */
 static void wipe(void) {
     unsigned char *state = map(PAGE * 2), *many = map(1200 * PAGE);
     for (int i = 0; i < 3000; i++) MUST(advise(state, PAGE, MADV_WIPEONFORK) == 0);
@@ -376,10 +400,13 @@ static void *page_in(void *given_pager) {
     unsigned char *page = map(PAGE);
     for (;;) {
         struct uffd_msg message;
-        if (read(pager->fd, &message, sizeof message) != sizeof message || message.event != UFFD_EVENT_PAGEFAULT) return NULL;
+        if (read(pager->fd, &message, sizeof message) != sizeof message ||
+            message.event != UFFD_EVENT_PAGEFAULT)
+            return NULL;
         size_t at = ((uintptr_t)message.arg.pagefault.address - (uintptr_t)pager->base) / PAGE;
         fill_page(page, key_of(given.seed, at, 20));
-        struct uffdio_copy copy = {.dst = (uintptr_t)pager->base + at * PAGE, .src = (uintptr_t)page, .len = PAGE};
+        struct uffdio_copy copy = {
+            .dst = (uintptr_t)pager->base + at * PAGE, .src = (uintptr_t)page, .len = PAGE};
         /* Before the copy, which wakes who looks at the count. */
         atomic_fetch_add(&pager->served, 1);
         MUST(ioctl(pager->fd, UFFDIO_COPY, &copy) == 0 || errno == EEXIST);
@@ -387,7 +414,8 @@ static void *page_in(void *given_pager) {
 }
 
 static int control(int fd, unsigned long request, void *argument) {
-    return way == LIBC ? ioctl(fd, request, argument) : (int)call(SYS_ioctl, fd, (long)request, (long)argument);
+    return way == LIBC ? ioctl(fd, request, argument)
+                       : (int)call(SYS_ioctl, fd, (long)request, (long)argument);
 }
 
 static void own_pager(void) {
@@ -395,7 +423,8 @@ static void own_pager(void) {
     struct pager pager = {.fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC), .base = at};
     struct uffdio_api api = {.api = UFFD_API, .features = 1 << 16 /* MOVE */};
     MUST(pager.fd >= 0 && ioctl(pager.fd, UFFDIO_API, &api) == 0);
-    struct uffdio_register range = {.range = {(uintptr_t)at, LEN / 2}, .mode = UFFDIO_REGISTER_MODE_MISSING};
+    struct uffdio_register range = {.range = {(uintptr_t)at, LEN / 2},
+                                    .mode = UFFDIO_REGISTER_MODE_MISSING};
     MUST(control(pager.fd, UFFDIO_REGISTER, &range) == 0);
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, page_in, &pager) == 0);
@@ -408,7 +437,10 @@ static void own_pager(void) {
     check(at, PAGES / 4, PAGES * 3 / 4, 12, "page that the program has, and beside it");
     /* Moved in from memory that is out. */
     MUST(madvise(at, 64 * PAGE, MADV_DONTNEED) == 0);
-    struct { uint64_t dst, src, len, mode; int64_t moved; } move = {(uintptr_t)at, (uintptr_t)source, 64 * PAGE, 0, 0};
+    struct {
+        uint64_t dst, src, len, mode;
+        int64_t moved;
+    } move = {(uintptr_t)at, (uintptr_t)source, 64 * PAGE, 0, 0};
     MUST(control(pager.fd, _IOWR(0xaa, 5, move), &move) == 0);
     check(at, 0, 64, 13, "page that the program has moved in");
     check_zero(source, 0, 64, "page that was moved away");
@@ -425,8 +457,10 @@ static void own_pager(void) {
     check(at, 0, PAGES, 15, "page that the program paged itself once");
 }
 
-/* Each of the other ways to change memory: what it holds stays. `optional`: a kernel or a CPU may be without it. */
-static void keeps(const char *what, int result, unsigned char *at, size_t pages, uint64_t version, int optional) {
+/* Each of the other ways to change memory: what it holds stays. `optional`: a kernel or a CPU may
+ * be without it. */
+static void keeps(const char *what, int result, unsigned char *at, size_t pages, uint64_t version,
+                  int optional) {
     if (result != 0 && !optional) die("%s: %s", what, strerror(errno));
     check(at, 0, pages, version, what);
     out(at, pages);
@@ -435,10 +469,22 @@ static void keeps(const char *what, int result, unsigned char *at, size_t pages,
 
 static void others(void) {
     unsigned char *at = area(30);
-    static const struct { int advice; const char *name; } advices[] = {
-        {MADV_MERGEABLE, "MADV_MERGEABLE"}, {MADV_COLD, "MADV_COLD"}, {MADV_PAGEOUT, "MADV_PAGEOUT"}, {22, "MADV_POPULATE_READ"},
-        {23, "MADV_POPULATE_WRITE"}, {25, "MADV_COLLAPSE"}, {14, "MADV_HUGEPAGE"}, {25, "MADV_COLLAPSE, where huge pages are welcome"},
-        {MADV_UNMERGEABLE, "MADV_UNMERGEABLE"}, {16, "MADV_DONTDUMP"}, {3, "MADV_WILLNEED"}, {9, "MADV_REMOVE"},
+    static const struct {
+        int advice;
+        const char *name;
+    } advices[] = {
+        {MADV_MERGEABLE, "MADV_MERGEABLE"},
+        {MADV_COLD, "MADV_COLD"},
+        {MADV_PAGEOUT, "MADV_PAGEOUT"},
+        {22, "MADV_POPULATE_READ"},
+        {23, "MADV_POPULATE_WRITE"},
+        {25, "MADV_COLLAPSE"},
+        {14, "MADV_HUGEPAGE"},
+        {25, "MADV_COLLAPSE, where huge pages are welcome"},
+        {MADV_UNMERGEABLE, "MADV_UNMERGEABLE"},
+        {16, "MADV_DONTDUMP"},
+        {3, "MADV_WILLNEED"},
+        {9, "MADV_REMOVE"},
     };
     for (size_t i = 0; i < sizeof advices / sizeof *advices; i++) {
         int result = bare(SYS_madvise, (long)at, 1 << 20, advices[i].advice, 0, 0) == -1 ? -1 : 0;
@@ -446,19 +492,27 @@ static void others(void) {
         keeps(advices[i].name, result, at, 256, 30, 1);
     }
     uint64_t nodes = 1;
-    keeps("mbind", (int)syscall(SYS_mbind, at + 16 * PAGE, 64 * PAGE, 2 /* BIND */, &nodes, 64, 2 /* MOVE */), at, 256, 30, 1);
+    keeps(
+        "mbind",
+        (int)syscall(SYS_mbind, at + 16 * PAGE, 64 * PAGE, 2 /* BIND */, &nodes, 64, 2 /* MOVE */),
+        at, 256, 30, 1);
     void *page[4];
     int node[4] = {0}, status[4];
     for (size_t i = 0; i < 4; i++) page[i] = at + (300 + i) * PAGE;
-    keeps("move_pages", (int)syscall(SYS_move_pages, 0, 4, page, node, status, 2) < 0 ? -1 : 0, at, 512, 30, 1);
+    keeps("move_pages", (int)syscall(SYS_move_pages, 0, 4, page, node, status, 2) < 0 ? -1 : 0, at,
+          512, 30, 1);
     keeps("set_mempolicy", (int)syscall(SYS_set_mempolicy, 0, NULL, 0), at, 256, 30, 1);
     keeps("PR_SET_VMA", prctl(0x53564d41, 0, at + 8 * PAGE, 8 * PAGE, "named"), at, 256, 30, 1);
     int clear = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
     keeps("soft dirty", clear >= 0 && write(clear, "4", 1) == 1 ? 0 : -1, at, 256, 30, 1);
     int key = (int)syscall(SYS_pkey_alloc, 0, 0);
-    if (key >= 0) keeps("pkey_mprotect", (int)syscall(SYS_pkey_mprotect, at, 64 * PAGE, PROT_READ | PROT_WRITE, key), at, 256, 30, 0);
+    if (key >= 0)
+        keeps("pkey_mprotect",
+              (int)syscall(SYS_pkey_mprotect, at, 64 * PAGE, PROT_READ | PROT_WRITE, key), at, 256,
+              30, 0);
     /* The old place reads as zeros, and is memory like any other. */
-    unsigned char *moved = mremap(at, 64 * PAGE, 64 * PAGE, MREMAP_MAYMOVE | 4 /* DONTUNMAP */, NULL);
+    unsigned char *moved =
+        mremap(at, 64 * PAGE, 64 * PAGE, MREMAP_MAYMOVE | 4 /* DONTUNMAP */, NULL);
     if (moved != MAP_FAILED) {
         keeps("MREMAP_DONTUNMAP", 0, moved, 64, 30, 0);
         check_zero(at, 0, 64, "page that MREMAP_DONTUNMAP has left");
@@ -466,11 +520,13 @@ static void others(void) {
         keeps("MREMAP_DONTUNMAP, the old place", 0, at, 64, 31, 0);
         keeps("MREMAP_DONTUNMAP, later", 0, moved, 64, 30, 0);
     }
-    unsigned char *down = mmap(NULL, LEN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN, -1, 0);
+    unsigned char *down =
+        mmap(NULL, LEN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_GROWSDOWN, -1, 0);
     MUST(down != MAP_FAILED);
     fill(down, PAGES, 32);
     keeps("MAP_GROWSDOWN", 0, down, PAGES, 32, 0);
-    unsigned char *drop = mmap(NULL, LEN, PROT_READ | PROT_WRITE, 8 /* DROPPABLE */ | MAP_ANONYMOUS, -1, 0);
+    unsigned char *drop =
+        mmap(NULL, LEN, PROT_READ | PROT_WRITE, 8 /* DROPPABLE */ | MAP_ANONYMOUS, -1, 0);
     if (drop != MAP_FAILED) {
         fill(drop, PAGES, 33);
         madvise(drop, LEN, MADV_PAGEOUT);
@@ -483,7 +539,8 @@ static void others(void) {
     }
     int hidden = (int)syscall(447 /* memfd_secret */, O_CLOEXEC);
     if (hidden >= 0 && ftruncate(hidden, 64 * PAGE) == 0) {
-        unsigned char *secret = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hidden, 0);
+        unsigned char *secret =
+            mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hidden, 0);
         if (secret != MAP_FAILED) {
             fill(secret, 64, 34);
             madvise(secret, 64 * PAGE, MADV_PAGEOUT);
@@ -505,13 +562,27 @@ static void others(void) {
 
 int main(int count, char **words) {
     given = parse(count, words, "others");
-    static const struct { const char *name; void (*run)(void); } modes[] = {
-        {"guard-zero", guard_zero}, {"guard-walk", guard_walk}, {"guard-grow", guard_grow}, {"shmat", shm},
-        {"free", lazy}, {"lockall", lockall}, {"locked", locked}, {"wipe", wipe}, {"own-pager", own_pager}, {"others", others},
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } modes[] = {
+        {"guard-zero", guard_zero},
+        {"guard-walk", guard_walk},
+        {"guard-grow", guard_grow},
+        {"shmat", shm},
+        {"free", lazy},
+        {"lockall", lockall},
+        {"locked", locked},
+        {"wipe", wipe},
+        {"own-pager", own_pager},
+        {"others", others},
     };
     char name[64];
     snprintf(name, sizeof name, "%s", given.mode);
-    static const struct { const char *end; int way; } ways[] = {{"-bare", BARE}, {"-syscall", SYSCALL}, {"-process", PROCESS}};
+    static const struct {
+        const char *end;
+        int way;
+    } ways[] = {{"-bare", BARE}, {"-syscall", SYSCALL}, {"-process", PROCESS}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
         size_t length = strlen(name), end = strlen(ways[i].end);
         if (length > end && strcmp(name + length - end, ways[i].end) == 0) {

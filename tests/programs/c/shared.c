@@ -1,5 +1,6 @@
-/* Memory that processes map shared, larger than the budget. Every worker has a word of its own in each page and knows what it wrote last; the rest
- * of a page follows from its number. Each MODE is one way in which processes come, go and change their mappings meanwhile. */
+/* Memory that processes map shared, larger than the budget. Every worker has a word of its own in
+ * each page and knows what it wrote last; the rest of a page follows from its number. Each MODE is
+ * one way in which processes come, go and change their mappings meanwhile. */
 #include "common.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -31,7 +32,8 @@ static void fill(void) {
     for (size_t page = 0; page < given.pages; page++) {
         uint64_t key = key_of(given.seed, page, 1);
         for (size_t at = WORKERS; at < WORDS; at++) *word(page, at) = word_of(key, at);
-        for (unsigned worker = 0; worker < WORKERS; worker++) *word(page, worker) = own(page, worker, 0);
+        for (unsigned worker = 0; worker < WORKERS; worker++)
+            *word(page, worker) = own(page, worker, 0);
     }
 }
 
@@ -40,7 +42,8 @@ static void check(size_t page) {
     uint64_t key = key_of(given.seed, page, 1);
     for (size_t at = WORKERS; at < WORDS; at++) {
         uint64_t expected = word_of(key, at), found = *word(page, at);
-        if (found != expected) mismatch((const void *)word(page, at), expected, found, "what nobody writes to");
+        if (found != expected)
+            mismatch((const void *)word(page, at), expected, found, "what nobody writes to");
     }
 }
 
@@ -51,23 +54,21 @@ static void check_all(void) {
 static void step(unsigned worker, uint64_t *random) {
     size_t page = below(random, given.pages);
     uint64_t expected = own(page, worker, wrote[page]), found = *word(page, worker);
-    if (found != expected) mismatch((const void *)word(page, worker), expected, found, "a write is lost");
+    if (found != expected)
+        mismatch((const void *)word(page, worker), expected, found, "a write is lost");
     switch (below(random, 8)) {
-    case 0:
-        check(page);
-        break;
+    case 0: check(page); break;
     case 1:
-    case 2:
-        break;
-    default:
-        *word(page, worker) = own(page, worker, ++wrote[page]);
+    case 2: break;
+    default: *word(page, worker) = own(page, worker, ++wrote[page]);
     }
 }
 
 static void check_own(unsigned worker) {
     for (size_t page = 0; page < given.pages; page++) {
         uint64_t expected = own(page, worker, wrote[page]), found = *word(page, worker);
-        if (found != expected) mismatch((const void *)word(page, worker), expected, found, "in the end");
+        if (found != expected)
+            mismatch((const void *)word(page, worker), expected, found, "in the end");
     }
 }
 
@@ -76,7 +77,8 @@ static void learn_own(unsigned worker) {
     for (size_t page = 0; page < given.pages; page++) {
         uint64_t found = *word(page, worker);
         if (found >> 36 != own(page, worker, 0) >> 36 || (uint32_t)found < wrote[page])
-            mismatch((const void *)word(page, worker), own(page, worker, wrote[page]), found, "a write of another process is lost");
+            mismatch((const void *)word(page, worker), own(page, worker, wrote[page]), found,
+                     "a write of another process is lost");
         wrote[page] = (uint32_t)found;
     }
 }
@@ -88,7 +90,9 @@ static void steps(unsigned worker, uint64_t *random, int count) {
 static void await(pid_t child, const char *what) {
     int status;
     MUST(waitpid(child, &status, 0) == child);
-    if (status != 0) die("%s: a child ended with %s %d", what, WIFSIGNALED(status) ? "signal" : "status", WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+    if (status != 0)
+        die("%s: a child ended with %s %d", what, WIFSIGNALED(status) ? "signal" : "status",
+            WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
 }
 
 static pid_t worker_process(unsigned worker, void (*body)(unsigned, uint64_t *)) {
@@ -110,7 +114,8 @@ static void until_end(unsigned worker, uint64_t *random) {
 
 static void hammer(void) {
     pid_t children[4];
-    for (unsigned worker = 0; worker < 4; worker++) children[worker] = worker_process(worker, until_end);
+    for (unsigned worker = 0; worker < 4; worker++)
+        children[worker] = worker_process(worker, until_end);
     for (unsigned worker = 0; worker < 4; worker++) await(children[worker], "hammer");
 }
 
@@ -134,7 +139,8 @@ static void chain_until_end(unsigned worker, uint64_t *random) {
 
 static void chains(void) {
     pid_t children[3];
-    for (unsigned worker = 0; worker < 3; worker++) children[worker] = worker_process(worker, chain_until_end);
+    for (unsigned worker = 0; worker < 3; worker++)
+        children[worker] = worker_process(worker, chain_until_end);
     for (unsigned worker = 0; worker < 3; worker++) await(children[worker], "chains");
 }
 
@@ -146,7 +152,8 @@ static void for_ever(unsigned worker, uint64_t *random) {
 static void killed(void) {
     pid_t children[4];
     uint64_t random = given.seed;
-    for (unsigned worker = 0; worker < 4; worker++) children[worker] = worker_process(worker, for_ever);
+    for (unsigned worker = 0; worker < 4; worker++)
+        children[worker] = worker_process(worker, for_ever);
     while (now() < end) {
         usleep(10000 + (useconds_t)below(&random, 80000));
         unsigned worker = (unsigned)below(&random, 4);
@@ -162,7 +169,8 @@ static void killed(void) {
     }
 }
 
-/* Everything that moves, drops or doubles a mapping of shared memory. The other worker's pages are the same ones. */
+/* Everything that moves, drops or doubles a mapping of shared memory. The other worker's pages are
+ * the same ones. */
 static void changes_until_end(unsigned worker, uint64_t *random) {
     char *start = (char *)region;
     size_t bytes = given.pages * PAGE;
@@ -172,9 +180,7 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
         size_t first = below(random, given.pages - 64), len = (1 + below(random, 63)) * PAGE;
         char *at = start + first * PAGE;
         switch (below(random, 6)) {
-        case 0:
-            MUST(madvise(at, len, MADV_DONTNEED) == 0);
-            break;
+        case 0: MUST(madvise(at, len, MADV_DONTNEED) == 0); break;
         case 1:
             MUST(mprotect(at, len, PROT_READ) == 0);
             (void)*word(first, worker);
@@ -189,15 +195,20 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
                 MUST(*word(page, worker) == own(page, worker, wrote[page]));
             }
             MUST(mremap(start, bytes / 2, bytes, 0) == start);
-            for (size_t page = half; page < half + 16; page++) *word(page, worker) = own(page, worker, ++wrote[page]);
+            for (size_t page = half; page < half + 16; page++)
+                *word(page, worker) = own(page, worker, ++wrote[page]);
             break;
         }
         case 3: {
-            /* The whole mapping moves to and fro. Nobody else may take the place that it leaves; if somebody was faster it moves no more. */
+            /* The whole mapping moves to and fro. Nobody else may take the place that it leaves; if
+             * somebody was faster it moves no more. */
             if (!may_move) break;
-            void *moved = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, places[at_home]);
+            void *moved = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED,
+                                 places[at_home]);
             MUST(moved == places[at_home]);
-            may_move = mmap(start, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0) == start;
+            may_move = mmap(start, bytes, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1,
+                            0) == start;
             at_home = !at_home;
             region = moved;
             start = moved;
@@ -209,15 +220,16 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
             MUST(twin != MAP_FAILED);
             for (size_t page = first; page < first + len / PAGE; page++) {
                 volatile uint64_t *there = twin + (page - first) * WORDS + worker;
-                if (*there != own(page, worker, wrote[page])) mismatch((const void *)there, own(page, worker, wrote[page]), *there, "by another address");
+                if (*there != own(page, worker, wrote[page]))
+                    mismatch((const void *)there, own(page, worker, wrote[page]), *there,
+                             "by another address");
                 *there = own(page, worker, ++wrote[page]);
                 MUST(*word(page, worker) == own(page, worker, wrote[page]));
             }
             MUST(munmap(twin, len) == 0);
             break;
         }
-        default:
-            break;
+        default: break;
         }
         steps(worker, random, 100);
     }
@@ -226,12 +238,14 @@ static void changes_until_end(unsigned worker, uint64_t *random) {
 static void changes(void) {
     /* Room to move to and fro. */
     size_t bytes = given.pages * PAGE;
-    void *place = mmap(NULL, 4 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *place =
+        mmap(NULL, 4 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     MUST(place != MAP_FAILED);
     region = mremap((void *)region, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place);
     MUST((void *)region == place);
     pid_t children[3];
-    for (unsigned worker = 0; worker < 2; worker++) children[worker] = worker_process(worker, changes_until_end);
+    for (unsigned worker = 0; worker < 2; worker++)
+        children[worker] = worker_process(worker, changes_until_end);
     children[2] = worker_process(2, until_end);
     for (unsigned i = 0; i < 3; i++) await(children[i], "changes");
     /* Given up for good: zeros for everybody. */
@@ -269,8 +283,10 @@ static void meet(unsigned worker, uint64_t *random) {
         size_t page = 1 + below(random, given.pages - 1);
         if (page % (given.pages / 10) == 0) continue;
         off_t place = (off_t)(worker * WORDS * 8);
-        MUST(pwrite(file, (const void *)(word(page, WORKERS)), PAGE - WORKERS * 8, place) == (ssize_t)(PAGE - WORKERS * 8));
-        MUST(pread(file, (void *)(word(page, WORKERS)), PAGE - WORKERS * 8, place) == (ssize_t)(PAGE - WORKERS * 8));
+        MUST(pwrite(file, (const void *)(word(page, WORKERS)), PAGE - WORKERS * 8, place) ==
+             (ssize_t)(PAGE - WORKERS * 8));
+        MUST(pread(file, (void *)(word(page, WORKERS)), PAGE - WORKERS * 8, place) ==
+             (ssize_t)(PAGE - WORKERS * 8));
         check(page);
         steps(worker, random, 30);
     }
@@ -288,7 +304,8 @@ static void meetings(void) {
         pthread_mutexattr_setpshared(&mutex, PTHREAD_PROCESS_SHARED);
         pthread_condattr_init(&turn);
         pthread_condattr_setpshared(&turn, PTHREAD_PROCESS_SHARED);
-        MUST(pthread_mutex_init(&at->mutex, &mutex) == 0 && pthread_cond_init(&at->turn, &turn) == 0 && sem_init(&at->done, 1, 0) == 0);
+        MUST(pthread_mutex_init(&at->mutex, &mutex) == 0 &&
+             pthread_cond_init(&at->turn, &turn) == 0 && sem_init(&at->done, 1, 0) == 0);
     }
     pid_t children[2];
     for (unsigned worker = 0; worker < 2; worker++) {
@@ -306,7 +323,8 @@ static void meetings(void) {
         struct meeting *at = meeting(i * (given.pages / 10));
         int posts;
         MUST(sem_getvalue(&at->done, &posts) == 0);
-        if (at->count != 60 || posts != 60) die("a meeting was held %d times, and left %d times", (int)at->count, posts);
+        if (at->count != 60 || posts != 60)
+            die("a meeting was held %d times, and left %d times", (int)at->count, posts);
     }
     meeting_pages = 0;
     fill();
@@ -317,9 +335,7 @@ static void starts_until_end(unsigned worker, uint64_t *random) {
         char *const argv[] = {"true", NULL};
         pid_t child;
         switch (below(random, 3)) {
-        case 0:
-            MUST(posix_spawnp(&child, "true", NULL, NULL, argv, environ) == 0);
-            break;
+        case 0: MUST(posix_spawnp(&child, "true", NULL, NULL, argv, environ) == 0); break;
         case 1:
             child = vfork();
             if (child == 0) {
@@ -344,7 +360,8 @@ static void starts_until_end(unsigned worker, uint64_t *random) {
 
 static void starts(void) {
     pid_t children[3];
-    for (unsigned worker = 0; worker < 2; worker++) children[worker] = worker_process(worker, starts_until_end);
+    for (unsigned worker = 0; worker < 2; worker++)
+        children[worker] = worker_process(worker, starts_until_end);
     children[2] = worker_process(2, until_end);
     for (unsigned i = 0; i < 3; i++) await(children[i], "starts");
 }
@@ -370,7 +387,8 @@ static void raw(void) {
 static void both(void) {
     size_t pages = given.pages / 2;
     unsigned char *private = map(pages * PAGE);
-    for (size_t page = 0; page < pages; page++) fill_page(private + page * PAGE, key_of(given.seed, page, 2));
+    for (size_t page = 0; page < pages; page++)
+        fill_page(private + page * PAGE, key_of(given.seed, page, 2));
     pid_t other = worker_process(1, until_end);
     uint64_t random = given.seed;
     while (now() < end) {
@@ -382,20 +400,25 @@ static void both(void) {
     }
     await(other, "the other worker");
     check_own(0);
-    for (size_t page = 0; page < pages; page++) check_page(private + page * PAGE, key_of(given.seed, page, 2), "private memory in the end");
+    for (size_t page = 0; page < pages; page++)
+        check_page(private + page * PAGE, key_of(given.seed, page, 2), "private memory in the end");
 }
 
 int main(int count, char **words) {
     given = parse(count, words, "hammer");
-    region = mmap(NULL, given.pages * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    region =
+        mmap(NULL, given.pages * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     MUST(region != MAP_FAILED);
     wrote = calloc(given.pages, sizeof *wrote);
     MUST(wrote != NULL);
     fill();
     end = now() + given.seconds;
-    static const struct { const char *name; void (*run)(void); } modes[] = {
-        {"hammer", hammer}, {"chains", chains}, {"killed", killed}, {"changes", changes}, {"meetings", meetings}, {"starts", starts},
-        {"raw", raw}, {"both", both},
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } modes[] = {
+        {"hammer", hammer},     {"chains", chains}, {"killed", killed}, {"changes", changes},
+        {"meetings", meetings}, {"starts", starts}, {"raw", raw},       {"both", both},
     };
     for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
         if (strcmp(modes[i].name, given.mode) == 0) {

@@ -1,5 +1,6 @@
-/* Signal handlers over swapped memory. A timer's handler reads and verifies pages, on an alternate stack that is swapped
- * itself; a SIGSEGV handler opens PROT_NONE pages that are swapped out, and the access that faulted goes on. */
+/* Signal handlers over swapped memory. A timer's handler reads and verifies pages, on an alternate
+ * stack that is swapped itself; a SIGSEGV handler opens PROT_NONE pages that are swapped out, and
+ * the access that faulted goes on. */
 #include "common.h"
 #include <signal.h>
 #include <sys/time.h>
@@ -16,7 +17,8 @@ static void on_alarm(int number) {
     int saved = errno;
     for (int i = 0; i < 4; i++) {
         size_t page = below(&handler_random, given.pages / 2);
-        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "page read in a signal handler");
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1),
+                   "page read in a signal handler");
     }
     ticks++;
     errno = saved;
@@ -61,7 +63,8 @@ int main(int count, char **words) {
         MUST(mprotect(arena + from * PAGE, length * PAGE, PROT_NONE) == 0);
         for (size_t page = from; page < from + length; page++) {
             if (next(&random) & 1) {
-                check_page(arena + page * PAGE, key_of(given.seed, page, version[page]), "page opened by the SIGSEGV handler");
+                check_page(arena + page * PAGE, key_of(given.seed, page, version[page]),
+                           "page opened by the SIGSEGV handler");
             } else {
                 version[page]++;
                 fill_page(arena + page * PAGE, key_of(given.seed, page, version[page]));
@@ -75,7 +78,8 @@ int main(int count, char **words) {
     }
     timer = (struct itimerval){0};
     MUST(setitimer(ITIMER_REAL, &timer, NULL) == 0);
-    if ((size_t)opened != faults) die("%zu protected pages were touched, the handler saw %zu", faults, (size_t)opened);
+    if ((size_t)opened != faults)
+        die("%zu protected pages were touched, the handler saw %zu", faults, (size_t)opened);
     if (ticks == 0) die("the timer's handler never ran");
     for (size_t page = 0; page < given.pages; page++)
         check_page(arena + page * PAGE, key_of(given.seed, page, version[page]), "page at the end");

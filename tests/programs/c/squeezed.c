@@ -56,8 +56,8 @@ static void *work(void *given) {
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "");
     size_t size = given.pages * PAGE;
-    unsigned char *stays = mmap(NULL, size, PROT_READ | PROT_WRITE | PROT_EXEC,
-                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *stays =
+        mmap(NULL, size, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     MUST(stays != MAP_FAILED);
     for (size_t page = 0; page < given.pages; page++)
         fill_page(stays + page * PAGE, key_of(given.seed, page, 1));

@@ -1,4 +1,5 @@
-/* A thread whose stack is MB megabytes, used down to its last frame by a recursion that verifies on the way back. */
+/* A thread whose stack is MB megabytes, used down to its last frame by a recursion that verifies on
+ * the way back. */
 #include "common.h"
 
 #define FRAME (60ul << 10)
@@ -13,7 +14,8 @@ static void __attribute__((noinline)) descend(size_t depth, uint64_t round) {
     if (depth > 0) descend(depth - 1, round);
     for (size_t at = 0; at < FRAME / 8; at++) {
         uint64_t expected = word_of(key + (at / WORDS << 16), at);
-        if (words[at] != expected) mismatch((const void *)(words + at), expected, words[at], "stack");
+        if (words[at] != expected)
+            mismatch((const void *)(words + at), expected, words[at], "stack");
     }
 }
 

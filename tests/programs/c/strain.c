@@ -19,11 +19,13 @@ static struct arguments given;
 static unsigned char *arena;
 
 static void fill_all(uint64_t version) {
-    for (size_t page = 0; page < given.pages; page++) fill_page(arena + page * PAGE, key_of(given.seed, page, version));
+    for (size_t page = 0; page < given.pages; page++)
+        fill_page(arena + page * PAGE, key_of(given.seed, page, version));
 }
 
 static void check_all(uint64_t version, const char *what) {
-    for (size_t page = 0; page < given.pages; page++) check_page(arena + page * PAGE, key_of(given.seed, page, version), what);
+    for (size_t page = 0; page < given.pages; page++)
+        check_page(arena + page * PAGE, key_of(given.seed, page, version), what);
 }
 
 static void vmas(void) {
@@ -35,33 +37,42 @@ static void vmas(void) {
         /* A hole behind each: no two are one mapping for the kernel. */
         at[i] = place + i * EACH * 2 * PAGE;
         MUST(munmap(at[i] + EACH * PAGE, EACH * PAGE) == 0);
-        for (size_t k = 0; k < EACH; k++) fill_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, 0));
+        for (size_t k = 0; k < EACH; k++)
+            fill_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, 0));
     }
     uint64_t random = mix(given.seed);
     double end = now() + given.seconds;
     while (now() < end)
         for (size_t turn = 0; turn < 500; turn++) {
             size_t i = below(&random, COUNT);
-            for (size_t k = 0; k < EACH; k++) check_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]), "page of a small mapping");
+            for (size_t k = 0; k < EACH; k++)
+                check_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]),
+                           "page of a small mapping");
             switch (below(&random, 4)) {
             case 0:
                 MUST(mprotect(at[i], PAGE, PROT_NONE) == 0);
                 MUST(mprotect(at[i], PAGE, PROT_READ | PROT_WRITE) == 0);
                 break;
             case 1:
-                MUST(mmap(at[i], EACH * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at[i]);
-                for (size_t k = 0; k < EACH; k++) check_page(at[i] + k * PAGE, 0, "page of a new mapping");
+                MUST(mmap(at[i], EACH * PAGE, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at[i]);
+                for (size_t k = 0; k < EACH; k++)
+                    check_page(at[i] + k * PAGE, 0, "page of a new mapping");
                 /* fallthrough */
             case 2:
                 version[i]++;
-                for (size_t k = 0; k < EACH; k++) fill_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]));
+                for (size_t k = 0; k < EACH; k++)
+                    fill_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]));
                 break;
             default:
-                glance_page(arena + (i % given.pages) * PAGE, key_of(given.seed, i % given.pages, 1), "page beside the mappings");
+                glance_page(arena + (i % given.pages) * PAGE,
+                            key_of(given.seed, i % given.pages, 1), "page beside the mappings");
             }
         }
     for (size_t i = 0; i < COUNT; i++)
-        for (size_t k = 0; k < EACH; k++) check_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]), "page of a small mapping at the end");
+        for (size_t k = 0; k < EACH; k++)
+            check_page(at[i] + k * PAGE, key_of(given.seed, i * EACH + k, version[i]),
+                       "page of a small mapping at the end");
 }
 
 static void *own_part(void *argument) {
@@ -70,9 +81,12 @@ static void *own_part(void *argument) {
     unsigned char *from = arena + self * pages * PAGE;
     uint64_t version = 2;
     for (double end = now() + given.seconds; now() < end; version++) {
-        for (size_t k = 0; k < pages; k++) fill_page(from + k * PAGE, key_of(given.seed, self * pages + k, version));
+        for (size_t k = 0; k < pages; k++)
+            fill_page(from + k * PAGE, key_of(given.seed, self * pages + k, version));
         usleep(20000 + 1000 * (unsigned)(self % 50));
-        for (size_t k = 0; k < pages; k++) check_page(from + k * PAGE, key_of(given.seed, self * pages + k, version), "page of one of 500 threads");
+        for (size_t k = 0; k < pages; k++)
+            check_page(from + k * PAGE, key_of(given.seed, self * pages + k, version),
+                       "page of one of 500 threads");
     }
     return NULL;
 }
@@ -81,8 +95,10 @@ static void threads(void) {
     enum { THREADS = 500 };
     static pthread_t ids[THREADS];
     pthread_attr_t attributes;
-    MUST(pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, 64 << 10) == 0);
-    for (size_t i = 0; i < THREADS; i++) MUST(pthread_create(&ids[i], &attributes, own_part, (void *)i) == 0);
+    MUST(pthread_attr_init(&attributes) == 0 &&
+         pthread_attr_setstacksize(&attributes, 64 << 10) == 0);
+    for (size_t i = 0; i < THREADS; i++)
+        MUST(pthread_create(&ids[i], &attributes, own_part, (void *)i) == 0);
     for (size_t i = 0; i < THREADS; i++) MUST(pthread_join(ids[i], NULL) == 0);
 }
 
@@ -97,29 +113,39 @@ static int ring_make(struct ring *ring) {
     struct io_uring_params params = {0};
     ring->fd = (int)syscall(SYS_io_uring_setup, 8, &params);
     if (ring->fd < 0) return 0;
-    size_t sq = params.sq_off.array + params.sq_entries * sizeof(unsigned), cq = params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe);
-    char *s = mmap(NULL, sq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring->fd, IORING_OFF_SQ_RING);
-    char *c = mmap(NULL, cq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring->fd, IORING_OFF_CQ_RING);
-    ring->sqes = mmap(NULL, params.sq_entries * sizeof *ring->sqes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring->fd, IORING_OFF_SQES);
+    size_t sq = params.sq_off.array + params.sq_entries * sizeof(unsigned),
+           cq = params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe);
+    char *s = mmap(NULL, sq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring->fd,
+                   IORING_OFF_SQ_RING);
+    char *c = mmap(NULL, cq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring->fd,
+                   IORING_OFF_CQ_RING);
+    ring->sqes = mmap(NULL, params.sq_entries * sizeof *ring->sqes, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_POPULATE, ring->fd, IORING_OFF_SQES);
     MUST(s != MAP_FAILED && c != MAP_FAILED && ring->sqes != MAP_FAILED);
-    ring->sq_tail = (unsigned *)(s + params.sq_off.tail), ring->sq_mask = (unsigned *)(s + params.sq_off.ring_mask);
+    ring->sq_tail = (unsigned *)(s + params.sq_off.tail),
+    ring->sq_mask = (unsigned *)(s + params.sq_off.ring_mask);
     ring->sq_array = (unsigned *)(s + params.sq_off.array);
-    ring->cq_head = (unsigned *)(c + params.cq_off.head), ring->cq_tail = (unsigned *)(c + params.cq_off.tail);
-    ring->cq_mask = (unsigned *)(c + params.cq_off.ring_mask), ring->cqes = (struct io_uring_cqe *)(c + params.cq_off.cqes);
+    ring->cq_head = (unsigned *)(c + params.cq_off.head),
+    ring->cq_tail = (unsigned *)(c + params.cq_off.tail);
+    ring->cq_mask = (unsigned *)(c + params.cq_off.ring_mask),
+    ring->cqes = (struct io_uring_cqe *)(c + params.cq_off.cqes);
     return 1;
 }
 
 /* One transfer; returns its result. */
-static int ring_do(struct ring *ring, int opcode, int fd, void *buffer, unsigned len, size_t offset, int index) {
+static int ring_do(struct ring *ring, int opcode, int fd, void *buffer, unsigned len, size_t offset,
+                   int index) {
     unsigned tail = *ring->sq_tail, slot = tail & *ring->sq_mask;
     struct io_uring_sqe *sqe = &ring->sqes[slot];
     memset(sqe, 0, sizeof *sqe);
-    sqe->opcode = (uint8_t)opcode, sqe->fd = fd, sqe->addr = (uint64_t)(uintptr_t)buffer, sqe->len = len, sqe->off = offset;
+    sqe->opcode = (uint8_t)opcode, sqe->fd = fd, sqe->addr = (uint64_t)(uintptr_t)buffer,
+    sqe->len = len, sqe->off = offset;
     sqe->buf_index = (uint16_t)(index < 0 ? 0 : index);
     if (index < 0) sqe->flags = IOSQE_ASYNC;
     ring->sq_array[slot] = slot;
     __atomic_store_n(ring->sq_tail, tail + 1, __ATOMIC_RELEASE);
-    while (syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL, 0) < 0) MUST(errno == EINTR);
+    while (syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL, 0) < 0)
+        MUST(errno == EINTR);
     unsigned head = *ring->cq_head;
     MUST(head != __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE));
     int result = ring->cqes[head & *ring->cq_mask].res;
@@ -145,7 +171,8 @@ static void uring(void) {
     /* Registered buffers are pinned: they cannot go out, but they lie among what does. */
     struct iovec fixed[FIXED];
     for (size_t i = 0; i < FIXED; i++) fixed[i] = (struct iovec){arena + (i * 16) * PAGE, PAGE};
-    int registered = syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, fixed, FIXED) == 0;
+    int registered =
+        syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, fixed, FIXED) == 0;
     static uint64_t in_file[1 << 20];
     uint64_t random = mix(given.seed);
     double end = now() + given.seconds;
@@ -154,21 +181,30 @@ static void uring(void) {
             size_t at = below(&random, 4096), to = 1024 + below(&random, given.pages - 1024);
             if (turn % 3 == 0 && registered) {
                 size_t i = below(&random, FIXED);
-                MUST(ring_do(&ring, IORING_OP_READ_FIXED, fd, fixed[i].iov_base, PAGE, at * PAGE, (int)i) == (int)PAGE);
+                MUST(ring_do(&ring, IORING_OP_READ_FIXED, fd, fixed[i].iov_base, PAGE, at * PAGE,
+                             (int)i) == (int)PAGE);
                 check_page(fixed[i].iov_base, key_of(given.seed + 7, at, 1), "a registered buffer");
                 fill_page(fixed[i].iov_base, key_of(given.seed, i * 16, 1));
             } else if (turn % 3 == 1) {
-                MUST(ring_do(&ring, IORING_OP_READ, fd, arena + to * PAGE, PAGE, at * PAGE, -1) == (int)PAGE);
+                MUST(ring_do(&ring, IORING_OP_READ, fd, arena + to * PAGE, PAGE, at * PAGE, -1) ==
+                     (int)PAGE);
                 in_file[to] = at + 1;
             } else {
                 /* From a buffer that may be out. */
-                MUST(ring_do(&ring, IORING_OP_WRITE, fd, arena + to * PAGE, PAGE, (4096 + turn) * PAGE, -1) == (int)PAGE);
+                MUST(ring_do(&ring, IORING_OP_WRITE, fd, arena + to * PAGE, PAGE,
+                             (4096 + turn) * PAGE, -1) == (int)PAGE);
                 MUST(pread(fd, page, PAGE, (off_t)((4096 + turn) * PAGE)) == (ssize_t)PAGE);
-                check_page(page, in_file[to] ? key_of(given.seed + 7, in_file[to] - 1, 1) : key_of(given.seed, to, 1), "what was written from a buffer");
+                check_page(page,
+                           in_file[to] ? key_of(given.seed + 7, in_file[to] - 1, 1)
+                                       : key_of(given.seed, to, 1),
+                           "what was written from a buffer");
             }
         }
     for (size_t i = 0; i < given.pages; i++)
-        check_page(arena + i * PAGE, in_file[i] ? key_of(given.seed + 7, in_file[i] - 1, 1) : key_of(given.seed, i, 1), "page at the end");
+        check_page(arena + i * PAGE,
+                   in_file[i] ? key_of(given.seed + 7, in_file[i] - 1, 1)
+                              : key_of(given.seed, i, 1),
+                   "page at the end");
     close(ring.fd);
 }
 
@@ -176,7 +212,11 @@ static void limits(void) {
     struct {
         int what;
         rlim_t to;
-    } lower[] = {{RLIMIT_MEMLOCK, 0}, {RLIMIT_STACK, 1 << 20}, {RLIMIT_NOFILE, 16}, {RLIMIT_DATA, given.megabytes << 20}, {RLIMIT_AS, (given.megabytes + 64) << 20}};
+    } lower[] = {{RLIMIT_MEMLOCK, 0},
+                 {RLIMIT_STACK, 1 << 20},
+                 {RLIMIT_NOFILE, 16},
+                 {RLIMIT_DATA, given.megabytes << 20},
+                 {RLIMIT_AS, (given.megabytes + 64) << 20}};
     for (size_t i = 0; i < sizeof lower / sizeof *lower; i++) {
         struct rlimit limit;
         MUST(getrlimit((__rlimit_resource_t)lower[i].what, &limit) == 0);
@@ -202,12 +242,19 @@ int main(int count, char **words) {
     given = parse(count, words, "vmas");
     arena = map(given.pages * PAGE);
     fill_all(1);
-    if (strcmp(given.mode, "vmas") == 0) vmas();
-    else if (strcmp(given.mode, "threads") == 0) threads();
-    else if (strcmp(given.mode, "uring") == 0) uring();
-    else if (strcmp(given.mode, "limits") == 0) limits();
-    else if (strcmp(given.mode, "nothp") == 0) nothp();
-    else if (strcmp(given.mode, "abort") == 0) abort();
-    else return 2;
+    if (strcmp(given.mode, "vmas") == 0)
+        vmas();
+    else if (strcmp(given.mode, "threads") == 0)
+        threads();
+    else if (strcmp(given.mode, "uring") == 0)
+        uring();
+    else if (strcmp(given.mode, "limits") == 0)
+        limits();
+    else if (strcmp(given.mode, "nothp") == 0)
+        nothp();
+    else if (strcmp(given.mode, "abort") == 0)
+        abort();
+    else
+        return 2;
     return ok("strain", given.mode);
 }

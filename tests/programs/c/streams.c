@@ -1,6 +1,6 @@
 /* A program whose threads write their memory to stdout without pause, most of it out: whoever reads
- * there sees whether each page came out whole. Each write has one page, and a pipe takes that whole or not
- * at all. A page is one word that is never 0, repeated.
+ * there sees whether each page came out whole. Each write has one page, and a pipe takes that whole
+ * or not at all. A page is one word that is never 0, repeated.
  *
  *     streams MB SECONDS SEED        ends after SECONDS, without a last line */
 #include "common.h"

@@ -1,5 +1,6 @@
-/* System calls on swapped memory: the kernel reads and writes the program's buffers, so its faults are faults too.
- * Rounds of read, write, pread, readv, writev, pipes, sockets, futexes, getdents, O_DIRECT and a private file mapping. */
+/* System calls on swapped memory: the kernel reads and writes the program's buffers, so its faults
+ * are faults too. Rounds of read, write, pread, readv, writev, pipes, sockets, futexes, getdents,
+ * O_DIRECT and a private file mapping. */
 #include "common.h"
 #include <dirent.h>
 #include <fcntl.h>
@@ -19,7 +20,8 @@ static uint64_t key(size_t page) {
 }
 
 static void check(size_t from, size_t count, const char *what) {
-    for (size_t page = from; page < from + count; page++) check_page(arena + page * PAGE, key(page), what);
+    for (size_t page = from; page < from + count; page++)
+        check_page(arena + page * PAGE, key(page), what);
 }
 
 /* Somewhere cold: a range chosen at random in an arena larger than the budget. */
@@ -34,8 +36,8 @@ static size_t apart(size_t from, size_t count) {
     return to;
 }
 
-/* After a system call copied `count` pages from one place to another: both must hold the first one's content. The second
- * is then written afresh, so that every page keeps a content of its own. */
+/* After a system call copied `count` pages from one place to another: both must hold the first
+ * one's content. The second is then written afresh, so that every page keeps a content of its own. */
 static void copied(size_t from, size_t to, size_t count, const char *what) {
     check(from, count, what);
     for (size_t i = 0; i < count; i++) {
@@ -46,7 +48,8 @@ static void copied(size_t from, size_t to, size_t count, const char *what) {
 }
 
 static void through_file(int fd, const char *what) {
-    size_t count = 1 + below(&state, 64), from = somewhere(count), to = apart(from, count), bytes = count * PAGE;
+    size_t count = 1 + below(&state, 64), from = somewhere(count), to = apart(from, count),
+           bytes = count * PAGE;
     MUST(pwrite(fd, arena + from * PAGE, bytes, 0) == (ssize_t)bytes);
     MUST(pread(fd, arena + to * PAGE, bytes, 0) == (ssize_t)bytes);
     copied(from, to, count, what);
@@ -87,7 +90,8 @@ static void *send_all(void *argument) {
 }
 
 static void through_descriptors(int in, int out, const char *what) {
-    size_t count = 1 + below(&state, 128), from = somewhere(count), to = apart(from, count), done = 0;
+    size_t count = 1 + below(&state, 128), from = somewhere(count), to = apart(from, count),
+           done = 0;
     struct sending sending = {out, from, count};
     pthread_t thread;
     MUST(pthread_create(&thread, NULL, send_all, &sending) == 0);
@@ -156,7 +160,8 @@ static void private_file(int fd) {
     for (size_t i = 0; i < count; i += 2) fill_page(at + i * PAGE, key_of(given.seed, i, 99));
     for (int i = 0; i < 64; i++) check(somewhere(1), 1, "page");
     for (size_t i = 0; i < count; i++)
-        check_page(at + i * PAGE, i % 2 ? key(from + i) : key_of(given.seed, i, 99), "private mapping of a file");
+        check_page(at + i * PAGE, i % 2 ? key(from + i) : key_of(given.seed, i, 99),
+                   "private mapping of a file");
     MUST(munmap(at, count * PAGE) == 0);
 }
 
@@ -172,7 +177,8 @@ int main(int count, char **words) {
     snprintf(name, sizeof name, "%s/sysio-XXXXXX", directory);
     int fd = mkstemp(name);
     MUST(fd >= 0);
-    /* Not every file system has O_DIRECT: where it has none, that round goes through the page cache. */
+    /* Not every file system has O_DIRECT: where it has none, that round goes through the page
+     * cache. */
     int direct = open(name, O_RDWR | O_DIRECT | O_CLOEXEC);
     if (direct < 0) direct = open(name, O_RDWR | O_CLOEXEC);
     MUST(direct >= 0);

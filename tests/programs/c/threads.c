@@ -1,5 +1,6 @@
-/* Threads over one arena. MODE touch: 8 threads write and verify pages that lie side by side; storm: threads come and go,
- * each with a stack it fills and verifies, while two others keep the arena moving; c11: the same with the threads of C11. */
+/* Threads over one arena. MODE touch: 8 threads write and verify pages that lie side by side;
+ * storm: threads come and go, each with a stack it fills and verifies, while two others keep the
+ * arena moving; c11: the same with the threads of C11. */
 #include "common.h"
 
 #include <threads.h>
@@ -18,7 +19,8 @@ static void write_page(size_t page, uint32_t number) {
     fill_page(arena + page * PAGE, key_of(given.seed, page, number));
 }
 
-/* Each thread writes the pages it owns, every MOST-th one, and reads its neighbours' under their stripe's lock. */
+/* Each thread writes the pages it owns, every MOST-th one, and reads its neighbours' under their
+ * stripe's lock. */
 static void *touch(void *argument) {
     size_t self = (size_t)argument;
     uint64_t random = mix(given.seed + self);
@@ -35,7 +37,8 @@ static void *touch(void *argument) {
         page = below(&random, given.pages);
         stripe = &stripes[page % 256];
         pthread_mutex_lock(stripe);
-        glance_page(arena + page * PAGE, key_of(given.seed, page, version[page]), "another thread's page");
+        glance_page(arena + page * PAGE, key_of(given.seed, page, version[page]),
+                    "another thread's page");
         pthread_mutex_unlock(stripe);
     }
     return NULL;
@@ -73,7 +76,8 @@ int main(int count, char **words) {
     end = now() + given.seconds;
     pthread_t ids[MOST];
     if (strcmp(given.mode, "touch") == 0) {
-        for (size_t i = 0; i < MOST; i++) MUST(pthread_create(&ids[i], NULL, touch, (void *)i) == 0);
+        for (size_t i = 0; i < MOST; i++)
+            MUST(pthread_create(&ids[i], NULL, touch, (void *)i) == 0);
         for (size_t i = 0; i < MOST; i++) MUST(pthread_join(ids[i], NULL) == 0);
     } else {
         pthread_attr_t attributes;
@@ -86,13 +90,15 @@ int main(int count, char **words) {
             pthread_t wave_ids[16];
             thrd_t c11_ids[16];
             for (size_t i = 0; c11 && i < 16; i++)
-                MUST(thrd_create(&c11_ids[i], short_lived_c11, (void *)(size_t)next(&seed)) == thrd_success);
+                MUST(thrd_create(&c11_ids[i], short_lived_c11, (void *)(size_t)next(&seed)) ==
+                     thrd_success);
             for (size_t i = 0; c11 && i < 16; i++) {
                 int result;
                 MUST(thrd_join(c11_ids[i], &result) == thrd_success && result == 0);
             }
             for (size_t i = 0; !c11 && i < 16; i++)
-                MUST(pthread_create(&wave_ids[i], &attributes, short_lived, (void *)(size_t)next(&seed)) == 0);
+                MUST(pthread_create(&wave_ids[i], &attributes, short_lived,
+                                    (void *)(size_t)next(&seed)) == 0);
             for (size_t i = 0; !c11 && i < 16; i++) MUST(pthread_join(wave_ids[i], NULL) == 0);
         }
         atomic_store(&stop, 1);

@@ -1,8 +1,10 @@
-/* Everything a program can do to its memory, at random, by several threads at once, beside a model of what each page must hold.
- * MODE threads; or single: one thread, and every fork is made while nothing else happens; or sends: threads that also send pages by reference.
+/* Everything a program can do to its memory, at random, by several threads at once, beside a model
+ * of what each page must hold. MODE threads; or single: one thread, and every fork is made while
+ * nothing else happens; or sends: threads that also send pages by reference.
  *
- * An area is a mapping of some pages. A page holds what its key says, but for one word that may have been written since: a page
- * that came in and goes out changed by eight bytes. A key is never used twice, so a word that is wrong tells whose it is. */
+ * An area is a mapping of some pages. A page holds what its key says, but for one word that may
+ * have been written since: a page that came in and goes out changed by eight bytes. A key is never
+ * used twice, so a word that is wrong tells whose it is. */
 #include "common.h"
 
 #include <fcntl.h>
@@ -10,7 +12,10 @@
 #include <sys/wait.h>
 
 enum { THREADS = 4, AREAS = 3, CHILDREN = 2, ACTS = 8192 };
-enum state { HELD, LAZY }; /* LAZY: after MADV_FREE, the old content or zeros, until it is written again */
+enum state {
+    HELD,
+    LAZY
+}; /* LAZY: after MADV_FREE, the old content or zeros, until it is written again */
 
 struct page {
     uint64_t key; /* 0: zeros */
@@ -57,15 +62,16 @@ static void whose(uint64_t found) {
             struct area *area = &threads[number].area[i];
             for (size_t page = 0; area->page != NULL && page < area->pages; page++) {
                 if (area->page[page].key != found && area->page[page].word != found) continue;
-                printf("the word found belongs to thread %zu, area %zu, page %zu at %p\n", number, i, page,
-                       (void *)(area->base + page * PAGE));
+                printf("the word found belongs to thread %zu, area %zu, page %zu at %p\n", number,
+                       i, page, (void *)(area->base + page * PAGE));
                 return;
             }
         }
     }
 }
 
-static void note(struct thread *self, struct area *area, const char *what, size_t from, size_t count) {
+static void note(struct thread *self, struct area *area, const char *what, size_t from,
+                 size_t count) {
     area->act[area->acts++ % ACTS] = (struct act){what, from, count, self->rounds};
 }
 
@@ -75,7 +81,8 @@ static void tell(const struct area *area, size_t page) {
     for (size_t back = 1; back <= ACTS && back <= area->acts && told < 16; back++) {
         const struct act *act = &area->act[(area->acts - back) % ACTS];
         if (page < act->from || page >= act->from + act->count) continue;
-        printf("round %zu: %s, pages %zu to %zu\n", act->round, act->what, act->from, act->from + act->count - 1);
+        printf("round %zu: %s, pages %zu to %zu\n", act->round, act->what, act->from,
+               act->from + act->count - 1);
         told++;
     }
 }
@@ -108,22 +115,28 @@ static void verify_page(struct thread *self, struct area *area, size_t number, c
             right += word[i] == expected_of(page, i);
         }
         for (size_t i = number & ~(size_t)15; i < area->pages && i < (number | 15) + 1; i++)
-            around += expected_of(&area->page[i], 1) == ((volatile uint64_t *)(area->base + i * PAGE))[1];
-        printf("thread %zu, area %zu at %p, page %zu of %zu, word %zu (a second look finds %016llx), round %zu, key %016llx, state %d,\n"
-               "word %d was changed, %zu words are 0 and %zu right, %zu of the 16 pages around it are right\n",
-               self->number, (size_t)(area - self->area), (void *)area->base, number, area->pages, at, (unsigned long long)again,
-               self->rounds, (unsigned long long)page->key, page->state, page->at, zeros, right, around);
+            around +=
+                expected_of(&area->page[i], 1) == ((volatile uint64_t *)(area->base + i * PAGE))[1];
+        printf("thread %zu, area %zu at %p, page %zu of %zu, word %zu (a second look finds "
+               "%016llx), round %zu, key %016llx, state %d,\n"
+               "word %d was changed, %zu words are 0 and %zu right, %zu of the 16 pages around it "
+               "are right\n",
+               self->number, (size_t)(area - self->area), (void *)area->base, number, area->pages,
+               at, (unsigned long long)again, self->rounds, (unsigned long long)page->key,
+               page->state, page->at, zeros, right, around);
         tell(area, number);
         mismatch((const void *)(word + at), expected, found, what);
     }
 }
 
-static void verify(struct thread *self, struct area *area, size_t from, size_t count, const char *what) {
+static void verify(struct thread *self, struct area *area, size_t from, size_t count,
+                   const char *what) {
     for (size_t page = from; page < from + count; page++) verify_page(self, area, page, what);
 }
 
 static void emptied(struct area *area, size_t from, size_t count) {
-    for (size_t page = from; page < from + count; page++) area->page[page] = (struct page){.at = WORDS};
+    for (size_t page = from; page < from + count; page++)
+        area->page[page] = (struct page){.at = WORDS};
 }
 
 static uint64_t new_key(struct thread *self) {
@@ -180,8 +193,9 @@ static void open_area(struct thread *self, struct area *area) {
 }
 
 static void advise(struct thread *self, struct area *area) {
-    static const int hints[] = {MADV_NORMAL, MADV_RANDOM, MADV_SEQUENTIAL, MADV_WILLNEED, MADV_COLD, MADV_PAGEOUT,
-                                MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE};
+    static const int hints[] = {
+        MADV_NORMAL,  MADV_RANDOM,   MADV_SEQUENTIAL, MADV_WILLNEED,      MADV_COLD,
+        MADV_PAGEOUT, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE};
     size_t from, count = some_run(self, area, &from, 0);
     unsigned choice = (unsigned)below(&self->random, 20);
     if (choice < 4) {
@@ -196,8 +210,10 @@ static void advise(struct thread *self, struct area *area) {
         size_t which = below(&self->random, sizeof hints / sizeof *hints);
         int hint = hints[which];
         if (hint >= MADV_POPULATE_READ && count > 256) count = 256;
-        static const char *names[] = {"MADV_NORMAL", "MADV_RANDOM", "MADV_SEQUENTIAL", "MADV_WILLNEED", "MADV_COLD", "MADV_PAGEOUT",
-                                      "MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_POPULATE_READ", "MADV_POPULATE_WRITE"};
+        static const char *names[] = {"MADV_NORMAL",        "MADV_RANDOM",     "MADV_SEQUENTIAL",
+                                      "MADV_WILLNEED",      "MADV_COLD",       "MADV_PAGEOUT",
+                                      "MADV_HUGEPAGE",      "MADV_NOHUGEPAGE", "MADV_POPULATE_READ",
+                                      "MADV_POPULATE_WRITE"};
         note(self, area, names[which], from, count);
         /* A kernel may not know it, or refuse it for want of memory; it changes nothing. */
         (void)madvise(at_page(area, from), count * PAGE, hint);
@@ -219,15 +235,21 @@ static void remap(struct thread *self, struct area *area) {
         base = mremap(area->base, old * PAGE, pages * PAGE, MREMAP_MAYMOVE);
     }
     if (base == MAP_FAILED) {
-        /* Protection and advice for a part have made several mappings of it, which do not move in one. */
+        /* Protection and advice for a part have made several mappings of it, which do not move in
+         * one. */
         MUST(errno == EFAULT);
-        note(self, area, target ? "mremap onto another mapping, refused" : "mremap, refused", 0, old);
+        note(self, area, target ? "mremap onto another mapping, refused" : "mremap, refused", 0,
+             old);
         /* The target may be gone and be something else's by now: it is left alone. */
         MUST(munmap(area->base, old * PAGE) == 0);
         map_area(self, area);
         return;
     }
-    note(self, area, target ? "mremap onto another mapping" : base == area->base ? "mremap in place" : "mremap", 0, pages);
+    note(self, area,
+         target               ? "mremap onto another mapping"
+         : base == area->base ? "mremap in place"
+                              : "mremap",
+         0, pages);
     area->base = base;
     area->pages = pages;
     if (pages > old) emptied(area, old, pages - old);
@@ -243,7 +265,8 @@ static void unmap(struct thread *self, struct area *area) {
     size_t from, count = some_run(self, area, &from, 0);
     unsigned char *at = at_page(area, from);
     note(self, area, "mmap over it", from, count);
-    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
+    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
     emptied(area, from, count);
 }
 
@@ -281,7 +304,8 @@ static void by_calls(struct thread *self, struct area *area) {
         int ends[2];
         MUST(pipe2(ends, O_CLOEXEC) == 0);
         for (size_t page = 0; page < count; page++) {
-            struct iovec halves[2] = {{at_page(other, to + page), 1000}, {at_page(other, to + page) + 1000, PAGE - 1000}};
+            struct iovec halves[2] = {{at_page(other, to + page), 1000},
+                                      {at_page(other, to + page) + 1000, PAGE - 1000}};
             MUST(write(ends[1], at_page(area, from + page), PAGE) == (ssize_t)PAGE);
             MUST(readv(ends[0], halves, 2) == (ssize_t)PAGE);
         }
@@ -311,7 +335,8 @@ static void child(struct thread *self, int quiet, uint64_t random) {
             verify(thread, area, half, area->pages - half, "page in a forked child");
             for (size_t n = 0; n < 64; n++) {
                 size_t from, count = some_run(thread, area, &from, 8);
-                for (size_t page = from; page < from + count; page++) write_page(thread, area, page);
+                for (size_t page = from; page < from + count; page++)
+                    write_page(thread, area, page);
             }
             verify(thread, area, 0, area->pages, "page in a forked child, later");
         }
@@ -331,7 +356,8 @@ static void fork_once(struct thread *self) {
         pthread_rwlock_wrlock(&world);
     }
     fflush(stdout);
-    for (size_t i = 0; i < AREAS; i++) note(self, &self->area[i], quiet ? "fork at rest" : "fork", 0, self->area[i].pages);
+    for (size_t i = 0; i < AREAS; i++)
+        note(self, &self->area[i], quiet ? "fork at rest" : "fork", 0, self->area[i].pages);
     pid_t pid = fork();
     MUST(pid >= 0);
     if (pid == 0) child(self, quiet, random);
@@ -370,7 +396,8 @@ static void step(struct thread *self) {
     } else if (choice < 350) {
         for (size_t n = 0; n < 64; n++) write_word(self, area, below(&self->random, area->pages));
     } else if (choice < 500) {
-        for (size_t n = 0; n < 64; n++) verify_page(self, area, below(&self->random, area->pages), "page touched at random");
+        for (size_t n = 0; n < 64; n++)
+            verify_page(self, area, below(&self->random, area->pages), "page touched at random");
     } else if (choice < 650) {
         count = some_run(self, area, &from, 0);
         verify(self, area, from, count, "page of a scan");
@@ -386,9 +413,12 @@ static void step(struct thread *self) {
     } else if (choice < 890) {
         protect(self, area);
     } else if (choice < 960) {
-        if (sends && choice < 920) by_reference(self, area);
-        else if (sends && choice < 923) by_others(self, area);
-        else by_calls(self, area);
+        if (sends && choice < 920)
+            by_reference(self, area);
+        else if (sends && choice < 923)
+            by_others(self, area);
+        else
+            by_calls(self, area);
     } else if (choice < 980) {
         count = some_run(self, area, &from, 0);
         note(self, area, "memset", from, count);
@@ -399,7 +429,8 @@ static void step(struct thread *self) {
     } else {
         /* As a loop over all that changes a little of everything. */
         note(self, area, "every fourth page written", 0, area->pages);
-        for (size_t page = below(&self->random, 4); page < area->pages; page += 4) write_word(self, area, page);
+        for (size_t page = below(&self->random, 4); page < area->pages; page += 4)
+            write_word(self, area, page);
     }
 }
 
@@ -425,7 +456,8 @@ int main(int count, char **words) {
     const char *directory = getenv("TMPDIR");
     for (size_t number = 0; number < working; number++) {
         struct thread *self = &threads[number];
-        *self = (struct thread){.seed = given.seed, .random = mix(given.seed + number), .number = number};
+        *self = (struct thread){
+            .seed = given.seed, .random = mix(given.seed + number), .number = number};
         self->end = now() + given.seconds;
         self->file = open(directory ? directory : "/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
         MUST(self->file >= 0);
@@ -441,8 +473,10 @@ int main(int count, char **words) {
         }
     }
     pthread_t handle[THREADS];
-    for (size_t number = 1; number < working; number++) MUST(pthread_create(&handle[number], NULL, work, &threads[number]) == 0);
+    for (size_t number = 1; number < working; number++)
+        MUST(pthread_create(&handle[number], NULL, work, &threads[number]) == 0);
     work(&threads[0]);
-    for (size_t number = 1; number < working; number++) MUST(pthread_join(handle[number], NULL) == 0);
+    for (size_t number = 1; number < working; number++)
+        MUST(pthread_join(handle[number], NULL) == 0);
     return ok("torture", given.mode);
 }

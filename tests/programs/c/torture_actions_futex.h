@@ -1,4 +1,5 @@
-/* Actions of the torture program in which the kernel writes words by itself: see futex.c. Included by torture.c. */
+/* Actions of the torture program in which the kernel writes words by itself: see futex.c. Included
+ * by torture.c. */
 #include <linux/futex.h>
 #include <sys/syscall.h>
 
@@ -22,7 +23,8 @@ static void make_locks(struct locks *locks, uint64_t *random) {
     for (size_t i = 0; i < LOCKS; i++) {
         int protocol = i % 2 ? PTHREAD_PRIO_NONE : PTHREAD_PRIO_INHERIT;
         MUST((errno = pthread_mutexattr_setprotocol(&kind, protocol)) == 0);
-        locks->robust[i] = (pthread_mutex_t *)(locks->memory + 3 * i * PAGE + below(random, 90) * 40);
+        locks->robust[i] =
+            (pthread_mutex_t *)(locks->memory + 3 * i * PAGE + below(random, 90) * 40);
         MUST((errno = pthread_mutex_init(locks->robust[i], &kind)) == 0);
     }
     MUST((errno = pthread_mutexattr_destroy(&kind)) == 0);
@@ -54,7 +56,9 @@ static void robust_locks(struct thread *self) {
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_sec += 20;
         int result = pthread_mutex_timedlock(locks->robust[i], &until);
-        if (result != EOWNERDEAD) die("thread %zu, robust mutex %zu of a dead owner: %s", self->number, i, strerror(result));
+        if (result != EOWNERDEAD)
+            die("thread %zu, robust mutex %zu of a dead owner: %s", self->number, i,
+                strerror(result));
         MUST((errno = pthread_mutex_consistent(locks->robust[i])) == 0);
         MUST((errno = pthread_mutex_unlock(locks->robust[i])) == 0);
     }
@@ -80,7 +84,8 @@ static void priority_locks(struct thread *self) {
     MUST(pthread_create(&other, NULL, with_priority, locks) == 0);
     with_priority(locks);
     MUST(pthread_join(other, NULL) == 0);
-    if (locks->guarded != before + 400) die("a PI mutex was held by two: %zu turns of 400", (size_t)(locks->guarded - before));
+    if (locks->guarded != before + 400)
+        die("a PI mutex was held by two: %zu turns of 400", (size_t)(locks->guarded - before));
 }
 
 /* The kernel sets the lower half of a word of a page, wherever the page is. */
@@ -95,7 +100,8 @@ static void wake_op(struct thread *self, struct area *area) {
     uint32_t value = (uint32_t)below(&self->random, 2048), unused = 0;
     uint32_t *word = (uint32_t *)(area->base + number * PAGE + page->at * sizeof(uint64_t));
     note(self, area, "FUTEX_WAKE_OP", number, 1);
-    long woken = syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 1, 1, word, FUTEX_OP(FUTEX_OP_SET, value, FUTEX_OP_CMP_EQ, 0));
+    long woken = syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 1, 1, word,
+                         FUTEX_OP(FUTEX_OP_SET, value, FUTEX_OP_CMP_EQ, 0));
     if (woken != 0) die("FUTEX_WAKE_OP: %ld %s", woken, strerror(errno));
     page->word = (page->word & ~0xffffffffull) | value;
 }

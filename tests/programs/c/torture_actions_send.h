@@ -1,5 +1,6 @@
-/* Actions of torture.c by which others read or write pages of an area: a pipe and a TCP connection that hold references to them
- * (MODE sends alone: from the first such call on, the engine goes another way), and other processes. */
+/* Actions of torture.c by which others read or write pages of an area: a pipe and a TCP connection
+ * that hold references to them (MODE sends alone: from the first such call on, the engine goes
+ * another way), and other processes. */
 #ifndef SWAPTIDE_TEST_TORTURE_ACTIONS_SEND_H
 #define SWAPTIDE_TEST_TORTURE_ACTIONS_SEND_H
 
@@ -20,10 +21,12 @@ static void connect_once(void) {
     int one = 1, room = 4 << 20, door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t len = sizeof at;
-    MUST(bind(door, (void *)&at, sizeof at) == 0 && listen(door, 1) == 0 && getsockname(door, (void *)&at, &len) == 0);
+    MUST(bind(door, (void *)&at, sizeof at) == 0 && listen(door, 1) == 0 &&
+         getsockname(door, (void *)&at, &len) == 0);
     connection[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     MUST(setsockopt(connection[0], SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0);
-    MUST(connect(connection[0], (void *)&at, sizeof at) == 0 && (connection[1] = accept(door, NULL, NULL)) >= 0);
+    MUST(connect(connection[0], (void *)&at, sizeof at) == 0 &&
+         (connection[1] = accept(door, NULL, NULL)) >= 0);
     MUST(setsockopt(connection[0], SOL_SOCKET, SO_ZEROCOPY, &one, sizeof one) == 0);
     close(door);
 }
@@ -34,12 +37,16 @@ static void stir(struct thread *self, struct area *area, size_t from, size_t cou
     struct area *other = &self->area[below(&self->random, AREAS)];
     if (other == area) return;
     open_area(self, other);
-    for (size_t n = 0; n < 256; n++) verify_page(self, other, below(&self->random, other->pages), "page read while others are sent");
+    for (size_t n = 0; n < 256; n++)
+        verify_page(self, other, below(&self->random, other->pages),
+                    "page read while others are sent");
 }
 
-static void verify_sent(struct thread *self, struct area *area, size_t from, size_t bytes, const char *what) {
+static void verify_sent(struct thread *self, struct area *area, size_t from, size_t bytes,
+                        const char *what) {
     for (size_t at = 0; at < bytes / 8; at++) {
-        uint64_t expected = expected_of(&area->page[from + at / WORDS], at % WORDS), found = ((uint64_t *)self->buffer)[at];
+        uint64_t expected = expected_of(&area->page[from + at / WORDS], at % WORDS),
+                 found = ((uint64_t *)self->buffer)[at];
         if (found == expected) continue;
         whose(found);
         tell(area, from + at / WORDS);
@@ -83,7 +90,8 @@ static void by_reference(struct thread *self, struct area *area) {
         return;
     }
     connect_once();
-    ssize_t out = send(connection[0], at_page(area, from), count * PAGE, MSG_ZEROCOPY | MSG_DONTWAIT);
+    ssize_t out =
+        send(connection[0], at_page(area, from), count * PAGE, MSG_ZEROCOPY | MSG_DONTWAIT);
     note(self, area, "sent", from, count);
     stir(self, area, from, count);
     if (out > 0) {
@@ -92,7 +100,8 @@ static void by_reference(struct thread *self, struct area *area) {
     }
     char control[128];
     struct msghdr told = {.msg_control = control, .msg_controllen = sizeof control};
-    while (recvmsg(connection[0], &told, MSG_ERRQUEUE | MSG_DONTWAIT) >= 0) told.msg_controllen = sizeof control;
+    while (recvmsg(connection[0], &told, MSG_ERRQUEUE | MSG_DONTWAIT) >= 0)
+        told.msg_controllen = sizeof control;
 }
 
 /* Another process reads pages of an area, and writes them to another place of this one. */
@@ -109,7 +118,8 @@ static void by_others(struct thread *self, struct area *area) {
     MUST(pid >= 0);
     if (pid == 0) {
         unsigned char *own = map(bytes);
-        struct iovec mine = {own, bytes}, theirs = {at_page(area, from), bytes}, back = {self->buffer, bytes};
+        struct iovec mine = {own, bytes}, theirs = {at_page(area, from), bytes},
+                     back = {self->buffer, bytes};
         MUST(process_vm_readv(parent, &mine, 1, &theirs, 1, 0) == (ssize_t)bytes);
         MUST(process_vm_writev(parent, &mine, 1, &back, 1, 0) == (ssize_t)bytes);
         _exit(0);

@@ -1,5 +1,6 @@
-/* Actions of the torture program that change memory without a word to a userfaultfd: guard pages, lazy freeing with writes at once, locks,
- * System V segments over an area. Each leaves the area as the model says. Included by torture.c, whose functions it uses. */
+/* Actions of the torture program that change memory without a word to a userfaultfd: guard pages,
+ * lazy freeing with writes at once, locks, System V segments over an area. Each leaves the area as
+ * the model says. Included by torture.c, whose functions it uses. */
 #ifndef SWAPTIDE_TORTURE_SHAPES_H
 #define SWAPTIDE_TORTURE_SHAPES_H
 
@@ -35,7 +36,10 @@ static int guard_holds(volatile unsigned char *at) {
 static int shape_advise(struct thread *self, void *at, size_t len, int advice) {
     if (below(&self->random, 2)) return madvise(at, len, advice);
     long result;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(SYS_madvise), "D"(at), "S"(len), "d"(advice) : "rcx", "r11", "memory");
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(SYS_madvise), "D"(at), "S"(len), "d"(advice)
+                     : "rcx", "r11", "memory");
     return result == 0 ? 0 : -1;
 }
 
@@ -48,20 +52,26 @@ static void guard(struct thread *self, struct area *area) {
     }
     size_t from, count = some_run(self, area, &from, 24);
     unsigned char *at = at_page(area, from);
-    /* Taken away past libc, contents that were out could be the old ones: so they are in memory before, or it is through libc. */
+    /* Taken away past libc, contents that were out could be the old ones: so they are in memory
+     * before, or it is through libc. */
     if (madvise(at, count * PAGE, GUARD_INSTALL) != 0) return;
     note(self, area, "guards", from, count);
     emptied(area, from, count);
     MUST(shape_advise(self, at, count * PAGE, GUARD_INSTALL) == 0);
-    size_t first = from < 20 ? 0 : from - 20, last = from + count + 20 < area->pages ? from + count + 20 : area->pages;
+    size_t first = from < 20 ? 0 : from - 20,
+           last = from + count + 20 < area->pages ? from + count + 20 : area->pages;
     for (size_t page = first; page < last; page++) {
         if (page >= from && page < from + count) continue;
-        if (below(&self->random, 3) == 0) write_page(self, area, page);
-        else verify_page(self, area, page, "page beside a guard");
+        if (below(&self->random, 3) == 0)
+            write_page(self, area, page);
+        else
+            verify_page(self, area, page, "page beside a guard");
     }
-    if (below(&self->random, 4) == 0) (void)madvise(at_page(area, first), (last - first) * PAGE, MADV_WILLNEED);
+    if (below(&self->random, 4) == 0)
+        (void)madvise(at_page(area, first), (last - first) * PAGE, MADV_WILLNEED);
     for (size_t page = 0; page < count; page++)
-        if (!guard_holds(at + page * PAGE)) die("the guard at %p, page %zu, is gone", (void *)(at + page * PAGE), from + page);
+        if (!guard_holds(at + page * PAGE))
+            die("the guard at %p, page %zu, is gone", (void *)(at + page * PAGE), from + page);
     MUST(shape_advise(self, at, count * PAGE, GUARD_REMOVE) == 0);
     verify(self, area, from, count, "page that was a guard");
 }
@@ -99,9 +109,12 @@ static void segment(struct thread *self, struct area *area) {
     MUST(shmctl(id, IPC_RMID, NULL) == 0);
     MUST(where == (long)at);
     note(self, area, "shmat", from, count);
-    for (size_t page = 0; page < count; page++) fill_page(at + page * PAGE, key_of(self->seed, page, 77));
-    for (size_t page = 0; page < count; page++) check_page(at + page * PAGE, key_of(self->seed, page, 77), "page of a segment");
-    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
+    for (size_t page = 0; page < count; page++)
+        fill_page(at + page * PAGE, key_of(self->seed, page, 77));
+    for (size_t page = 0; page < count; page++)
+        check_page(at + page * PAGE, key_of(self->seed, page, 77), "page of a segment");
+    MUST(mmap(at, count * PAGE, PROT_READ | PROT_WRITE,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == at);
     emptied(area, from, count);
     for (size_t page = from; page < from + count; page += 2) write_page(self, area, page);
     verify(self, area, from, count, "page where a segment was");

@@ -38,11 +38,13 @@ struct small {
 
 /* An unmapped page on either side keeps the kernel from merging it with others. */
 static void small_map(struct small *one, uint64_t id, unsigned pages) {
-    unsigned char *at = mmap(NULL, (pages + 1) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *at =
+        mmap(NULL, (pages + 1) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     MUST(at != MAP_FAILED);
     MUST(munmap(at + pages * PAGE, PAGE) == 0);
     *one = (struct small){.at = at, .pages = pages, .id = id, .version = 1};
-    for (unsigned page = 0; page < pages; page++) fill_page(at + page * PAGE, key_at(id * LARGEST + page, 1));
+    for (unsigned page = 0; page < pages; page++)
+        fill_page(at + page * PAGE, key_at(id * LARGEST + page, 1));
 }
 
 static void small_check(const struct small *one, const char *what) {
@@ -83,7 +85,8 @@ static void small_mode(void) {
         case 2: {
             /* It grows by a page if there is none behind it, and moves if there is. */
             if (one->pages == LARGEST) break;
-            unsigned char *to = mremap(one->at, one->pages * PAGE, (one->pages + 1) * PAGE, MREMAP_MAYMOVE);
+            unsigned char *to =
+                mremap(one->at, one->pages * PAGE, (one->pages + 1) * PAGE, MREMAP_MAYMOVE);
             MUST(to != MAP_FAILED);
             one->at = to;
             check_page(to + one->pages * PAGE, 0, "grown by");
@@ -97,9 +100,7 @@ static void small_mode(void) {
             check_page(one->at, 0, "given up");
             small_write(one);
             break;
-        default:
-            small_check(one, "changed");
-            small_write(one);
+        default: small_check(one, "changed"); small_write(one);
         }
     }
     for (int child = 0; child < 2; child++) {
@@ -107,7 +108,8 @@ static void small_mode(void) {
         MUST(pid >= 0);
         if (pid == 0) {
             for (size_t i = child; i < count; i += 2) small_check(&all[i], "in a child");
-            for (size_t i = 0; i < count / 8; i++) small_write(&all[i]), small_check(&all[i], "written in a child");
+            for (size_t i = 0; i < count / 8; i++)
+                small_write(&all[i]), small_check(&all[i], "written in a child");
             _exit(0);
         }
         int status;
@@ -135,7 +137,8 @@ static void *born_and_gone(void *argument) {
 
 static void birth_mode(void) {
     pthread_t threads[4];
-    for (uintptr_t i = 0; i < 4; i++) MUST(pthread_create(&threads[i], NULL, born_and_gone, (void *)i) == 0);
+    for (uintptr_t i = 0; i < 4; i++)
+        MUST(pthread_create(&threads[i], NULL, born_and_gone, (void *)i) == 0);
     for (int i = 0; i < 4; i++) MUST(pthread_join(threads[i], NULL) == 0);
 }
 
@@ -143,12 +146,14 @@ static void birth_mode(void) {
 
 static unsigned char *filled(size_t pages, uint64_t first) {
     unsigned char *at = map(pages * PAGE);
-    for (size_t page = 0; page < pages; page++) fill_page(at + page * PAGE, key_at(first + page, 1));
+    for (size_t page = 0; page < pages; page++)
+        fill_page(at + page * PAGE, key_at(first + page, 1));
     return at;
 }
 
 static void checked(const unsigned char *at, size_t pages, uint64_t first, const char *what) {
-    for (size_t page = 0; page < pages; page++) check_page(at + page * PAGE, key_at(first + page, 1), what);
+    for (size_t page = 0; page < pages; page++)
+        check_page(at + page * PAGE, key_at(first + page, 1), what);
 }
 
 static void readonly_mode(void) {
@@ -160,9 +165,11 @@ static void readonly_mode(void) {
     }
     double end = now() + given.seconds;
     do {
-        for (int i = 0; i < 8; i++) checked(parts[i], part, i * part, i % 2 ? "writable" : "read-only");
+        for (int i = 0; i < 8; i++)
+            checked(parts[i], part, i * part, i % 2 ? "writable" : "read-only");
         MUST(mprotect(parts[0], part * PAGE, PROT_READ | PROT_WRITE) == 0);
-        for (size_t page = 0; page < part; page++) fill_page(parts[0] + page * PAGE, key_at(page, 1));
+        for (size_t page = 0; page < part; page++)
+            fill_page(parts[0] + page * PAGE, key_at(page, 1));
         MUST(mprotect(parts[0], part * PAGE, PROT_READ) == 0);
     } while (now() < end);
 }
@@ -187,12 +194,14 @@ static void locked_mode(void) {
 
 static void sparse_mode(void) {
     size_t step = 2ul << 20, count = given.pages / 4;
-    unsigned char *at = mmap(NULL, count * step, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *at = mmap(NULL, count * step, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     MUST(at != MAP_FAILED);
     double end = now() + given.seconds;
     for (size_t i = 0; i < count; i++) fill_page(at + i * step + i % 512 * PAGE, key_at(i, 1));
     do {
-        for (size_t i = 0; i < count; i++) check_page(at + i * step + i % 512 * PAGE, key_at(i, 1), "sparse");
+        for (size_t i = 0; i < count; i++)
+            check_page(at + i * step + i % 512 * PAGE, key_at(i, 1), "sparse");
     } while (now() < end);
 }
 
@@ -208,7 +217,8 @@ static void *deep(void *argument) {
     for (int i = 0; i < DEPTH; i++) fill_page(page + i * PAGE, key_at(number * DEPTH + i, 1));
     pthread_barrier_wait(&touched);
     for (int round = 0; round < 3; round++)
-        for (int i = 0; i < DEPTH; i++) check_page(page + i * PAGE, key_at(number * DEPTH + i, 1), "on a stack");
+        for (int i = 0; i < DEPTH; i++)
+            check_page(page + i * PAGE, key_at(number * DEPTH + i, 1), "on a stack");
     pthread_barrier_wait(&checked_all);
     return NULL;
 }
@@ -217,9 +227,12 @@ static void stacks_mode(void) {
     size_t count = given.pages / 50;
     pthread_t *threads = calloc(count, sizeof *threads);
     pthread_attr_t attributes;
-    MUST(threads != NULL && pthread_attr_init(&attributes) == 0 && pthread_attr_setstacksize(&attributes, 512 << 10) == 0);
-    MUST(pthread_barrier_init(&touched, NULL, count) == 0 && pthread_barrier_init(&checked_all, NULL, count) == 0);
-    for (size_t i = 0; i < count; i++) MUST(pthread_create(&threads[i], &attributes, deep, (void *)i) == 0);
+    MUST(threads != NULL && pthread_attr_init(&attributes) == 0 &&
+         pthread_attr_setstacksize(&attributes, 512 << 10) == 0);
+    MUST(pthread_barrier_init(&touched, NULL, count) == 0 &&
+         pthread_barrier_init(&checked_all, NULL, count) == 0);
+    for (size_t i = 0; i < count; i++)
+        MUST(pthread_create(&threads[i], &attributes, deep, (void *)i) == 0);
     for (size_t i = 0; i < count; i++) MUST(pthread_join(threads[i], NULL) == 0);
 }
 
@@ -301,7 +314,8 @@ static void beside_shared(unsigned char *shared, size_t pages) {
         MUST(waitpid(pid, &status, 0) == pid);
         if (status != 0) die("a child ended with %x", status);
         version++;
-        for (size_t page = 0; page < pages; page++) check_page(shared + page * PAGE, key_at(page, version), "shared");
+        for (size_t page = 0; page < pages; page++)
+            check_page(shared + page * PAGE, key_at(page, version), "shared");
         checked(heap, given.pages, pages, "beside shared memory");
     } while (now() < end);
 }
@@ -326,7 +340,8 @@ static void posix_mode(void) {
     unsigned char page[PAGE];
     for (size_t i = 0; i < pages; i++) {
         MUST(pread(fd, page, PAGE, i * PAGE) == (ssize_t)PAGE);
-        if (memcmp(page, at + i * PAGE, PAGE) != 0) die("the file differs from its mapping at page %zu", i);
+        if (memcmp(page, at + i * PAGE, PAGE) != 0)
+            die("the file differs from its mapping at page %zu", i);
     }
 }
 
@@ -350,25 +365,38 @@ static void forktree_mode(void) {
             check_page(heap + page * PAGE, key_at(page, 10 + generation), "its own");
         if (generation == 3) _exit(0);
     }
-    for (size_t page = 3; page < pages; page += 4) check_page(heap + page * PAGE, key_at(page, 1), "untouched");
+    for (size_t page = 3; page < pages; page += 4)
+        check_page(heap + page * PAGE, key_at(page, 1), "untouched");
 }
 
 int main(int count, char **words) {
     given = parse(count, words, "small");
     const char *mode = given.mode;
     pid_t self = getpid();
-    if (strcmp(mode, "child") == 0) as_child(words);
-    else if (strcmp(mode, "small") == 0) small_mode();
-    else if (strcmp(mode, "birth") == 0) birth_mode();
-    else if (strcmp(mode, "readonly") == 0) readonly_mode();
-    else if (strcmp(mode, "locked") == 0) locked_mode();
-    else if (strcmp(mode, "sparse") == 0) sparse_mode();
-    else if (strcmp(mode, "stacks") == 0) stacks_mode();
-    else if (strcmp(mode, "environ") == 0) environ_mode(words);
-    else if (strcmp(mode, "sysv") == 0) sysv_mode();
-    else if (strcmp(mode, "posix") == 0) posix_mode();
-    else if (strcmp(mode, "forktree") == 0) forktree_mode();
-    else die("unknown mode %s", mode);
+    if (strcmp(mode, "child") == 0)
+        as_child(words);
+    else if (strcmp(mode, "small") == 0)
+        small_mode();
+    else if (strcmp(mode, "birth") == 0)
+        birth_mode();
+    else if (strcmp(mode, "readonly") == 0)
+        readonly_mode();
+    else if (strcmp(mode, "locked") == 0)
+        locked_mode();
+    else if (strcmp(mode, "sparse") == 0)
+        sparse_mode();
+    else if (strcmp(mode, "stacks") == 0)
+        stacks_mode();
+    else if (strcmp(mode, "environ") == 0)
+        environ_mode(words);
+    else if (strcmp(mode, "sysv") == 0)
+        sysv_mode();
+    else if (strcmp(mode, "posix") == 0)
+        posix_mode();
+    else if (strcmp(mode, "forktree") == 0)
+        forktree_mode();
+    else
+        die("unknown mode %s", mode);
     if (getpid() != self) _exit(0);
     return ok("unusual", mode);
 }

@@ -1,9 +1,10 @@
-"""Holds MB megabytes of data, waits or works as MODE says, verifies the data. Used by the cases about signals and terminals.
+"""Holds MB megabytes of data, waits or works as MODE says, verifies the data. Used by the cases
+about signals and terminals.
 
-    pressure.py MB wait      says `ready`, counts SIGUSR1, ends on SIGTERM with status 7 after verifying everything
-    pressure.py MB terminal  says which of its streams are terminals, ends on SIGINT with status 8 after verifying everything
-    pressure.py MB closefds  closes every descriptor from 3 on, then works on
-    pressure.py MB spawn     starts children with close_fds, which do the same
+pressure.py MB wait      says `ready`, counts SIGUSR1, ends on SIGTERM with status 7 after verifying
+everything pressure.py MB terminal  says which of its streams are terminals, ends on SIGINT with
+status 8 after verifying everything pressure.py MB closefds  closes every descriptor from 3 on, then
+works on pressure.py MB spawn     starts children with close_fds, which do the same
 """
 
 import os
@@ -78,8 +79,12 @@ def main():
         return
     if mode == "spawn":
         for _ in range(4):
-            subprocess.run([sys.executable, __file__, str(megabytes // 4), "closefds"], close_fds=True, check=True,
-                           stdout=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, __file__, str(megabytes // 4), "closefds"],
+                close_fds=True,
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             verify(data)
         say("OK spawn")
         return

@@ -1,4 +1,6 @@
-"""Forked workers on one shared array: shared.py MEGABYTES SEED. Each turns its part of it round, three times; prints sums of all of it."""
+"""Forked workers on one shared array: shared.py MEGABYTES SEED. Each turns its part of it round,
+three times; prints sums of all of it.
+"""
 
 import mmap
 import os
@@ -15,7 +17,9 @@ size = count // parts
 numbers = random.Random(seed)
 block = numbers.randbytes(1 << 16)
 for at in range(0, count * 4, 1 << 16):
-    memory[at:at + (1 << 16)] = zlib.crc32(block + at.to_bytes(8, "little")).to_bytes(4, "little") * 4096 + block[16384:]
+    memory[at : at + (1 << 16)] = (
+        zlib.crc32(block + at.to_bytes(8, "little")).to_bytes(4, "little") * 4096 + block[16384:]
+    )
 
 
 def everybody(body):
@@ -37,9 +41,9 @@ def rotate(part):
     first, step = part * size, 4096
     for at in range(0, size // 2, step):
         left, right = first + at, first + size - at - step
-        one, other = bytes(view[left:left + step]), bytes(view[right:right + step])
-        view[left:left + step] = memoryview(other).cast("I")
-        view[right:right + step] = memoryview(one).cast("I")
+        one, other = bytes(view[left : left + step]), bytes(view[right : right + step])
+        view[left : left + step] = memoryview(other).cast("I")
+        view[right : right + step] = memoryview(one).cast("I")
 
 
 for turn in range(3):

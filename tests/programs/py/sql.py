@@ -1,6 +1,7 @@
-"""An in-memory SQLite database with two tables, an index, a join over them and updates; prints what the queries answer.
+"""An in-memory SQLite database with two tables, an index, a join over them and updates; prints what
+the queries answer.
 
-    sql.py ROWS SEED
+sql.py ROWS SEED
 """
 
 import random
@@ -14,16 +15,35 @@ def main():
     base = sqlite3.connect(":memory:")
     base.execute("pragma temp_store = memory")
     base.execute("create table buyer (id integer primary key, name text, town text)")
-    base.execute("create table sale (id integer primary key, buyer integer, price integer, note text)")
+    base.execute(
+        "create table sale (id integer primary key, buyer integer, price integer, note text)"
+    )
     buyers = rows // 10
-    base.executemany("insert into buyer values (?, ?, ?)",
-                     ((i, f"name-{draw.getrandbits(64):016x}", f"town-{draw.randrange(200)}") for i in range(buyers)))
-    base.executemany("insert into sale values (?, ?, ?, ?)",
-                     ((i, draw.randrange(buyers), draw.randrange(10000), f"note {draw.getrandbits(128):x} " + "." * 60)
-                      for i in range(rows)))
+    base.executemany(
+        "insert into buyer values (?, ?, ?)",
+        (
+            (i, f"name-{draw.getrandbits(64):016x}", f"town-{draw.randrange(200)}")
+            for i in range(buyers)
+        ),
+    )
+    base.executemany(
+        "insert into sale values (?, ?, ?, ?)",
+        (
+            (
+                i,
+                draw.randrange(buyers),
+                draw.randrange(10000),
+                f"note {draw.getrandbits(128):x} " + "." * 60,
+            )
+            for i in range(rows)
+        ),
+    )
     base.execute("create index sale_buyer on sale (buyer)")
-    query = ("select town, count(*), sum(price), min(note) from buyer join sale on buyer.id = sale.buyer "
-             "group by town order by 3 desc, town limit 20")
+    query = (
+        "select town, count(*), sum(price), min(note) from buyer join sale on buyer.id = "
+        "sale.buyer "
+        "group by town order by 3 desc, town limit 20"
+    )
     for row in base.execute(query):
         print(*row)
     base.execute("update sale set price = price + 1 where id % 7 = 0")

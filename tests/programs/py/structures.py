@@ -1,6 +1,7 @@
-"""Builds large dicts, lists, sets and a bytearray, works on them in several ways and prints checksums of what it finds.
+"""Builds large dicts, lists, sets and a bytearray, works on them in several ways and prints
+checksums of what it finds.
 
-    structures.py SCALE SEED [--progress]     about 3 MB of Python objects per unit of SCALE
+structures.py SCALE SEED [--progress]     about 3 MB of Python objects per unit of SCALE
 """
 
 import random
@@ -18,7 +19,11 @@ def main():
     draw = random.Random(seed)
     people = {}
     for number in range(scale * 5000):
-        person = {"id": number, "name": f"name {draw.randrange(10**6)}", "tags": [number % 7, number % 11]}
+        person = {
+            "id": number,
+            "name": f"name {draw.randrange(10**6)}",
+            "tags": [number % 7, number % 11],
+        }
         people[f"person-{number:08d}"] = person
         if number % (scale * 500) == 0:
             progress(f"building a dict: {number} entries")
@@ -29,7 +34,9 @@ def main():
     progress("walking the dict in order")
     total = 0
     for key, person in people.items():
-        total = (total * 31 + person["id"] + person["tags"][1] + len(person["name"]) + len(key)) % (1 << 61)
+        total = (total * 31 + person["id"] + person["tags"][1] + len(person["name"]) + len(key)) % (
+            1 << 61
+        )
     print("dict", len(people), total)
     progress("looking entries up at random and changing them")
     for _ in range(scale * 1500):
@@ -42,7 +49,9 @@ def main():
     print("changed", sum(len(person["tags"]) for person in people.values()))
     progress("sorting")
     numbers.sort()
-    print("list", len(numbers), f"{sum(numbers[::97]):.6f}", numbers[0] <= numbers[1] <= numbers[-1])
+    print(
+        "list", len(numbers), f"{sum(numbers[::97]):.6f}", numbers[0] <= numbers[1] <= numbers[-1]
+    )
     print("set", len(words), zlib.crc32("".join(sorted(words)).encode()))
     for at in range(0, len(raw), 4099):
         raw[at] ^= 255

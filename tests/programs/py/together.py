@@ -1,4 +1,6 @@
-"""One page of each 64K, in an order that is always the same and has nothing to do with addresses: what goes out together is wanted together."""
+"""One page of each 64K, in an order that is always the same and has nothing to do with addresses:
+what goes out together is wanted together.
+"""
 
 import hashlib
 import mmap
@@ -21,13 +23,13 @@ def content(page, version):
 
 
 for page in order():
-    memory[page * APART:page * APART + PAGE] = content(page, 0)
+    memory[page * APART : page * APART + PAGE] = content(page, 0)
 wrong = 0
 for version in range(rounds):
     for page in order():
-        found = memory[page * APART:page * APART + PAGE]
+        found = memory[page * APART : page * APART + PAGE]
         wrong += found != content(page, version * (page % 3 == 0))
         if page % 3 == 0:
-            memory[page * APART:page * APART + PAGE] = content(page, version + 1)
+            memory[page * APART : page * APART + PAGE] = content(page, version + 1)
 print(f"{pages} pages, {rounds} rounds, {wrong} wrong")
 sys.exit(wrong != 0)

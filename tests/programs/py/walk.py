@@ -1,6 +1,7 @@
-"""A bytearray of MB megabytes, filled, read in order and at random, changed in place; prints checksums.
+"""A bytearray of MB megabytes, filled, read in order and at random, changed in place; prints
+checksums.
 
-    walk.py MB SEED [--progress]
+walk.py MB SEED [--progress]
 """
 
 import random
@@ -24,13 +25,19 @@ def main():
         if "--progress" in sys.argv and number % (megabytes // 8) == 0:
             print(f"  filled {number} of {megabytes} MiB", file=sys.stderr, flush=True)
     print("filled", megabytes)
-    for turn, order in (("forward", range(megabytes)), ("at random", draw.sample(range(megabytes), megabytes))):
+    for turn, order in (
+        ("forward", range(megabytes)),
+        ("at random", draw.sample(range(megabytes), megabytes)),
+    ):
         if "--progress" in sys.argv:
             print(f"  reading {turn}", file=sys.stderr, flush=True)
         for number in order:
             found = zlib.crc32(view[number * BLOCK : (number + 1) * BLOCK])
             if found != expected[number]:
-                print(f"MiB {number} read {turn} is wrong: {found:08x} instead of {expected[number]:08x}")
+                print(
+                    f"MiB {number} read {turn} is wrong: {found:08x} instead of "
+                    f"{expected[number]:08x}"
+                )
                 sys.exit(3)
     touched = 0
     for _ in range(megabytes * 16):

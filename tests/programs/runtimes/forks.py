@@ -1,4 +1,6 @@
-"""Threads over a large heap, and children forked by them that read and change all of it. Runs under CPython and PyPy."""
+"""Threads over a large heap, and children forked by them that read and change all of it. Runs under
+CPython and PyPy.
+"""
 
 import os
 import sys

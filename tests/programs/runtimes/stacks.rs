@@ -1,4 +1,5 @@
-//! Panics that unwind deep stacks which are out, in several threads, while they press on the memory; and channels between them.
+//! Panics that unwind deep stacks which are out, in several threads, while they press on the
+//! memory; and channels between them.
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;

@@ -77,7 +77,10 @@ fn every_rule_names_the_token_that_broke_it_and_nothing_changes() {
         assert!(error.to_string().contains(token) && !error.to_string().contains('\n'), "{error}");
         assert_eq!(tiers, before, "{text}");
     }
-    assert_eq!(Tiers::new().apply("+SSD:0", &[]).expect_err("uncovered").rule, Rule::Uncovered(at(0)));
+    assert_eq!(
+        Tiers::new().apply("+SSD:0", &[]).expect_err("uncovered").rule,
+        Rule::Uncovered(at(0))
+    );
     let mut tiers = before;
     tiers.apply("NET:10 +LOW:-1 SSD:100,,\t", &[]).expect("covered in the end");
     assert_eq!(tiers.iter().last().map(|tier| tier.name), Some("LOW"));
@@ -104,7 +107,8 @@ fn a_device_in_use_keeps_its_tier() {
         assert_eq!((error.number, error.rule), (number, Rule::InUse(at(device))), "{text}");
         assert_eq!(tiers, before);
     }
-    for text in ["-NET", "+X:61", "+X:20", "HDD:60", "HDD:51 SSD:61", "SSD:200", "+X:201", "NET:-1"] {
+    for text in ["-NET", "+X:61", "+X:20", "HDD:60", "HDD:51 SSD:61", "SSD:200", "+X:201", "NET:-1"]
+    {
         let mut tiers = before;
         tiers.apply(text, &devices).expect(text);
         assert_eq!(tiers.tier_of(at(60)), before.tier_of(at(60)), "{text}");
@@ -118,7 +122,10 @@ fn a_device_in_use_keeps_its_tier() {
 #[test]
 fn other_tiers_instead_of_these_keep_the_indices_of_equal_names() {
     let mut all = tiers("+SSD:100 +HDD:50 +NET:-1");
-    assert_eq!(all.replace("+TAPE:-1 +HDD:40 +SSD:90", &[at(60)]).expect("tiers"), Applied { freed: 4 });
+    assert_eq!(
+        all.replace("+TAPE:-1 +HDD:40 +SSD:90", &[at(60)]).expect("tiers"),
+        Applied { freed: 4 }
+    );
     assert_eq!(ranges(&all), [("SSD", 0, 90, 32767), ("HDD", 1, 40, 89), ("TAPE", 2, -1, 39)]);
     let before = all;
     assert_eq!(all.replace("+HDD:70 +TAPE:-1", &[at(60)]).expect_err("it is in HDD").token, "HDD");
@@ -139,7 +146,10 @@ fn masks_exclude_and_take_back_and_a_child_never_has_more_than_its_parent() {
     };
     let parent = mask("-HDD").within(TierMask::ALL);
     let child = mask(" -SSD\t");
-    assert_eq!((child.names(&all), child.within(parent).names(&all)), ("HDD NET".into(), "NET".into()));
+    assert_eq!(
+        (child.names(&all), child.within(parent).names(&all)),
+        ("HDD NET".into(), "NET".into())
+    );
     let mut greedy = child;
     greedy.apply("+SSD +HDD", &all).expect("mask");
     assert_eq!(greedy, TierMask::ALL);
@@ -262,7 +272,9 @@ impl Naive {
                 freed |= self.run(op).map_err(|rule| (Some(number + 1), rule))?;
                 for device in devices {
                     let was = before.of(*device);
-                    if was.is_some_and(|was| freed & (1 << was) != 0 || self.of(*device) != Some(was)) {
+                    if was
+                        .is_some_and(|was| freed & (1 << was) != 0 || self.of(*device) != Some(was))
+                    {
                         return Err((Some(number + 1), Rule::InUse(at(*device))));
                     }
                 }
@@ -298,7 +310,10 @@ impl Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let name = || proptest::sample::select(vec!["A", "B", "C", "D", "E", "F", "G", "H", "I", "J"]).prop_map(str::to_owned);
+    let name = || {
+        proptest::sample::select(vec!["A", "B", "C", "D", "E", "F", "G", "H", "I", "J"])
+            .prop_map(str::to_owned)
+    };
     // Few values, so that they meet; the ends, and any.
     let start = || prop_oneof![4 => -1..12i32, 2 => Just(-1), 1 => Just(32767), 1 => -1..=32767i32];
     prop_oneof![
@@ -335,7 +350,8 @@ proptest! {
                     }
                     prop_assert_eq!(tiers, before);
                 }
-                (found, expected) => prop_assert!(false, "{text}: {found:?}, the map says {expected:?}"),
+                (found, expected) => prop_assert!(false, "{text}: {found:?}, the map says \
+                    {expected:?}"),
             }
             let mut painted = vec![None; 32769];
             for tier in tiers.iter() {

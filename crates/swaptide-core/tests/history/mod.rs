@@ -151,7 +151,8 @@ impl Pair {
         let device = self.space.device(DEVICE).unwrap();
         let tables = device.usage().tables;
         let (mut model, mut nowhere) = (std::mem::take(&mut self.model), BTreeMap::new());
-        let done = device.compact(max, tear, &mut Users { from: &mut model, to: &mut nowhere, refuse });
+        let done =
+            device.compact(max, tear, &mut Users { from: &mut model, to: &mut nowhere, refuse });
         self.model = model;
         assert_eq!(device.usage().tables, tables - done.emptied);
         assert!(done.moved <= max.saturating_add(511) && nowhere.is_empty());
@@ -161,26 +162,46 @@ impl Pair {
     fn swapoff(&mut self, room: u32) {
         self.space.add(SwapDevice::new(OTHER, room, 1, Kind::Solid), -1).unwrap();
         let (used, other) = (self.model.len() as u32, &mut BTreeMap::new());
-        // All the units are single slots, or the runs that they are find one: then only room decides.
-        let outcome = self.space.swapoff(DEVICE, TypeMask::ALL, &mut Users { from: &mut self.model, to: other, refuse: 0 });
+        // All the units are single slots, or the runs that they are find one: then only room
+        // decides.
+        let outcome = self.space.swapoff(
+            DEVICE,
+            TypeMask::ALL,
+            &mut Users { from: &mut self.model, to: other, refuse: 0 },
+        );
         let (here, there) = (self.device(), self.space.device(OTHER).unwrap());
         assert_eq!((here.used(), there.used()), (self.model.len() as u32, other.len() as u32));
         assert_eq!(here.used() + there.used(), used);
         match outcome {
-            Ok(_) => assert!(here.used() == 0 && !here.allocation_enabled() && here.usage().tables == self.open_for_ever()),
+            Ok(_) => assert!(
+                here.used() == 0
+                    && !here.allocation_enabled()
+                    && here.usage().tables == self.open_for_ever()
+            ),
             Err(SpaceError::NoRoom(_, left)) => {
                 assert!(left == here.used() && left > 0 && here.allocation_enabled());
-                assert!(room < used || self.model.values().any(|m| m.holds.is_ok()), "only folios need runs");
+                assert!(
+                    room < used || self.model.values().any(|m| m.holds.is_ok()),
+                    "only folios need runs"
+                );
             }
             Err(other) => panic!("{other}"),
         }
         for (off, m) in other.iter() {
-            assert_eq!(SlotInfo { count: there.count(SwapOffset(*off)), ..there.info(SwapOffset(*off)) }, shown(m));
+            assert_eq!(
+                SlotInfo { count: there.count(SwapOffset(*off)), ..there.info(SwapOffset(*off)) },
+                shown(m)
+            );
         }
-        // Back again. Folios may find no run here any more: they are given up, like everything that is left there.
+        // Back again. Folios may find no run here any more: they are given up, like everything that
+        // is left there.
         here.set_allocation_enabled(true);
         here.set_limit(u32::MAX);
-        let back = self.space.swapoff(OTHER, TypeMask::ALL, &mut Users { from: other, to: &mut self.model, refuse: 0 });
+        let back = self.space.swapoff(
+            OTHER,
+            TypeMask::ALL,
+            &mut Users { from: other, to: &mut self.model, refuse: 0 },
+        );
         assert_eq!(back.is_err(), !other.is_empty(), "{back:?}");
         self.space.device(OTHER).unwrap().set_allocation_enabled(false);
         for (off, m) in other.iter() {
@@ -190,7 +211,11 @@ impl Pair {
         }
         self.space.take(OTHER).unwrap();
         self.device().set_limit(self.limit);
-        assert_eq!(self.freed.lock().unwrap().drain(..).count(), 0, "a slot that moves is not freed");
+        assert_eq!(
+            self.freed.lock().unwrap().drain(..).count(),
+            0,
+            "a slot that moves is not freed"
+        );
     }
 
     /// Clusters that keep a table because of bad slots.
@@ -201,13 +226,17 @@ impl Pair {
 
     /// A range near the `at`-th used slot: its start, and where it starts in the model.
     fn range(&self, at: usize, n: u32) -> (SwapOffset, u32) {
-        let off =
-            if self.model.is_empty() { at as u32 % self.slots } else { *self.model.keys().nth(at % self.model.len()).unwrap() };
+        let off = if self.model.is_empty() {
+            at as u32 % self.slots
+        } else {
+            *self.model.keys().nth(at % self.model.len()).unwrap()
+        };
         let off = if n.is_power_of_two() { off & !(n - 1) } else { off };
         (SwapOffset(off), n)
     }
 
-    /// Checks `result` against what the model says of each slot; applies `change` when all match (`None` from it: free).
+    /// Checks `result` against what the model says of each slot; applies `change` when all match
+    /// (`None` from it: free).
     fn expect<T: std::fmt::Debug>(
         &mut self,
         (off, n): (SwapOffset, u32),
@@ -225,12 +254,18 @@ impl Pair {
         }
         if let Some(wrong) = wrong {
             let mismatch = result.unwrap_err();
-            // `free` looks at the counts last: a count too large may come before what it complains about.
-            let counts = self.model.get(&wrong).is_some_and(|m| m.count > 1) || mismatch.expected == Expected::LastUser;
-            assert!(mismatch.entry.offset().0 == wrong || counts, "{mismatch}, but slot {wrong} is wrong first");
+            // `free` looks at the counts last: a count too large may come before what it complains
+            // about.
+            let counts = self.model.get(&wrong).is_some_and(|m| m.count > 1)
+                || mismatch.expected == Expected::LastUser;
+            assert!(
+                mismatch.entry.offset().0 == wrong || counts,
+                "{mismatch}, but slot {wrong} is wrong first"
+            );
             assert_eq!(
                 mismatch.gone(),
-                !self.model.contains_key(&mismatch.entry.offset().0) && !self.bad.contains(&mismatch.entry.offset().0)
+                !self.model.contains_key(&mismatch.entry.offset().0)
+                    && !self.bad.contains(&mismatch.entry.offset().0)
             );
             assert_eq!(freed, []);
             return;
@@ -249,7 +284,12 @@ impl Pair {
     fn alloc(&mut self, cpu: u16, order: u8, folio: u32, group: u16) {
         let pages = 1u32 << order;
         let used = self.model.len() as u32;
-        let result = self.device().alloc_folio(CpuId(cpu), Order::new(order).unwrap(), FolioId(folio), GroupId(group));
+        let result = self.device().alloc_folio(
+            CpuId(cpu),
+            Order::new(order).unwrap(),
+            FolioId(folio),
+            GroupId(group),
+        );
         let capacity = (self.slots - self.bad.len() as u32).min(self.limit);
         match result {
             Ok(off) => {
@@ -267,7 +307,8 @@ impl Pair {
                 assert!(used + pages <= capacity);
                 let empty = (0..self.slots / 512).find(|c| {
                     let range = c * 512..(c + 1) * 512;
-                    self.model.range(range.clone()).next().is_none() && self.bad.range(range).next().is_none()
+                    self.model.range(range.clone()).next().is_none()
+                        && self.bad.range(range).next().is_none()
                 });
                 assert_eq!(empty, None, "an empty cluster serves every order");
             }
@@ -282,13 +323,22 @@ impl Pair {
                 let range = self.range(at, n);
                 let folio = self.folio_at(range.0);
                 let mask = [zero, !zero];
-                let result = self.device().folio_to_shadow(range.0, n, FolioId(folio), Shadow(shadow), ZeroMask::Bits(&mask));
+                let result = self.device().folio_to_shadow(
+                    range.0,
+                    n,
+                    FolioId(folio),
+                    Shadow(shadow),
+                    ZeroMask::Bits(&mask),
+                );
                 self.expect(
                     range,
                     result,
                     |m| m.holds == Ok(folio),
                     |i, m| {
-                        (m.holds, m.zero) = (Err(shadow), mask.get(i as usize / 64).is_some_and(|w| w >> (i % 64) & 1 == 1));
+                        (m.holds, m.zero) = (
+                            Err(shadow),
+                            mask.get(i as usize / 64).is_some_and(|w| w >> (i % 64) & 1 == 1),
+                        );
                         m.count > 0
                     },
                 );
@@ -297,13 +347,17 @@ impl Pair {
                 let range = self.range(at, n);
                 let alike = {
                     let first = self.model.get(&range.0.0).copied();
-                    let same = |m: &Model| m.holds.is_err() && first.is_some_and(|f| (f.zero, f.group) == (m.zero, m.group));
+                    let same = |m: &Model| {
+                        m.holds.is_err()
+                            && first.is_some_and(|f| (f.zero, f.group) == (m.zero, m.group))
+                    };
                     (range.0.0..range.0.0 + n).all(|slot| self.model.get(&slot).is_some_and(same))
                 };
                 let fits = range.0.0 % 512 + n <= 512;
                 assert_eq!(self.device().swap_in_range(range.0, n).is_some(), alike && fits);
                 let mut shadows = vec![Shadow(0); n as usize];
-                let result = self.device().shadow_to_folio(range.0, n, FolioId(folio), Some(&mut shadows));
+                let result =
+                    self.device().shadow_to_folio(range.0, n, FolioId(folio), Some(&mut shadows));
                 self.expect(
                     range,
                     result,
@@ -362,7 +416,8 @@ impl Pair {
             Op::Free { at, n, expect } => {
                 let range = self.range(at, n);
                 let folio = self.folio_at(range.0);
-                let expect = [Expect::Any, Expect::Shadow, Expect::Folio(FolioId(folio))][usize::from(expect)];
+                let expect = [Expect::Any, Expect::Shadow, Expect::Folio(FolioId(folio))]
+                    [usize::from(expect)];
                 let result = self.device().free(range.0, n, expect);
                 let right = move |m: &Model| {
                     let holds = match expect {
@@ -382,7 +437,11 @@ impl Pair {
             }
             Op::Zero { at, n, zero } => {
                 let range = self.range(at, n);
-                let result = self.device().set_zero(range.0, n, if zero { ZeroMask::All } else { ZeroMask::None });
+                let result = self.device().set_zero(
+                    range.0,
+                    n,
+                    if zero { ZeroMask::All } else { ZeroMask::None },
+                );
                 self.expect(
                     range,
                     result,
@@ -408,7 +467,8 @@ impl Pair {
             Op::Swapoff { room } => self.swapoff(room),
             Op::Drain { keep } => {
                 self.device().set_allocation_enabled(false);
-                let refused = self.device().alloc_folio(CpuId(0), Order::ZERO, FolioId(0), GroupId(0));
+                let refused =
+                    self.device().alloc_folio(CpuId(0), Order::ZERO, FolioId(0), GroupId(0));
                 assert!(matches!(refused, Err(AllocError::Disabled | AllocError::Full)));
                 let met: Vec<u32> = self.device().drain().map(|(off, _)| off.0).collect();
                 assert!(met.iter().eq(self.model.keys()));
@@ -446,13 +506,24 @@ impl Pair {
             let info = self.device().info(SwapOffset(slot));
             match self.model.get(&slot) {
                 None if self.bad.contains(&slot) => assert_eq!(info.slot, Slot::Bad),
-                None => assert_eq!(info, SlotInfo { slot: Slot::Free, count: 0, zero: false, group: GroupId(0) }),
+                None => assert_eq!(
+                    info,
+                    SlotInfo { slot: Slot::Free, count: 0, zero: false, group: GroupId(0) }
+                ),
                 Some(m) => {
                     let holds = match m.holds {
                         Ok(folio) => Slot::Folio(FolioId(folio)),
                         Err(shadow) => Slot::Shadow { shadow: Shadow(shadow), zero: m.zero },
                     };
-                    assert_eq!(info, SlotInfo { slot: holds, count: m.count.min(255), zero: m.zero, group: GroupId(m.group) });
+                    assert_eq!(
+                        info,
+                        SlotInfo {
+                            slot: holds,
+                            count: m.count.min(255),
+                            zero: m.zero,
+                            group: GroupId(m.group)
+                        }
+                    );
                     if m.count >= 255 {
                         assert_eq!(self.device().count(SwapOffset(slot)), m.count);
                     }
@@ -462,8 +533,16 @@ impl Pair {
         let usage = self.device().usage();
         assert_eq!((usage.used, usage.bad), (self.model.len() as u32, self.bad.len() as u32));
         let tail = (!self.slots.is_multiple_of(512)).then_some(self.slots / 512);
-        let open: BTreeSet<u32> = self.model.keys().chain(&self.bad).map(|slot| slot / 512).chain(tail).collect();
-        assert_eq!(usage.tables, open.len() as u32, "a table for each cluster in use, and no other");
-        assert_eq!(usage.clusters_free + usage.clusters_discard + usage.tables, self.slots.div_ceil(512));
+        let open: BTreeSet<u32> =
+            self.model.keys().chain(&self.bad).map(|slot| slot / 512).chain(tail).collect();
+        assert_eq!(
+            usage.tables,
+            open.len() as u32,
+            "a table for each cluster in use, and no other"
+        );
+        assert_eq!(
+            usage.clusters_free + usage.clusters_discard + usage.tables,
+            self.slots.div_ceil(512)
+        );
     }
 }

@@ -19,7 +19,13 @@ fn devices_with_mishaps(every: u32) -> Devices {
     segment.add_area(NewArea::of_file(0, 8)).expect("an area");
     segment.header.mishap_every.store(every, Relaxed);
     let index = segment.claim(10, 0).expect("slot");
-    Devices::new(segment, Arc::new(AtomicU32::new(index.0)), |_| memfd_create(c"swap", 16 << 20).ok(), 1).expect("devices")
+    Devices::new(
+        segment,
+        Arc::new(AtomicU32::new(index.0)),
+        |_| memfd_create(c"swap", 16 << 20).ok(),
+        1,
+    )
+    .expect("devices")
 }
 
 fn page(n: u8) -> Page {
@@ -27,8 +33,15 @@ fn page(n: u8) -> Page {
 }
 
 fn order(seat: usize, slots: &[(usize, u32)]) -> Order {
-    let mut order =
-        Order { seat, server: ServerId(0), slots: [Slot(0); PAGES_PER_CHUNK], wanted: 0, read: 0, lost: 0, unasked: false };
+    let mut order = Order {
+        seat,
+        server: ServerId(0),
+        slots: [Slot(0); PAGES_PER_CHUNK],
+        wanted: 0,
+        read: 0,
+        lost: 0,
+        unasked: false,
+    };
     for (k, slot) in slots {
         order.slots[*k] = Slot(*slot);
         order.wanted |= 1 << k;
@@ -46,14 +59,19 @@ fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away(
     let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
     far.read(device, &mut orders, |line| panic!("{line}"));
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
-    let found = |order: &Order| far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>();
+    let found =
+        |order: &Order| far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>();
     assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
     assert!(found(&orders[1]) == [(0x80, page(3))]);
     // Somebody frees a page between its order and the reading.
     device.free(Slot(2));
     let mut orders = [order(3, &[(0, 1), (1, 2), (2, 4)]), order(9, &[(7, 5)])];
     far.read(device, &mut orders, |line| panic!("{line}"));
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b101, 0), (0x80, 0)], "it is nobody's loss");
+    assert_eq!(
+        orders.map(|order| (order.read, order.lost)),
+        [(0b101, 0), (0x80, 0)],
+        "it is nobody's loss"
+    );
     assert!(far.pages(&orders[0]).any(|(bit, _, there)| bit == 0b100 && *there == page(4)));
 }
 
@@ -61,7 +79,8 @@ fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away(
 fn what_is_damaged_is_lost_alone() {
     let (devices, far) = (devices(), Far::new().expect("address space"));
     let device = &devices.file.device;
-    let pages: Vec<Page> = (0..4).map(|n| std::array::from_fn(|k| ((k * k) >> 3) as u8 ^ n)).collect();
+    let pages: Vec<Page> =
+        (0..4).map(|n| std::array::from_fn(|k| ((k * k) >> 3) as u8 ^ n)).collect();
     for (slot, page) in (1..).zip(&pages) {
         device.write(&[(Slot(slot), Packed::Raw(page))]).expect("written");
     }
@@ -69,7 +88,11 @@ fn what_is_damaged_is_lost_alone() {
     device.abandon(Vec::new());
     let mut orders = [order(0, &[(0, 1), (1, 2)]), order(1, &[(0, 3)])];
     far.read(device, &mut orders, |_| ());
-    assert_eq!(orders.map(|order| (order.read, order.lost)), [(0, 0b11), (0, 1)], "nothing of it is there any more");
+    assert_eq!(
+        orders.map(|order| (order.read, order.lost)),
+        [(0, 0b11), (0, 1)],
+        "nothing of it is there any more"
+    );
     device.write(&[(Slot(9), Packed::Raw(&pages[3]))]).expect("written");
     let mut orders = [order(0, &[(0, 1), (1, 9)]), order(1, &[(0, 3)])];
     far.read(device, &mut orders, |_| ());
@@ -83,12 +106,18 @@ fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
     let device = &devices.file.device;
     let mut written = false;
     for _ in 0..8 {
-        written = written || device.write(&[(Slot(1), Packed::Raw(&page(1))), (Slot(2), Packed::Raw(&page(2)))]).is_ok();
+        written = written
+            || device
+                .write(&[(Slot(1), Packed::Raw(&page(1))), (Slot(2), Packed::Raw(&page(2)))])
+                .is_ok();
     }
     assert!(written);
     // Of reads the first fails, two do not, and then three do.
     let mut buffer = [0; PAGE_SIZE];
-    assert_eq!([(); 3].map(|()| device.read(&mut [(Slot(1), &mut buffer)]).is_ok()), [false, true, true]);
+    assert_eq!(
+        [(); 3].map(|()| device.read(&mut [(Slot(1), &mut buffer)]).is_ok()),
+        [false, true, true]
+    );
     let mut orders = [order(0, &[(0, 1), (5, 2)])];
     far.read(device, &mut orders, |_| ());
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0b100001, 0)]);
@@ -163,10 +192,16 @@ fn pages_of_a_chunk_go_together_and_each_order_has_a_seat_of_its_own() {
         away.drafts.iter().map(|order| (order.wanted, order.server)).collect::<Vec<_>>(),
         [(0b10010, here), (0x40, there)]
     );
-    assert!(away.has(page(7, 4)) && away.has(page(7, 6)) && !away.has(page(7, 5)) && !away.has(page(8, 4)));
+    assert!(
+        away.has(page(7, 4))
+            && away.has(page(7, 6))
+            && !away.has(page(7, 5))
+            && !away.has(page(8, 4))
+    );
     // What was sent is no draft any more.
     away.drafts.clear();
-    let seats: Vec<usize> = (0..SEATS - 2).map(|n| away.draft(ChunkNo(7 + n), there).expect("a seat").0.seat).collect();
+    let seats: Vec<usize> =
+        (0..SEATS - 2).map(|n| away.draft(ChunkNo(7 + n), there).expect("a seat").0.seat).collect();
     assert!(seats.iter().zip(2..).all(|(seat, n)| *seat == n), "{seats:?}");
     assert!(away.draft(ChunkNo(1000), there).is_none(), "all seats are taken");
     assert!(away.draft(ChunkNo(7 + SEATS - 3), there).is_some(), "the last one has its seat");

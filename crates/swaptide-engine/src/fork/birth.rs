@@ -8,13 +8,15 @@
 //! | | | makes a userfaultfd, arms what the table lists, sends it | takes it as from a fork event |
 //! | lets the thread go on | goes on | goes on where fork(2) returns | is handing over |
 //!
-//! *In doubt* is every place that a change concerns that was read since the thread stood ready: the child may have it from before that change or from after it, and
-//! what it has there may be managed memory or something that another thread has mapped since. There the child arms what bears the mark that
-//! the shield has put on ([`super::shield`]); from there on its userfaultfd tells what it has, as one from the kernel would ([`super::layout`]).
+//! *In doubt* is every place that a change concerns that was read since the thread stood ready: the
+//! child may have it from before that change or from after it, and what it has there may be managed
+//! memory or something that another thread has mapped since. There the child arms what bears the
+//! mark that the shield has put on ([`super::shield`]); from there on its userfaultfd tells what it
+//! has, as one from the kernel would ([`super::layout`]).
 //!
 //! Invariants
-//! 1. The child touches no memory of the program before it is armed, and takes no lock that it has not opened itself: this is the only thread, and it may have been
-//!    anywhere.
+//! 1. The child touches no memory of the program before it is armed, and takes no lock that it has
+//!    not opened itself: this is the only thread, and it may have been anywhere.
 //! 2. It allocates nothing.
 //! 3. Nobody goes on if this fails: the child ends with a message.
 //!
@@ -60,9 +62,10 @@ const LOOK: Duration = Duration::from_micros(50);
 /// The ranges that a change may have altered.
 fn ranges_of(change: Change) -> impl Iterator<Item = VirtRange> {
     let (one, other) = match change {
-        Change::Moved { from, to, len } => {
-            (Some(VirtRange { start: from, end: from.offset(len) }), Some(VirtRange { start: to, end: to.offset(len) }))
-        }
+        Change::Moved { from, to, len } => (
+            Some(VirtRange { start: from, end: from.offset(len) }),
+            Some(VirtRange { start: to, end: to.offset(len) }),
+        ),
         Change::Gone(range) => (Some(range), None),
         // Given up and still there is no doubt; what the table armed it knows.
         Change::Dropped(_) | Change::Armed(_) => (None, None),
@@ -81,18 +84,31 @@ fn encode(doubts: &[VirtRange]) -> ([u8; MOST_DOUBTS * DOUBT_BYTES], usize) {
 }
 
 fn decode(bytes: &[u8]) -> impl Iterator<Item = VirtRange> + Clone + '_ {
-    let word = |bytes: &[u8]| VirtAddr(u64::from_le_bytes(bytes.try_into().expect("eight bytes")) as usize);
-    bytes.chunks_exact(DOUBT_BYTES).map(move |both| VirtRange { start: word(&both[..8]), end: word(&both[8..]) })
+    let word = |bytes: &[u8]| {
+        VirtAddr(u64::from_le_bytes(bytes.try_into().expect("eight bytes")) as usize)
+    };
+    bytes
+        .chunks_exact(DOUBT_BYTES)
+        .map(move |both| VirtRange { start: word(&both[..8]), end: word(&both[8..]) })
 }
 
 /// The parts of a range that are in no doubt, and those that are.
-fn split(range: VirtRange, doubts: impl Iterator<Item = VirtRange> + Clone, mut f: impl FnMut(VirtRange, bool)) {
+fn split(
+    range: VirtRange,
+    doubts: impl Iterator<Item = VirtRange> + Clone,
+    mut f: impl FnMut(VirtRange, bool),
+) {
     let mut at = range.start;
     while at < range.end {
         let within = doubts.clone().filter(|d| d.start <= at && at < d.end).map(|d| d.end).max();
         let end = match within {
             Some(end) => end,
-            None => doubts.clone().map(|d| d.start).filter(|start| *start > at).min().unwrap_or(range.end),
+            None => doubts
+                .clone()
+                .map(|d| d.start)
+                .filter(|start| *start > at)
+                .min()
+                .unwrap_or(range.end),
         };
         let end = end.min(range.end);
         f(VirtRange { start: at, end }, within.is_some());
@@ -128,7 +144,10 @@ impl Handler {
         };
         if let Err(errno) = answered {
             // The child ends, for it gets no answer.
-            (self.engine.start.log)(&format!("a child was not taken in: {}", swaptide_sys::Why(errno)));
+            (self.engine.start.log)(&format!(
+                "a child was not taken in: {}",
+                swaptide_sys::Why(errno)
+            ));
         }
     }
 
@@ -137,11 +156,15 @@ impl Handler {
         let mut quiet = false;
         while !quiet && now().since(began) < BUSY {
             quiet = self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing;
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(if quiet { Duration::ZERO } else { LOOK }));
+            let _ = poll_readable(
+                &[self.uffd.as_fd()],
+                Some(if quiet { Duration::ZERO } else { LOOK }),
+            );
             self.read_noting();
         }
         let late: Vec<Change> = self.engine.mm.lock().late.iter().filter_map(Change::of).collect();
-        let doubts: Vec<VirtRange> = self.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
+        let doubts: Vec<VirtRange> =
+            self.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
         let (bytes, length) = encode(if quiet && !self.torn { &doubts } else { &[EVERYTHING] });
         // A message of nothing would look like the end.
         let mut message = [0u8; 1 + MOST_DOUBTS * DOUBT_BYTES];
@@ -152,8 +175,9 @@ impl Handler {
 }
 
 impl Engine {
-    /// In a child of a followed fork, before it runs anything of its own: arms what is managed with a userfaultfd of its own, which the parent's
-    /// handler has when this returns. On a stack of [`STACK`] bytes that is no memory of the program.
+    /// In a child of a followed fork, before it runs anything of its own: arms what is managed with
+    /// a userfaultfd of its own, which the parent's handler has when this returns. On a stack of
+    /// [`STACK`] bytes that is no memory of the program.
     ///
     /// # Errors
     /// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.
@@ -161,7 +185,8 @@ impl Engine {
         // The parent's end of the pair is of no use here: its number may be needed.
         self.fork.close_end(false);
         let number = self.fork.child_end().ok_or(Errno::PROTO)?;
-        // SAFETY: the number is the child's end in this process's table; it stays open for who takes over, and is not closed here.
+        // SAFETY: the number is the child's end in this process's table; it stays open for who
+        // takes over, and is not closed here.
         let conn = ManuallyDrop::new(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }));
         while self.start.segment.header.fail.load(Relaxed) == FAIL_BIRTH {
             sleep(Duration::from_millis(100));
@@ -175,7 +200,8 @@ impl Engine {
         let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
         uffd.register_missing(self.bells.range())?;
         uffd.register_missing(self.bells.porch())?;
-        // SAFETY: this is the only thread of the process; the parent's, one of which may have had the lock, are not here.
+        // SAFETY: this is the only thread of the process; the parent's, one of which may have had
+        // the lock, are not here.
         unsafe { self.mm.force_unlock() };
         let mm = self.mm.lock();
         uffd.register_missing(mm.staging.range())?;
@@ -205,14 +231,18 @@ impl Engine {
     }
 }
 
-/// Arms a range of which nothing is in doubt: what is mapped there is managed memory. Where the shield could not be opened nothing is.
+/// Arms a range of which nothing is in doubt: what is mapped there is managed memory. Where the
+/// shield could not be opened nothing is.
 fn arm(uffd: &Uffd, range: VirtRange) -> Result<(), Errno> {
     if uffd.register_missing(range).is_ok() {
         return Ok(());
     }
     let mut armed = Ok(());
     for_each_vma(&mut [0; LIST], |vma| {
-        let part = VirtRange { start: vma.range.start.max(range.start), end: vma.range.end.min(range.end) };
+        let part = VirtRange {
+            start: vma.range.start.max(range.start),
+            end: vma.range.end.min(range.end),
+        };
         if part.start < part.end && armed.is_ok() {
             armed = uffd.register_missing(part);
         }
@@ -252,7 +282,8 @@ mod tests {
             Change::Dropped(range(8, 9)),
             Change::Armed(range(10, 11)),
         ];
-        let (bytes, length) = encode(&noted.iter().copied().flat_map(ranges_of).collect::<Vec<_>>());
+        let (bytes, length) =
+            encode(&noted.iter().copied().flat_map(ranges_of).collect::<Vec<_>>());
         let doubts: Vec<VirtRange> = decode(&bytes[..length]).collect();
         assert_eq!(doubts, [range(4, 6), range(20, 22), range(30, 32)]);
         let mut parts = Vec::new();
@@ -278,7 +309,8 @@ mod tests {
 
     #[test]
     fn of_too_many_doubts_everything_is_one() {
-        let doubts: Vec<VirtRange> = (0..=MOST_DOUBTS).map(|at| range(at * 4, at * 4 + 1)).collect();
+        let doubts: Vec<VirtRange> =
+            (0..=MOST_DOUBTS).map(|at| range(at * 4, at * 4 + 1)).collect();
         let (bytes, length) = encode(&doubts);
         assert_eq!(decode(&bytes[..length]).collect::<Vec<_>>(), [EVERYTHING]);
         let (bytes, length) = encode(&doubts[1..]);

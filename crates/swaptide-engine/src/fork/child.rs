@@ -3,9 +3,10 @@
 //! Owns: what was handed over, until the child's handler has it.
 //!
 //! Invariants
-//! 1. Nothing is allocated before the parent's answer is known: the copy of the allocator may be torn.
-//! 2. The table first follows the changes of mappings that this process has, then learns which pages came with the hand-over, then forgets what did not
-//!    come along.
+//! 1. Nothing is allocated before the parent's answer is known: the copy of the allocator may be
+//!    torn.
+//! 2. The table first follows the changes of mappings that this process has, then learns which
+//!    pages came with the hand-over, then forgets what did not come along.
 //!
 //! Locks: none is held by anybody in the copy, whatever its word says.
 
@@ -50,7 +51,8 @@ impl Inheritance {
         self.conn.send(&[TAKEN], &[])
     }
 
-    /// Tells the parent's handler that this process cannot serve itself; returns when all its memory is there.
+    /// Tells the parent's handler that this process cannot serve itself; returns when all its
+    /// memory is there.
     ///
     /// # Errors
     /// When the parent is gone: what is swapped is lost, and the process must be stopped.
@@ -82,7 +84,8 @@ fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usiz
     conn.recv(buf, fds).map(|(n, _)| n)
 }
 
-/// Waits until the parent's handler says that all memory is there. True when this process may allocate from its copy of the engine's memory.
+/// Waits until the parent's handler says that all memory is there. True when this process may
+/// allocate from its copy of the engine's memory.
 fn hear_off(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
     let n = hear(conn, &mut word, &mut [])?;
@@ -96,8 +99,8 @@ fn hear_off(conn: &Conn) -> Result<bool, Errno> {
 impl Engine {
     /// In the child, before any engine thread runs: forgets the parent's threads.
     pub fn forked(&self) {
-        // The parent's handler may have held the lock at the moment of the fork, to note another thread's fault or event: it changes nothing
-        // that the lock guards then (invariant 1).
+        // The parent's handler may have held the lock at the moment of the fork, to note another
+        // thread's fault or event: it changes nothing that the lock guards then (invariant 1).
         // SAFETY: no other thread exists in this process.
         unsafe { self.mm.force_unlock() };
         self.taking.store(0, Relaxed);
@@ -128,7 +131,8 @@ impl Engine {
         drop(unsafe { OwnedFd::from_raw_fd(self.uffd().as_fd().as_raw_fd()) });
     }
 
-    /// Says hello to the parent's handler. If that has not waited, its last word lies at the child's end.
+    /// Says hello to the parent's handler. If that has not waited, its last word lies at the
+    /// child's end.
     fn greet(&self, end: Option<Conn>, first: u32) -> Result<Conn, Errno> {
         let conn = end.ok_or(Errno::PROTO)?;
         let mut hello = [0u8; 16];
@@ -141,8 +145,8 @@ impl Engine {
         }
     }
 
-    /// In a child that cannot take over: returns when all its memory is there and its copy of the engine is of no use any more. Allocates
-    /// nothing. True when others may allocate.
+    /// In a child that cannot take over: returns when all its memory is there and its copy of the
+    /// engine is of no use any more. Allocates nothing. True when others may allocate.
     ///
     /// # Errors
     /// When the parent is gone: what is swapped is lost, and the process must be stopped.
@@ -155,8 +159,13 @@ impl Engine {
     /// # Errors
     /// When the parent is gone.
     ///
-    /// Nothing is allocated before the answer is known: this process's copy of the allocator may be torn.
-    pub fn inherit(&self, end: Option<Conn>, index: SlotIndex) -> Result<Option<Inheritance>, Errno> {
+    /// Nothing is allocated before the answer is known: this process's copy of the allocator may be
+    /// torn.
+    pub fn inherit(
+        &self,
+        end: Option<Conn>,
+        index: SlotIndex,
+    ) -> Result<Option<Inheritance>, Errno> {
         let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
         let mut fds: [Option<OwnedFd>; 1 + MAX_AREAS] = Default::default();
@@ -177,12 +186,18 @@ impl Engine {
             }
             at += n;
         }
-        let words: Vec<usize> =
-            bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect();
+        let words: Vec<usize> = bytes
+            .chunks_exact(8)
+            .map(|b| u64::from_le_bytes(b.try_into().expect("eight bytes")) as usize)
+            .collect();
         let (areas, rest) = counted(&words);
         let (served, changes) = counted(rest);
         let areas = areas.iter().zip(fds).filter_map(|(word, fd)| {
-            Some(HandedOver { area: (word >> 32) as u8, generation: *word as u32, opened: Opened::File(fd?) })
+            Some(HandedOver {
+                area: (word >> 32) as u8,
+                generation: *word as u32,
+                opened: Opened::File(fd?),
+            })
         });
         let areas = areas.collect();
         let served = served.iter().map(|p| PageNo(*p)).collect();
@@ -192,8 +207,8 @@ impl Engine {
 }
 
 impl Handler {
-    /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here, and what stands in their place is the engine's
-    /// own, made since. Their pages are given up.
+    /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here,
+    /// and what stands in their place is the engine's own, made since. Their pages are given up.
     fn forget_what_did_not_come(&mut self) -> Result<(), EngineError> {
         let engine = self.engine;
         let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
@@ -201,8 +216,13 @@ impl Handler {
         for region in regions {
             let mut at = region.start;
             while at < region.end {
-                let next = self.maps.vma_at_or_next(at).map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
-                let Some(vma) = next.map(|info| info.vma().range).filter(|vma| vma.start < region.end) else {
+                let next = self
+                    .maps
+                    .vma_at_or_next(at)
+                    .map_err(|e| EngineError::Memory("reading /proc/self/maps", e))?;
+                let Some(vma) =
+                    next.map(|info| info.vma().range).filter(|vma| vma.start < region.end)
+                else {
                     missing.push(VirtRange { start: at, end: region.end });
                     break;
                 };
@@ -241,11 +261,14 @@ impl Handler {
         left: &mut Inheritance,
     ) -> Result<Handler, EngineError> {
         engine.set_index(index);
-        let uffd = left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
-        // A fork without a hook at the same moment could have had its descriptor taken for this child's: it would be another process's memory.
-        // That one may have something at the same address: zeros for a page that it has never touched are no harm there, and not to be
-        // seen here.
-        let probe = Mapping::reserve(PAGE_SIZE).map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
+        let uffd =
+            left.uffd.take().ok_or(EngineError::Devices("no userfaultfd was handed over"))?;
+        // A fork without a hook at the same moment could have had its descriptor taken for this
+        // child's: it would be another process's memory. That one may have something at the same
+        // address: zeros for a page that it has never touched are no harm there, and not to be seen
+        // here.
+        let probe = Mapping::reserve(PAGE_SIZE)
+            .map_err(|e| EngineError::Memory("a page to try the userfaultfd on", e))?;
         uffd.register_missing(probe.range())
             .map_err(|e| EngineError::Memory("trying the userfaultfd that was handed over", e))?;
         let _ = uffd.zero_pages(probe.range(), true);
@@ -253,7 +276,9 @@ impl Handler {
         let _ = uffd.unregister(probe.range());
         drop(probe);
         if !ours {
-            return Err(EngineError::Devices("the userfaultfd that was handed over is another process's"));
+            return Err(EngineError::Devices(
+                "the userfaultfd that was handed over is another process's",
+            ));
         }
         engine.set_uffd(uffd);
         let mut handler = Handler::new(engine)?;

@@ -3,13 +3,15 @@
 //! Owns: the phase, the token of the fork, and the numbers of its pair of sockets.
 //!
 //! The handler takes its end out of the forking thread's table. Where the kernel does not permit
-//! that (a filter of system calls), the forking thread brings it ([`ForkControl::fetch_end`]). Where
-//! neither works there is no way to the child, and the handler gives it all its memory unasked.
+//! that (a filter of system calls), the forking thread brings it ([`ForkControl::fetch_end`]).
+//! Where neither works there is no way to the child, and the handler gives it all its memory
+//! unasked.
 //!
 //! Locks: none; the forking thread waits on a futex word.
 
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Acquire,
+    Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
@@ -40,7 +42,8 @@ pub struct ForkControl {
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
-    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now on, that is not this one's.
+    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now
+    /// on, that is not this one's.
     goes_on: AtomicBool,
     pub(super) token: AtomicU64,
     /// The name of the listener to which the handler's end is brought.
@@ -49,8 +52,8 @@ pub struct ForkControl {
     shut: AtomicBool,
     /// The child did not take over and was killed.
     killed: AtomicBool,
-    /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and the child's. Without them (the table
-    /// is full) there is no way to the child.
+    /// The pair of sockets in the forking thread's own table of descriptors: the handler's end and
+    /// the child's. Without them (the table is full) there is no way to the child.
     ends: [AtomicI32; 2],
 }
 
@@ -77,7 +80,8 @@ impl ForkControl {
 
     /// In the forking thread, before it rings: makes the sockets.
     pub fn open_ends(&self) {
-        let numbers = Conn::pair().map_or([NONE_FD; 2], |(a, b)| [a.into_fd().into_raw_fd(), b.into_fd().into_raw_fd()]);
+        let numbers = Conn::pair()
+            .map_or([NONE_FD; 2], |(a, b)| [a.into_fd().into_raw_fd(), b.into_fd().into_raw_fd()]);
         self.ends.iter().zip(numbers).for_each(|(end, number)| end.store(number, Release));
     }
 
@@ -85,7 +89,8 @@ impl ForkControl {
     pub fn close_end(&self, child_end: bool) {
         let number = self.ends[usize::from(child_end)].swap(NONE_FD, AcqRel);
         if number != NONE_FD {
-            // SAFETY: opened by `open_ends` in this thread's table, or its parent's, and owned by nobody else.
+            // SAFETY: opened by `open_ends` in this thread's table, or its parent's, and owned by
+            // nobody else.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
         }
     }
@@ -98,7 +103,8 @@ impl ForkControl {
     /// In the child's handler, which has a copy of the child's end in a table of its own.
     ///
     /// # Safety
-    /// The calling thread has a table of its own, in which the number is the child's end, and calls this once.
+    /// The calling thread has a table of its own, in which the number is the child's end, and calls
+    /// this once.
     pub unsafe fn own_child_end(&self) -> Option<Conn> {
         // SAFETY: the caller's promise.
         self.child_end().map(|number| Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
@@ -106,7 +112,8 @@ impl ForkControl {
 
     /// In the forking thread of the child: takes the child's end out of the program's table.
     pub fn take_child_end(&self) -> Option<Conn> {
-        let number = Some(self.ends[1].swap(NONE_FD, AcqRel)).filter(|number| *number != NONE_FD)?;
+        let number =
+            Some(self.ends[1].swap(NONE_FD, AcqRel)).filter(|number| *number != NONE_FD)?;
         // SAFETY: opened by `open_ends`, and owned by nobody else.
         Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
     }
@@ -115,8 +122,11 @@ impl ForkControl {
     /// that out of the forking thread's table.
     pub(super) fn take_end(&self) -> Option<Conn> {
         let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
-        // The thread's own table where the kernel can name a thread; else the first thread's, which is the same one but in odd programs.
-        let task = pidfd_open_thread(self.forker.load(Acquire)).or_else(|_| pidfd_open(getpid().0)).ok()?;
+        // The thread's own table where the kernel can name a thread; else the first thread's, which
+        // is the same one but in odd programs.
+        let task = pidfd_open_thread(self.forker.load(Acquire))
+            .or_else(|_| pidfd_open(getpid().0))
+            .ok()?;
         pidfd_getfd(task.as_fd(), number).ok().map(Conn::from_fd)
     }
 
@@ -140,18 +150,24 @@ impl ForkControl {
         let mut end = None;
         while end.is_none() && self.phase.load(Acquire) != NONE && !patience.is_over(|| false) {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
-            end = listener.accept().ok().filter(|(_, peer)| peer.pid == getpid().0).and_then(|(conn, _)| receive_end(&conn));
+            end = listener
+                .accept()
+                .ok()
+                .filter(|(_, peer)| peer.pid == getpid().0)
+                .and_then(|(conn, _)| receive_end(&conn));
         }
         end
     }
 
     /// In the forking thread, which was asked to: brings the handler's end.
     fn bring_end(&self) {
-        let random = u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
+        let random =
+            u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
         let (name, len) = door_name(random);
         let brought = || {
             let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
-            // SAFETY: opened by `open_ends` in this thread's table, and not closed before the fork is over.
+            // SAFETY: opened by `open_ends` in this thread's table, and not closed before the fork
+            // is over.
             let end = unsafe { BorrowedFd::borrow_raw(number) };
             let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
             // The name is the handler's as long as it listens, and a stranger's perhaps after that.
@@ -192,7 +208,8 @@ impl ForkControl {
                     return false;
                 }
                 DOOR => self.bring_end(),
-                now => waited.turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask),
+                now => waited
+                    .turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask),
             }
         }
     }
@@ -202,7 +219,8 @@ impl ForkControl {
         self.killed.store(true, Release);
     }
 
-    /// In the forking thread, after its fork: true if the child was killed because it did not take over.
+    /// In the forking thread, after its fork: true if the child was killed because it did not take
+    /// over.
     pub fn was_child_killed(&self) -> bool {
         self.killed.swap(false, AcqRel)
     }
@@ -282,7 +300,10 @@ mod tests {
         while control.phase.load(Acquire) != DOOR {
             std::thread::yield_now();
         }
-        door_name(u128::from(control.name[1].load(Relaxed)) << 64 | u128::from(control.name[0].load(Relaxed)))
+        door_name(
+            u128::from(control.name[1].load(Relaxed)) << 64
+                | u128::from(control.name[0].load(Relaxed)),
+        )
     }
 
     #[test]
@@ -318,7 +339,10 @@ mod tests {
             // SAFETY: the child of this test.
             unsafe { waitpid(child, &mut status, 0) };
             assert_eq!(status, 0, "it was hung up on");
-            assert!(control.wait_until_prepared(0), "the way is free for the forking thread all the same");
+            assert!(
+                control.wait_until_prepared(0),
+                "the way is free for the forking thread all the same"
+            );
         });
         assert!(end.is_some());
         control.close_end(false);

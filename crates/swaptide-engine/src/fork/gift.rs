@@ -3,9 +3,10 @@
 //! Owns: the userfaultfd of such a process, and what is known of its mappings.
 //!
 //! Invariants
-//! 1. A process's userfaultfd is closed only when all that was swapped at its fork is there, and what it has forked until then has all of it too.
-//! 2. A page goes where the process has it at that moment: the kernel refuses the copy while a change of its mappings is unread, and the place is
-//!    looked up again when that was read.
+//! 1. A process's userfaultfd is closed only when all that was swapped at its fork is there, and
+//!    what it has forked until then has all of it too.
+//! 2. A page goes where the process has it at that moment: the kernel refuses the copy while a
+//!    change of its mappings is unread, and the place is looked up again when that was read.
 //!
 //! Locks: the memory lock, for one page at a time; not while the process is waited for.
 
@@ -30,12 +31,15 @@ use crate::handler::{Handler, LATEST};
 use crate::ids::{PageNo, pages_of, range_of};
 use crate::pagetable::PageState;
 
-/// How long a moment is waited for in which no thread changes mappings, before it is enough that the child has everything where it is expected.
+/// How long a moment is waited for in which no thread changes mappings, before it is enough that
+/// the child has everything where it is expected.
 const BUSY: Duration = Duration::from_millis(20);
-/// So many pages of a stranger's come between two looks at this process's own faults, of which so many are answered at a time.
+/// So many pages of a stranger's come between two looks at this process's own faults, of which so
+/// many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
-/// Strangers that are taken in before what was noted is applied, and those can go on whom that concerns.
+/// Strangers that are taken in before what was noted is applied, and those can go on whom that
+/// concerns.
 const MOST_MET: usize = 4;
 /// Between two looks.
 const LOOK: Duration = Duration::from_micros(50);
@@ -43,7 +47,8 @@ const LOOK: Duration = Duration::from_micros(50);
 /// Pages of swap areas that are read at a time for one who gets everything.
 const AHEAD: usize = 64;
 
-/// Pages that were read from swap areas before their turn: one at a time, each would take as long as its device takes to answer.
+/// Pages that were read from swap areas before their turn: one at a time, each would take as long
+/// as its device takes to answer.
 struct Ahead {
     buffer: Option<Mapping>,
     /// Whose the pages in the buffer are, and what their slots held.
@@ -61,8 +66,10 @@ impl Ahead {
     fn find(&self, entry: SwapEntry, device: &FileDevice) -> Option<&Page> {
         let at = self.read.iter().position(|(of, _)| *of == entry)?;
         let stamp = device.stamp(Slot(entry.offset().0));
-        let buffer = self.buffer.as_ref().filter(|_| stamp.is_some() && stamp == self.read[at].1)?;
-        // SAFETY: as many pages as `read` is long lie in the buffer, and it is written to with `self` borrowed for that alone.
+        let buffer =
+            self.buffer.as_ref().filter(|_| stamp.is_some() && stamp == self.read[at].1)?;
+        // SAFETY: as many pages as `read` is long lie in the buffer, and it is written to with
+        // `self` borrowed for that alone.
         Some(unsafe { &*buffer.as_ptr().add(at * PAGE_SIZE).cast::<Page>() })
     }
 }
@@ -78,7 +85,8 @@ pub(crate) struct Recipient {
     since: Layout,
     /// What it has forked.
     forked: Vec<Uffd>,
-    /// Its faults that were read and not answered. Where its userfaultfd is closed before they are, the kernel answers them.
+    /// Its faults that were read and not answered. Where its userfaultfd is closed before they are,
+    /// the kernel answers them.
     faults: VecDeque<PageNo>,
 }
 
@@ -132,8 +140,7 @@ impl Recipient {
             _ => {}
         }
         let Some(change) = Change::of(&event) else { return };
-        let ends_a_move =
-            |c: &Change| matches!((c, change), (Change::Moved { from, .. }, Change::Gone(range)) if *from == range.start);
+        let ends_a_move = |c: &Change| matches!((c, change), (Change::Moved { from, .. }, Change::Gone(range)) if *from == range.start);
         if !self.own.iter().any(ends_a_move) {
             self.own.push(change);
             self.since.changed(change);
@@ -168,8 +175,9 @@ impl Recipient {
 }
 
 impl Handler {
-    /// The child of a fork event that was just read, when all is known of where it has its pages. `hooked`: what the table has happened before
-    /// the fork, for the forking thread waited until it was read.
+    /// The child of a fork event that was just read, when all is known of where it has its pages.
+    /// `hooked`: what the table has happened before the fork, for the forking thread waited until
+    /// it was read.
     pub(super) fn recipient(&mut self, uffd: Uffd, hooked: bool) -> Recipient {
         let mut child = Recipient::new(uffd);
         let began = now();
@@ -204,7 +212,8 @@ impl Handler {
             child.layout = Layout::default();
             return;
         }
-        child.layout = Layout::judge(&applied, &noted, |page| child.had(page), |addr| is_in(&regions, addr));
+        child.layout =
+            Layout::judge(&applied, &noted, |page| child.had(page), |addr| is_in(&regions, addr));
     }
 
     /// True when the child has an armed mapping wherever something swapped is expected.
@@ -249,7 +258,8 @@ impl Handler {
         while !self.strangers.is_empty() {
             let uffd = self.strangers.remove(0);
             (self.engine.start.log)(
-                "a fork came through no hook of libc: the child gets all its memory at once and is not managed",
+                "a fork came through no hook of libc: the child gets all its memory at once and is \
+                not managed",
             );
             self.engine.is_shared_anew();
             self.engine.count(Counter::Forks, 1);
@@ -259,8 +269,8 @@ impl Handler {
         }
     }
 
-    /// Between two pages for a stranger: threads of this process that wait for a page get it, after all strangers. Where threads fork without
-    /// pause their turn would never come otherwise.
+    /// Between two pages for a stranger: threads of this process that wait for a page get it, after
+    /// all strangers. Where threads fork without pause their turn would never come otherwise.
     fn attend(&mut self, child: &mut Recipient) {
         if self.deferring {
             return;
@@ -271,7 +281,11 @@ impl Handler {
             }
             // Nothing leaves the table before all know of it.
             self.meet_strangers();
-            let Some(at) = self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr))) else { return };
+            let Some(at) =
+                self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr)))
+            else {
+                return;
+            };
             let Some(fault) = self.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
             self.give(child, page);
@@ -284,13 +298,15 @@ impl Handler {
         }
     }
 
-    /// True when nothing that was noted concerns a managed page, so that the table knows what it is.
+    /// True when nothing that was noted concerns a managed page, so that the table knows what it
+    /// is.
     pub(super) fn can_answer(&self, page: PageNo) -> bool {
         !self.noted.iter().any(|change| change.concerns(range_of(page, 1)))
             && self.engine.mm.lock().regions.find(page.addr()).is_some()
     }
 
-    /// Gives a process everything that is swapped, and those that it forks meanwhile: they have what it had at that moment.
+    /// Gives a process everything that is swapped, and those that it forks meanwhile: they have
+    /// what it had at that moment.
     pub(super) fn give_all(&mut self, child: &mut Recipient) {
         let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
         let mut copied = 0;
@@ -326,12 +342,20 @@ impl Handler {
     }
 
     /// Gives a page that has come in during the fork.
-    fn copy_brought(&mut self, child: &mut Recipient, page: PageNo, mut place: PageNo) -> Option<PageNo> {
+    fn copy_brought(
+        &mut self,
+        child: &mut Recipient,
+        page: PageNo,
+        mut place: PageNo,
+    ) -> Option<PageNo> {
         let is_read = self.read_own(page);
         loop {
             let progress = if is_read {
-                // SAFETY: the buffer is the handler's own; the destination is another process's missing page.
-                unsafe { child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false) }
+                // SAFETY: the buffer is the handler's own; the destination is another process's
+                // missing page.
+                unsafe {
+                    child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false)
+                }
             } else {
                 child.uffd.poison(range_of(place, 1))
             };
@@ -351,18 +375,20 @@ impl Handler {
     /// Copies a page of the parent's memory to the handler's buffer. False where its mapping has
     /// changed, or may have, since it came in.
     fn read_own(&mut self, page: PageNo) -> bool {
-        // The page is there: what gives it up waits until its event was read, or takes the whole mapping
-        // away. So this is no fault that the handler would wait for itself.
+        // The page is there: what gives it up waits until its event was read, or takes the whole
+        // mapping away. So this is no fault that the handler would wait for itself.
         if !self.can_answer(page) {
             return false;
         }
         // SAFETY: the buffer is the handler's own.
         let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
-        let is_read = read_memory(getpid().0, page.addr(), buffer).is_ok_and(|bytes| bytes == PAGE_SIZE);
+        let is_read =
+            read_memory(getpid().0, page.addr(), buffer).is_ok_and(|bytes| bytes == PAGE_SIZE);
         is_read && self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing
     }
 
-    /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again when it is its turn.
+    /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
+    /// when it is its turn.
     fn read_ahead(&self, ahead: &mut Ahead, page: PageNo, end: PageNo) {
         let devices = &self.engine.devices;
         ahead.read.clear();
@@ -373,7 +399,9 @@ impl Handler {
         {
             let mm = self.engine.mm.lock();
             let mut at = page;
-            while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end && ahead.read.len() < AHEAD) {
+            while let Some(page) =
+                mm.table.next_used(at, end).filter(|page| *page < end && ahead.read.len() < AHEAD)
+            {
                 if let PageState::Swapped(entry) = mm.table.get(page)
                     && entry.ty() != POOL
                     && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
@@ -386,15 +414,17 @@ impl Handler {
         }
         // SAFETY: the buffer is this call's alone while it is borrowed.
         let pages = unsafe { buffer.slice_mut(0, ahead.read.len() * PAGE_SIZE) };
-        let pages = pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
-        let mut wanted: Vec<(Slot, &mut Page)> = ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
+        let pages =
+            pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
+        let mut wanted: Vec<(Slot, &mut Page)> =
+            ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
         if devices.file.device.read(&mut wanted).is_err() {
             ahead.read.clear();
         }
     }
 
-    /// Gives everything to what a process has forked. A fork that began before the last page was there is told of only after it; while one is under
-    /// way the kernel says so.
+    /// Gives everything to what a process has forked. A fork that began before the last page was
+    /// there is told of only after it; while one is under way the kernel says so.
     pub(super) fn give_to_its_children(&mut self, child: &mut Recipient) {
         loop {
             child.read();
@@ -404,7 +434,12 @@ impl Handler {
                 _ => {
                     let mut grandchild = Recipient::new(child.forked.remove(0));
                     let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
-                    let known = |addr| child.layout.origin(PageNo::of(addr)).is_some_and(|page| is_in(&regions, page.addr()));
+                    let known = |addr| {
+                        child
+                            .layout
+                            .origin(PageNo::of(addr))
+                            .is_some_and(|page| is_in(&regions, page.addr()))
+                    };
                     let own = Layout::judge(&[], &child.own, |page| grandchild.had(page), known);
                     grandchild.layout = child.layout.clone();
                     own.done().iter().for_each(|change| grandchild.layout.changed(*change));
@@ -420,18 +455,22 @@ impl Handler {
         match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
             Some(page) => self.copy_to(child, page),
             // What it has given up, or has from elsewhere, is empty.
-            None => child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place),
+            None => {
+                child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place)
+            }
         }
     }
 
-    /// Copies a page to another process that is about to leave the table. Its place there, if it is there now and was not before. What is not swapped
-    /// the other has itself, or nobody has.
+    /// Copies a page to another process that is about to leave the table. Its place there, if it is
+    /// there now and was not before. What is not swapped the other has itself, or nobody has.
     pub(super) fn give(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
         let state = self.engine.mm.lock().table.get(page);
-        matches!(state, PageState::Swapped(_) | PageState::Poisoned).then(|| self.copy_to(child, page))?
+        matches!(state, PageState::Swapped(_) | PageState::Poisoned)
+            .then(|| self.copy_to(child, page))?
     }
 
-    /// Copies what this process has for a page to another one. Its place there, if it is there now and was not before.
+    /// Copies what this process has for a page to another one. Its place there, if it is there now
+    /// and was not before.
     fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
         self.copy_read(child, page, &Ahead::new())
     }
@@ -458,35 +497,56 @@ impl Handler {
                         TableSlot::Folio(folio) => {
                             let frame = mm.frame_of(entry, folio);
                             // SAFETY: the frame is full while the memory lock is held.
-                            out.copy_from_slice(unsafe { &*mm.staging.addr(frame).as_ptr::<Page>() });
+                            out.copy_from_slice(unsafe {
+                                &*mm.staging.addr(frame).as_ptr::<Page>()
+                            });
                             true
                         }
-                        _ if entry.ty() == POOL => {
-                            engine.devices.pool.load(Slot(entry.offset().0), out, &mut self.unpacker).is_ok()
-                        }
+                        _ if entry.ty() == POOL => engine
+                            .devices
+                            .pool
+                            .load(Slot(entry.offset().0), out, &mut self.unpacker)
+                            .is_ok(),
                         _ => match ahead.find(entry, &engine.devices.file.device) {
                             Some(page) => {
                                 out.copy_from_slice(page);
                                 true
                             }
-                            None => engine.devices.file.device.read(&mut [(Slot(entry.offset().0), out)]).is_ok(),
+                            None => engine
+                                .devices
+                                .file
+                                .device
+                                .read(&mut [(Slot(entry.offset().0), out)])
+                                .is_ok(),
                         },
                     };
                     if loaded {
-                        // SAFETY: the buffer is the handler's own; the destination is another process's missing page.
-                        unsafe { child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false) }
+                        // SAFETY: the buffer is the handler's own; the destination is another
+                        // process's missing page.
+                        unsafe {
+                            child.uffd.copy_pages(
+                                place.addr(),
+                                self.copy.as_ptr(),
+                                PAGE_SIZE,
+                                true,
+                                false,
+                            )
+                        }
                     } else {
                         engine.count(Counter::PagesPoisoned, 1);
                         child.uffd.poison(range)
                     }
                 }
                 PageState::Poisoned => child.uffd.poison(range),
-                PageState::Empty | PageState::Present | PageState::Kept(_) => child.uffd.zero_pages(range, true),
+                PageState::Empty | PageState::Present | PageState::Kept(_) => {
+                    child.uffd.zero_pages(range, true)
+                }
             };
             match progress.error {
                 None => return Some(place),
                 Some(Errno::AGAIN | Errno::NOMEM) => {
-                    // The child changes its mappings: its events must be read before anything can be copied.
+                    // The child changes its mappings: its events must be read before anything can
+                    // be copied.
                     drop(mm);
                     child.read();
                     swaptide_sys::thread::yield_now();

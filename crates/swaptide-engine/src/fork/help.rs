@@ -1,25 +1,25 @@
 //! What other threads get from the handler while it stands still for a fork.
 //!
-//! Between *prepared* and fork(2) the forking thread runs other libraries' fork handlers, which take
-//! locks. A thread that holds such a lock may be waiting for the handler: at a page, in a hook of
-//! `mmap`, `madvise`, `mremap` or `realloc`. It must go on, or all three wait for ever.
+//! Between *prepared* and fork(2) the forking thread runs other libraries' fork handlers, which
+//! take locks. A thread that holds such a lock may be waiting for the handler: at a page, in a hook
+//! of `mmap`, `madvise`, `mremap` or `realloc`. It must go on, or all three wait for ever.
 //!
 //! Owns: how much CPU time the forking thread has used since it goes on.
 //!
 //! Invariants
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
 //!    the next look, which is due when the fork is over.
-//! 2. Everything else changes the engine's memory. It is done only while the forking thread waits in a
-//!    system call that is no fork, or has used [`SPIN`] of CPU time and no fork is under way by the
-//!    kernel's word. If it is not seen waiting before and after, the copy counts as torn and the
-//!    child does not use it.
+//! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
+//!    in a system call that is no fork, or has used [`SPIN`] of CPU time and no fork is under way
+//!    by the kernel's word. If it is not seen waiting before and after, the copy counts as torn and
+//!    the child does not use it.
 //! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
-//!    managed memory until its event was read, and nothing is done after that event. So the child has
-//!    every page that the table says is present.
-//! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile may
-//!    be missing in the child. Each is noted ([`Handler::note_brought`]) and given to the child from
-//!    the parent's memory, or poisoned where the parent's mappings have changed there. No range is
-//!    released: the table must know all that the child may lack.
+//!    managed memory until its event was read, and nothing is done after that event. So the child
+//!    has every page that the table says is present.
+//! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile
+//!    may be missing in the child. Each is noted ([`Handler::note_brought`]) and given to the child
+//!    from the parent's memory, or poisoned where the parent's mappings have changed there. No
+//!    range is released: the table must know all that the child may lack.
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -91,7 +91,9 @@ impl Handler {
             return false;
         }
         let waits = forker.waits();
-        if !waits && (!forker.spins() || self.uffd.coverage(engine.bells.range()) == Coverage::Changing) {
+        if !waits
+            && (!forker.spins() || self.uffd.coverage(engine.bells.range()) == Coverage::Changing)
+        {
             return false;
         }
         self.seen_waiting = false;

@@ -1,7 +1,8 @@
 //! Where a forked child has what the parent's table knows.
 //!
-//! A thread that changes mappings does so under the kernel's lock of the address space, and tells of it after that lock is free; so does a fork.
-//! The order in which a fork and other threads' changes are read is therefore not the order in which they happened:
+//! A thread that changes mappings does so under the kernel's lock of the address space, and tells
+//! of it after that lock is free; so does a fork. The order in which a fork and other threads'
+//! changes are read is therefore not the order in which they happened:
 //!
 //! | happened | read | the parent's table, when the fork is read | the child |
 //! |---|---|---|---|
@@ -10,25 +11,29 @@
 //! | change, fork | fork, change | has it **not** | **has** it |
 //! | fork, change | change, fork | **has** it, or has noted it | has it **not** |
 //!
-//! What the kernel offers: from before a change until its event was read and its thread has run, every fill is refused
-//! ([`Coverage::Changing`]). So when that ends after a fork event was read, every change that the child may have was read as well; and a change that
-//! was read when nothing was under way is older than any fork that is read later. The changes in between fall into histories that have nothing to do with
-//! each other; of each the child has a first part, and which one its userfaultfd tells: what of the places concerned is armed there.
-//! A fresh mapping is no event, and looks the same where something else was before: what the handler arms is therefore a change as well
-//! ([`Change::Armed`]).
+//! What the kernel offers: from before a change until its event was read and its thread has run,
+//! every fill is refused ([`Coverage::Changing`]). So when that ends after a fork event was read,
+//! every change that the child may have was read as well; and a change that was read when nothing
+//! was under way is older than any fork that is read later. The changes in between fall into
+//! histories that have nothing to do with each other; of each the child has a first part, and which
+//! one its userfaultfd tells: what of the places concerned is armed there. A fresh mapping is no
+//! event, and looks the same where something else was before: what the handler arms is therefore a
+//! change as well ([`Change::Armed`]).
 //!
 //! Owns: the changes in which a child differs from its parent's table.
 //!
 //! Invariants
-//! 1. `undone` are changes that the table has and the child has not; `done` those that the child has and the table has not. Each in the order
-//!    in which they happened to one page.
+//! 1. `undone` are changes that the table has and the child has not; `done` those that the child
+//!    has and the table has not. Each in the order in which they happened to one page.
 //! 2. An `Unmap` that only ends a `Remap`'s old place is in neither: the `Remap` says it.
-//! 3. No two pages of the table have the same place in the child: what was armed after the fork has none where something else still is.
-//! 4. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the child, so it is always taken as given up;
-//!    but not where a change before it did not reach the child.
+//! 3. No two pages of the table have the same place in the child: what was armed after the fork has
+//!    none where something else still is.
+//! 4. A page given up (`MADV_DONTNEED`) at the moment of a fork may have either contents in the
+//!    child, so it is always taken as given up; but not where a change before it did not reach the
+//!    child.
 //!
-//! A range that a thread unmaps while another forks past the hook may be in the child with zeros: the child of such a program cannot know
-//! whether it has the range at all.
+//! A range that a thread unmaps while another forks past the hook may be in the child with zeros:
+//! the child of such a program cannot know whether it has the range at all.
 //!
 //! Locks: none.
 
@@ -53,7 +58,8 @@ pub enum Change {
     Gone(VirtRange),
     /// Given up, and still mapped.
     Dropped(VirtRange),
-    /// Armed by the handler: something new is there. The table's alone; it is not told of, and no child hears of it.
+    /// Armed by the handler: something new is there. The table's alone; it is not told of, and no
+    /// child hears of it.
     Armed(VirtRange),
 }
 
@@ -61,7 +67,9 @@ impl Change {
     /// The change that an event tells of.
     pub fn of(event: &Event) -> Option<Change> {
         match event {
-            Event::Remap { from, to, len } => Some(Change::Moved { from: *from, to: *to, len: *len }),
+            Event::Remap { from, to, len } => {
+                Some(Change::Moved { from: *from, to: *to, len: *len })
+            }
             Event::Unmap(range) => Some(Change::Gone(*range)),
             Event::Remove(range) => Some(Change::Dropped(*range)),
             Event::Fault { .. } | Event::Fork { .. } | Event::Unknown(_) => None,
@@ -81,7 +89,9 @@ impl Change {
     /// What is not what it was before.
     fn source(self) -> Option<VirtRange> {
         match self {
-            Change::Moved { from, len, .. } => Some(VirtRange { start: from, end: from.offset(len) }),
+            Change::Moved { from, len, .. } => {
+                Some(VirtRange { start: from, end: from.offset(len) })
+            }
             Change::Gone(range) | Change::Dropped(range) => Some(range),
             Change::Armed(_) => None,
         }
@@ -140,8 +150,9 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Judges which changes a child has. `applied`: in the table, and perhaps later than the fork; `noted`: not in the table, and perhaps earlier.
-    /// `armed`: whether the child has an armed mapping at a page; `managed`: whether the table has one managed. What is applied and says
+    /// Judges which changes a child has. `applied`: in the table, and perhaps later than the fork;
+    /// `noted`: not in the table, and perhaps earlier. `armed`: whether the child has an armed
+    /// mapping at a page; `managed`: whether the table has one managed. What is applied and says
     /// that something is unmapped says it of what the table knew.
     pub fn judge(
         applied: &[Change],
@@ -158,25 +169,37 @@ impl Layout {
         }
         for at in 0..all.len() {
             if let Change::Dropped(range) = all[at] {
-                let lacks = |k: usize| !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], Change::Dropped(_));
+                let lacks = |k: usize| {
+                    !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], Change::Dropped(_))
+                };
                 has[at] = !(0..at).any(|k| lacks(k) && all[k].concerns(range));
             }
         }
         let chosen = |part: std::ops::Range<usize>, wanted: bool| {
-            part.filter(|k| has[*k] == wanted && !ends.contains(&Some(*k))).map(|k| all[k]).collect::<Vec<_>>()
+            part.filter(|k| has[*k] == wanted && !ends.contains(&Some(*k)))
+                .map(|k| all[k])
+                .collect::<Vec<_>>()
         };
-        Layout { undone: chosen(0..applied.len(), false), done: chosen(applied.len()..all.len(), true) }
+        Layout {
+            undone: chosen(0..applied.len(), false),
+            done: chosen(applied.len()..all.len(), true),
+        }
     }
 
-    /// Where the child has a page of the parent's table; `None` if it has given it up, or never had it.
+    /// Where the child has a page of the parent's table; `None` if it has given it up, or never had
+    /// it.
     pub fn place(&self, page: PageNo) -> Option<PageNo> {
         let mut at = page;
         for (k, change) in self.undone.iter().enumerate().rev() {
             match *change {
-                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
-                // The child has there what was taken away before. Where nothing was, it has this or nothing.
+                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
+                    at = shifted(at, to, from)
+                }
+                // The child has there what was taken away before. Where nothing was, it has this or
+                // nothing.
                 Change::Armed(range)
-                    if range.contains(at.addr()) && self.undone[..k].iter().any(|c| c.takes(range_of(at, 1))) =>
+                    if range.contains(at.addr())
+                        && self.undone[..k].iter().any(|c| c.takes(range_of(at, 1))) =>
                 {
                     return None;
                 }
@@ -185,7 +208,9 @@ impl Layout {
         }
         for change in &self.done {
             match *change {
-                Change::Moved { from, to, .. } if change.takes(range_of(at, 1)) => at = shifted(at, from, to),
+                Change::Moved { from, to, .. } if change.takes(range_of(at, 1)) => {
+                    at = shifted(at, from, to)
+                }
                 _ if change.concerns(range_of(at, 1)) => return None,
                 _ => {}
             }
@@ -198,7 +223,9 @@ impl Layout {
         let mut at = page;
         for change in self.done.iter().rev() {
             match *change {
-                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => at = shifted(at, to, from),
+                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
+                    at = shifted(at, to, from)
+                }
                 _ if change.takes(range_of(at, 1)) => return None,
                 _ => {}
             }
@@ -224,13 +251,17 @@ impl Layout {
     }
 }
 
-/// For each change the later `Unmap` that only ends its old place, if it is a move and there is one.
+/// For each change the later `Unmap` that only ends its old place, if it is a move and there is
+/// one.
 fn ends_of_moves(all: &[Change]) -> Vec<Option<usize>> {
     let mut ends = vec![None; all.len()];
     for (at, change) in all.iter().enumerate() {
         if let Change::Gone(range) = change {
-            let of =
-                |k: &usize| ends[*k].is_none() && matches!(all[*k], Change::Moved { .. }) && all[*k].source() == Some(*range);
+            let of = |k: &usize| {
+                ends[*k].is_none()
+                    && matches!(all[*k], Change::Moved { .. })
+                    && all[*k].source() == Some(*range)
+            };
             if let Some(of) = (0..at).rev().find(of) {
                 ends[of] = Some(at);
             }
@@ -239,8 +270,8 @@ fn ends_of_moves(all: &[Change]) -> Vec<Option<usize>> {
     ends
 }
 
-/// Changes that have to do with each other, because one concerns what another left or took, in the order in which they were read. What a child has of
-/// them is a first part.
+/// Changes that have to do with each other, because one concerns what another left or took, in the
+/// order in which they were read. What a child has of them is a first part.
 struct History {
     changes: Vec<usize>,
     ranges: Vec<VirtRange>,
@@ -252,11 +283,14 @@ fn histories(all: &[Change], ends: &[Option<usize>]) -> Vec<History> {
         if matches!(change, Change::Dropped(_)) || ends.contains(&Some(at)) {
             continue;
         }
-        let mut joined =
-            History { changes: Vec::new(), ranges: [change.source(), change.target()].into_iter().flatten().collect() };
-        let (touched, apart): (Vec<History>, Vec<History>) = std::mem::take(&mut histories)
-            .into_iter()
-            .partition(|h| h.ranges.iter().any(|r| joined.ranges.iter().any(|other| overlap(*r, *other))));
+        let mut joined = History {
+            changes: Vec::new(),
+            ranges: [change.source(), change.target()].into_iter().flatten().collect(),
+        };
+        let (touched, apart): (Vec<History>, Vec<History>) =
+            std::mem::take(&mut histories).into_iter().partition(|h| {
+                h.ranges.iter().any(|r| joined.ranges.iter().any(|other| overlap(*r, *other)))
+            });
         for history in touched {
             joined.changes.extend(history.changes);
             for range in history.ranges {
@@ -274,8 +308,8 @@ fn histories(all: &[Change], ends: &[Option<usize>]) -> Vec<History> {
 }
 
 impl History {
-    /// How many of the changes the child has: as many as explain best what it has armed; of several numbers the one that is nearest to what was
-    /// read before the fork.
+    /// How many of the changes the child has: as many as explain best what it has armed; of several
+    /// numbers the one that is nearest to what was read before the fork.
     fn cut(
         &self,
         all: &[Change],
@@ -284,7 +318,9 @@ impl History {
         armed: &mut impl FnMut(PageNo) -> bool,
         managed: &impl Fn(VirtAddr) -> bool,
     ) -> usize {
-        let is_at = |range: Option<VirtRange>, place: VirtAddr| range.is_some_and(|range| range.contains(place));
+        let is_at = |range: Option<VirtRange>, place: VirtAddr| {
+            range.is_some_and(|range| range.contains(place))
+        };
         let mut places: Vec<VirtAddr> = self.ranges.iter().map(|r| r.start).collect();
         places.sort_unstable();
         places.dedup();
@@ -293,9 +329,13 @@ impl History {
         let mut expected: Vec<bool> = places
             .iter()
             .map(|place| {
-                let concerns = |at: &&usize| is_at(all[**at].source(), *place) || is_at(all[**at].target(), *place);
+                let concerns = |at: &&usize| {
+                    is_at(all[**at].source(), *place) || is_at(all[**at].target(), *place)
+                };
                 match self.changes.iter().find(concerns).map(|at| (*at, all[*at])) {
-                    Some((_, c @ (Change::Moved { .. } | Change::Armed(_)))) => is_at(c.source(), *place),
+                    Some((_, c @ (Change::Moved { .. } | Change::Armed(_)))) => {
+                        is_at(c.source(), *place)
+                    }
                     Some((at, Change::Gone(_))) if at < read_before => true,
                     _ => managed(*place),
                 }
@@ -306,7 +346,8 @@ impl History {
         for cut in 0..=self.changes.len() {
             if cut > 0 {
                 let at = self.changes[cut - 1];
-                // A move without an end is one that leaves its old place mapped (`MREMAP_DONTUNMAP`).
+                // A move without an end is one that leaves its old place mapped
+                // (`MREMAP_DONTUNMAP`).
                 let leaves = ends[at].is_some() || matches!(all[at], Change::Gone(_));
                 for (place, expected) in places.iter().zip(&mut expected) {
                     if leaves && is_at(all[at].source(), *place) {
@@ -327,7 +368,8 @@ impl History {
     }
 }
 
-/// Whether the process behind a userfaultfd has an armed mapping at a page; `None` while it is changing.
+/// Whether the process behind a userfaultfd has an armed mapping at a page; `None` while it is
+/// changing.
 pub fn is_armed(uffd: &swaptide_sys::uffd::Uffd, page: PageNo) -> Option<bool> {
     match uffd.coverage(range_of(page, 1)) {
         Coverage::Whole => Some(true),
@@ -378,19 +420,30 @@ mod tests {
     /// Blocks from this number on were armed later.
     const FRESH: u32 = 100;
 
-    /// Every way to cut a history in two: the child has what is before the cut, whatever was applied to the table. What was armed is applied.
+    /// Every way to cut a history in two: the child has what is before the cut, whatever was
+    /// applied to the table. What was armed is applied.
     fn all_cuts(blocks: &[usize], calls: &[&[Change]]) {
-        let start: World = blocks.iter().enumerate().map(|(block, place)| (*place, block as u32)).collect();
-        let least = calls.iter().rposition(|c| c.iter().any(|c| matches!(c, Change::Armed(_)))).map_or(0, |at| at + 1);
-        let of =
-            |first: usize| calls[..first].iter().enumerate().flat_map(|(call, c)| c.iter().map(move |change| (call, *change)));
+        let start: World =
+            blocks.iter().enumerate().map(|(block, place)| (*place, block as u32)).collect();
+        let least = calls
+            .iter()
+            .rposition(|c| c.iter().any(|c| matches!(c, Change::Armed(_))))
+            .map_or(0, |at| at + 1);
+        let of = |first: usize| {
+            calls[..first]
+                .iter()
+                .enumerate()
+                .flat_map(|(call, c)| c.iter().map(move |change| (call, *change)))
+        };
         for cut in 0..=calls.len() {
             for applied in least..=calls.len() {
                 let mut child = start.clone();
                 of(cut).for_each(|(call, change)| happen(&mut child, call, change));
                 let mut table = start.clone();
                 of(applied).for_each(|(call, change)| happen(&mut table, call, change));
-                let flat = |calls: &[&[Change]]| calls.iter().flat_map(|c| c.iter()).copied().collect::<Vec<_>>();
+                let flat = |calls: &[&[Change]]| {
+                    calls.iter().flat_map(|c| c.iter()).copied().collect::<Vec<_>>()
+                };
                 let layout = Layout::judge(
                     &flat(&calls[..applied]),
                     &flat(&calls[applied..]),
@@ -398,18 +451,30 @@ mod tests {
                     |addr| table.contains_key(&place_of(addr)),
                 );
                 for (place, block) in &table {
-                    let found = layout.place(PageNo::of(at(*place))).map(|page| place_of(page.addr()));
+                    let found =
+                        layout.place(PageNo::of(at(*place))).map(|page| place_of(page.addr()));
                     let real = child.iter().find(|(_, b)| *b == block).map(|(place, _)| *place);
                     if let Some(real) = real {
-                        assert_eq!(found, Some(real), "block {block}: cut {cut}, applied {applied}, {layout:?}");
-                        let origin = layout.origin(PageNo::of(at(real))).map(|page| place_of(page.addr()));
-                        assert_eq!(origin, Some(*place), "block {block} back: cut {cut}, applied {applied}, {layout:?}");
+                        assert_eq!(
+                            found,
+                            Some(real),
+                            "block {block}: cut {cut}, applied {applied}, {layout:?}"
+                        );
+                        let origin =
+                            layout.origin(PageNo::of(at(real))).map(|page| place_of(page.addr()));
+                        assert_eq!(
+                            origin,
+                            Some(*place),
+                            "block {block} back: cut {cut}, applied {applied}, {layout:?}"
+                        );
                     } else if *block >= FRESH && cut + 1 >= least {
-                        // Something is armed only when no fork can be older than what was applied, if that is to be had.
+                        // Something is armed only when no fork can be older than what was applied,
+                        // if that is to be had.
                         let free = found.is_none_or(|place| !child.contains_key(&place));
                         assert!(
                             free,
-                            "block {block}, younger than the child, is at {found:?}: cut {cut}, applied {applied}, {layout:?}"
+                            "block {block}, younger than the child, is at {found:?}: cut {cut}, \
+                            applied {applied}, {layout:?}"
                         );
                     }
                 }
@@ -437,8 +502,14 @@ mod tests {
 
     #[test]
     fn blocks_that_follow_each_other_are_told_apart() {
-        all_cuts(&[0, 2], &[&[moved(0, 1), Change::Gone(range(0))], &[moved(2, 0), Change::Gone(range(2))]]);
-        all_cuts(&[0, 1], &[&[moved(1, 2), Change::Gone(range(1))], &[moved(0, 1), Change::Gone(range(0))]]);
+        all_cuts(
+            &[0, 2],
+            &[&[moved(0, 1), Change::Gone(range(0))], &[moved(2, 0), Change::Gone(range(2))]],
+        );
+        all_cuts(
+            &[0, 1],
+            &[&[moved(1, 2), Change::Gone(range(1))], &[moved(0, 1), Change::Gone(range(0))]],
+        );
     }
 
     #[test]
@@ -446,8 +517,14 @@ mod tests {
         let layout = Layout::judge(&[], &[Change::Dropped(range(0))], |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), None);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))));
-        // The child has not seen the move, so what was given up at the new place is not what it has there.
-        let over = [Change::Gone(range(1)), moved(0, 1), Change::Gone(range(0)), Change::Dropped(range(1))];
+        // The child has not seen the move, so what was given up at the new place is not what it has
+        // there.
+        let over = [
+            Change::Gone(range(1)),
+            moved(0, 1),
+            Change::Gone(range(0)),
+            Change::Dropped(range(1)),
+        ];
         let layout = Layout::judge(&[], &over, |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))), "{layout:?}");
     }
@@ -455,17 +532,27 @@ mod tests {
     #[test]
     fn a_block_that_goes_to_and_fro_is_where_it_is_armed() {
         let back_and_forth: Vec<[Change; 2]> = (0..9)
-            .map(|k| if k % 2 == 0 { [moved(0, 5), Change::Gone(range(0))] } else { [moved(5, 0), Change::Gone(range(5))] })
+            .map(|k| {
+                if k % 2 == 0 {
+                    [moved(0, 5), Change::Gone(range(0))]
+                } else {
+                    [moved(5, 0), Change::Gone(range(5))]
+                }
+            })
             .collect();
         all_cuts(&[0], &back_and_forth.iter().map(|call| &call[..]).collect::<Vec<_>>());
     }
 
     #[test]
     fn what_a_block_went_over_was_there_before() {
-        // Without that, the child that has both blocks could as well have the one after its first move.
+        // Without that, the child that has both blocks could as well have the one after its first
+        // move.
         all_cuts(
             &[0, 2],
-            &[&[Change::Gone(range(2)), moved(0, 2), Change::Gone(range(0))], &[moved(2, 1), Change::Gone(range(2))]],
+            &[
+                &[Change::Gone(range(2)), moved(0, 2), Change::Gone(range(0))],
+                &[moved(2, 1), Change::Gone(range(2))],
+            ],
         );
     }
 
@@ -475,7 +562,10 @@ mod tests {
         let layout = Layout::judge(&[Change::Armed(range(1))], &[], |_| false, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1)).plus(1)), Some(PageNo::of(at(1)).plus(1)));
         // But it is not put into what the child has there from before.
-        let layout = Layout { undone: vec![Change::Gone(range(1)), Change::Armed(range(1))], done: Vec::new() };
+        let layout = Layout {
+            undone: vec![Change::Gone(range(1)), Change::Armed(range(1))],
+            done: Vec::new(),
+        };
         assert_eq!(layout.place(PageNo::of(at(1))), None);
     }
 
@@ -489,7 +579,10 @@ mod tests {
         all_cuts(&[1, 2], &[&over, &on, &back, &fresh]);
         all_cuts(&[1, 2], &[&over, &on, &back, &fresh, &over, &on]);
         all_cuts(&[1], &[&fresh, &over, &on, &fresh]);
-        all_cuts(&[0], &[&back, &[Change::Armed(range(0))], &[moved(1, 5), Change::Gone(range(1))]]);
+        all_cuts(
+            &[0],
+            &[&back, &[Change::Armed(range(0))], &[moved(1, 5), Change::Gone(range(1))]],
+        );
     }
 
     #[test]
@@ -497,7 +590,10 @@ mod tests {
         let told = [moved(0, 1), Change::Gone(range(0))];
         for (child_has, place) in [(0, 0), (1, 1)] {
             for applied in 0..=told.len() {
-                let before: Vec<Change> = [Change::Armed(range(1))].into_iter().chain(told[..applied].iter().copied()).collect();
+                let before: Vec<Change> = [Change::Armed(range(1))]
+                    .into_iter()
+                    .chain(told[..applied].iter().copied())
+                    .collect();
                 // What was armed is the block: the fresh mapping that was meant is gone.
                 let layout = Layout::judge(
                     &before,

@@ -1,7 +1,8 @@
 //! fork: a child that serves itself from its own copy of everything.
 //!
-//! The engine's memory is private, so that a forked child has a copy of the page table, the swap table, the compressed pool. What it lacks are
-//! threads, descriptors and its own userfaultfd, which the kernel hands to the parent's handler. The hand-over:
+//! The engine's memory is private, so that a forked child has a copy of the page table, the swap
+//! table, the compressed pool. What it lacks are threads, descriptors and its own userfaultfd,
+//! which the kernel hands to the parent's handler. The hand-over:
 //!
 //! | forking thread (parent) | parent's handler | child |
 //! |---|---|---|
@@ -12,15 +13,18 @@
 //! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, goes on |
 //! | goes on | applies the events, answers the faults: **none** | |
 //!
-//! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is another, ...) says that instead, before or after
-//! it was sent what it needs. Then the parent's handler copies every swapped page to it, and it goes on without an engine.
+//! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is
+//! another, ...) says that instead, before or after it was sent what it needs. Then the parent's
+//! handler copies every swapped page to it, and it goes on without an engine.
 //!
-//! No process waits for another one without a bound: a child that says nothing for a while gets its pages in the same way ([`handover`]), and where neither
-//! can be had the child is ended.
+//! No process waits for another one without a bound: a child that says nothing for a while gets its
+//! pages in the same way ([`handover`]), and where neither can be had the child is ended.
 //!
-//! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the forking thread instead (ptrace), and the child's first
-//! steps are the engine's: it makes its own userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that is done
-//! the forking thread stands still in its fork. What this takes is the matter of [`shield`] and [`birth`].
+//! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
+//! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
+//! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
+//! is done the forking thread stands still in its fork. What this takes is the matter of [`shield`]
+//! and [`birth`].
 //!
 //! The modules:
 //!
@@ -38,18 +42,23 @@
 //! | [`wire`] | what goes over the socket |
 //!
 //! Invariants
-//! 1. From *prepared* to the hand-over nothing in the engine's memory changes but by the forking thread's own faults, while it waits for them and so
-//!    cannot be inside fork(2): the child's copy is of one moment, and equals the parent's until the hand-over.
-//! 2. No staging frame is full and no folio is in the swap cache at that moment: frames need not be shared.
-//! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte of them until one holder is left.
-//! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in and its userfaultfd closed, and so does
-//!    what it forks before that is done.
-//! 5. After a fork event nothing is applied to the table, and no page goes to the child, before every change of mappings that the child may have
-//!    was read; and what goes to the child goes where the child has it ([`layout`]).
+//! 1. From *prepared* to the hand-over nothing in the engine's memory changes but by the forking
+//!    thread's own faults, while it waits for them and so cannot be inside fork(2): the child's
+//!    copy is of one moment, and equals the parent's until the hand-over.
+//! 2. No staging frame is full and no folio is in the swap cache at that moment: frames need not be
+//!    shared.
+//! 3. Extents of the swap file are frozen before the fork: neither process writes or frees a byte
+//!    of them until one holder is left.
+//! 4. A child that does not come through the hook (a raw clone) gets every swapped page copied in
+//!    and its userfaultfd closed, and so does what it forks before that is done.
+//! 5. After a fork event nothing is applied to the table, and no page goes to the child, before
+//!    every change of mappings that the child may have was read; and what goes to the child goes
+//!    where the child has it ([`layout`]).
 //!
 //! 6. Without fork events no child has managed memory but one whose first steps were the engine's.
 //!
-//! Locks: the memory lock, for one look or one page at a time. None is held while a child or the kernel is waited for.
+//! Locks: the memory lock, for one look or one page at a time. None is held while a child or the
+//! kernel is waited for.
 
 pub mod birth;
 pub mod child;

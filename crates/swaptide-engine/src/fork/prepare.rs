@@ -3,7 +3,8 @@
 //! Owns: what the handler notes of other threads meanwhile.
 //!
 //! Invariants
-//! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's memory too.
+//! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's
+//!    memory too.
 //! 2. What was noted is applied before a worker goes on, and before a fault is answered.
 //!
 //! Locks: the memory lock, never while it waits.
@@ -94,7 +95,8 @@ impl Handler {
         if let Some(child) = self.child.take() {
             if self.torn {
                 (engine.start.log)(
-                    "a fork found the engine at work for another thread: the child gets all its memory at once and is not managed",
+                    "a fork found the engine at work for another thread: the child gets all its \
+                    memory at once and is not managed",
                 );
             }
             self.hand_over(child, door);
@@ -121,12 +123,14 @@ impl Handler {
 
     pub(crate) fn park_workers(&mut self) {
         let engine = self.engine;
-        // Who asked for a fork may have been read while a worker's fault was answered: that worker stands still only when it has its page.
+        // Who asked for a fork may have been read while a worker's fault was answered: that worker
+        // stands still only when it has its page.
         if let Some(fault) = self.answering.filter(|fault| self.is_of_worker(*fault)) {
             self.pending.push_front(fault);
         }
         loop {
-            // Each time: a fork that was asked for meanwhile is over by then, and has let them go on.
+            // Each time: a fork that was asked for meanwhile is over by then, and has let them go
+            // on.
             engine.park.store(1, Release);
             engine.work.store(1, Release);
             futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
@@ -170,8 +174,9 @@ impl Handler {
         }
     }
 
-    /// Applies what was noted. They have been read, so that the kernel no longer holds moves back for them: this must come before a worker goes on, and
-    /// before a fault is answered. The forking thread must not be inside fork(2), or back from it.
+    /// Applies what was noted. They have been read, so that the kernel no longer holds moves back
+    /// for them: this must come before a worker goes on, and before a fault is answered. The
+    /// forking thread must not be inside fork(2), or back from it.
     pub(crate) fn apply_noted(&mut self) {
         if self.noted.is_empty() {
             return;

@@ -16,7 +16,8 @@ use super::layout::Change;
 
 /// Instead of a length: the child shall go on without an engine; all its memory is there.
 pub(super) const OFF: u64 = u64::MAX;
-/// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from it any more.
+/// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from
+/// it any more.
 pub(super) const OFF_TORN: u64 = u64::MAX - 1;
 /// The child's word at the end: it serves itself.
 pub(super) const TAKEN: u8 = b'T';
@@ -49,7 +50,9 @@ impl Decline {
     }
 
     pub(super) fn of(word: u32) -> Option<Decline> {
-        [Decline::TableFull, Decline::Namespace, Decline::NoThread].into_iter().find(|d| NO_SLOT - *d as u32 == word)
+        [Decline::TableFull, Decline::Namespace, Decline::NoThread]
+            .into_iter()
+            .find(|d| NO_SLOT - *d as u32 == word)
     }
 }
 
@@ -82,10 +85,15 @@ mod tests {
     #[test]
     fn changes_come_over_as_they_were() {
         let range = VirtRange { start: VirtAddr(0x7000), end: VirtAddr(0x9000) };
-        for change in
-            [Change::Gone(range), Change::Dropped(range), Change::Moved { from: range.start, to: range.end, len: 0x2000 }]
-        {
-            assert_eq!(encode(&change).and_then(|words| decode(&words.map(|word| word as usize))), Some(change));
+        for change in [
+            Change::Gone(range),
+            Change::Dropped(range),
+            Change::Moved { from: range.start, to: range.end, len: 0x2000 },
+        ] {
+            assert_eq!(
+                encode(&change).and_then(|words| decode(&words.map(|word| word as usize))),
+                Some(change)
+            );
         }
         assert_eq!(decode(&[0; 4]), None);
     }

@@ -1,12 +1,17 @@
-//! The engine as a library of this process, under a program that does to its memory what programs do, by several threads at once: for whoever wants to
-//! see into it with tools that a preloaded library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program is
-//! `tests/programs/c/torture.c` over again; what the preloaded library does for it there (hints, fences, forks) it does here by itself.
+//! The engine as a library of this process, under a program that does to its memory what programs
+//! do, by several threads at once: for whoever wants to see into it with tools that a preloaded
+//! library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program
+//! is `tests/programs/c/torture.c` over again; what the preloaded library does for it there (hints,
+//! fences, forks) it does here by itself.
 //!
-//! Everything else of this process is as it would be without the engine: its threads are ordinary ones, and nothing is managed but the program's areas, in a stretch of
-//! addresses that is kept for them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the process takes beside
-//! them is not known before: a thread that stands for the supervisor sets the limit to that and a little more, again and again.
+//! Everything else of this process is as it would be without the engine: its threads are ordinary
+//! ones, and nothing is managed but the program's areas, in a stretch of addresses that is kept for
+//! them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the
+//! process takes beside them is not known before: a thread that stands for the supervisor sets the
+//! limit to that and a little more, again and again.
 //!
-//! A page holds what its key says, but for one word that may have been written since. A key is never used twice.
+//! A page holds what its key says, but for one word that may have been written since. A key is
+//! never used twice.
 //!
 //! `SWAPTIDE_STRESS_SECONDS`: how long (3).
 
@@ -19,7 +24,8 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::AsFd;
 use std::ptr;
 use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
 };
 use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
@@ -79,13 +85,16 @@ unsafe extern "C" {
     // Libc's: the address sanitizer has its part in it.
     #[cfg(not(tsan))]
     fn fork() -> i32;
-    // The thread sanitizer's fork keeps all locks of its own until the kernel has made the child, which it has when the handler has read that it does; and
-    // the handler, whose code asks for those locks too, would never come to that. So it is not to know of the fork. What its locks are in the child
-    // is how they were left by those that are not there any more: everybody else is at rest then, and a child that finds one held is let down (see `fork_once`).
+    // The thread sanitizer's fork keeps all locks of its own until the kernel has made the child,
+    // which it has when the handler has read that it does; and the handler, whose code asks for
+    // those locks too, would never come to that. So it is not to know of the fork. What its locks
+    // are in the child is how they were left by those that are not there any more: everybody else
+    // is at rest then, and a child that finds one held is let down (see `fork_once`).
     #[cfg(tsan)]
     #[link_name = "_Fork"]
     fn fork() -> i32;
-    // The thread sanitizer's: what the calling thread reads and writes from now on is not looked at.
+    // The thread sanitizer's: what the calling thread reads and writes from now on is not looked
+    // at.
     #[cfg(tsan)]
     fn AnnotateIgnoreReadsBegin(file: *const std::ffi::c_char, line: i32);
     #[cfg(tsan)]
@@ -95,12 +104,14 @@ unsafe extern "C" {
 /// Set in a forked child.
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
 
-/// Called by every thread of a forked child. The parent's threads are not there, and what the thread sanitizer remembers of them was ordered before the fork by
-/// nothing that it has seen: the handler may have held the memory lock at that moment, and never gives it back there.
+/// Called by every thread of a forked child. The parent's threads are not there, and what the
+/// thread sanitizer remembers of them was ordered before the fork by nothing that it has seen: the
+/// handler may have held the memory lock at that moment, and never gives it back there.
 fn begin_in_child() {
     #[cfg(tsan)]
     if IS_CHILD.load(Relaxed) {
-        // SAFETY: the strings are only for those who look for forgotten calls, and these threads end with the process.
+        // SAFETY: the strings are only for those who look for forgotten calls, and these threads
+        // end with the process.
         unsafe {
             AnnotateIgnoreReadsBegin(c"".as_ptr(), 0);
             AnnotateIgnoreWritesBegin(c"".as_ptr(), 0);
@@ -126,12 +137,15 @@ fn open_area(_: AreaId) -> Option<OwnedFd> {
     SWAP_FILE.get()?.try_clone().ok().map(OwnedFd::from)
 }
 
-/// Where the areas are: what somebody else maps into a place that one has just left is not to be managed.
+/// Where the areas are: what somebody else maps into a place that one has just left is not to be
+/// managed.
 static LIVE: [(AtomicUsize, AtomicUsize); THREADS * AREAS] =
     [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; THREADS * AREAS];
 
 fn is_outside(range: VirtRange) -> bool {
-    !LIVE.iter().any(|(start, end)| range.start.0 >= start.load(Acquire) && range.end.0 <= end.load(Acquire))
+    !LIVE.iter().any(|(start, end)| {
+        range.start.0 >= start.load(Acquire) && range.end.0 <= end.load(Acquire)
+    })
 }
 
 fn salt() -> u64 {
@@ -164,7 +178,8 @@ fn serve(engine: &Engine, handler: &mut Handler) {
     }
 }
 
-/// The supervisor, as far as there is one: the limit follows what the process takes beside its managed memory.
+/// The supervisor, as far as there is one: the limit follows what the process takes beside its
+/// managed memory.
 fn supervise(engine: &Engine, world: &RwLock<()>) {
     begin_in_child();
     let mut random = Random(now().0);
@@ -172,7 +187,10 @@ fn supervise(engine: &Engine, world: &RwLock<()>) {
     while !OVER.load(Acquire) {
         let among = world.read();
         let slot = engine.slot();
-        let kept = [&slot.managed_bytes, &slot.staging_bytes, &slot.pool_bytes].iter().map(|bytes| bytes.load(Relaxed)).sum();
+        let kept = [&slot.managed_bytes, &slot.staging_bytes, &slot.pool_bytes]
+            .iter()
+            .map(|bytes| bytes.load(Relaxed))
+            .sum();
         if random.below(20) == 0 {
             room = LEAST_ROOM + random.below((MOST_ROOM - LEAST_ROOM) as usize) as u64;
         }
@@ -215,11 +233,13 @@ fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
     serve(engine, &mut handler);
 }
 
-/// Pages out, in from memory, written back, in from the file; forks, and those whose child got all its memory at once.
+/// Pages out, in from memory, written back, in from the file; forks, and those whose child got all
+/// its memory at once.
 fn counts() -> [u64; 6] {
     let count = |counter: Counter| engine().slot().counters[counter as usize].load(Relaxed);
     let [out, pool, back, file, forks] =
-        [Counter::Pgsteal, Counter::Zswpin, Counter::Zswpwb, Counter::Pswpin, Counter::Forks].map(count);
+        [Counter::Pgsteal, Counter::Zswpin, Counter::Zswpwb, Counter::Pswpin, Counter::Forks]
+            .map(count);
     [out, pool, back, file, forks, DECLINED.load(Relaxed)]
 }
 
@@ -230,32 +250,45 @@ fn seconds() -> f64 {
 fn temporary_file() -> File {
     use rustix::fs::{Mode, OFlags, open};
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    File::from(open(std::env::temp_dir(), flags, Mode::RUSR | Mode::WUSR).expect("a temporary file"))
+    File::from(
+        open(std::env::temp_dir(), flags, Mode::RUSR | Mode::WUSR).expect("a temporary file"),
+    )
 }
 
-/// The supervisor's part of a run: a segment with one swap file; and a program that has mapped its areas.
-/// Noted when half of the time is over: both ways are gone, and the change.
+/// The supervisor's part of a run: a segment with one swap file; and a program that has mapped its
+/// areas. Noted when half of the time is over: both ways are gone, and the change.
 static REFERENCES: swaptide_engine::References = swaptide_engine::References::new();
 
 fn set_up() -> (Start, Vec<Thread>) {
     let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
-    let segment = Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
+    let segment =
+        Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
     segment.header.pool_percent.store(75, Relaxed);
     segment.header.pool_cap_bytes.store(POOL_CAP, Relaxed);
-    segment.header.key.iter().enumerate().for_each(|(i, word)| word.store(mix(now().0 + i as u64), Relaxed));
+    segment
+        .header
+        .key
+        .iter()
+        .enumerate()
+        .for_each(|(i, word)| word.store(mix(now().0 + i as u64), Relaxed));
     let file = temporary_file();
     file.set_len(u64::from(EXTENTS) << 21).expect("room for the swap file");
     SWAP_FILE.set(file).expect("one run");
     segment.add_area(NewArea::of_file(0, EXTENTS)).expect("an area");
     assert!(SEGMENT.set(segment).is_ok());
     let index = segment.claim(getpid().0, 0).expect("a slot");
-    segment.slot(index).limit_bytes.store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
+    segment
+        .slot(index)
+        .limit_bytes
+        .store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
 
     let pages = THREADS * PLACES * PLACE_PAGES;
-    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX]).expect("addresses for the areas");
+    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX])
+        .expect("addresses for the areas");
     let thread = |number: usize| {
         let first = at.offset(number * PLACES * PLACE_PAGES * PAGE_SIZE);
-        let places: Vec<_> = (0..PLACES).map(|place| first.offset(place * PLACE_PAGES * PAGE_SIZE)).collect();
+        let places: Vec<_> =
+            (0..PLACES).map(|place| first.offset(place * PLACE_PAGES * PAGE_SIZE)).collect();
         let area = |place: usize| {
             map_anew(places[place], MOST * 3 / 4);
             Area { base: places[place], pages: vec![EMPTY; MOST * 3 / 4], place, open: true }
@@ -307,8 +340,14 @@ fn torture_reads_what_it_wrote() {
                 std::thread::sleep(Duration::from_secs_f64(seconds() / 2.0));
                 REFERENCES.note();
             });
-            let running: Vec<_> = threads.iter_mut().map(|thread| scope.spawn(move || thread.run(end))).collect();
-            running.into_iter().map(|thread| thread.join().unwrap_or_else(|_| die("a thread of the program panicked"))).sum()
+            let running: Vec<_> =
+                threads.iter_mut().map(|thread| scope.spawn(move || thread.run(end))).collect();
+            running
+                .into_iter()
+                .map(|thread| {
+                    thread.join().unwrap_or_else(|_| die("a thread of the program panicked"))
+                })
+                .sum()
         });
 
         OVER.store(true, Release);
@@ -316,8 +355,14 @@ fn torture_reads_what_it_wrote() {
         slot.limit_bytes.store(NO_LIMIT, Relaxed);
         slot.detach.store(1, Release);
         handler.join().expect("the program is let go");
-        threads.iter_mut().for_each(|thread| thread.verify_all("page of a program that was let go"));
-        println!("{steps} steps; out, in from memory, written back, in from the file, forks, declined: {:?}", counts());
+        threads
+            .iter_mut()
+            .for_each(|thread| thread.verify_all("page of a program that was let go"));
+        println!(
+            "{steps} steps; out, in from memory, written back, in from the file, forks, declined: \
+            {:?}",
+            counts()
+        );
         assert!(!counts().contains(&0), "{:?}", counts());
     });
 }

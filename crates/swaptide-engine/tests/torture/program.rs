@@ -1,4 +1,5 @@
-//! The program: threads that write, read, advise, protect, move and resize areas of their own, fork, and know what every page must hold.
+//! The program: threads that write, read, advise, protect, move and resize areas of their own,
+//! fork, and know what every page must hold.
 
 use super::*;
 
@@ -114,17 +115,20 @@ fn must(number: u32, a: [usize; 5]) {
     }
 }
 
-/// Keeps addresses for the program without being memory of its. False when somebody else was faster.
+/// Keeps addresses for the program without being memory of its. False when somebody else was
+/// faster.
 fn keep(at: VirtAddr, pages: usize) -> bool {
-    pages == 0 || call(MMAP, [at.0, pages * PAGE_SIZE, PROT_NONE, SHARED | NO_REPLACE, usize::MAX]).is_ok()
+    pages == 0
+        || call(MMAP, [at.0, pages * PAGE_SIZE, PROT_NONE, SHARED | NO_REPLACE, usize::MAX]).is_ok()
 }
 
 pub fn map_anew(at: VirtAddr, pages: usize) {
     must(MMAP, [at.0, pages * PAGE_SIZE, READ_WRITE, PRIVATE | FIXED, usize::MAX]);
 }
 
-/// Moves an area, mapping by mapping: what was mapped over a part of it may be one of its own, and a call that moves several of which one is managed fails
-/// halfway (the preloaded library has the same, in `moves.rs`).
+/// Moves an area, mapping by mapping: what was mapped over a part of it may be one of its own, and
+/// a call that moves several of which one is managed fails halfway (the preloaded library has the
+/// same, in `moves.rs`).
 fn move_pieces(base: VirtAddr, pages: usize, to: VirtAddr) {
     const MAYMOVE_FIXED: usize = 3;
     let maps = MapsFile::open_self().expect("/proc/self/maps");
@@ -155,7 +159,8 @@ impl Area {
     }
 
     fn bytes(&self, from: usize, count: usize) -> &'static mut [u8] {
-        // SAFETY: pages of an area, which are the calling thread's own, and mapped while it uses this.
+        // SAFETY: pages of an area, which are the calling thread's own, and mapped while it uses
+        // this.
         unsafe { std::slice::from_raw_parts_mut(self.at(from).as_ptr(), count * PAGE_SIZE) }
     }
 
@@ -189,14 +194,18 @@ impl Thread {
         if self.acts.len() == 64 {
             self.acts.remove(0);
         }
-        self.acts.push(format!("area {area} at {:x}: {what}, {count} pages from {from}", self.areas[area].base.0));
+        self.acts.push(format!(
+            "area {area} at {:x}: {what}, {count} pages from {from}",
+            self.areas[area].base.0
+        ));
     }
 
     fn wrong(&self, area: usize, page: usize, at: usize, found: u64, what: &str) -> ! {
         let expected = self.areas[area].pages[page].expected(at);
         let again = self.areas[area].read(page, at);
         die(&format!(
-            "{what}: thread {}, area {area}, page {page}, word {at}: expected {expected:016x}, found {found:016x} and then {again:016x}\n{}",
+            "{what}: thread {}, area {area}, page {page}, word {at}: expected {expected:016x}, \
+            found {found:016x} and then {again:016x}\n{}",
             self.number,
             self.acts.join("\n")
         ))
@@ -235,7 +244,8 @@ impl Thread {
         (0..WORDS).for_each(|at| it.write(page, at, word_of(key, at)));
     }
 
-    /// One word of a page. After `MADV_FREE` the page is written as a whole: a write keeps what is there.
+    /// One word of a page. After `MADV_FREE` the page is written as a whole: a write keeps what is
+    /// there.
     fn write_word(&mut self, area: usize, page: usize) {
         let is = self.areas[area].pages[page];
         if is.state == State::Lazy || is.at != WORDS {
@@ -271,7 +281,8 @@ impl Thread {
         let (from, count) = self.some_run(area, MOST);
         let range = self.areas[area].range(from, count);
         let hint = |hint| engine().bells.hint(hint, range);
-        let advise = |advice| call(linux::MADVISE, [range.start.0, range.len(), advice, 0, 0]).is_ok();
+        let advise =
+            |advice| call(linux::MADVISE, [range.start.0, range.len(), advice, 0, 0]).is_ok();
         match self.random.below(16) {
             0..4 => {
                 self.note(area, "MADV_DONTNEED", from, count);
@@ -281,7 +292,9 @@ impl Thread {
             4..7 => {
                 self.note(area, "MADV_FREE", from, count);
                 assert!(advise(FREE));
-                self.areas[area].pages[from..from + count].iter_mut().for_each(|page| page.state = State::Lazy);
+                self.areas[area].pages[from..from + count]
+                    .iter_mut()
+                    .for_each(|page| page.state = State::Lazy);
             }
             7 => hint(Hint::WillNeed),
             8 => hint(Hint::Cold),
@@ -299,11 +312,17 @@ impl Thread {
     fn go_elsewhere(&mut self, area: usize) {
         let (base, pages) = (self.areas[area].base, self.areas[area].pages.len());
         let is_free = |place: &usize| self.areas.iter().all(|area| area.place != *place);
-        let Some((place, to)) = (0..PLACES).filter(is_free).find_map(|place| Some((place, self.places[place]?))) else { return };
+        let Some((place, to)) =
+            (0..PLACES).filter(is_free).find_map(|place| Some((place, self.places[place]?)))
+        else {
+            return;
+        };
         if self.random.below(2) == 0 {
             map_anew(to, pages);
             // SAFETY: pages that were mapped just now.
-            (0..pages).step_by(7).for_each(|page| unsafe { to.offset(page * PAGE_SIZE).as_ptr::<u8>().write_volatile(0xee) });
+            (0..pages).step_by(7).for_each(|page| unsafe {
+                to.offset(page * PAGE_SIZE).as_ptr::<u8>().write_volatile(0xee)
+            });
         }
         self.note(area, "mremap elsewhere", 0, pages);
         let from = std::mem::replace(&mut self.areas[area].place, place);
@@ -317,7 +336,8 @@ impl Thread {
 
     /// To another size.
     fn resize(&mut self, area: usize) {
-        let (base, old, place) = (self.areas[area].base, self.areas[area].pages.len(), self.areas[area].place);
+        let (base, old, place) =
+            (self.areas[area].base, self.areas[area].pages.len(), self.areas[area].place);
         let new = MOST / 4 + self.random.below(MOST - MOST / 4);
         let grows = new > old;
         if grows && self.places[place].is_none() {
@@ -347,7 +367,10 @@ impl Thread {
         let range = self.areas[area].range(from, count);
         let none = self.random.below(2) == 0;
         self.note(area, if none { "PROT_NONE" } else { "PROT_READ" }, from, count);
-        must(linux::MPROTECT, [range.start.0, range.len(), if none { PROT_NONE } else { PROT_READ }, 0, 0]);
+        must(
+            linux::MPROTECT,
+            [range.start.0, range.len(), if none { PROT_NONE } else { PROT_READ }, 0, 0],
+        );
         if !none {
             self.verify(area, from, count.min(16), "page that is read only");
         }
@@ -372,7 +395,8 @@ impl Thread {
                 self.write_page(area, page);
             }
         }
-        let (source, target) = (self.areas[area].bytes(from, count), self.areas[other].bytes(to, count));
+        let (source, target) =
+            (self.areas[area].bytes(from, count), self.areas[other].bytes(to, count));
         if self.random.below(2) == 0 {
             assert_eq!(rustix::io::pwrite(&self.file, source, 0), Ok(source.len()));
             assert_eq!(rustix::io::pread(&self.file, &mut *target, 0), Ok(target.len()));
@@ -381,7 +405,10 @@ impl Thread {
             for (source, target) in source.chunks(PAGE_SIZE).zip(target.chunks_mut(PAGE_SIZE)) {
                 assert_eq!(rustix::io::writev(&into, &[IoSlice::new(source)]), Ok(PAGE_SIZE));
                 let (first, second) = target.split_at_mut(1000);
-                assert_eq!(rustix::io::readv(&out, &mut [IoSliceMut::new(first), IoSliceMut::new(second)]), Ok(PAGE_SIZE));
+                assert_eq!(
+                    rustix::io::readv(&out, &mut [IoSliceMut::new(first), IoSliceMut::new(second)]),
+                    Ok(PAGE_SIZE)
+                );
             }
         }
         self.note(area, "copied from", from, count);
@@ -404,7 +431,8 @@ impl Thread {
         engine.fork.open_ends();
         engine.bells.ring(Ring::ForkPrepare);
         assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
-        // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's and the sanitizers' are seen to by fork itself.
+        // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's
+        // and the sanitizers' are seen to by fork itself.
         let pid = unsafe { fork() };
         if pid == 0 {
             std::mem::forget((guard, alone, among));
@@ -426,7 +454,8 @@ impl Thread {
         let began = Instant::now();
         let ended = loop {
             if let Some((_, ended)) =
-                rustix::process::waitpid(Some(child), rustix::process::WaitOptions::NOHANG).expect("a child")
+                rustix::process::waitpid(Some(child), rustix::process::WaitOptions::NOHANG)
+                    .expect("a child")
             {
                 break ended;
             }
@@ -441,7 +470,10 @@ impl Thread {
         }
         DECLINED.fetch_add(declines.into(), Relaxed);
         // As the supervisor does.
-        let slot = segment().claimed().find(|(_, slot)| slot.pid.load(Relaxed) == pid as u32).map(|(index, _)| index);
+        let slot = segment()
+            .claimed()
+            .find(|(_, slot)| slot.pid.load(Relaxed) == pid as u32)
+            .map(|(index, _)| index);
         if let Some(index) = slot {
             segment().release(index, |_| {});
         }
@@ -450,8 +482,10 @@ impl Thread {
     fn child(&mut self, engine: &'static Engine, parent: u32, declines: bool) -> ! {
         IS_CHILD.store(true, Relaxed);
         begin_in_child();
-        // The parent's end of the pair of sockets is open here, too: unlike in a preloaded library, threads share their descriptors. Nobody would hear of its end.
-        let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+        // The parent's end of the pair of sockets is open here, too: unlike in a preloaded library,
+        // threads share their descriptors. Nobody would hear of its end.
+        let _ =
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
         after_fork_in_child();
         // SAFETY: the lock was taken by this thread's original.
         unsafe { FORK_LOCK.force_unlock() };
@@ -466,7 +500,12 @@ impl Thread {
         } else {
             std::thread::spawn(move || heir(engine, end, parent));
             while TAKEN_OVER.load(Acquire) == 0 {
-                futex::wait(&TAKEN_OVER, 0, Some(Duration::from_millis(100)), futex::Scope::Private);
+                futex::wait(
+                    &TAKEN_OVER,
+                    0,
+                    Some(Duration::from_millis(100)),
+                    futex::Scope::Private,
+                );
             }
         }
         for area in 0..AREAS {
@@ -546,7 +585,8 @@ impl Thread {
             self.is_live(area);
             (0..self.areas[area].pages.len()).for_each(|page| self.write_page(area, page));
         }
-        // Where a sanitizer or others on the machine make everything slow, for longer: all is to have happened once.
+        // Where a sanitizer or others on the machine make everything slow, for longer: all is to
+        // have happened once.
         while Instant::now() < end || counts().contains(&0) && Instant::now() < end + LONGER {
             if self.random.below(50) == 0 {
                 self.fork_once();

@@ -1,11 +1,13 @@
 //! Space of network exports that dead processes had: their servers are told that nobody needs it.
 //!
-//! Owns a thread, made when there is first something to trim, with connections of its own: nobody else waits for a server. What a process frees while it
-//! lives it trims itself.
+//! Owns a thread, made when there is first something to trim, with connections of its own: nobody
+//! else waits for a server. What a process frees while it lives it trims itself.
 //!
 //! Invariants
-//! 1. An extent is trimmed only while it is kept from everybody, and only on the device that it lies on at that moment.
-//! 2. A server that does not answer costs one wait, not one for each extent: what is left then is trimmed when it is written anew, or never.
+//! 1. An extent is trimmed only while it is kept from everybody, and only on the device that it
+//!    lies on at that moment.
+//! 2. A server that does not answer costs one wait, not one for each extent: what is left then is
+//!    trimmed when it is written anew, or never.
 //!
 //! Locks: none.
 
@@ -31,7 +33,8 @@ impl Areas {
         if way.as_ref().is_none_or(|way| way.send(extent).is_err()) {
             let (sender, extents) = channel();
             let areas = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("trim".into()).spawn(move || areas.trim(&extents));
+            let thread =
+                std::thread::Builder::new().name("trim".into()).spawn(move || areas.trim(&extents));
             // Without a thread the space stays the server's to keep.
             *way = thread.ok().map(|_| sender);
             if let Some(way) = &*way {
@@ -49,9 +52,16 @@ impl Areas {
                 if segment.area(place.area).state() != AreaState::Open {
                     return;
                 }
-                clients.retain(|(area, generation), _| *area != place.area || *generation == place.generation);
-                let client = clients.entry((place.area, place.generation)).or_insert_with(|| self.client(place.area));
-                if client.as_ref().is_some_and(|client| client.trim(place.offset, EXTENT_BYTES).is_err()) {
+                clients.retain(|(area, generation), _| {
+                    *area != place.area || *generation == place.generation
+                });
+                let client = clients
+                    .entry((place.area, place.generation))
+                    .or_insert_with(|| self.client(place.area));
+                if client
+                    .as_ref()
+                    .is_some_and(|client| client.trim(place.offset, EXTENT_BYTES).is_err())
+                {
                     *client = None;
                 }
             });
@@ -64,7 +74,9 @@ impl Areas {
     /// A client for an area whose server knows how to trim.
     fn client(&self, id: AreaId) -> Option<Nbd> {
         let (url, export) = match &self.held().get(&id)?.backing.medium {
-            Medium::Nbd(connector, export) if export.flags.has(Flags::SEND_TRIM) => (connector.url().clone(), *export),
+            Medium::Nbd(connector, export) if export.flags.has(Flags::SEND_TRIM) => {
+                (connector.url().clone(), *export)
+            }
             _ => return None,
         };
         let dialer = LocalDialer::new(Connector::new(url).ok()?, export);

@@ -1,9 +1,11 @@
 //! What processes that share pages since a fork get beyond their limits. Pure arithmetic.
 //!
-//! Owns how long what is shared, and what was copied, counts ([`Lasting`], [`Lately`]), and the rule of lending ([`lend`]).
+//! Owns how long what is shared, and what was copied, counts ([`Lasting`], [`Lately`]), and the
+//! rule of lending ([`lend`]).
 //!
 //! Invariants
-//! 1. What is lent is no more than what a process shares: what it may use by that together with its limit is still its limit.
+//! 1. What is lent is no more than what a process shares: what it may use by that together with its
+//!    limit is still its limit.
 //!
 //! Locks: none.
 
@@ -11,7 +13,8 @@ use std::time::Duration;
 
 use super::{Bounds, Process, Standing, is_in, sums};
 
-/// Pages that were shared for so long will be so a while longer: a program that copies what a fork left it shared does it sooner.
+/// Pages that were shared for so long will be so a while longer: a program that copies what a fork
+/// left it shared does it sooner.
 const SETTLES: Duration = Duration::from_millis(100);
 /// The time in which engines take out what a program copies of what a fork left it shared.
 const COPIED_AHEAD: Duration = Duration::from_millis(50);
@@ -19,7 +22,8 @@ const COPIED_AHEAD: Duration = Duration::from_millis(50);
 /// A process's pages that others have too, since a fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sharing {
-    /// What it holds resident beyond what it uses: the parts of shared pages that count for others. Outside of families, what [`Lasting`] makes of it.
+    /// What it holds resident beyond what it uses: the parts of shared pages that count for others.
+    /// Outside of families, what [`Lasting`] makes of it.
     pub bytes: u64,
     /// What it was lent so far.
     pub lent: u64,
@@ -38,7 +42,8 @@ pub struct Lasting {
 }
 
 impl Lasting {
-    /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the time for one to two `SETTLES`.
+    /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the
+    /// time for one to two `SETTLES`.
     pub fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.least = self.least.min(bytes);
         self.age += elapsed;
@@ -62,7 +67,11 @@ impl Lately {
     pub fn add(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.age += elapsed;
         if self.age >= COPIED_AHEAD {
-            *self = Lately { before: if self.age < 2 * COPIED_AHEAD { self.now } else { 0 }, now: 0, age: Duration::ZERO };
+            *self = Lately {
+                before: if self.age < 2 * COPIED_AHEAD { self.now } else { 0 },
+                now: 0,
+                age: Duration::ZERO,
+            };
         }
         self.now += bytes;
         self.before + self.now
@@ -71,28 +80,36 @@ impl Lately {
 
 /// What processes get beyond their limits, for a while.
 ///
-/// A process cannot tell which of its pages others have too, and holds all of them against its limit; here they count once. So where processes
-/// share much since a fork, all of them may be at their limits while half of the budget is free. To those that press against their limits is lent
-/// what they share. What is shared may become two pages without a fault: so only what lasted counts, it is reckoned anew at each look, and nothing
-/// is lent in a group that has more than it may.
+/// A process cannot tell which of its pages others have too, and holds all of them against its
+/// limit; here they count once. So where processes share much since a fork, all of them may be at
+/// their limits while half of the budget is free. To those that press against their limits is lent
+/// what they share. What is shared may become two pages without a fault: so only what lasted
+/// counts, it is reckoned anew at each look, and nothing is lent in a group that has more than it
+/// may.
 ///
-/// In a family that would cost too much: it would have taken out half of what it has, copied for that, and written compressed memory to the swap areas, before
-/// it is lent anything. There all that is shared is lent at once, but for as much as was copied lately (by what the kernel counts of faults): so much may be copied again
-/// before engines have taken anything out. A group that has more than it may gets four times as much less.
+/// In a family that would cost too much: it would have taken out half of what it has, copied for
+/// that, and written compressed memory to the swap areas, before it is lent anything. There all
+/// that is shared is lent at once, but for as much as was copied lately (by what the kernel counts
+/// of faults): so much may be copied again before engines have taken anything out. A group that has
+/// more than it may gets four times as much less.
 pub fn lend(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
     let over = |p: &Process| {
-        let over =
-            (0..groups.len()).filter(|at| is_in(groups, p.group, *at)).map(|at| totals[at].saturating_sub(groups[at].most()));
+        let over = (0..groups.len())
+            .filter(|at| is_in(groups, p.group, *at))
+            .map(|at| totals[at].saturating_sub(groups[at].most()));
         over.max().unwrap_or(0)
     };
-    let soon: u64 = sharing.iter().filter(|sharing| sharing.of_family).map(|sharing| sharing.copied).sum();
+    let soon: u64 =
+        sharing.iter().filter(|sharing| sharing.of_family).map(|sharing| sharing.copied).sum();
     let lent = |(p, sharing): (&Process, &Sharing)| {
         let full = p.used + sharing.bytes >= p.limit / 4 * 3;
         // With what it was lent the pressure goes: that is no reason to take it back.
         let presses = p.pressure > 0 || sharing.lent > 0;
         match (p.standing == Standing::Engaged && full, sharing.of_family) {
-            (true, true) => sharing.bytes.saturating_sub(soon).saturating_sub(over(p).saturating_mul(4)),
+            (true, true) => {
+                sharing.bytes.saturating_sub(soon).saturating_sub(over(p).saturating_mul(4))
+            }
             (true, false) if presses && over(p) == 0 => sharing.bytes,
             _ => 0,
         }
@@ -109,20 +126,45 @@ mod tests {
     fn what_is_shared_is_lent_to_those_that_press() {
         let groups = [Bounds::budget(48 * MIB)];
         let forked = |used, pressure, limit| process(Standing::Engaged, used, pressure, limit);
-        let sharing = |bytes: u64, lent: u64| Sharing { bytes: bytes * MIB, lent: lent * MIB, ..Sharing::default() };
-        let processes = [forked(16, 10, 8), forked(4, 10, 8), forked(4, 0, 8), forked(4, 0, 8), forked(2, 10, 20)];
+        let sharing = |bytes: u64, lent: u64| Sharing {
+            bytes: bytes * MIB,
+            lent: lent * MIB,
+            ..Sharing::default()
+        };
+        let processes = [
+            forked(16, 10, 8),
+            forked(4, 10, 8),
+            forked(4, 0, 8),
+            forked(4, 0, 8),
+            forked(2, 10, 20),
+        ];
         let shared = [sharing(0, 0), sharing(6, 0), sharing(4, 0), sharing(4, 3), sharing(4, 0)];
-        // Who has no pressure needs it only if it is what keeps the pressure away; nor does he who is far below his limit.
+        // Who has no pressure needs it only if it is what keeps the pressure away; nor does he who
+        // is far below his limit.
         assert_eq!(lend(&groups, &processes, &shared), [0, 6 * MIB, 0, 4 * MIB, 0]);
-        assert_eq!(lend(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]), [0, 0], "more than there is");
+        assert_eq!(
+            lend(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]),
+            [0, 0],
+            "more than there is"
+        );
     }
 
     #[test]
     fn a_group_that_is_over_its_bound_is_lent_nothing() {
-        let groups = [Bounds::budget(100 * MIB), Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 }];
+        let groups = [
+            Bounds::budget(100 * MIB),
+            Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 },
+        ];
         let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
         let outside = process(Standing::Engaged, 18, 10, 18);
-        assert_eq!(lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, ..Sharing::default() }; 2]), [0, 8 * MIB]);
+        assert_eq!(
+            lend(
+                &groups,
+                &[inside, outside],
+                &[Sharing { bytes: 8 * MIB, ..Sharing::default() }; 2]
+            ),
+            [0, 8 * MIB]
+        );
     }
 
     #[test]
@@ -142,16 +184,37 @@ mod tests {
     fn in_a_family_what_is_shared_is_lent_at_once() {
         let groups = [Bounds::budget(48 * MIB)];
         let forked = |used, limit| process(Standing::Engaged, used, 0, limit);
-        let sharing =
-            |bytes: u64, copied: u64| Sharing { bytes: bytes * MIB, copied: copied * MIB, lent: 0, of_family: bytes > 0 };
+        let sharing = |bytes: u64, copied: u64| Sharing {
+            bytes: bytes * MIB,
+            copied: copied * MIB,
+            lent: 0,
+            of_family: bytes > 0,
+        };
         let processes = [forked(16, 8), forked(4, 8), forked(2, 20)];
-        assert_eq!(lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 0)]), [0, 6 * MIB, 0]);
+        assert_eq!(
+            lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 0)]),
+            [0, 6 * MIB, 0]
+        );
         // What is copied is not lent, also where another does it.
-        assert_eq!(lend(&groups, &processes, &[sharing(0, 9), sharing(6, 2), sharing(4, 1)]), [0, 3 * MIB, 0]);
-        assert_eq!(lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 10)]), [0; 3]);
-        assert_eq!(lend(&groups, &[forked(40, 40), forked(9, 8)], &[sharing(4, 0); 2]), [0, 0], "more than there is");
+        assert_eq!(
+            lend(&groups, &processes, &[sharing(0, 9), sharing(6, 2), sharing(4, 1)]),
+            [0, 3 * MIB, 0]
+        );
+        assert_eq!(
+            lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 10)]),
+            [0; 3]
+        );
+        assert_eq!(
+            lend(&groups, &[forked(40, 40), forked(9, 8)], &[sharing(4, 0); 2]),
+            [0, 0],
+            "more than there is"
+        );
         let (total, bound) = (48 * MIB + 256 * 1024, &groups);
-        let over = lend(bound, &[Process { used: total - 9 * MIB, ..forked(0, 40) }, forked(9, 8)], &[sharing(4, 0); 2]);
+        let over = lend(
+            bound,
+            &[Process { used: total - 9 * MIB, ..forked(0, 40) }, forked(9, 8)],
+            &[sharing(4, 0); 2],
+        );
         assert_eq!(over, [3 * MIB; 2], "a little more than there is");
     }
 
@@ -159,7 +222,8 @@ mod tests {
     fn what_came_lately_is_forgotten_in_time() {
         let mut lately = Lately::default();
         let step = COPIED_AHEAD / 5;
-        let seen: Vec<u64> = (0..20).map(|at| lately.add(if at < 5 { 10 } else { 0 }, step)).collect();
+        let seen: Vec<u64> =
+            (0..20).map(|at| lately.add(if at < 5 { 10 } else { 0 }, step)).collect();
         assert_eq!((seen[3], seen[4], seen[19]), (40, 50, 0), "{seen:?}");
         assert!(seen[5..9].iter().all(|bytes| *bytes >= 10), "{seen:?}");
         assert_eq!(lately.add(7, 3 * COPIED_AHEAD), 7);
@@ -167,11 +231,18 @@ mod tests {
 
     #[test]
     fn in_a_group_that_is_over_its_bound_a_family_is_lent_less() {
-        let groups = [Bounds::budget(100 * MIB), Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 }];
+        let groups = [
+            Bounds::budget(100 * MIB),
+            Bounds { parent: 0, max: 20 * MIB, high: u64::MAX, low: 0 },
+        ];
         let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
         let outside = process(Standing::Engaged, 18, 10, 18);
         assert_eq!(
-            lend(&groups, &[inside, outside], &[Sharing { bytes: 8 * MIB, of_family: true, ..Sharing::default() }; 2]),
+            lend(
+                &groups,
+                &[inside, outside],
+                &[Sharing { bytes: 8 * MIB, of_family: true, ..Sharing::default() }; 2]
+            ),
             [4 * MIB, 8 * MIB]
         );
     }

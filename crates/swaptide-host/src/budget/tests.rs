@@ -32,8 +32,11 @@ fn who_asks_is_engaged_whatever_is_free() {
 
 #[test]
 fn the_biggest_is_engaged_and_gets_what_the_others_leave() {
-    let tree =
-        [process(Standing::Watching, 2, 0, 0), process(Standing::Watching, 440, 0, 0), process(Standing::Beyond, 10, 0, 0)];
+    let tree = [
+        process(Standing::Watching, 2, 0, 0),
+        process(Standing::Watching, 440, 0, 0),
+        process(Standing::Beyond, 10, 0, 0),
+    ];
     let decision = decide(&whole(512 * MIB), &tree, TICK);
     assert_eq!(decision.engage, [1]);
     let share = 512 * MIB - 512 * MIB / 100 - 12 * MIB;
@@ -67,15 +70,20 @@ fn a_small_process_that_grows_past_the_budget_is_engaged_before_it_has() {
 #[test]
 fn small_processes_are_engaged_only_in_need() {
     let mut tree = vec![process(Standing::Watching, 2, 0, 0); 60];
-    assert!(decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(), "120M of 128M in pieces of 2M");
+    assert!(
+        decide(&whole(128 * MIB), &tree, TICK).engage.is_empty(),
+        "120M of 128M in pieces of 2M"
+    );
     tree.extend([process(Standing::Watching, 2, 0, 0); 10]);
     assert!(decide(&whole(128 * MIB), &tree, TICK).engage.len() >= 50, "over the budget");
 }
 
-/// Processes that only differ in how fast they run come to like shares: none has more demand than what is swapped out of it.
+/// Processes that only differ in how fast they run come to like shares: none has more demand than
+/// what is swapped out of it.
 #[test]
 fn who_runs_fast_has_no_more_for_it() {
-    let mut group: Vec<Process> = (0..8).map(|at| process(Standing::Engaged, 4 + at, 100 << at, 4 + at)).collect();
+    let mut group: Vec<Process> =
+        (0..8).map(|at| process(Standing::Engaged, 4 + at, 100 << at, 4 + at)).collect();
     let whole_of = 24 * MIB;
     for _ in 0..400 {
         for p in &mut group {
@@ -86,12 +94,15 @@ fn who_runs_fast_has_no_more_for_it() {
             (p.limit, p.used) = (limit, limit);
         }
     }
-    let (least, most) = (group.iter().map(|p| p.limit).min().unwrap(), group.iter().map(|p| p.limit).max().unwrap());
+    let (least, most) = (
+        group.iter().map(|p| p.limit).min().unwrap(),
+        group.iter().map(|p| p.limit).max().unwrap(),
+    );
     assert!(least > 9 * MIB && most < 11 * MIB, "{group:?}");
 }
 
-/// In a crowd each process keeps what cannot be swapped out of it, and something to work with; also one that has come to nothing so far, and has
-/// little swapped out for it.
+/// In a crowd each process keeps what cannot be swapped out of it, and something to work with; also
+/// one that has come to nothing so far, and has little swapped out for it.
 #[test]
 fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
     let mut group = vec![Process { fixed: 3 * MIB, ..process(Standing::Engaged, 10, 500, 10) }; 32];
@@ -106,15 +117,22 @@ fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
     assert!(group.iter().all(|p| p.limit >= 3 * MIB + CROWDED_FLOOR), "{group:?}");
     // Where that is more than there is, they have less: the budget is held.
     let given = limits(&whole(240 * MIB), &group, YIELD_TIME);
-    assert!(given.iter().sum::<u64>() <= 241 * MIB && given.iter().all(|limit| *limit > 3 * MIB), "{given:?}");
+    assert!(
+        given.iter().sum::<u64>() <= 241 * MIB && given.iter().all(|limit| *limit > 3 * MIB),
+        "{given:?}"
+    );
     // And also where what cannot be swapped out is more than there is.
     let given = limits(&whole(160 * MIB), &group, YIELD_TIME);
-    assert!(given.iter().sum::<u64>() <= 161 * MIB && given.iter().all(|limit| *limit > 2 * MIB), "{given:?}");
+    assert!(
+        given.iter().sum::<u64>() <= 161 * MIB && given.iter().all(|limit| *limit > 2 * MIB),
+        "{given:?}"
+    );
 }
 
 #[test]
 fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twice() {
-    let mut group = [process(Standing::Engaged, 400, 0, 400), process(Standing::Engaged, 100, 0, 100)];
+    let mut group =
+        [process(Standing::Engaged, 400, 0, 400), process(Standing::Engaged, 100, 0, 100)];
     let share = 500 * MIB;
     for tick in 0..2000 {
         group[1].pressure = 800 * MIB;
@@ -125,7 +143,10 @@ fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twi
             p.used = if p.pressure > 0 { limit } else { p.used.min(limit) };
         }
         assert!(group.iter().map(|p| p.used).sum::<u64>() <= share);
-        assert!(tick > 10 || group[0].limit > 300 * MIB, "a process that rests for 50 ms keeps its memory");
+        assert!(
+            tick > 10 || group[0].limit > 300 * MIB,
+            "a process that rests for 50 ms keeps its memory"
+        );
     }
     assert!(group[1].limit > 480 * MIB, "{}", group[1].limit / MIB);
     assert!(group[0].limit >= FLOOR, "{}", group[0].limit);
@@ -145,7 +166,12 @@ fn hierarchy(budget: u64, bounds: [(u64, u64, u64); 3]) -> Vec<Bounds> {
         let size = |mib: u64| if mib == 0 { u64::MAX } else { mib * MIB };
         Bounds { parent, max: size(max), high: size(high), low: low * MIB }
     };
-    vec![Bounds::budget(budget * MIB), group(0, bounds[0]), group(0, bounds[1]), group(1, bounds[2])]
+    vec![
+        Bounds::budget(budget * MIB),
+        group(0, bounds[0]),
+        group(0, bounds[1]),
+        group(1, bounds[2]),
+    ]
 }
 
 fn member(group: usize, p: Process) -> Process {
@@ -189,7 +215,10 @@ fn past_a_maximum_limits_sink_at_once_and_past_high_by_and_by() {
 #[test]
 fn what_is_kept_for_a_group_stays_with_it_and_its_lack_is_told() {
     let groups = hierarchy(400, [(0, 0, 200), (0, 0, 0), (0, 0, 0)]);
-    let mut tree = [member(3, process(Standing::Engaged, 200, 0, 200)), member(2, process(Standing::Engaged, 195, 0, 195))];
+    let mut tree = [
+        member(3, process(Standing::Engaged, 200, 0, 200)),
+        member(2, process(Standing::Engaged, 195, 0, 195)),
+    ];
     for _ in 0..400 {
         tree[1].pressure = 2000 * MIB;
         let decision = decide(&groups, &tree, TICK);
@@ -208,7 +237,11 @@ fn what_is_kept_for_a_group_stays_with_it_and_its_lack_is_told() {
 fn when_nothing_is_left_everybody_keeps_its_floor() {
     let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
     assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
-    assert_eq!(limits(&whole(16 * MIB), &group, TICK).iter().min(), Some(&(3 * MIB)), "who uses less than its floor keeps that");
+    assert_eq!(
+        limits(&whole(16 * MIB), &group, TICK).iter().min(),
+        Some(&(3 * MIB)),
+        "who uses less than its floor keeps that"
+    );
 }
 
 #[test]
@@ -218,7 +251,10 @@ fn the_next_look_comes_sooner_the_fuller_the_budget() {
     let full = interval(&whole(512 * MIB), &[process(Standing::Watching, 520, 0, 0)]);
     assert!(free > tight && tight > full);
     assert_eq!(full, Duration::from_millis(1));
-    assert_eq!(interval(&whole(512 * MIB), &[process(Standing::Engaged, 510, 0, 0)]), Duration::from_millis(5));
+    assert_eq!(
+        interval(&whole(512 * MIB), &[process(Standing::Engaged, 510, 0, 0)]),
+        Duration::from_millis(5)
+    );
 }
 
 #[test]
@@ -229,44 +265,55 @@ fn a_rate_rises_at_once_and_falls_within_a_second() {
 }
 
 fn any_group() -> impl Strategy<Value = Vec<Process>> {
-    let one =
-        (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB]).prop_map(|(used, pressure, limit)| {
-            Process {
-                group: 0,
-                standing: Standing::Engaged,
-                used,
-                pressure,
-                fixed: 0,
-                swapped: 1 << 40,
-                limit,
-                growth: 0,
-                kept: 0,
-            }
+    let one = (0u64..2048 * MIB, 0u64..4096 * MIB, prop_oneof![Just(0u64), 1u64..2048 * MIB])
+        .prop_map(|(used, pressure, limit)| Process {
+            group: 0,
+            standing: Standing::Engaged,
+            used,
+            pressure,
+            fixed: 0,
+            swapped: 1 << 40,
+            limit,
+            growth: 0,
+            kept: 0,
         });
     proptest::collection::vec(one, 1..12)
 }
 
 fn any_hierarchy() -> impl Strategy<Value = (Vec<Bounds>, Vec<Process>)> {
     let bound = || prop_oneof![2 => Just(u64::MAX), 2 => 40 * MIB..4096 * MIB];
-    let group = (any::<prop::sample::Index>(), bound(), bound(), prop_oneof![2 => Just(0), 1 => 0..1024 * MIB]);
-    let groups = (16 * MIB..8192 * MIB, proptest::collection::vec(group, 0..6)).prop_map(|(budget, list)| {
-        let mut groups = vec![Bounds::budget(budget)];
-        for (parent, max, high, low) in list {
-            let parent = parent.index(groups.len());
-            groups.push(Bounds { parent, max, high, low });
-        }
-        groups
-    });
-    (groups, proptest::collection::vec(any::<prop::sample::Index>(), 12), any_group()).prop_map(|(groups, at, mut tree)| {
-        tree.iter_mut().zip(at).for_each(|(p, at)| p.group = at.index(groups.len()));
-        (groups, tree)
-    })
+    let group = (
+        any::<prop::sample::Index>(),
+        bound(),
+        bound(),
+        prop_oneof![2 => Just(0), 1 => 0..1024 * MIB],
+    );
+    let groups = (16 * MIB..8192 * MIB, proptest::collection::vec(group, 0..6)).prop_map(
+        |(budget, list)| {
+            let mut groups = vec![Bounds::budget(budget)];
+            for (parent, max, high, low) in list {
+                let parent = parent.index(groups.len());
+                groups.push(Bounds { parent, max, high, low });
+            }
+            groups
+        },
+    );
+    (groups, proptest::collection::vec(any::<prop::sample::Index>(), 12), any_group()).prop_map(
+        |(groups, at, mut tree)| {
+            tree.iter_mut().zip(at).for_each(|(p, at)| p.group = at.index(groups.len()));
+            (groups, tree)
+        },
+    )
 }
 
 #[test]
 fn a_family_keeps_its_part_but_not_everything_is_kept_so() {
     let shares = |mib: u64, kept: u64| {
-        let forked = |pressure| Process { kept: kept * MIB, swapped: 200 * MIB, ..process(Standing::Engaged, 95, pressure, 98) };
+        let forked = |pressure| Process {
+            kept: kept * MIB,
+            swapped: 200 * MIB,
+            ..process(Standing::Engaged, 95, pressure, 98)
+        };
         let mut group = [forked(0), forked(400)];
         for _ in 0..200 {
             let given = limits(&whole(mib * MIB), &group, YIELD_TIME);
@@ -297,7 +344,8 @@ proptest! {
             let within: Vec<&Process> = tree.iter().filter(|p| is_in(&groups, p.group, at)).collect();
             let sum: u64 = within.iter().map(|p| p.limit).sum();
             let floors = within.len() as u64 * CROWDED_FLOOR;
-            prop_assert!(sum <= group.most().max(floors).saturating_add(1), "group {at}: {sum} of {}", group.most());
+            prop_assert!(sum <= group.most().max(floors).saturating_add(1), "group {at}: {sum} of \
+                {}", group.most());
         }
     }
 

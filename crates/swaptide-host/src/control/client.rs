@@ -14,7 +14,8 @@ use crate::device;
 use crate::groups::GroupView;
 use crate::report::View;
 
-/// The runs of this user, by the process that the user started, in ascending order. Doors that were left behind are removed.
+/// The runs of this user, by the process that the user started, in ascending order. Doors that were
+/// left behind are removed.
 ///
 /// # Errors
 /// [`ControlError::Directory`].
@@ -28,10 +29,14 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
     let mut runs = Vec::new();
     for path in entries.flatten().map(|entry| entry.path()) {
         let pid = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
-        let (Some(pid), true) = (pid, path.extension().is_some_and(|end| end == "sock")) else { continue };
+        let (Some(pid), true) = (pid, path.extension().is_some_and(|end| end == "sock")) else {
+            continue;
+        };
         match UnixStream::connect(&path) {
             Ok(_) => runs.push(pid),
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(&path)),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                drop(std::fs::remove_file(&path))
+            }
             Err(_) => {}
         }
     }
@@ -48,7 +53,8 @@ enum Target {
     Daemon(Option<u32>),
 }
 
-/// Asks a run how it is: the one that `pid` started or is in, or, where none is named, the only one there is.
+/// Asks a run how it is: the one that `pid` started or is in, or, where none is named, the only one
+/// there is.
 ///
 /// # Errors
 /// See [`ControlError`].
@@ -144,13 +150,18 @@ fn find(pid: Option<u32>) -> Result<Target, ControlError> {
         (Some(pid), runs) if runs.contains(&pid) => Ok(Target::Run(pid)),
         (Some(pid), runs) => {
             let inside = |run: &&u32| {
-                stats_of(Target::Run(**run)).is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid))
+                stats_of(Target::Run(**run))
+                    .is_ok_and(|view| view.processes.iter().any(|process| process.pid == pid))
             };
             if let Some(run) = runs.iter().find(inside) {
                 return Ok(Target::Run(*run));
             }
             let kept = Target::Daemon(Some(pid));
-            if daemon_is_there() && stats_of(kept).is_ok() { Ok(kept) } else { Err(ControlError::NotFound(pid)) }
+            if daemon_is_there() && stats_of(kept).is_ok() {
+                Ok(kept)
+            } else {
+                Err(ControlError::NotFound(pid))
+            }
         }
         (None, []) if daemon_is_there() => Ok(Target::Daemon(None)),
         (None, []) => Err(ControlError::NoRun),
@@ -189,11 +200,16 @@ pub fn add_device(pid: Option<u32>, text: &str) -> Result<(), ControlError> {
     ask(find(pid)?, &Question::Swapon(text), |_| ()).map(drop)
 }
 
-/// Takes a swap area away from a run, by its name or number; `progress` is told how many bytes are still there.
+/// Takes a swap area away from a run, by its name or number; `progress` is told how many bytes are
+/// still there.
 ///
 /// # Errors
 /// See [`ControlError`]; the area is as it was then.
-pub fn remove_device(pid: Option<u32>, name: &str, progress: impl FnMut(u64)) -> Result<(), ControlError> {
+pub fn remove_device(
+    pid: Option<u32>,
+    name: &str,
+    progress: impl FnMut(u64),
+) -> Result<(), ControlError> {
     ask(find(pid)?, &Question::Swapoff(name.to_owned()), progress).map(drop)
 }
 
@@ -209,11 +225,15 @@ pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, Cont
     }
 }
 
-/// How much comes in for a fault of a run, by the keys of [`super::READAHEAD`]; with keys and values, after these were changed.
+/// How much comes in for a fault of a run, by the keys of [`super::READAHEAD`]; with keys and
+/// values, after these were changed.
 ///
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.
-pub fn readahead(pid: Option<u32>, set: &[(String, String)]) -> Result<Vec<(String, String)>, ControlError> {
+pub fn readahead(
+    pid: Option<u32>,
+    set: &[(String, String)],
+) -> Result<Vec<(String, String)>, ControlError> {
     let target = find(pid)?;
     match ask(target, &Question::Readahead(set.to_vec()), |_| ())? {
         Answer::Readahead(values) => Ok(values),
@@ -225,7 +245,11 @@ pub fn readahead(pid: Option<u32>, set: &[(String, String)]) -> Result<Vec<(Stri
 ///
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.
-pub fn run_group(pid: Option<u32>, path: &str, set: &[(String, String)]) -> Result<Vec<GroupView>, ControlError> {
+pub fn run_group(
+    pid: Option<u32>,
+    path: &str,
+    set: &[(String, String)],
+) -> Result<Vec<GroupView>, ControlError> {
     let target = find(pid)?;
     match ask(target, &Question::Group { path: path.to_owned(), set: set.to_vec() }, |_| ())? {
         Answer::Groups(views) => Ok(views),
@@ -241,11 +265,16 @@ pub fn remove_group(pid: Option<u32>, path: &str) -> Result<(), ControlError> {
     ask(find(pid)?, &Question::Remove(path.to_owned()), |_| ()).map(drop)
 }
 
-/// Takes memory from a group of a run; answers with how much went out, and whether that is what was asked for.
+/// Takes memory from a group of a run; answers with how much went out, and whether that is what was
+/// asked for.
 ///
 /// # Errors
 /// See [`ControlError`].
-pub fn reclaim_group(pid: Option<u32>, path: &str, bytes: u64) -> Result<(u64, bool), ControlError> {
+pub fn reclaim_group(
+    pid: Option<u32>,
+    path: &str,
+    bytes: u64,
+) -> Result<(u64, bool), ControlError> {
     let target = find(pid)?;
     match ask(target, &Question::Reclaim { path: path.to_owned(), bytes }, |_| ())? {
         Answer::Reclaimed { bytes, enough } => Ok((bytes, enough)),
@@ -265,8 +294,9 @@ pub fn freeze_group(pid: Option<u32>, path: &str) -> Result<u64, ControlError> {
     }
 }
 
-/// Brings everything of a process back and lets it go for good; of all processes of the run, where none is named or it is the one that the user
-/// started. `progress` is told how many bytes are still out.
+/// Brings everything of a process back and lets it go for good; of all processes of the run, where
+/// none is named or it is the one that the user started. `progress` is told how many bytes are
+/// still out.
 ///
 /// # Errors
 /// See [`ControlError`]; what was not let go is managed as before.
@@ -293,14 +323,20 @@ pub fn preload_group(pid: Option<u32>, path: &str) -> Result<(u64, bool), Contro
 }
 
 /// Asks a run or a daemon; answers that something is still left go to `progress`.
-fn ask(target: Target, question: &Question, mut progress: impl FnMut(u64)) -> Result<Answer, ControlError> {
+fn ask(
+    target: Target,
+    question: &Question,
+    mut progress: impl FnMut(u64),
+) -> Result<Answer, ControlError> {
     let failed = |error: io::Error| target.failed(error.to_string());
     let stream = UnixStream::connect(target.path()).map_err(failed)?;
     // What is taken away may not get any less for a while.
     let patience = match question {
-        Question::Swapoff(_) | Question::Reclaim { .. } | Question::Freeze(_) | Question::Preload(_) | Question::Detach(_) => {
-            150 * PATIENCE
-        }
+        Question::Swapoff(_)
+        | Question::Reclaim { .. }
+        | Question::Freeze(_)
+        | Question::Preload(_)
+        | Question::Detach(_) => 150 * PATIENCE,
         _ => 2 * PATIENCE,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;

@@ -1,5 +1,5 @@
-//! A run's side of the conversation with the daemon: one question each time, on a connection of its own, so that a daemon that is started again
-//! is found like the one before.
+//! A run's side of the conversation with the daemon: one question each time, on a connection of its
+//! own, so that a daemon that is started again is found like the one before.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -53,17 +53,25 @@ pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
     joined(until_answered(PATIENCE, is_cut_short, || ask(&Question::Look(join.clone()))))
 }
 
-/// Has the daemon keep whoever descends from this process. It was there a moment ago: should it be gone, it is being started again, and waited for.
+/// Has the daemon keep whoever descends from this process. It was there a moment ago: should it be
+/// gone, it is being started again, and waited for.
 ///
 /// # Errors
 /// Why it does not.
 pub fn join(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
-    joined(until_answered(PATIENCE, |error| is_cut_short(error) || is_nobody(error), || ask(&Question::Join(join.clone()))))
+    joined(until_answered(
+        PATIENCE,
+        |error| is_cut_short(error) || is_nobody(error),
+        || ask(&Question::Join(join.clone())),
+    ))
 }
 
 /// The daemon ended while it was asked.
 fn is_cut_short(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
 }
 
 /// There is no daemon.
@@ -86,7 +94,9 @@ fn until_answered<T>(
     }
 }
 
-fn joined(answer: io::Result<(Answer, Option<OwnedFd>)>) -> Result<Option<(Joined, OwnedFd)>, String> {
+fn joined(
+    answer: io::Result<(Answer, Option<OwnedFd>)>,
+) -> Result<Option<(Joined, OwnedFd)>, String> {
     match answer {
         Ok((Answer::Joined(joined), Some(segment))) => Ok(Some((joined, segment))),
         Ok((Answer::Error(why), _)) => Err(why),
@@ -94,7 +104,9 @@ fn joined(answer: io::Result<(Answer, Option<OwnedFd>)>) -> Result<Option<(Joine
         Err(error) if is_nobody(&error) => Ok(None),
         // Not for this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
-        Err(error) => Err(format!("the daemon at {} does not answer: {error}", daemon_path().display())),
+        Err(error) => {
+            Err(format!("the daemon at {} does not answer: {error}", daemon_path().display()))
+        }
     }
 }
 
@@ -106,7 +118,8 @@ pub fn totals() -> Option<Totals> {
     }
 }
 
-/// Descriptors of the daemon's swap areas, kept: while no daemon is there, a program that starts gets those that are known.
+/// Descriptors of the daemon's swap areas, kept: while no daemon is there, a program that starts
+/// gets those that are known.
 pub struct RemoteAreas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<(u8, u32), OwnedFd>>,
@@ -152,16 +165,30 @@ mod tests {
     #[test]
     fn a_daemon_that_ends_while_it_is_asked_is_asked_again() {
         let second = Duration::from_secs(1);
-        let mut answers =
-            vec![Ok(7), Err(io::ErrorKind::ConnectionRefused), Err(io::ErrorKind::BrokenPipe), Err(io::ErrorKind::UnexpectedEof)];
-        let mut ask = || answers.pop().expect("no more is asked than needed").map_err(io::Error::from);
-        assert_eq!(until_answered(second, |error| is_cut_short(error) || is_nobody(error), &mut ask).ok(), Some(7));
+        let mut answers = vec![
+            Ok(7),
+            Err(io::ErrorKind::ConnectionRefused),
+            Err(io::ErrorKind::BrokenPipe),
+            Err(io::ErrorKind::UnexpectedEof),
+        ];
+        let mut ask =
+            || answers.pop().expect("no more is asked than needed").map_err(io::Error::from);
+        assert_eq!(
+            until_answered(second, |error| is_cut_short(error) || is_nobody(error), &mut ask).ok(),
+            Some(7)
+        );
         // Who has not been there yet is not waited for, and nobody for ever.
         let kind = |result: io::Result<u8>| result.map_err(|error| error.kind());
         let refused = || Err(io::ErrorKind::ConnectionRefused.into());
-        assert_eq!(kind(until_answered(second, is_cut_short, refused)), Err(io::ErrorKind::ConnectionRefused));
+        assert_eq!(
+            kind(until_answered(second, is_cut_short, refused)),
+            Err(io::ErrorKind::ConnectionRefused)
+        );
         let cut = || Err(io::ErrorKind::UnexpectedEof.into());
-        assert_eq!(kind(until_answered(3 * PAUSE, is_cut_short, cut)), Err(io::ErrorKind::UnexpectedEof));
+        assert_eq!(
+            kind(until_answered(3 * PAUSE, is_cut_short, cut)),
+            Err(io::ErrorKind::UnexpectedEof)
+        );
         assert_eq!(
             kind(until_answered(second, is_cut_short, || Err(io::ErrorKind::InvalidData.into()))),
             Err(io::ErrorKind::InvalidData)

@@ -1,17 +1,22 @@
-//! The daemon's shared segment: a sealed memory file, and how a daemon that is started again finds the one of before.
+//! The daemon's shared segment: a sealed memory file, and how a daemon that is started again finds
+//! the one of before.
 //!
-//! A program of a run has the segment open for writing. In a file of a file system it could cut it, and end everybody by SIGBUS;
-//! a memory file whose size is sealed cannot be cut. It has no name, though, so it is found again by who has it:
-//! 1. systemd, which keeps descriptors for a service over its restart (`FileDescriptorStoreMax=` in the unit);
+//! A program of a run has the segment open for writing. In a file of a file system it could cut it,
+//! and end everybody by SIGBUS; a memory file whose size is sealed cannot be cut. It has no name,
+//! though, so it is found again by who has it:
+//! 1. systemd, which keeps descriptors for a service over its restart (`FileDescriptorStoreMax=` in
+//!    the unit);
 //! 2. a process that has it open: both processes of each run's supervisor do;
-//! 3. a process that has it mapped, by `/proc/PID/map_files`: every program of a run has. That takes the rights of root.
+//! 3. a process that has it mapped, by `/proc/PID/map_files`: every program of a run has. That
+//!    takes the rights of root.
 //!
 //! Where nobody has it, nobody needs it.
 //!
 //! Invariants
 //! 1. The segment is in memory only: it holds the key of all that is swapped.
-//! 2. A descriptor is taken up only if it is the memory file that was written down (device and inode, since this boot), is of this user,
-//!    has a segment's size, and cannot be cut: whoever handed it over may have lied.
+//! 2. A descriptor is taken up only if it is the memory file that was written down (device and
+//!    inode, since this boot), is of this user, has a segment's size, and cannot be cut: whoever
+//!    handed it over may have lied.
 //!
 //! Locks: none.
 
@@ -51,7 +56,8 @@ impl SegmentId {
         (found.dev(), found.ino()) == (self.device, self.inode) && found.is_file()
     }
 
-    /// Whether a process has mapped the segment: a number alone may have come to mean another process.
+    /// Whether a process has mapped the segment: a number alone may have come to mean another
+    /// process.
     pub fn is_mapped_by(self, pid: u32) -> bool {
         !self.mappings(pid).is_empty()
     }
@@ -71,20 +77,28 @@ impl SegmentId {
         maps.split(|byte| *byte == b'\n').filter_map(range).collect()
     }
 
-    /// Opens what a link of `/proc` stands for, if it is the segment. Nothing else is opened for more than its identity.
+    /// Opens what a link of `/proc` stands for, if it is the segment. Nothing else is opened for
+    /// more than its identity.
     fn open(self, link: &Path) -> Option<OwnedFd> {
         let look = File::options().read(true).custom_flags(libc::O_PATH).open(link).ok()?;
         if !self.is(&look.metadata().ok()?) {
             return None;
         }
-        let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{}", look.as_raw_fd())).ok()?;
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/self/fd/{}", look.as_raw_fd()))
+            .ok()?;
         self.is_sound(&file).then(|| file.into())
     }
 
     fn is_sound(self, file: &File) -> bool {
-        let sealed = rustix::fs::fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::SEAL));
+        let sealed = rustix::fs::fcntl_get_seals(file)
+            .is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::SEAL));
         let right = |found: Metadata| {
-            self.is(&found) && found.uid() == rustix::process::geteuid().as_raw() && found.len() == Segment::BYTES as u64
+            self.is(&found)
+                && found.uid() == rustix::process::geteuid().as_raw()
+                && found.len() == Segment::BYTES as u64
         };
         sealed && file.metadata().is_ok_and(right)
     }
@@ -100,14 +114,19 @@ impl SegmentId {
         let pids = || numbers(Path::new("/proc")).filter(|pid| *pid != std::process::id());
         let opened = |pid: u32| {
             let place = PathBuf::from(format!("/proc/{pid}/fd"));
-            let is_memory =
-                |link: &PathBuf| std::fs::read_link(link).is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"/memfd:"));
-            let links: Vec<PathBuf> = numbers(&place).map(|fd| place.join(fd.to_string())).filter(is_memory).collect();
+            let is_memory = |link: &PathBuf| {
+                std::fs::read_link(link)
+                    .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"/memfd:"))
+            };
+            let links: Vec<PathBuf> =
+                numbers(&place).map(|fd| place.join(fd.to_string())).filter(is_memory).collect();
             links.iter().find_map(|link| self.open(link))
         };
         let mapped = |pid: u32| {
             let ranges = self.mappings(pid);
-            ranges.iter().find_map(|range| self.open(Path::new(&format!("/proc/{pid}/map_files/{range}"))))
+            ranges
+                .iter()
+                .find_map(|range| self.open(Path::new(&format!("/proc/{pid}/map_files/{range}"))))
         };
         pids().find_map(opened).or_else(|| pids().find_map(mapped))
     }
@@ -140,10 +159,14 @@ fn from_store() -> Option<OwnedFd> {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     let mut found = None;
     for (fd, name) in (3..).zip(names.split(':')).take(number("LISTEN_FDS")?.min(64) as usize) {
-        // SAFETY: the service manager says that the number is open and this process's; nothing here has used it, and it is asked for once,
-        // before any thread is started. One that is not the segment is closed.
+        // SAFETY: the service manager says that the number is open and this process's; nothing here
+        // has used it, and it is asked for once, before any thread is started. One that is not the
+        // segment is closed.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        if name == NAME && found.is_none() && rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).is_ok() {
+        if name == NAME
+            && found.is_none()
+            && rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC).is_ok()
+        {
             found = Some(fd);
         }
     }
@@ -166,17 +189,29 @@ pub fn forget() {
 }
 
 fn notify(text: &str, control: &mut SendAncillaryBuffer<'_, '_, '_>) {
-    let Some(place) = std::env::var_os("NOTIFY_SOCKET").filter(|place| !place.is_empty()) else { return };
+    let Some(place) = std::env::var_os("NOTIFY_SOCKET").filter(|place| !place.is_empty()) else {
+        return;
+    };
     let address = match place.as_bytes().split_first() {
         Some((b'@', name)) => SocketAddrUnix::new_abstract_name(name),
         _ => SocketAddrUnix::new(AsRef::<OsStr>::as_ref(&place)),
     };
     let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM);
     let Ok(address) = address else { return };
-    let Ok(socket) = rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None) else { return };
+    let Ok(socket) =
+        rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None)
+    else {
+        return;
+    };
     let bytes = [io::IoSlice::new(text.as_bytes())];
     // Without it, the segment is found by who has it open.
-    let _ = rustix::net::sendmsg_addr(&socket, &address, &bytes, control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    let _ = rustix::net::sendmsg_addr(
+        &socket,
+        &address,
+        &bytes,
+        control,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+    );
 }
 
 #[cfg(test)]
@@ -187,19 +222,28 @@ mod tests {
     fn a_segment_cannot_be_cut_and_is_known_by_its_identity() {
         let (_, file) = make().expect("segment");
         let id = SegmentId::of(&file).expect("identity");
-        assert!(rustix::fs::ftruncate(&file, 0).is_err() && rustix::fs::ftruncate(&file, 1 << 40).is_err());
+        assert!(
+            rustix::fs::ftruncate(&file, 0).is_err()
+                && rustix::fs::ftruncate(&file, 1 << 40).is_err()
+        );
         let file = File::from(file);
         assert!(id.is_sound(&file) && id.is_mapped_by(std::process::id()));
         let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         assert!(id.open(&link).is_some());
         let other = SegmentId { inode: id.inode + 1, ..id };
-        assert!(!other.is_sound(&file) && other.open(&link).is_none() && !other.is_mapped_by(std::process::id()));
+        assert!(
+            !other.is_sound(&file)
+                && other.open(&link).is_none()
+                && !other.is_mapped_by(std::process::id())
+        );
     }
 
     #[test]
     fn what_can_be_cut_or_is_of_another_size_is_not_taken_up() {
         // SAFETY: the call only makes a descriptor.
-        let open = File::from(unsafe { OwnedFd::from_raw_fd(libc::memfd_create(c"x".as_ptr(), libc::MFD_ALLOW_SEALING)) });
+        let open = File::from(unsafe {
+            OwnedFd::from_raw_fd(libc::memfd_create(c"x".as_ptr(), libc::MFD_ALLOW_SEALING))
+        });
         open.set_len(Segment::BYTES as u64).expect("length");
         assert!(!SegmentId::of(&open).expect("identity").is_sound(&open), "it has no seals");
         let short = File::from(memfd_create(c"x", 4096).expect("memfd"));
@@ -210,8 +254,11 @@ mod tests {
     fn a_segment_is_found_by_a_process_that_has_it() {
         let (_, file) = make().expect("segment");
         let id = SegmentId::of(&file).expect("identity");
-        let mut child =
-            std::process::Command::new("sleep").arg("600").stdin(file.try_clone().expect("clone")).spawn().expect("sleep");
+        let mut child = std::process::Command::new("sleep")
+            .arg("600")
+            .stdin(file.try_clone().expect("clone"))
+            .spawn()
+            .expect("sleep");
         let found = id.find();
         child.kill().expect("kill");
         child.wait().expect("wait");

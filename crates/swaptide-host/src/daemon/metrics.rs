@@ -1,4 +1,5 @@
-//! Numbers for Prometheus, in the OpenMetrics text format, on a Unix socket or a port of this machine alone.
+//! Numbers for Prometheus, in the OpenMetrics text format, on a Unix socket or a port of this
+//! machine alone.
 //!
 //! Everything is read anew for each request. Whatever is asked for, the answer is all there is.
 
@@ -58,7 +59,9 @@ type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
 /// # Errors
 /// Why nobody can be answered there.
 pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io::Result<()> {
-    let spawn = |serve: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop);
+    let spawn = |serve: Box<dyn FnOnce() + Send>| {
+        std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop)
+    };
     match place {
         MetricsPlace::Socket(path) => {
             // One that was left behind: who has the state directory is the only one.
@@ -70,7 +73,9 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io:
             std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
-                    let _ = client.set_read_timeout(Some(PATIENCE)).and(client.set_write_timeout(Some(PATIENCE)));
+                    let _ = client
+                        .set_read_timeout(Some(PATIENCE))
+                        .and(client.set_write_timeout(Some(PATIENCE)));
                     let _ = answer(client, &keeper);
                 }
             }))
@@ -79,7 +84,9 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io:
             let listener = TcpListener::bind(("127.0.0.1", *port))?;
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
-                    let _ = client.set_read_timeout(Some(PATIENCE)).and(client.set_write_timeout(Some(PATIENCE)));
+                    let _ = client
+                        .set_read_timeout(Some(PATIENCE))
+                        .and(client.set_write_timeout(Some(PATIENCE)));
                     let _ = answer(client, &keeper);
                 }
             }))
@@ -100,10 +107,15 @@ fn answer(mut client: impl Read + Write, keeper: &mpsc::Sender<keeper::Request>)
     };
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     let length = text.len();
-    write!(client, "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{text}")
+    write!(
+        client,
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: \
+        close\r\n\r\n{text}"
+    )
 }
 
-/// A group at a moment: what it has, what of swap areas, what happened, and how long its threads waited.
+/// A group at a moment: what it has, what of swap areas, what happened, and how long its threads
+/// waited.
 #[derive(Default)]
 struct OneGroup {
     path: String,
@@ -125,9 +137,12 @@ struct Snapshot {
 impl Snapshot {
     fn of(keeper: &mut Keeper) -> Snapshot {
         let runs: Vec<keeper::Run> = keeper.runs().cloned().collect();
-        let runs = runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
+        let runs =
+            runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
         let areas = keeper.areas().view().into_iter();
-        let areas = areas.map(|(id, view)| (u32::from(id.0), view.name, view.size_bytes, view.used_bytes)).collect();
+        let areas = areas
+            .map(|(id, view)| (u32::from(id.0), view.name, view.size_bytes, view.used_bytes))
+            .collect();
         let budget = keeper.budget();
         let groups = keeper.groups();
         let one = |path: &GroupPath| {
@@ -140,7 +155,12 @@ impl Snapshot {
                 pressure: groups.pressure(index),
             }
         };
-        Snapshot { budget, areas, runs, groups: groups.iter().map(|(_, group)| one(&group.path)).collect() }
+        Snapshot {
+            budget,
+            areas,
+            runs,
+            groups: groups.iter().map(|(_, group)| one(&group.path)).collect(),
+        }
     }
 
     fn text(&self) -> String {
@@ -148,8 +168,13 @@ impl Snapshot {
         let budget: Gauge<u64, AtomicU64> = Gauge::default();
         budget.set(self.budget);
         registry.register("budget_bytes", "Memory for all programs together", budget);
-        let (ram, swap, zswap, swapped, processes) =
-            (Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default(), Gauges::default());
+        let (ram, swap, zswap, swapped, processes) = (
+            Gauges::default(),
+            Gauges::default(),
+            Gauges::default(),
+            Gauges::default(),
+            Gauges::default(),
+        );
         let events: Family<OfEvent, Counter> = Family::default();
         let stalled: Family<OfGroup, Counter<f64, AtomicU64>> = Family::default();
         for OneGroup { path, usage, leased, happened, pressure } in &self.groups {
@@ -172,13 +197,26 @@ impl Snapshot {
             }
         }
         registry.register("group_ram_bytes", "Resident memory of a group and those below it", ram);
-        registry.register("group_swap_bytes", "Swap areas leased by a group and those below it", swap);
-        registry.register("group_zswap_bytes", "Compressed memory of a group and those below it", zswap);
-        registry.register("group_swapped_bytes", "Swapped memory of a group and those below it, as it was before", swapped);
+        registry.register(
+            "group_swap_bytes",
+            "Swap areas leased by a group and those below it",
+            swap,
+        );
+        registry.register(
+            "group_zswap_bytes",
+            "Compressed memory of a group and those below it",
+            zswap,
+        );
+        registry.register(
+            "group_swapped_bytes",
+            "Swapped memory of a group and those below it, as it was before",
+            swapped,
+        );
         registry.register("group_processes", "Processes of a group and those below it", processes);
         registry.register(
             "group_stalled_seconds",
-            "Time in which a thread of a group or one below it waited for memory that was swapped out, or for room",
+            "Time in which a thread of a group or one below it waited for memory that was swapped \
+            out, or for room",
             stalled,
         );
         registry.register("group_events", "What happened in a group and those below it", events);
@@ -226,10 +264,19 @@ mod tests {
         let happened = Events { swap_max: 3, ..Events::default() };
         let mut pressure = Pressure::default();
         pressure.follow(Part::of(250, Duration::from_millis(1)), Duration::from_secs(2));
-        let view = View { stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(), ..View::default() };
+        let view = View {
+            stats: [("zswpout".to_owned(), 7), ("zswpin".to_owned(), 0)].into(),
+            ..View::default()
+        };
         let snapshot = Snapshot {
             budget: 1 << 30,
-            groups: vec![OneGroup { path: "/web".into(), usage, leased: 4 << 20, happened, pressure }],
+            groups: vec![OneGroup {
+                path: "/web".into(),
+                usage,
+                leased: 4 << 20,
+                happened,
+                pressure,
+            }],
             areas: vec![(0, "file:/var/tmp".into(), 1 << 30, 4 << 20)],
             runs: vec![(77, "a \"b\"".into(), view)],
         };

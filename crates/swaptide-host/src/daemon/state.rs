@@ -1,11 +1,13 @@
 //! What outlives a daemon, in its state directory.
 //!
-//! `lock` is held by the daemon that runs; `state.json` says what there is, and is replaced whole at every change. All of it is worth nothing after
-//! the machine was started again, and is thrown away then. The shared segment has no name (see `kept`).
+//! `lock` is held by the daemon that runs; `state.json` says what there is, and is replaced whole
+//! at every change. All of it is worth nothing after the machine was started again, and is thrown
+//! away then. The shared segment has no name (see `kept`).
 //!
 //! Invariants
 //! 1. Nothing that is written down is secret.
-//! 2. A swap file is opened again only if it is the one that was written down: others may make files and links where it lies.
+//! 2. A swap file is opened again only if it is the one that was written down: others may make
+//!    files and links where it lies.
 
 use std::fs::{DirBuilder, File, Metadata};
 use std::io::{self, Write};
@@ -114,12 +116,22 @@ impl Directory {
         let failed = |error| DaemonError::State(path.to_owned(), error);
         DirBuilder::new().mode(0o700).recursive(true).create(path).map_err(failed)?;
         let found = std::fs::symlink_metadata(path).map_err(failed)?;
-        if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() || found.mode() & 0o077 != 0 {
-            return Err(failed(io::Error::other("is not a directory of this user alone (mode 0700)")));
+        if !found.is_dir()
+            || found.uid() != rustix::process::geteuid().as_raw()
+            || found.mode() & 0o077 != 0
+        {
+            return Err(failed(io::Error::other(
+                "is not a directory of this user alone (mode 0700)",
+            )));
         }
         let path = std::fs::canonicalize(path).map_err(failed)?;
-        let lock =
-            File::options().write(true).create(true).truncate(false).mode(0o600).open(path.join("lock")).map_err(failed)?;
+        let lock = File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path.join("lock"))
+            .map_err(failed)?;
         match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Directory { path, _lock: lock }),
             Err(rustix::io::Errno::WOULDBLOCK) => Err(DaemonError::Running(path)),
@@ -138,8 +150,12 @@ impl Directory {
         None
     }
 
-    /// The segment: that of before where `known` says which it is and somebody still has it, else a fresh one. Tells which.
-    pub fn segment(&self, known: Option<SegmentId>) -> io::Result<(&'static Segment, OwnedFd, bool)> {
+    /// The segment: that of before where `known` says which it is and somebody still has it, else a
+    /// fresh one. Tells which.
+    pub fn segment(
+        &self,
+        known: Option<SegmentId>,
+    ) -> io::Result<(&'static Segment, OwnedFd, bool)> {
         if let Some(file) = known.and_then(SegmentId::find)
             && let Ok(map) = kept::map(&file)
             && let Ok(segment) = Segment::open(map)
@@ -153,7 +169,8 @@ impl Directory {
     /// Writes it down, whole or not at all.
     pub fn save(&mut self, state: &State) -> io::Result<()> {
         let beside = self.path.join("state.new");
-        let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
+        let mut file =
+            File::options().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
         file.write_all(&serde_json::to_vec(state)?)?;
         std::fs::rename(beside, self.path.join("state.json"))
     }
@@ -165,13 +182,16 @@ impl Directory {
     }
 }
 
-/// The areas as they can be opened again. A file without a name gets one; where that cannot be, the area is not among them.
+/// The areas as they can be opened again. A file without a name gets one; where that cannot be, the
+/// area is not among them.
 pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
     let mut kept = Vec::new();
     areas.each(|id, backing| {
         let generation = segment.area(id).generation();
         let (kind, path) = match (backing.kind, &backing.medium) {
-            (BackingKind::File, Medium::File(file)) => (Kind::File, named(backing, file, id, generation)),
+            (BackingKind::File, Medium::File(file)) => {
+                (Kind::File, named(backing, file, id, generation))
+            }
             (BackingKind::Block, _) => (Kind::Block, Some(backing.place.clone())),
             (_, Medium::Nbd(connector, _)) => (Kind::Nbd, Some(connector.url().whole().into())),
             (BackingKind::Nbd, Medium::File(_)) => (Kind::Nbd, None),
@@ -206,8 +226,15 @@ fn identity_of(found: &Metadata) -> (u64, u64) {
 fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
     use std::os::fd::AsRawFd;
     let own = file.metadata().ok()?;
-    let path = backing.place.join(format!(".swaptide-{:x}-{:x}-{}-{generation}", own.dev(), own.ino(), id.0));
-    if std::fs::symlink_metadata(&path).is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())) {
+    let path = backing.place.join(format!(
+        ".swaptide-{:x}-{:x}-{}-{generation}",
+        own.dev(),
+        own.ino(),
+        id.0
+    ));
+    if std::fs::symlink_metadata(&path)
+        .is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino()))
+    {
         return Some(path);
     }
     let open = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -228,29 +255,43 @@ impl KeptArea {
     /// Opens the file or the block device, if it is the one that was written down.
     fn open_again(&self) -> io::Result<File> {
         let direct = if self.direct_io { libc::O_DIRECT } else { 0 };
-        let open = |flags: i32| File::options().read(true).write(true).custom_flags(direct | flags).open(&self.path);
-        let other = || io::Error::other(format!("{}: is not what was used before; it is left alone", self.path.display()));
+        let open = |flags: i32| {
+            File::options().read(true).write(true).custom_flags(direct | flags).open(&self.path)
+        };
+        let other = || {
+            io::Error::other(format!(
+                "{}: is not what was used before; it is left alone",
+                self.path.display()
+            ))
+        };
         if self.kind == Kind::File {
             // Others may make links where it lies.
-            let file = open(libc::O_NOFOLLOW | libc::O_NONBLOCK).map_err(|error| match error.raw_os_error() {
-                Some(libc::ELOOP | libc::ENXIO) => other(),
-                _ => error,
+            let file = open(libc::O_NOFOLLOW | libc::O_NONBLOCK).map_err(|error| {
+                match error.raw_os_error() {
+                    Some(libc::ELOOP | libc::ENXIO) => other(),
+                    _ => error,
+                }
             })?;
             let found = file.metadata()?;
             if !found.is_file() || self.identity != Some(identity_of(&found)) {
                 return Err(other());
             }
             if found.len() < u64::from(self.extents) * EXTENT_BYTES {
-                return Err(io::Error::other(format!("{}: is smaller than it was; it is left alone", self.path.display())));
+                return Err(io::Error::other(format!(
+                    "{}: is smaller than it was; it is left alone",
+                    self.path.display()
+                )));
             }
             return Ok(file);
         }
-        // Programs that have pages there keep it claimed by descriptors of the daemon before; anybody else would have taken the mark away.
+        // Programs that have pages there keep it claimed by descriptors of the daemon before;
+        // anybody else would have taken the mark away.
         let file = open(libc::O_EXCL).or_else(|error| match error.raw_os_error() {
             Some(libc::EBUSY) => open(0),
             _ => Err(error),
         })?;
-        let is_same = self.identity == Some(identity_of(&file.metadata()?)) && device::has_mark(&self.path)?;
+        let is_same =
+            self.identity == Some(identity_of(&file.metadata()?)) && device::has_mark(&self.path)?;
         if is_same { Ok(file) } else { Err(other()) }
     }
 
@@ -269,7 +310,11 @@ impl KeptArea {
                 let file = self.open_again()?;
                 Backing {
                     name: self.name.clone(),
-                    kind: if self.kind == Kind::Block { BackingKind::Block } else { BackingKind::File },
+                    kind: if self.kind == Kind::Block {
+                        BackingKind::Block
+                    } else {
+                        BackingKind::File
+                    },
                     place: self.place.clone(),
                     medium: Medium::File(file),
                     extents: self.extents,
@@ -283,7 +328,8 @@ impl KeptArea {
                 }
             }
         };
-        (backing.extents, backing.base_bytes, backing.priority) = (self.extents, self.base_bytes, self.priority);
+        (backing.extents, backing.base_bytes, backing.priority) =
+            (self.extents, self.base_bytes, self.priority);
         backing.plain = self.plain;
         Ok(backing)
     }
@@ -292,8 +338,11 @@ impl KeptArea {
 impl KeptArea {
     /// An export whose server is away: what was agreed on with it stands in the segment.
     fn away(&self, segment: &Segment) -> Option<Backing> {
-        let device::DeviceKind::Nbd(url) = device::parse(self.path.to_str()?).ok()?.kind else { return None };
-        let ExportFacts { bytes, flags, structured, longest, connections } = segment.area(AreaId(self.id)).export();
+        let device::DeviceKind::Nbd(url) = device::parse(self.path.to_str()?).ok()?.kind else {
+            return None;
+        };
+        let ExportFacts { bytes, flags, structured, longest, connections } =
+            segment.area(AreaId(self.id)).export();
         let export = Export { size: bytes, flags: Flags(flags), structured, longest, connections };
         Some(Backing {
             name: self.name.clone(),
@@ -315,7 +364,9 @@ impl State {
     /// Everything but the areas.
     pub fn of(keeper: &mut Keeper, pool_cap: u64, codec: u32) -> State {
         let path_of = |groups: &Groups, index: Option<GroupIndex>| {
-            index.and_then(|index| groups.get(index)).map_or_else(|| "/".to_owned(), |group| group.path.to_string())
+            index
+                .and_then(|index| groups.get(index))
+                .map_or_else(|| "/".to_owned(), |group| group.path.to_string())
         };
         let runs: Vec<Run> = keeper.runs().cloned().collect();
         let frozen = keeper.frozen().map(|index| index.0).collect();
@@ -325,7 +376,10 @@ impl State {
             index: index.0,
             path: group.path.to_string(),
             owner: group.owner,
-            set: KEYS.iter().filter_map(|key| Some(((*key).to_owned(), group.settings.as_set(key, tiers)?))).collect(),
+            set: KEYS
+                .iter()
+                .filter_map(|key| Some(((*key).to_owned(), group.settings.as_set(key, tiers)?)))
+                .collect(),
         });
         State {
             boot: boot_id(),
@@ -340,14 +394,21 @@ impl State {
             frozen,
             runs: runs
                 .into_iter()
-                .map(|run| KeptRun { group: path_of(groups, run.group), start_time: start_time(run.root).unwrap_or(0), run })
+                .map(|run| KeptRun {
+                    group: path_of(groups, run.group),
+                    start_time: start_time(run.root).unwrap_or(0),
+                    run,
+                })
                 .collect(),
         }
     }
 
     /// Removes those names that another state does not have.
     pub fn remove_files_but(&self, other: &State) {
-        self.areas.iter().filter(|area| other.areas.iter().all(|kept| kept.path != area.path)).for_each(KeptArea::remove_file);
+        self.areas
+            .iter()
+            .filter(|area| other.areas.iter().all(|kept| kept.path != area.path))
+            .for_each(KeptArea::remove_file);
     }
 
     /// Removes the names that were made for files.
@@ -355,34 +416,47 @@ impl State {
         self.areas.iter().for_each(KeptArea::remove_file);
     }
 
-    /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more pages; who uses it has its own descriptor.
+    /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more
+    /// pages; who uses it has its own descriptor.
     pub fn restore(&self, areas: &Areas, groups: &mut Groups, segment: &Segment) {
         for kept in &self.areas {
             match kept.open() {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
                 Err(error) => match kept.away(segment) {
                     Some(backing) => areas.restore_away(AreaId(kept.id), backing),
-                    None => super::say(&format!("swap area {}: takes no more pages: {error}", kept.name)),
+                    None => super::say(&format!(
+                        "swap area {}: takes no more pages: {error}",
+                        kept.name
+                    )),
                 },
             }
         }
         let lost: Vec<AreaId> = segment
             .areas()
             .map(|(id, _)| id)
-            .filter(|id| segment.area(*id).state() != AreaState::Paused && areas.open(*id).is_none())
+            .filter(|id| {
+                segment.area(*id).state() != AreaState::Paused && areas.open(*id).is_none()
+            })
             .collect();
         for id in lost {
             match segment.area(id).state() {
                 // Who has pages there has a descriptor, and moves them.
                 AreaState::Mirror => {
-                    let of: Vec<_> = segment.areas().filter(|(_, area)| area.mirror() == Some(id)).map(|(of, _)| of).collect();
+                    let of: Vec<_> = segment
+                        .areas()
+                        .filter(|(_, area)| area.mirror() == Some(id))
+                        .map(|(of, _)| of)
+                        .collect();
                     of.into_iter().for_each(|of| segment.close_area(of));
                 }
                 _ => segment.close_area(id),
             }
         }
-        let mut sorted: Vec<(&KeptGroup, GroupPath)> =
-            self.groups.iter().filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?))).collect();
+        let mut sorted: Vec<(&KeptGroup, GroupPath)> = self
+            .groups
+            .iter()
+            .filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?)))
+            .collect();
         sorted.sort_by_key(|(_, path)| path.depth());
         for (group, path) in &sorted {
             groups.restore(GroupIndex(group.index), path, group.owner);
@@ -400,12 +474,15 @@ impl State {
         self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
             let same = start_time(kept.run.root) == Some(kept.start_time);
-            let group = GroupPath::parse(&kept.group).ok().and_then(|path| keeper.groups().find(&path).ok());
+            let group = GroupPath::parse(&kept.group)
+                .ok()
+                .and_then(|path| keeper.groups().find(&path).ok());
             if same {
                 keeper.add_run(Run { group, ..kept.run.clone() });
             }
         }
-        let slots: Vec<_> = segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
+        let slots: Vec<_> =
+            segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in slots {
             if id.is_mapped_by(pid) {
                 keeper.adopt(pid, GroupIndex(segment.slot(index).group_wanted.load(Relaxed)));
@@ -438,7 +515,8 @@ mod tests {
         segment.header.budget_bytes.store(77, Relaxed);
         drop(directory);
         let again = Directory::open(&place).expect("directory");
-        let mut holder = std::process::Command::new("sleep").arg("600").stdin(file).spawn().expect("sleep");
+        let mut holder =
+            std::process::Command::new("sleep").arg("600").stdin(file).spawn().expect("sleep");
         let (segment, _, fresh) = again.segment(Some(id)).expect("segment");
         holder.kill().expect("kill");
         holder.wait().expect("wait");
@@ -448,7 +526,8 @@ mod tests {
         assert_eq!(std::fs::metadata(&place).expect("metadata").mode() & 0o777, 0o700);
         let open = scratch.path("open");
         std::fs::create_dir(&open).expect("directory");
-        std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("mode");
+        std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .expect("mode");
         assert!(Directory::open(&open).is_err(), "others may enter it");
         again.clear();
         assert!(!place.join("state.json").exists());
@@ -460,11 +539,18 @@ mod tests {
         let scratch = Scratch::new("state-area");
         let segment = crate::testing::segment();
         let before = Areas::new(segment);
-        let device = crate::device::parse(&format!("file:{}:16M,prio=7", scratch.root().display())).expect("device");
+        let device = crate::device::parse(&format!("file:{}:16M,prio=7", scratch.root().display()))
+            .expect("device");
         before.add(crate::device::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
         let kept = areas(&before, segment);
-        assert_eq!((kept.len(), areas(&before, segment)[0].path == kept[0].path), (1, true), "a name is made once");
-        let ino = |areas: &Areas| File::from(areas.open(AreaId(0)).expect("open")).metadata().expect("metadata").ino();
+        assert_eq!(
+            (kept.len(), areas(&before, segment)[0].path == kept[0].path),
+            (1, true),
+            "a name is made once"
+        );
+        let ino = |areas: &Areas| {
+            File::from(areas.open(AreaId(0)).expect("open")).metadata().expect("metadata").ino()
+        };
         let after = Areas::new(segment);
         after.restore(AreaId(0), kept[0].open().expect("opened again"));
         assert_eq!(ino(&before), ino(&after));
@@ -496,12 +582,23 @@ mod tests {
     fn groups_tiers_and_runs_are_as_they_were() {
         let segment = crate::testing::segment();
         let place = Areas::new(segment);
-        let mut keeper = Keeper::new(segment, std::sync::Arc::new(Areas::new(segment)), Groups::new(segment, 1 << 30), 1 << 30);
+        let mut keeper = Keeper::new(
+            segment,
+            std::sync::Arc::new(Areas::new(segment)),
+            Groups::new(segment, 1 << 30),
+            1 << 30,
+        );
         let path = GroupPath::parse("/a/b").expect("path");
         let index = keeper.groups().ensure(&path, 1000).expect("group");
-        keeper.groups().remove(&GroupPath::parse("/gone").expect("path")).expect_err("there is none");
+        keeper
+            .groups()
+            .remove(&GroupPath::parse("/gone").expect("path"))
+            .expect_err("there is none");
         keeper.groups().set_tiers("+SSD:100 +HDD:-1").expect("tiers");
-        keeper.groups().set(index, [("ram.max", "64M"), ("swap.tiers", "-HDD"), ("zswap.writeback", "0")]).expect("set");
+        keeper
+            .groups()
+            .set(index, [("ram.max", "64M"), ("swap.tiers", "-HDD"), ("zswap.writeback", "0")])
+            .expect("set");
         let me = std::process::id();
         let run = Run {
             root: me,
@@ -526,7 +623,14 @@ mod tests {
         let other = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
         let run = again.runs().next().expect("the run").clone();
-        assert_eq!((run.root, run.front, run.group, run.max, run.strict), (me, 7, Some(index), Some(5), true));
-        assert_eq!(segment.slot(stranger).pid.load(Relaxed), 0, "who has not mapped the segment is another process");
+        assert_eq!(
+            (run.root, run.front, run.group, run.max, run.strict),
+            (me, 7, Some(index), Some(5), true)
+        );
+        assert_eq!(
+            segment.slot(stranger).pid.load(Relaxed),
+            0,
+            "who has not mapped the segment is another process"
+        );
     }
 }

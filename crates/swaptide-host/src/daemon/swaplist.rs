@@ -1,7 +1,8 @@
 //! The file's list of swap devices, followed while the daemon runs.
 //!
-//! What the list says counts by its changes: what is new in it is added, what is no longer in it is taken away, and what `ctl swapon` added stays. A device
-//! whose size or priority is another one cannot be followed: it is to be taken off the list first.
+//! What the list says counts by its changes: what is new in it is added, what is no longer in it is
+//! taken away, and what `ctl swapon` added stays. A device whose size or priority is another one
+//! cannot be followed: it is to be taken off the list first.
 //!
 //! Locks: none.
 
@@ -39,12 +40,16 @@ fn beyond<'a>(list: &'a [String], other: &[String]) -> Vec<&'a String> {
 /// # Errors
 /// [`DeviceError::Unchangeable`].
 pub(super) fn compare(before: &[String], after: &[String]) -> Result<Changes, DeviceError> {
-    let parse = |texts: Vec<&String>| texts.into_iter().map(|text| device::parse(text)).collect::<Result<Vec<_>, _>>();
+    let parse = |texts: Vec<&String>| {
+        texts.into_iter().map(|text| device::parse(text)).collect::<Result<Vec<_>, _>>()
+    };
     let (add, gone) = (parse(beyond(after, before))?, parse(beyond(before, after))?);
     let remove: Vec<String> = gone.iter().map(Device::name).collect();
     let is_memory = |device: &Device| matches!(device.kind, DeviceKind::Zram { .. });
-    let wrong =
-        add.iter().find(|device| is_memory(device) || remove.contains(&device.name())).or(gone.iter().find(|d| is_memory(d)));
+    let wrong = add
+        .iter()
+        .find(|device| is_memory(device) || remove.contains(&device.name()))
+        .or(gone.iter().find(|d| is_memory(d)));
     match wrong {
         Some(device) => Err(DeviceError::Unchangeable(device.name())),
         None => Ok(Changes { add, remove }),
@@ -69,11 +74,16 @@ impl Changes {
         for device in &mut self.add {
             mirror::settle(device, tiers, &files).map_err(DaemonError::Device)?;
         }
-        let numbers: usize = self.add.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum();
+        let numbers: usize =
+            self.add.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum();
         if segment.areas().count() + numbers > MAX_AREAS {
             return Err(DaemonError::Area(AreaError::TooMany));
         }
-        let opened = self.add.iter().map(|device| device::open_beyond(device, budget)).collect::<Result<_, _>>();
+        let opened = self
+            .add
+            .iter()
+            .map(|device| device::open_beyond(device, budget))
+            .collect::<Result<_, _>>();
         opened.map_err(DaemonError::Device)
     }
 
@@ -105,7 +115,10 @@ mod tests {
         let before = list(&["zram:1G", "file:/a:64M,prio=3", "nbd://h/x", "nbd://h/x"]);
         let after = list(&["nbd://h/x", "zram:1G", "/dev/sdz", "file:/b"]);
         let changes = compare(&before, &after).expect("changes");
-        assert_eq!(changes.add.iter().map(Device::name).collect::<Vec<_>>(), ["/dev/sdz", "file:/b"]);
+        assert_eq!(
+            changes.add.iter().map(Device::name).collect::<Vec<_>>(),
+            ["/dev/sdz", "file:/b"]
+        );
         assert_eq!(changes.remove, ["file:/a", "nbd://h:10809/x"]);
         let none = compare(&before, &before).expect("none");
         assert!(none.add.is_empty() && !none.removes());

@@ -83,20 +83,41 @@ impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             DeviceError::Syntax(text) => {
-                write!(f, "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or nbd://HOST/EXPORT")
+                write!(
+                    f,
+                    "{text:?} is not a device; write zram:SIZE, file:PATH[:SIZE], /dev/BLOCK or \
+                    nbd://HOST/EXPORT"
+                )
             }
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
-            DeviceError::Priority(text) => write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767"),
+            DeviceError::Priority(text) => {
+                write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767")
+            }
             DeviceError::Codec(text, name) => {
-                write!(f, "{text:?}: there is no codec {name:?}; use {}", Choice::ALL.map(Choice::name).join(", "))
+                write!(
+                    f,
+                    "{text:?}: there is no codec {name:?}; use {}",
+                    Choice::ALL.map(Choice::name).join(", ")
+                )
             }
             DeviceError::Level(text, level) => {
-                write!(f, "{text:?}: there is no level {level:?} of zstd; use 1 to {}", Level::LAST.get())
+                write!(
+                    f,
+                    "{text:?}: there is no level {level:?} of zstd; use 1 to {}",
+                    Level::LAST.get()
+                )
             }
-            DeviceError::LevelOfNone(text) => write!(f, "{text:?}: a level is for zstd, and no page gets that here"),
-            DeviceError::Cipher(text, name) => write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none"),
+            DeviceError::LevelOfNone(text) => {
+                write!(f, "{text:?}: a level is for zstd, and no page gets that here")
+            }
+            DeviceError::Cipher(text, name) => {
+                write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none")
+            }
             DeviceError::CipherOfZram(text) => {
-                write!(f, "{text:?}: a cipher is for what leaves memory; compressed memory has none")
+                write!(
+                    f,
+                    "{text:?}: a cipher is for what leaves memory; compressed memory has none"
+                )
             }
             DeviceError::Rotational(text) => {
                 write!(f, "{text:?}: rotational=yes or rotational=no, of a file or a block device")
@@ -104,47 +125,92 @@ impl fmt::Display for DeviceError {
             DeviceError::Option(text, option) => {
                 write!(
                     f,
-                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, level=N, max_pool_percent=N, accept_threshold_percent=N (N from 1 \
+                    "{text:?}: {option:?} is no option of zram; those are codec=NAME, level=N, \
+                    max_pool_percent=N, accept_threshold_percent=N (N from 1 \
                      to 100) and, last, prio=N"
                 )
             }
             DeviceError::CodecOfFile(text) => {
-                write!(f, "{text:?}: a codec is chosen for zram; pages go to a file as they are there")
+                write!(
+                    f,
+                    "{text:?}: a codec is chosen for zram; pages go to a file as they are there"
+                )
             }
             DeviceError::Mirror(text, why) => write!(f, "{text:?}: no mirror: {why}"),
             DeviceError::Url(error) => write!(f, "{error}"),
             DeviceError::Nbd(error) => write!(f, "{error}"),
             DeviceError::NotEmpty(url) => {
-                write!(f, "{url}: the export does not begin with zeros, so somebody's data may be there; give an empty one")
+                write!(
+                    f,
+                    "{url}: the export does not begin with zeros, so somebody's data may be there; \
+                    give an empty one"
+                )
             }
-            DeviceError::TooSmall(text, least) => write!(f, "{text:?} is too small a device; give it at least {}", human(*least)),
-            DeviceError::TooLarge(text) => write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE)),
+            DeviceError::TooSmall(text, least) => {
+                write!(f, "{text:?} is too small a device; give it at least {}", human(*least))
+            }
+            DeviceError::TooLarge(text) => {
+                write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE))
+            }
             DeviceError::Unchangeable(name) => write!(
                 f,
-                "{name} is in use, and its settings cannot change meanwhile; take it off the list first, and list it anew afterwards \
+                "{name} is in use, and its settings cannot change meanwhile; take it off the list \
+                first, and list it anew afterwards \
                  (zram: at the start alone)"
             ),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
-            DeviceError::TooMany => write!(f, "more than {MAX_AREAS} files and block devices; give fewer"),
+            DeviceError::TooMany => {
+                write!(f, "more than {MAX_AREAS} files and block devices; give fewer")
+            }
             DeviceError::Order(name) => {
-                write!(f, "{name:?} has a higher priority than zram; compressed memory always comes first")
+                write!(
+                    f,
+                    "{name:?} has a higher priority than zram; compressed memory always comes first"
+                )
             }
             DeviceError::Block(path, error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                write!(f, "{}: in use: mounted, or swap space of the kernel's or of another run", path.display())
+                write!(
+                    f,
+                    "{}: in use: mounted, or swap space of the kernel's or of another run",
+                    path.display()
+                )
             }
-            DeviceError::Block(path, error) => write!(f, "{}: cannot be used: {error}", path.display()),
+            DeviceError::Block(path, error) => {
+                write!(f, "{}: cannot be used: {error}", path.display())
+            }
             DeviceError::NoMark(path) => {
-                write!(f, "{0}: is not marked as swap space; if nothing on it is needed any more: mkswap {0}", path.display())
+                write!(
+                    f,
+                    "{0}: is not marked as swap space; if nothing on it is needed any more: mkswap \
+                    {0}",
+                    path.display()
+                )
             }
             DeviceError::NotBlock(path) => {
-                write!(f, "{}: is no block device; a swap file is named as file:PATH[:SIZE]", path.display())
+                write!(
+                    f,
+                    "{}: is no block device; a swap file is named as file:PATH[:SIZE]",
+                    path.display()
+                )
             }
             DeviceError::Exists(path) => {
-                write!(f, "file:{}: exists already; name a directory, or a file that can be made", path.display())
+                write!(
+                    f,
+                    "file:{}: exists already; name a directory, or a file that can be made",
+                    path.display()
+                )
             }
-            DeviceError::Create(path, error) => write!(f, "file:{}: no swap file can be made there: {error}", path.display()),
+            DeviceError::Create(path, error) => {
+                write!(f, "file:{}: no swap file can be made there: {error}", path.display())
+            }
             DeviceError::NoRoom { place, free, asked } => {
-                write!(f, "file:{}: too small: {} free, {} needed", place.display(), human(*free), human(*asked))
+                write!(
+                    f,
+                    "file:{}: too small: {} free, {} needed",
+                    place.display(),
+                    human(*free),
+                    human(*asked)
+                )
             }
         }
     }

@@ -33,8 +33,10 @@ fn devices_are_read_as_documented() {
         parse("zram:1G,prio=-1").expect("zram"),
         Device { kind: zram, priority: Some(-1), mirror: None, plain: false, turns: None }
     );
-    let levels = Level::new(3).map(|level| (Scheme { choice: Choice::Zstd, level }, "zstd,level=3"));
-    let schemes = Choice::ALL.map(|choice| (choice.into(), choice.name())).into_iter().chain(levels);
+    let levels =
+        Level::new(3).map(|level| (Scheme { choice: Choice::Zstd, level }, "zstd,level=3"));
+    let schemes =
+        Choice::ALL.map(|choice| (choice.into(), choice.name())).into_iter().chain(levels);
     for (codec, name) in schemes {
         let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
         assert_eq!(
@@ -53,7 +55,16 @@ fn devices_are_read_as_documented() {
         "accept_threshold_percent=100,codec=lz4,max_pool_percent=20",
     ] {
         let device = parse(&format!("zram:1G,{order},prio=7")).expect("options");
-        assert_eq!(device, Device { kind: refusing.clone(), priority: Some(7), mirror: None, plain: false, turns: None });
+        assert_eq!(
+            device,
+            Device {
+                kind: refusing.clone(),
+                priority: Some(7),
+                mirror: None,
+                plain: false,
+                turns: None
+            }
+        );
     }
     let file = |path: &str, bytes| DeviceKind::File { path: PathBuf::from(path), bytes };
     assert_eq!(parse("file:/var/tmp").expect("file").kind, file("/var/tmp", None));
@@ -103,13 +114,20 @@ fn what_cannot_be_a_device_is_refused_with_the_reason() {
 
 #[test]
 fn one_compressed_memory_which_comes_first_and_any_number_of_others() {
-    let devices = |texts: &[&str]| -> Vec<Device> { texts.iter().map(|t| parse(t).expect("device")).collect() };
+    let devices = |texts: &[&str]| -> Vec<Device> {
+        texts.iter().map(|t| parse(t).expect("device")).collect()
+    };
     let refused = |texts: &[&str]| open(&devices(texts), 1 << 30).expect_err("refused").to_string();
     assert!(refused(&["zram:1G", "zram:1G"]).contains("more than one zram"));
-    assert!(refused(&["zram:1G,prio=1", "file:/tmp,prio=2"]).contains("\"file:/tmp\" has a higher priority"));
+    assert!(
+        refused(&["zram:1G,prio=1", "file:/tmp,prio=2"])
+            .contains("\"file:/tmp\" has a higher priority")
+    );
     assert!(refused(&["file:/tmp:16M"; 17]).contains("more than 16"));
-    let two = open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
-    let told: Vec<_> = two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
+    let two =
+        open(&devices(&["file:/var/tmp:16M,prio=3", "file:/tmp:32M"]), 1 << 30).expect("two files");
+    let told: Vec<_> =
+        two.beyond.iter().map(|b| (b.name.as_str(), b.priority, b.extents)).collect();
     assert_eq!(told, [("file:/var/tmp", 3, 8), ("file:/tmp", -1, 16)]);
     let only_memory = open(&devices(&["zram:1G"]), 1 << 30).expect("zram");
     assert!(only_memory.beyond.is_empty() && only_memory.pool_cap == 1 << 30);
@@ -142,14 +160,24 @@ fn the_file_has_no_name_takes_no_space_and_can_be_written() {
         let Medium::File(file) = &swap.medium else { panic!("no file") };
         assert_eq!(file.write_at(bytes, 4096).expect("write"), 4096);
     }
-    assert_eq!(std::fs::read_dir(scratch.root()).expect("list").count(), 0, "nothing is left behind");
+    assert_eq!(
+        std::fs::read_dir(scratch.root()).expect("list").count(),
+        0,
+        "nothing is left behind"
+    );
 }
 
 #[test]
 fn what_is_no_block_device_or_not_marked_is_refused() {
     let refused = |path: &str| {
         open(
-            &[Device { kind: DeviceKind::Block { path: path.into() }, priority: None, mirror: None, plain: false, turns: None }],
+            &[Device {
+                kind: DeviceKind::Block { path: path.into() },
+                priority: None,
+                mirror: None,
+                plain: false,
+                turns: None,
+            }],
             1 << 30,
         )
         .expect_err("refused")
@@ -166,7 +194,13 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
     std::fs::write(&taken, "mine").expect("write");
     let refused = |path: PathBuf, bytes| {
         open(
-            &[Device { kind: DeviceKind::File { path, bytes }, priority: None, mirror: None, plain: false, turns: None }],
+            &[Device {
+                kind: DeviceKind::File { path, bytes },
+                priority: None,
+                mirror: None,
+                plain: false,
+                turns: None,
+            }],
             1 << 30,
         )
         .expect_err("refused")

@@ -17,7 +17,8 @@ impl fmt::Display for PathError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:?} is not the path of a group; write /NAME or /NAME/NAME, without blanks, . or .. as a name, and at most {LONGEST} bytes",
+            "{:?} is not the path of a group; write /NAME or /NAME/NAME, without blanks, . or .. \
+            as a name, and at most {LONGEST} bytes",
             self.0
         )
     }
@@ -38,8 +39,10 @@ impl GroupPath {
     pub fn parse(text: &str) -> Result<GroupPath, PathError> {
         let error = || PathError(text.to_owned());
         let names = text.strip_prefix('/').ok_or_else(error)?;
-        let sound =
-            |name: &str| !matches!(name, "" | "." | "..") && !name.contains(|c: char| c.is_whitespace() || c.is_control());
+        let sound = |name: &str| {
+            !matches!(name, "" | "." | "..")
+                && !name.contains(|c: char| c.is_whitespace() || c.is_control())
+        };
         if text.len() <= LONGEST && (names.is_empty() || names.split('/').all(sound)) {
             Ok(GroupPath(text.to_owned()))
         } else {
@@ -68,7 +71,10 @@ impl GroupPath {
 
     /// Whether this is `path`, or a group above it.
     pub fn holds(&self, path: &str) -> bool {
-        self.0 == "/" || path.strip_prefix(&self.0).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        self.0 == "/"
+            || path
+                .strip_prefix(&self.0)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 }
 
@@ -78,8 +84,8 @@ impl fmt::Display for GroupPath {
     }
 }
 
-/// The cgroup of a process that counts its memory, out of its `/proc/PID/cgroup`: that of the version 1 memory controller where there is one,
-/// else that of version 2.
+/// The cgroup of a process that counts its memory, out of its `/proc/PID/cgroup`: that of the
+/// version 1 memory controller where there is one, else that of version 2.
 pub fn memory_cgroup(text: &str) -> Option<&str> {
     let lines = text.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':');
@@ -112,9 +118,14 @@ mod tests {
         let path = GroupPath::parse("/web/front").expect("path");
         assert_eq!((path.depth(), path.parent().map(|p| p.to_string())), (2, Some("/web".into())));
         assert_eq!(GroupPath::parse("/web").expect("path").parent(), Some(GroupPath::root()));
-        assert_eq!((GroupPath::parse("/").expect("root").parent(), GroupPath::root().depth()), (None, 0));
+        assert_eq!(
+            (GroupPath::parse("/").expect("root").parent(), GroupPath::root().depth()),
+            (None, 0)
+        );
         let long = format!("/{}", "x".repeat(255));
-        for text in ["", "web", "//", "/web/", "/web//front", "/.", "/web/..", "/a b", "/a\nb", &long] {
+        for text in
+            ["", "web", "//", "/web/", "/web//front", "/.", "/web/..", "/a b", "/a\nb", &long]
+        {
             assert!(GroupPath::parse(text).is_err(), "{text}");
         }
         GroupPath::parse("/system.slice/run-u12\\x2d1.service").expect("what systemd writes");
@@ -123,7 +134,12 @@ mod tests {
     #[test]
     fn a_group_holds_what_is_below_it_and_no_name_that_only_begins_like_it() {
         let web = GroupPath::parse("/web").expect("path");
-        assert!(web.holds("/web") && web.holds("/web/front") && !web.holds("/webmail") && !web.holds("/"));
+        assert!(
+            web.holds("/web")
+                && web.holds("/web/front")
+                && !web.holds("/webmail")
+                && !web.holds("/")
+        );
         assert!(GroupPath::root().holds("/") && GroupPath::root().holds("/web"));
     }
 

@@ -43,8 +43,16 @@ impl Default for Settings {
 }
 
 /// Every key that can be set.
-pub const KEYS: [&str; 8] =
-    ["swap.tiers", "ram.max", "ram.high", "ram.low", "swap.max", "swap.high", "zswap.max", "zswap.writeback"];
+pub const KEYS: [&str; 8] = [
+    "swap.tiers",
+    "ram.max",
+    "ram.high",
+    "ram.low",
+    "swap.max",
+    "swap.high",
+    "zswap.max",
+    "zswap.writeback",
+];
 
 /// Why a key cannot be set so.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -90,12 +98,22 @@ impl Settings {
     ///
     /// # Errors
     /// [`SettingError`]; nothing is changed then.
-    pub fn set(&mut self, key: &str, value: &str, tiers: &Tiers, ram: u64) -> Result<(), SettingError> {
+    pub fn set(
+        &mut self,
+        key: &str,
+        value: &str,
+        tiers: &Tiers,
+        ram: u64,
+    ) -> Result<(), SettingError> {
         let failed = |why| SettingError { key: key.to_owned(), why };
-        let share = |text: &str| bytes(text, |text| parse_share(text, ram)).map_err(|error| failed(Why::Size(error)));
+        let share = |text: &str| {
+            bytes(text, |text| parse_share(text, ram)).map_err(|error| failed(Why::Size(error)))
+        };
         let size = |text: &str| bytes(text, parse_bytes).map_err(|error| failed(Why::Size(error)));
         match key {
-            "swap.tiers" => self.tiers.apply(value, tiers).map_err(|error| failed(Why::Tiers(error)))?,
+            "swap.tiers" => {
+                self.tiers.apply(value, tiers).map_err(|error| failed(Why::Tiers(error)))?
+            }
             "ram.max" => self.ram_max = share(value)?,
             "ram.high" => self.ram_high = share(value)?,
             "ram.low" => self.ram_low = share(value)?.unwrap_or(u64::MAX),
@@ -117,7 +135,8 @@ impl Settings {
 
     /// A key's value as it is read; `None` for a key that cannot be set.
     pub fn get(&self, key: &str, tiers: &Tiers) -> Option<String> {
-        let bound = |bytes: Option<u64>| bytes.map_or_else(|| "max".to_owned(), |bytes| bytes.to_string());
+        let bound =
+            |bytes: Option<u64>| bytes.map_or_else(|| "max".to_owned(), |bytes| bytes.to_string());
         Some(match key {
             "swap.tiers" => self.tiers.names(tiers),
             "ram.max" => bound(self.ram_max),
@@ -136,8 +155,10 @@ impl Settings {
     /// The text that sets a key to what it is; where it is not what it is in the beginning.
     pub fn as_set(&self, key: &str, tiers: &Tiers) -> Option<String> {
         if key == "swap.tiers" {
-            let excluded =
-                tiers.iter().filter(|tier| !self.tiers.permits(Some(tier.index))).map(|tier| format!("-{}", tier.name));
+            let excluded = tiers
+                .iter()
+                .filter(|tier| !self.tiers.permits(Some(tier.index)))
+                .map(|tier| format!("-{}", tier.name));
             return Some(excluded.collect::<Vec<_>>().join(" ")).filter(|text| !text.is_empty());
         }
         let value = self.get(key, tiers);
@@ -146,7 +167,10 @@ impl Settings {
 }
 
 /// `max` is no bound, `0` is none at all.
-fn bytes(text: &str, read: impl Fn(&str) -> Result<u64, SizeError>) -> Result<Option<u64>, SizeError> {
+fn bytes(
+    text: &str,
+    read: impl Fn(&str) -> Result<u64, SizeError>,
+) -> Result<Option<u64>, SizeError> {
     match text.trim() {
         "max" => Ok(None),
         zero if !zero.is_empty() && zero.bytes().all(|byte| byte == b'0') => Ok(Some(0)),
@@ -219,7 +243,10 @@ mod tests {
             ("swap.tiers", "SSD", "\"SSD\""),
         ] {
             let error = settings.set(key, value, &tiers, GIB).expect_err(key).to_string();
-            assert!(error.contains(part) && error.contains(key) && !error.contains('\n'), "{error}");
+            assert!(
+                error.contains(part) && error.contains(key) && !error.contains('\n'),
+                "{error}"
+            );
             assert_eq!(settings, Settings::default());
         }
     }

@@ -1,12 +1,15 @@
 //! The memory cgroups around a run, as a bound of its budget.
 //!
-//! A container's hard limit ends whoever asks for memory at a moment when nothing there can be given up. Pages of files usually can, but not while they are being
-//! read: readahead fills what is left of a cgroup, and a device's windows (of some MiB for each file) are locked until they are there. So a budget
-//! near the limit is not the whole truth. What the tree may have is the limit, less what is in the cgroup that is neither the tree's nor to be given up (kernel
-//! memory, tmpfs, other programs), less a *reserve*. The reserve is small while the limit is not met, and grows step by step while it is: then pages of files, or
-//! others, press.
+//! A container's hard limit ends whoever asks for memory at a moment when nothing there can be
+//! given up. Pages of files usually can, but not while they are being read: readahead fills what is
+//! left of a cgroup, and a device's windows (of some MiB for each file) are locked until they are
+//! there. So a budget near the limit is not the whole truth. What the tree may have is the limit,
+//! less what is in the cgroup that is neither the tree's nor to be given up (kernel memory, tmpfs,
+//! other programs), less a *reserve*. The reserve is small while the limit is not met, and grows
+//! step by step while it is: then pages of files, or others, press.
 //!
-//! Owns the descriptors of the cgroups' files. They stay open, as whatever is read at each look does: opening a file takes memory that is charged to the very cgroup.
+//! Owns the descriptors of the cgroups' files. They stay open, as whatever is read at each look
+//! does: opening a file takes memory that is charged to the very cgroup.
 //!
 //! Invariants
 //! 1. A cgroup bounds, and never raises: a budget that leaves the reserve is what it was.
@@ -84,16 +87,23 @@ pub struct Ceiling {
 }
 
 impl Ceiling {
-    /// That of the cgroups that this process is in; of a version or a container that hides its files, none.
+    /// That of the cgroups that this process is in; of a version or a container that hides its
+    /// files, none.
     pub fn of_own_cgroups() -> Ceiling {
-        let levels = limiting_cgroups().into_iter().filter_map(|(directory, _)| Level::open(&directory)).collect();
+        let levels = limiting_cgroups()
+            .into_iter()
+            .filter_map(|(directory, _)| Level::open(&directory))
+            .collect();
         Ceiling { levels, text: vec![0; 8 << 10], ..Ceiling::default() }
     }
 
-    /// The most that the tree may have, of which `ours` bytes are resident. `None` where nothing bounds it.
+    /// The most that the tree may have, of which `ours` bytes are resident. `None` where nothing
+    /// bounds it.
     pub fn look(&mut self, ours: u64) -> Option<u64> {
         let now = Instant::now();
-        if self.levels.is_empty() || self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < EVERY) {
+        if self.levels.is_empty()
+            || self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < EVERY)
+        {
             return self.bound;
         }
         self.looked = Some(now);
@@ -121,7 +131,8 @@ impl Level {
         let hits = counted.trim().parse().ok().or_else(|| field(counted, "max"))?;
         let kernel = self.kernel.as_ref().and_then(|file| read(file, text)?.trim().parse().ok());
         let others = stays(read(&self.stat, text)?, kernel)?.saturating_sub(ours);
-        let left = limit.saturating_sub(others).saturating_sub(self.reserve.follow(limit, hits, now));
+        let left =
+            limit.saturating_sub(others).saturating_sub(self.reserve.follow(limit, hits, now));
         Some((left / GRAIN * GRAIN).max(SMALLEST_BUDGET))
     }
 }
@@ -137,12 +148,14 @@ fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// Bytes of a cgroup that the kernel cannot give up without swap, out of its `memory.stat`; `kernel`: what is told elsewhere of the kernel's own.
+/// Bytes of a cgroup that the kernel cannot give up without swap, out of its `memory.stat`;
+/// `kernel`: what is told elsewhere of the kernel's own.
 fn stays(stat: &str, kernel: Option<u64>) -> Option<u64> {
     let of = |names: &[&str]| names.iter().find_map(|name| field(stat, name));
     let anon = of(&["total_rss", "anon"])?;
     let shmem = of(&["total_shmem", "shmem"]).unwrap_or(0);
-    let in_stat = || of(&["kernel"]).map(|all| all.saturating_sub(of(&["slab_reclaimable"]).unwrap_or(0)));
+    let in_stat =
+        || of(&["kernel"]).map(|all| all.saturating_sub(of(&["slab_reclaimable"]).unwrap_or(0)));
     Some(anon + shmem + kernel.or_else(in_stat).unwrap_or(0))
 }
 
@@ -154,7 +167,8 @@ mod tests {
 
     #[test]
     fn what_stays_is_read_of_both_versions() {
-        let old = "cache 99\nrss 1\ntotal_cache 500\ntotal_rss 100\ntotal_rss_huge 7\ntotal_shmem 20\n";
+        let old =
+            "cache 99\nrss 1\ntotal_cache 500\ntotal_rss 100\ntotal_rss_huge 7\ntotal_shmem 20\n";
         assert_eq!(stays(old, Some(3)), Some(123));
         let new = "anon 100\nfile 500\nkernel 50\nkernel_stack 4\nshmem 20\nslab_reclaimable 30\n";
         assert_eq!(stays(new, None), Some(140));
@@ -183,9 +197,11 @@ mod tests {
     /// The files of a cgroup, made up.
     #[test]
     fn a_cgroup_bounds_what_the_tree_may_have_and_its_files_are_read_anew() {
-        let directory = std::env::temp_dir().join(format!("swaptide-ceiling-{}", std::process::id()));
+        let directory =
+            std::env::temp_dir().join(format!("swaptide-ceiling-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
-        let write = |name: &str, text: &str| std::fs::write(directory.join(name), text).expect("a file");
+        let write =
+            |name: &str, text: &str| std::fs::write(directory.join(name), text).expect("a file");
         write("memory.max", "max\n");
         write("memory.events", "low 0\nmax 0\n");
         write("memory.stat", &format!("anon {}\nshmem 0\nkernel {}\n", 90 * MIB, 3 * MIB));

@@ -1,7 +1,8 @@
-//! Letting processes go: their limit is lifted, everything comes back, and they go on without an engine.
+//! Letting processes go: their limit is lifted, everything comes back, and they go on without an
+//! engine.
 //!
-//! It is refused where what is out does not fit into the machine, or into the cgroup, and stopped when memory runs short on the way; then the processes
-//! are managed as before.
+//! It is refused where what is out does not fit into the machine, or into the cgroup, and stopped
+//! when memory runs short on the way; then the processes are managed as before.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
@@ -46,19 +47,30 @@ impl Keeper {
     pub fn detach(&mut self, pids: &BTreeSet<u32>) -> Result<(), String> {
         let slots: Vec<&ProcSlot> = self.slots_of(pids).collect();
         if slots.is_empty() {
-            return Err("detach: none of these processes is managed; swaptide ctl stats shows which are".into());
+            return Err(
+                "detach: none of these processes is managed; swaptide ctl stats shows which are"
+                    .into(),
+            );
         }
         let out: u64 = slots.iter().map(|slot| out(slot)).sum();
         let room = room();
         if out + MARGIN > room {
             return Err(format!(
-                "detach: {} would come back, and {} are free: free memory, or detach fewer processes",
+                "detach: {} would come back, and {} are free: free memory, or detach fewer \
+                processes",
                 human(out),
                 human(room)
             ));
         }
-        if let Some(run) = slots.iter().filter_map(|slot| self.run_of(slot.pid.load(Relaxed))).find(|run| run.strict) {
-            return Err(format!("detach: {} runs with --strict, which memory past the budget would end", run.program));
+        if let Some(run) = slots
+            .iter()
+            .filter_map(|slot| self.run_of(slot.pid.load(Relaxed)))
+            .find(|run| run.strict)
+        {
+            return Err(format!(
+                "detach: {} runs with --strict, which memory past the budget would end",
+                run.program
+            ));
         }
         for slot in slots {
             slot.detach.store(1, Relaxed);
@@ -87,12 +99,17 @@ impl Keeper {
     pub fn detachable(&self, pid: u32) -> BTreeSet<u32> {
         let is_run = self.runs().any(|run| run.front == pid || run.root == pid);
         let root = self.run_of(pid).map(|run| run.root);
-        let in_run = |one: &u32| if is_run { Some(self.tree.root_of(*one)) == root } else { *one == pid };
+        let in_run =
+            |one: &u32| if is_run { Some(self.tree.root_of(*one)) == root } else { *one == pid };
         self.tree.pids().filter(in_run).collect()
     }
 
     fn slots_of(&self, pids: &BTreeSet<u32>) -> impl Iterator<Item = &'static ProcSlot> {
-        let managed = |slot: &ProcSlot| matches!(slot.state(), ProcState::Engaged | ProcState::Watching);
-        self.segment.claimed().map(|(_, slot)| slot).filter(move |slot| managed(slot) && pids.contains(&slot.pid.load(Relaxed)))
+        let managed =
+            |slot: &ProcSlot| matches!(slot.state(), ProcState::Engaged | ProcState::Watching);
+        self.segment
+            .claimed()
+            .map(|(_, slot)| slot)
+            .filter(move |slot| managed(slot) && pids.contains(&slot.pid.load(Relaxed)))
     }
 }

@@ -1,9 +1,10 @@
 //! Taking memory from groups that do not need it, before anybody else does.
 //!
-//! A group is idle when for so long it has faulted back less than so many pages a second, and its threads have waited for memory less than so much of the
-//! time: few faults from a slow device cost more than many from compressed memory. Then its bound sinks slowly under what it uses,
-//! until it does fault back more: that is its pressure, and with it the bound is gone and the waiting begins anew. So a group ends up with what it works
-//! with, and what it has only once touched goes out.
+//! A group is idle when for so long it has faulted back less than so many pages a second, and its
+//! threads have waited for memory less than so much of the time: few faults from a slow device cost
+//! more than many from compressed memory. Then its bound sinks slowly under what it uses, until it
+//! does fault back more: that is its pressure, and with it the bound is gone and the waiting begins
+//! anew. So a group ends up with what it works with, and what it has only once touched goes out.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -63,16 +64,25 @@ impl Idlers {
         for (index, _) in groups.iter().filter(|(index, _)| *index != GroupIndex::ROOT) {
             let usage = groups.usage(index);
             let stalled_s = groups.pressure(index).total_s();
-            let new = Idler { refaults: usage.refaults, stalled_s, quiet_since: Instant::now(), bound: None };
+            let new = Idler {
+                refaults: usage.refaults,
+                stalled_s,
+                quiet_since: Instant::now(),
+                bound: None,
+            };
             let idler = self.groups.entry(index).or_insert(new);
             // Of those that ended, what they had faulted back is gone from the sum.
-            let faulted = usage.refaults.saturating_sub(std::mem::replace(&mut idler.refaults, usage.refaults));
+            let faulted = usage
+                .refaults
+                .saturating_sub(std::mem::replace(&mut idler.refaults, usage.refaults));
             let waited_s = stalled_s - std::mem::replace(&mut idler.stalled_s, stalled_s);
             let presses = faulted as f64 > f64::from(rule.refaults) * elapsed.as_secs_f64()
                 || waited_s > f64::from(rule.stall_ms) / 1000.0 * elapsed.as_secs_f64();
             if presses {
                 (idler.quiet_since, idler.bound) = (Instant::now(), None);
-            } else if usage.ram > LEAST && idler.quiet_since.elapsed() >= Duration::from_secs(rule.after_s.into()) {
+            } else if usage.ram > LEAST
+                && idler.quiet_since.elapsed() >= Duration::from_secs(rule.after_s.into())
+            {
                 let used = idler.bound.map_or(usage.ram, |bound| bound.min(usage.ram));
                 idler.bound = Some((used - used / STEP).max(LEAST));
             }

@@ -1,10 +1,13 @@
-//! What the keeper makes of one process at each look: how it stands, what it uses, how hard it presses, and what it shares.
+//! What the keeper makes of one process at each look: how it stands, what it uses, how hard it
+//! presses, and what it shares.
 //!
-//! Owns what is remembered of a slot between two looks ([`Watch`]). Everything else is read from the segment and the tree.
+//! Owns what is remembered of a slot between two looks ([`Watch`]). Everything else is read from
+//! the segment and the tree.
 //!
 //! Invariants
 //! 1. A watch is of one process: a slot that another has now begins anew.
-//! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none then.
+//! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none
+//!    then.
 //!
 //! Locks: none; the keeper's thread alone.
 
@@ -21,7 +24,8 @@ use super::{Keeper, Member, Node};
 use crate::budget::{self, Lasting, Lately, Process, Sharing, Standing};
 use crate::pressure::Part;
 
-/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays one as long as it shares half of that.
+/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays
+/// one as long as it shares half of that.
 const FAMILY: u64 = 8 << 20;
 
 /// A wait that goes on for so long may be that of a process which is stopped: then it is none.
@@ -37,7 +41,8 @@ pub(super) struct Watch {
     of_family: bool,
     pressure: u64,
     used: u64,
-    /// Microseconds in which its threads waited for memory, so far; and what part of the time that was since the last look, and lately.
+    /// Microseconds in which its threads waited for memory, so far; and what part of the time that
+    /// was since the last look, and lately.
     stalled_us: u64,
     pub(super) stalled: Part,
     stalled_lately: Part,
@@ -65,7 +70,8 @@ struct Seen {
 }
 
 impl Watch {
-    /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has grown.
+    /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
+    /// grown.
     fn follow(&mut self, seen: Seen, elapsed: Duration) -> u64 {
         if std::mem::replace(&mut self.of_family, seen.of_family) != seen.of_family {
             // A fork: what either wanted before says nothing.
@@ -76,8 +82,11 @@ impl Watch {
         self.moved_pages = seen.moved;
         let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
         let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
-        self.pressure =
-            if seen.of_family { budget::average(before, rate, elapsed) } else { budget::smooth(before, rate, elapsed) };
+        self.pressure = if seen.of_family {
+            budget::average(before, rate, elapsed)
+        } else {
+            budget::smooth(before, rate, elapsed)
+        };
         let waited = seen.stalled_us.saturating_sub(self.stalled_us);
         self.stalled_us = seen.stalled_us.max(self.stalled_us);
         self.stalled = Part::of(waited, elapsed);
@@ -98,16 +107,28 @@ fn standing(slot: &ProcSlot) -> Standing {
 }
 
 impl Keeper {
-    /// What is divided: processes that were let go take nothing of the budget, or those that are still managed would have to pay for them.
+    /// What is divided: processes that were let go take nothing of the budget, or those that are
+    /// still managed would have to pay for them.
     pub(super) fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
-        let is_let_go =
-            |member: &Member| member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached);
-        let used = |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
-        members.iter().zip(processes).map(|(member, process)| Process { used: used(member, process), ..*process }).collect()
+        let is_let_go = |member: &Member| {
+            member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached)
+        };
+        let used =
+            |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
+        members
+            .iter()
+            .zip(processes)
+            .map(|(member, process)| Process { used: used(member, process), ..*process })
+            .collect()
     }
 
     /// What a process asks of the budget.
-    pub(super) fn judge(&mut self, member: &Member, nodes: &HashMap<Node, usize>, elapsed: Duration) -> Process {
+    pub(super) fn judge(
+        &mut self,
+        member: &Member,
+        nodes: &HashMap<Node, usize>,
+        elapsed: Duration,
+    ) -> Process {
         let pid = member.pid;
         let of_shared = |slot: SlotIndex| match self.shared {
             Some(shared) => shared.resident_bytes(slot),
@@ -115,7 +136,8 @@ impl Keeper {
             None => self.segment.slot(slot).shared_bytes.load(Relaxed).min(self.most_shared),
         };
         let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
-        let in_its_runs_group = self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
+        let in_its_runs_group =
+            self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
         let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
         let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
         let Some(index) = member.slot else {
@@ -143,8 +165,13 @@ impl Keeper {
         let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
         let enough = if was { FAMILY / 2 } else { FAMILY };
         let of_family = shared >= enough && pool >= enough;
-        // What goes out of a process that has the same as another says only that it is to have less.
-        let counts = if of_family { [Counter::WorkingsetRefault; 2] } else { [Counter::WorkingsetRefault, Counter::Pgsteal] };
+        // What goes out of a process that has the same as another says only that it is to have
+        // less.
+        let counts = if of_family {
+            [Counter::WorkingsetRefault; 2]
+        } else {
+            [Counter::WorkingsetRefault, Counter::Pgsteal]
+        };
         let moved: u64 = counts.iter().map(|c| slot.counted(*c)).sum();
         let at = now();
         if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
@@ -152,29 +179,59 @@ impl Keeper {
         }
         let stalled_us = slot.stalled_us(at);
         let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
-        // A program that was not there before has all that it has from lately: it began a moment ago. A fork begins with much.
+        // A program that was not there before has all that it has from lately: it began a moment
+        // ago. A fork begins with much.
         let before = if began_small { 0 } else { used };
-        let new = || Watch { pid, run: member.run, moved_pages: moved, of_family, used: before, stalled_us, ..Watch::default() };
-        let swapped = ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
+        let new = || Watch {
+            pid,
+            run: member.run,
+            moved_pages: moved,
+            of_family,
+            used: before,
+            stalled_us,
+            ..Watch::default()
+        };
+        let swapped =
+            ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
         let watch = self.watches.entry(index).or_insert_with(new);
         if watch.pid != pid {
             *watch = new();
         }
         // More than is out, or than there is, counts for no more, and would only last longer.
-        let grown = watch.follow(Seen { used, moved, of_family, stalled_us, most: swapped.min(self.budget) }, elapsed);
-        let growth = if standing == Standing::Watching { grown as f64 / elapsed.as_secs_f64().max(1e-4) } else { 0.0 };
+        let grown = watch.follow(
+            Seen { used, moved, of_family, stalled_us, most: swapped.min(self.budget) },
+            elapsed,
+        );
+        let growth = if standing == Standing::Watching {
+            grown as f64 / elapsed.as_secs_f64().max(1e-4)
+        } else {
+            0.0
+        };
         let limit = ProcSlot::bytes(&slot.limit_bytes).saturating_sub(watch.lent);
-        let moves = [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
+        let moves =
+            [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
         // Who waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
         // Of compressed memory its own part, at least half; and a little to work with.
         let own = pool - shared.min(pool / 2);
-        let kept = if of_family { (own + fixed.min(budget::FLOOR) + budget::FLOOR).min(used) } else { 0 };
-        Process { group, standing, used, pressure, fixed, swapped, limit, growth: growth as u64, kept }
+        let kept =
+            if of_family { (own + fixed.min(budget::FLOOR) + budget::FLOOR).min(used) } else { 0 };
+        Process {
+            group,
+            standing,
+            used,
+            pressure,
+            fixed,
+            swapped,
+            limit,
+            growth: growth as u64,
+            kept,
+        }
     }
 
-    /// Minor faults of a process so far that copied nothing: those that its engine made, and those that it answered.
+    /// Minor faults of a process so far that copied nothing: those that its engine made, and those
+    /// that it answered.
     pub(super) fn copied_nothing(&self, index: SlotIndex) -> u64 {
         let counted = [Counter::EngineFaults, Counter::Pgmajfault];
         counted.iter().map(|counter| self.segment.slot(index).counted(*counter)).sum()
@@ -184,16 +241,23 @@ impl Keeper {
     pub(super) fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
         let Some(index) = member.slot else { return Sharing::default() };
         // What engines make their own to take it out is not to come twice.
-        let unshared = self.segment.slot(index).counted(Counter::PagesUnshared) + self.copied_nothing(index);
+        let unshared =
+            self.segment.slot(index).counted(Counter::PagesUnshared) + self.copied_nothing(index);
         let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
-        let grown = self.tree.grown(member.pid).map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
+        let grown = self
+            .tree
+            .grown(member.pid)
+            .map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
         let before = std::mem::replace(&mut watch.grown, grown);
         // Who begins to share had all that before.
         let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
         let shared = self.tree.shared(member.pid);
         let lasting = watch.lasting.follow(shared, elapsed);
         watch.word = watch.word.wrapping_add(1).max(1);
-        self.segment.slot(index).of_family.store(if watch.of_family { watch.word } else { 0 }, Relaxed);
+        self.segment
+            .slot(index)
+            .of_family
+            .store(if watch.of_family { watch.word } else { 0 }, Relaxed);
         Sharing {
             bytes: if watch.of_family { shared } else { lasting },
             lent: watch.lent,

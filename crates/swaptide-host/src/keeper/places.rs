@@ -1,7 +1,8 @@
 //! Which group each process is in.
 //!
-//! A process that was moved stays where it was put, and whom it starts is there, too. Others are in the group of their run; or, where their run has
-//! none, in that of their cgroup, which is looked up again from time to time, for processes are moved between cgroups.
+//! A process that was moved stays where it was put, and whom it starts is there, too. Others are in
+//! the group of their run; or, where their run has none, in that of their cgroup, which is looked
+//! up again from time to time, for processes are moved between cgroups.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -34,13 +35,19 @@ impl Places {
         {
             return place.group;
         }
-        let parent = if known.is_none() { proc_info(pid).and_then(|info| self.0.get(&info.ppid)) } else { None };
+        let parent = if known.is_none() {
+            proc_info(pid).and_then(|info| self.0.get(&info.ppid))
+        } else {
+            None
+        };
         let (group, fixed) = match (parent.filter(|parent| parent.fixed), of_run) {
             (Some(parent), _) => (parent.group, true),
             (None, Some(group)) => (group, false),
             // With the root alone there is nothing to look for.
             (None, None) if groups.iter().nth(1).is_none() => (GroupIndex::ROOT, false),
-            (None, None) => (cgroup_of(pid).map_or(GroupIndex::ROOT, |cgroup| groups.of_cgroup(&cgroup)), false),
+            (None, None) => {
+                (cgroup_of(pid).map_or(GroupIndex::ROOT, |cgroup| groups.of_cgroup(&cgroup)), false)
+            }
         };
         self.0.insert(pid, Place { group, fixed, looked: Instant::now() });
         group
@@ -72,7 +79,8 @@ mod tests {
     #[test]
     fn who_was_moved_takes_its_children_along_and_others_are_where_their_run_is() {
         let mut groups = Groups::new(segment(), 1 << 30);
-        let mut make = |path: &str| groups.ensure(&GroupPath::parse(path).expect("path"), 0).expect("group");
+        let mut make =
+            |path: &str| groups.ensure(&GroupPath::parse(path).expect("path"), 0).expect("group");
         let (run, other) = (make("/run"), make("/other"));
         let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
         let mut places = Places::default();

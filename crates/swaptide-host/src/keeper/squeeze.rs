@@ -1,7 +1,7 @@
 //! Taking memory from groups on demand.
 //!
-//! While a group is squeezed, its limits sink towards a goal, whatever is kept for it. It ends when so much went out as was asked for, or when
-//! nothing more goes out.
+//! While a group is squeezed, its limits sink towards a goal, whatever is kept for it. It ends when
+//! so much went out as was asked for, or when nothing more goes out.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::Sender;
@@ -41,9 +41,21 @@ pub struct Squeezes(BTreeMap<GroupIndex, Squeeze>);
 
 impl Squeezes {
     /// Begins; one that goes on in the same group ends with what it has.
-    pub fn begin(&mut self, group: GroupIndex, bytes: u64, done: Sender<Squeezed>, groups: &Groups) {
+    pub fn begin(
+        &mut self,
+        group: GroupIndex,
+        bytes: u64,
+        done: Sender<Squeezed>,
+        groups: &Groups,
+    ) {
         let used = groups.usage(group).ram;
-        let squeeze = Squeeze { from: used, goal: used.saturating_sub(bytes), least: used, since: Instant::now(), done };
+        let squeeze = Squeeze {
+            from: used,
+            goal: used.saturating_sub(bytes),
+            least: used,
+            since: Instant::now(),
+            done,
+        };
         if let Some(old) = self.0.insert(group, squeeze) {
             old.end(used);
         }
@@ -75,7 +87,9 @@ impl Squeezes {
 impl Squeeze {
     fn end(&self, used: u64) {
         // Who asked may have gone.
-        let _ = self.done.send(Squeezed { bytes: self.from.saturating_sub(used), enough: used <= self.goal });
+        let _ = self
+            .done
+            .send(Squeezed { bytes: self.from.saturating_sub(used), enough: used <= self.goal });
     }
 }
 
@@ -87,8 +101,11 @@ mod tests {
     use std::sync::mpsc::channel;
 
     fn use_of(groups: &mut Groups, ram: u64) {
-        groups
-            .account(&BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]), Duration::from_secs(1), |_| false);
+        groups.account(
+            &BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]),
+            Duration::from_secs(1),
+            |_| false,
+        );
     }
 
     #[test]
@@ -119,13 +136,19 @@ mod tests {
         use_of(&mut groups, 900);
         squeezes.step(&groups);
         if let Some(squeeze) = squeezes.0.get_mut(&GroupIndex::ROOT) {
-            squeeze.since = Instant::now().checked_sub(PATIENCE * 2).expect("the machine is up for long enough");
+            squeeze.since = Instant::now()
+                .checked_sub(PATIENCE * 2)
+                .expect("the machine is up for long enough");
         }
         squeezes.step(&groups);
         assert_eq!(told.recv(), Ok(Squeezed { bytes: 100, enough: false }));
         let (first, told) = channel();
         squeezes.begin(GroupIndex::ROOT, 100, first, &groups);
         squeezes.begin(GroupIndex::ROOT, 100, channel().0, &groups);
-        assert_eq!(told.recv(), Ok(Squeezed { bytes: 0, enough: false }), "another one took its place");
+        assert_eq!(
+            told.recv(),
+            Ok(Squeezed { bytes: 0, enough: false }),
+            "another one took its place"
+        );
     }
 }

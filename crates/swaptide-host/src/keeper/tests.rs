@@ -14,10 +14,25 @@ fn no_areas(segment: &'static Segment) -> Arc<Areas> {
 }
 
 /// One that keeps the child and whom it starts: they are this process's.
-fn keeper(child: &Child, segment: &'static Segment, areas: Arc<Areas>, budget: u64, strict: bool) -> Keeper {
+fn keeper(
+    child: &Child,
+    segment: &'static Segment,
+    areas: Arc<Areas>,
+    budget: u64,
+    strict: bool,
+) -> Keeper {
     let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
     let (root, program) = (child.id(), "sleep".to_owned());
-    keeper.add_run(Run { root, front: root, uid: 0, program, started: 0.0, group: None, max: None, strict });
+    keeper.add_run(Run {
+        root,
+        front: root,
+        uid: 0,
+        program,
+        started: 0.0,
+        group: None,
+        max: None,
+        strict,
+    });
     keeper
 }
 
@@ -42,7 +57,8 @@ fn a_process_that_dies_leaves_its_counters_and_no_extent() {
     segment.lease_extent(index, AreaMask::ALL).expect("extent");
     let page = swaptide_sys::mem::Mapping::reserve(65536).expect("pages");
     // SAFETY: the mapping is so long and readable, and nothing else refers to it.
-    file.write_all_at(unsafe { std::slice::from_raw_parts(page.as_ptr(), 65536) }, 0).expect("write");
+    file.write_all_at(unsafe { std::slice::from_raw_parts(page.as_ptr(), 65536) }, 0)
+        .expect("write");
     file.sync_all().expect("sync");
     assert!(file.metadata().expect("metadata").blocks() > 0);
     segment.slot(index).count(Counter::Pswpout, 16);
@@ -97,7 +113,8 @@ fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_ther
         }
         let index = segment.claim(child.id(), forked_from).expect("slot");
         assert!(keeper.tree.admit(child.id()));
-        let member = Member { pid: child.id(), slot: Some(index), run: child.id(), group: GroupIndex::ROOT };
+        let member =
+            Member { pid: child.id(), slot: Some(index), run: child.id(), group: GroupIndex::ROOT };
         // Some memory it has by now.
         while keeper.tree.used(child.id()) == 0 {
             std::thread::sleep(Duration::from_millis(5));
@@ -145,7 +162,11 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     for _ in 0..10 {
         pressure(&mut keeper);
     }
-    rustix::process::kill_process(rustix::process::Pid::from_child(&child), rustix::process::Signal::STOP).expect("stop");
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&child),
+        rustix::process::Signal::STOP,
+    )
+    .expect("stop");
     while !proc_info(child.id()).expect("the child").stopped {
         std::thread::yield_now();
     }
@@ -159,7 +180,11 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
 fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
     let segment = segment();
     // What the run's root has started is killed, and the root sees it.
-    let child = Command::new("sh").args(["-c", "sleep 600; exit 5"]).stdin(Stdio::null()).spawn().expect("sh");
+    let child = Command::new("sh")
+        .args(["-c", "sleep 600; exit 5"])
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("sh");
     let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
     slot.count(Counter::SwapFull, 1);
     let root = child.id();

@@ -1,7 +1,8 @@
 //! The negotiation before the transmission phase: fixed newstyle, with options.
 //!
-//! Nothing is read beyond what the server must have sent for the step at hand, so no byte of the transmission phase is lost
-//! here, and nothing that came before a TLS session can be taken for a part of it.
+//! Nothing is read beyond what the server must have sent for the step at hand, so no byte of the
+//! transmission phase is lost here, and nothing that came before a TLS session can be taken for a
+//! part of it.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -44,7 +45,8 @@ const BLOCK_SIZE_REQUIRED: u32 = ERROR + 8;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// The longest answer to an option that is read: a message or a description, both of at most 4096 bytes, and their numbers.
+/// The longest answer to an option that is read: a message or a description, both of at most 4096
+/// bytes, and their numbers.
 const LONGEST_ANSWER: u32 = 8 << 10;
 /// Answers to one option.
 const MOST_ANSWERS: usize = 64;
@@ -88,7 +90,10 @@ impl Wire {
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
+        let left = Timespec {
+            tv_sec: left.as_secs().min(1 << 30) as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        };
         match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), flags)], Some(&left)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
@@ -175,7 +180,10 @@ impl Talk<'_> {
     ///
     /// # Errors
     /// See [`NbdError`].
-    pub fn negotiate(&self, wire: &mut Wire) -> Result<(Agreed, Option<ClientConnection>), NbdError> {
+    pub fn negotiate(
+        &self,
+        wire: &mut Wire,
+    ) -> Result<(Agreed, Option<ClientConnection>), NbdError> {
         let mut line = Line { wire, session: None };
         let hello: [u8; 8] = line.receive().map_err(|error| self.talk(error))?;
         if &hello != HELLO {
@@ -256,7 +264,11 @@ impl Talk<'_> {
             _ => "the server refuses",
         };
         let text = String::from_utf8_lossy(&answer.data);
-        let text = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_TEXT).collect::<String>();
+        let text = text
+            .chars()
+            .map(|c| if c.is_control() { ' ' } else { c })
+            .take(LONGEST_TEXT)
+            .collect::<String>();
         NbdError::Refused { url: self.url.to_string(), why, text: text.trim().to_owned() }
     }
 
@@ -271,7 +283,8 @@ impl Talk<'_> {
 
     fn answer(&self, line: &mut Line<'_>, option: u32) -> Result<Answer, NbdError> {
         let head: [u8; 20] = line.receive().map_err(|error| self.talk(error))?;
-        let number = |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let number =
+            |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         if head[..8] != REPLY.to_be_bytes() {
             return Err(self.broken("an answer that is none"));
         }
@@ -305,10 +318,11 @@ impl Talk<'_> {
             // It was not fatal when it was found; here is who needs it.
             Err(_) => tls::client_config(self.url)?,
         };
-        line.session = Some(tls::session(self.url, config, line.wire).map_err(|error| match error {
-            tls::SessionError::Name(error) => error,
-            tls::SessionError::Io(error) => self.talk(error),
-        })?);
+        line.session =
+            Some(tls::session(self.url, config, line.wire).map_err(|error| match error {
+                tls::SessionError::Name(error) => error,
+                tls::SessionError::Io(error) => self.talk(error),
+            })?);
         Ok(())
     }
 
@@ -335,16 +349,21 @@ impl Talk<'_> {
                             ));
                         }
                         (INFO_BLOCK_SIZE, 12) => {
-                            let number = |at: usize| u32::from_be_bytes(rest[at..at + 4].try_into().expect("4 bytes"));
+                            let number = |at: usize| {
+                                u32::from_be_bytes(rest[at..at + 4].try_into().expect("4 bytes"))
+                            };
                             transfers = Some((number(0), number(8)));
                         }
-                        (INFO_EXPORT | INFO_BLOCK_SIZE, _) => return Err(self.broken("information of a wrong length").into()),
+                        (INFO_EXPORT | INFO_BLOCK_SIZE, _) => {
+                            return Err(self.broken("information of a wrong length").into());
+                        }
                         _ => {}
                     },
                     None => return Err(self.broken("information without a kind").into()),
                 },
                 ACK => {
-                    let (size, flags) = export.ok_or_else(|| self.broken("an export without a size"))?;
+                    let (size, flags) =
+                        export.ok_or_else(|| self.broken("an export without a size"))?;
                     return Ok(Some(Agreed { size, flags, structured, transfers }));
                 }
                 UNSUPPORTED => return Ok(None),
@@ -357,7 +376,12 @@ impl Talk<'_> {
     }
 
     /// Asks for the export in the old way: a server that does not have it hangs up.
-    fn export_name(&self, line: &mut Line<'_>, structured: bool, zeroes: bool) -> Result<Agreed, NbdError> {
+    fn export_name(
+        &self,
+        line: &mut Line<'_>,
+        structured: bool,
+        zeroes: bool,
+    ) -> Result<Agreed, NbdError> {
         self.request(line, EXPORT_NAME, self.url.export.as_bytes())?;
         let hung_up = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof => NbdError::Refused {

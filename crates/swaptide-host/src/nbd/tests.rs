@@ -60,7 +60,14 @@ impl Peer {
 }
 
 fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
-    [&REPLY.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes(), &(data.len() as u32).to_be_bytes(), data].concat()
+    [
+        &REPLY.to_be_bytes()[..],
+        &option.to_be_bytes(),
+        &kind.to_be_bytes(),
+        &(data.len() as u32).to_be_bytes(),
+        data,
+    ]
+    .concat()
 }
 
 fn info_export(size: u64, flags: u16) -> Vec<u8> {
@@ -68,7 +75,8 @@ fn info_export(size: u64, flags: u16) -> Vec<u8> {
 }
 
 fn info_sizes(least: u32, most: u32) -> Vec<u8> {
-    [&3u16.to_be_bytes()[..], &least.to_be_bytes(), &4096u32.to_be_bytes(), &most.to_be_bytes()].concat()
+    [&3u16.to_be_bytes()[..], &least.to_be_bytes(), &4096u32.to_be_bytes(), &most.to_be_bytes()]
+        .concat()
 }
 
 struct Lab {
@@ -78,7 +86,12 @@ struct Lab {
 }
 
 impl Lab {
-    fn new(scheme: &str, export: &str, limit: Duration, script: impl FnOnce(&mut Peer) + Send + 'static) -> Lab {
+    fn new(
+        scheme: &str,
+        export: &str,
+        limit: Duration,
+        script: impl FnOnce(&mut Peer) + Send + 'static,
+    ) -> Lab {
         let scratch = Scratch::new("nbd");
         let socket = scratch.path("socket");
         let listener = UnixListener::bind(&socket).unwrap();
@@ -112,7 +125,10 @@ fn what_is_agreed_on_comes_through() {
         assert_eq!(peer.expect(STRUCTURED_REPLY), b"");
         peer.reply(STRUCTURED_REPLY, ACK, &[]);
         let go = peer.expect(GO);
-        assert_eq!(go[..], [&4u32.to_be_bytes()[..], b"disk", &1u16.to_be_bytes(), &3u16.to_be_bytes()].concat());
+        assert_eq!(
+            go[..],
+            [&4u32.to_be_bytes()[..], b"disk", &1u16.to_be_bytes(), &3u16.to_be_bytes()].concat()
+        );
         // Information that nobody asked for is no harm.
         peer.reply(GO, INFO, &[0, 2, b'x']);
         peer.reply(GO, INFO, &[0, 99]);
@@ -122,7 +138,16 @@ fn what_is_agreed_on_comes_through() {
         peer.send(&[reply(GO, ACK, &[]), b"first bytes".to_vec()].concat());
     })
     .unwrap();
-    assert_eq!(export, Export { size: 10 << 20, flags: Flags(0x12d), structured: true, longest: 1 << 20, connections: 4 });
+    assert_eq!(
+        export,
+        Export {
+            size: 10 << 20,
+            flags: Flags(0x12d),
+            structured: true,
+            longest: 1 << 20,
+            connections: 4
+        }
+    );
     let mut first = [0; 11];
     UnixStream::from(fd).read_exact(&mut first).unwrap();
     assert_eq!(&first, b"first bytes");
@@ -146,7 +171,16 @@ fn old_servers_are_asked_by_name() {
             }
         })
         .unwrap();
-        assert_eq!(export, Export { size: 1 << 20, flags: Flags(1), structured: false, longest: 32 << 20, connections: 1 });
+        assert_eq!(
+            export,
+            Export {
+                size: 1 << 20,
+                flags: Flags(1),
+                structured: false,
+                longest: 32 << 20,
+                connections: 1
+            }
+        );
     }
     let message = refused(|peer| {
         peer.hello(2);
@@ -172,7 +206,10 @@ fn a_refusal_is_told_with_the_servers_words_made_harmless() {
             let text = [b"\x1b[2Jgo\naway \xff ".as_slice(), &[b'x'; 4000]].concat();
             peer.reply(GO, ERROR + number, &text);
         });
-        assert!(message.contains(part) && message.contains("the server says: [2Jgo away \u{fffd} x"), "{message}");
+        assert!(
+            message.contains(part) && message.contains("the server says: [2Jgo away \u{fffd} x"),
+            "{message}"
+        );
         assert!(message.len() < 500 && !message.chars().any(char::is_control), "{message}");
     }
 }
@@ -211,7 +248,10 @@ fn what_is_not_the_protocol_is_told_as_what_it_is() {
     let first = |bytes: Vec<u8>| refused(move |peer| peer.send(&bytes));
     assert!(first(b"HTTP/1.1 400 Bad Request".to_vec()).contains("no NBD server"));
     assert!(first(b"NBDMAGIC_and_more".to_vec()).contains("no NBD server"));
-    assert!(first([b"NBDMAGIC".as_slice(), &[0, 0, 0x42, 2, 0x81, 0x86, 0x12, 0x53]].concat()).contains("newstyle mode"));
+    assert!(
+        first([b"NBDMAGIC".as_slice(), &[0, 0, 0x42, 2, 0x81, 0x86, 0x12, 0x53]].concat())
+            .contains("newstyle mode")
+    );
     assert!(first(Vec::new()).contains("hung up"));
     assert!(first(HELLO.to_vec()).contains("hung up"));
 
@@ -281,7 +321,9 @@ fn nobody_talks_an_nbds_url_out_of_tls() {
     let lab = Lab::new("nbds", "disk", LIMIT, |peer| {
         peer.hello(3);
         peer.expect(STARTTLS);
-        let smuggled = [reply(STARTTLS, ACK, &[]), reply(STRUCTURED_REPLY, ACK, &[]), reply(GO, ACK, &[])].concat();
+        let smuggled =
+            [reply(STARTTLS, ACK, &[]), reply(STRUCTURED_REPLY, ACK, &[]), reply(GO, ACK, &[])]
+                .concat();
         peer.send(&smuggled);
         let _ = peer.0.read_to_end(&mut Vec::new());
     });
@@ -300,14 +342,19 @@ fn certificates_and_names_that_are_none_are_named() {
     assert!(message().contains("ca.pem: cannot be read: No such file"), "{}", message());
     std::fs::write(&file, "nothing\n").unwrap();
     assert!(message().contains("holds no certificates"), "{}", message());
-    std::fs::write(&file, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n").unwrap();
+    std::fs::write(&file, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+        .unwrap();
     assert!(message().contains("ca.pem: "), "{}", message());
 }
 
 #[test]
 fn an_export_that_has_shrunk_is_not_taken_again() {
-    for (size, flags, good) in [(2u64 << 20, 0x2d, true), (3 << 20, 0x12d, true), (1 << 20, 0x2d, false), (2 << 20, 0x0d, false)]
-    {
+    for (size, flags, good) in [
+        (2u64 << 20, 0x2d, true),
+        (3 << 20, 0x12d, true),
+        (1 << 20, 0x2d, false),
+        (2 << 20, 0x0d, false),
+    ] {
         let lab = Lab::new("nbd", "", LIMIT, move |peer| {
             peer.hello(3);
             peer.expect(STRUCTURED_REPLY);
@@ -316,7 +363,13 @@ fn an_export_that_has_shrunk_is_not_taken_again() {
             peer.reply(GO, INFO, &info_export(size, flags));
             peer.reply(GO, ACK, &[]);
         });
-        let before = Export { size: 2 << 20, flags: Flags(0x2d), structured: true, longest: 32 << 20, connections: 1 };
+        let before = Export {
+            size: 2 << 20,
+            flags: Flags(0x2d),
+            structured: true,
+            longest: 32 << 20,
+            connections: 1,
+        };
         let again = lab.connector.connect_again(&before);
         lab.server.join().unwrap();
         assert_eq!(again.is_ok(), good, "{size} {flags:#x}: {again:?}");

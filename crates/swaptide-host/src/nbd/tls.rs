@@ -1,7 +1,9 @@
-//! TLS for exports: whom to trust, the session, and the thread that pumps between it and a process's socket.
+//! TLS for exports: whom to trust, the session, and the thread that pumps between it and a
+//! process's socket.
 //!
-//! The pump belongs to one connection. It ends when the server hangs up or fails, or when the process's end is closed and what
-//! it sent is out. Its buffers are bounded: it takes no more from one side than the other side takes from it.
+//! The pump belongs to one connection. It ends when the server hangs up or fails, or when the
+//! process's end is closed and what it sent is out. Its buffers are bounded: it takes no more from
+//! one side than the other side takes from it.
 
 use std::io::{self, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,7 +11,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, recv, send, shutdown, socketpair};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, recv, send, shutdown,
+    socketpair,
+};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
@@ -32,11 +37,14 @@ pub fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
     match &url.ca {
         Some(path) => {
             for certificate in certificates(path)? {
-                roots.add(certificate).map_err(|error| NbdError::Certificates(path.clone(), error.to_string()))?;
+                roots
+                    .add(certificate)
+                    .map_err(|error| NbdError::Certificates(path.clone(), error.to_string()))?;
             }
         }
         None => {
-            // Some of a machine's certificates may be of a kind that is not known here: the others are enough.
+            // Some of a machine's certificates may be of a kind that is not known here: the others
+            // are enough.
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
             if roots.is_empty() {
                 return Err(NbdError::NoRoots);
@@ -52,16 +60,20 @@ pub fn client_config(url: &Url) -> Result<Arc<ClientConfig>, NbdError> {
         None => config.with_no_client_auth(),
         Some((certificate, key)) => {
             let broken = |why: String| NbdError::Certificates(key.clone(), why);
-            let secret =
-                PrivateKeyDer::from_pem_slice(&read(key)?).map_err(|_| broken("holds no private key in PEM".to_owned()))?;
-            config.with_client_auth_cert(certificates(certificate)?, secret).map_err(|error| broken(error.to_string()))?
+            let secret = PrivateKeyDer::from_pem_slice(&read(key)?)
+                .map_err(|_| broken("holds no private key in PEM".to_owned()))?;
+            config
+                .with_client_auth_cert(certificates(certificate)?, secret)
+                .map_err(|error| broken(error.to_string()))?
         }
     };
     Ok(Arc::new(config))
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, NbdError> {
-    let failed = |error: io::Error| NbdError::Certificates(path.to_owned(), format!("cannot be read: {error}"));
+    let failed = |error: io::Error| {
+        NbdError::Certificates(path.to_owned(), format!("cannot be read: {error}"))
+    };
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
     BufReader::new(file.take(LONGEST_FILE)).read_to_end(&mut bytes).map_err(failed)?;
@@ -72,7 +84,9 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, NbdError> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&read(path)?).collect();
     match found {
         Ok(found) if !found.is_empty() => Ok(found),
-        _ => Err(NbdError::Certificates(path.to_owned(), "holds no certificates in PEM".to_owned())),
+        _ => {
+            Err(NbdError::Certificates(path.to_owned(), "holds no certificates in PEM".to_owned()))
+        }
     }
 }
 
@@ -83,9 +97,14 @@ pub(super) enum SessionError {
 }
 
 /// A session with the server of `url`, whose certificate has been checked.
-pub(super) fn session(url: &Url, config: Arc<ClientConfig>, wire: &mut Wire) -> Result<ClientConnection, SessionError> {
+pub(super) fn session(
+    url: &Url,
+    config: Arc<ClientConfig>,
+    wire: &mut Wire,
+) -> Result<ClientConnection, SessionError> {
     let name = url.server_name().to_owned();
-    let name = ServerName::try_from(name.clone()).map_err(|_| SessionError::Name(NbdError::ServerName(name)))?;
+    let name = ServerName::try_from(name.clone())
+        .map_err(|_| SessionError::Name(NbdError::ServerName(name)))?;
     let mut session = ClientConnection::new(config, name)
         .map_err(|error| SessionError::Io(io::Error::new(io::ErrorKind::InvalidData, error)))?;
     while session.is_handshaking() {
@@ -99,7 +118,8 @@ pub(super) fn session(url: &Url, config: Arc<ClientConfig>, wire: &mut Wire) -> 
 /// # Errors
 /// If there are no descriptors or threads to be had.
 pub fn pump(session: ClientConnection, wire: OwnedFd) -> io::Result<OwnedFd> {
-    let (local, remote) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let (local, remote) =
+        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let mut pump = Pump {
         session,
         wire,
@@ -111,7 +131,10 @@ pub fn pump(session: ClientConnection, wire: OwnedFd) -> io::Result<OwnedFd> {
         hung_up: false,
     };
     pump.session.set_buffer_limit(Some(2 * BUFFER));
-    std::thread::Builder::new().name("swaptide-tls".to_owned()).stack_size(256 << 10).spawn(move || pump.run())?;
+    std::thread::Builder::new()
+        .name("swaptide-tls".to_owned())
+        .stack_size(256 << 10)
+        .spawn(move || pump.run())?;
     Ok(remote)
 }
 
@@ -153,7 +176,11 @@ impl Write for Socket<'_> {
 fn moved(answer: io::Result<usize>) -> io::Result<Option<usize>> {
     match answer {
         Ok(n) => Ok(Some(n)),
-        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(None),
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
+        {
+            Ok(None)
+        }
         Err(error) => Err(error),
     }
 }
@@ -174,14 +201,20 @@ impl Pump {
             if !self.from_wire && self.incoming.is_empty() {
                 return Ok(());
             }
-            let when = |wanted: bool, flag: PollFlags| if wanted { flag } else { PollFlags::empty() };
+            let when =
+                |wanted: bool, flag: PollFlags| if wanted { flag } else { PollFlags::empty() };
             let local = when(self.from_local && self.outgoing.is_empty() && !writes, PollFlags::IN)
                 | when(!self.incoming.is_empty(), PollFlags::OUT);
-            let wire = when(self.from_wire && self.incoming.is_empty(), PollFlags::IN) | when(writes, PollFlags::OUT);
-            let mut polls =
-                [PollFd::from_borrowed_fd(self.wire.as_fd(), wire), PollFd::from_borrowed_fd(self.local.as_fd(), local)];
-            // Who is gone stays gone: that is no event to wait for while something else has to happen first.
-            let polled = if self.hung_up && local.is_empty() { &mut polls[..1] } else { &mut polls[..] };
+            let wire = when(self.from_wire && self.incoming.is_empty(), PollFlags::IN)
+                | when(writes, PollFlags::OUT);
+            let mut polls = [
+                PollFd::from_borrowed_fd(self.wire.as_fd(), wire),
+                PollFd::from_borrowed_fd(self.local.as_fd(), local),
+            ];
+            // Who is gone stays gone: that is no event to wait for while something else has to
+            // happen first.
+            let polled =
+                if self.hung_up && local.is_empty() { &mut polls[..1] } else { &mut polls[..] };
             match poll(polled, None) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
@@ -247,9 +280,10 @@ impl Pump {
             }
             match moved(self.session.read_tls(&mut Socket(&self.wire)))? {
                 None => return Ok(()),
-                Some(_) => {
-                    self.session.process_new_packets().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?
-                }
+                Some(_) => self
+                    .session
+                    .process_new_packets()
+                    .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?,
             };
         }
     }

@@ -88,22 +88,39 @@ impl fmt::Display for UrlError {
             UrlError::Scheme(url) => {
                 write!(
                     f,
-                    "{url:?} is no NBD URL; write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
+                    "{url:?} is no NBD URL; write nbd://HOST[:PORT]/EXPORT or \
+                    nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
                 )
             }
             UrlError::Host(url) => write!(f, "{url:?}: no host; write nbd://HOST[:PORT]/EXPORT"),
             UrlError::Port(url, port) => {
-                write!(f, "{url:?}: {port:?} is no port; write a number from 1 to 65535, or none for {PORT}")
+                write!(
+                    f,
+                    "{url:?}: {port:?} is no port; write a number from 1 to 65535, or none for \
+                    {PORT}"
+                )
             }
-            UrlError::Part(url, what) => write!(f, "{url:?}: {what}; leave it out, or write the character as %XX"),
-            UrlError::Escape(url) => write!(f, "{url:?}: after % come two hexadecimal digits, and the result is text"),
+            UrlError::Part(url, what) => {
+                write!(f, "{url:?}: {what}; leave it out, or write the character as %XX")
+            }
+            UrlError::Escape(url) => {
+                write!(f, "{url:?}: after % come two hexadecimal digits, and the result is text")
+            }
             UrlError::Option(url, name) => {
-                write!(f, "{url:?}: there is no option {name:?}; use socket, ca, cert, key, tls-hostname, connections")
+                write!(
+                    f,
+                    "{url:?}: there is no option {name:?}; use socket, ca, cert, key, \
+                    tls-hostname, connections"
+                )
             }
             UrlError::Value(url, name, wants) => write!(f, "{url:?}: {name} wants {wants}"),
             UrlError::Twice(url, name) => write!(f, "{url:?}: {name} is given twice"),
-            UrlError::Socket(url) => write!(f, "{url:?}: socket=PATH goes with nbd+unix:///EXPORT, and only there"),
-            UrlError::Name(start) => write!(f, "{start:?}...: the export's name has more than {LONGEST_NAME} bytes"),
+            UrlError::Socket(url) => {
+                write!(f, "{url:?}: socket=PATH goes with nbd+unix:///EXPORT, and only there")
+            }
+            UrlError::Name(start) => {
+                write!(f, "{start:?}...: the export's name has more than {LONGEST_NAME} bytes")
+            }
         }
     }
 }
@@ -127,7 +144,9 @@ impl Url {
             Place::Tcp { host, port } if host.contains(':') => {
                 (format!("nbd{s}://[{}]:{port}/{export}", encode(host.as_bytes())), None)
             }
-            Place::Tcp { host, port } => (format!("nbd{s}://{}:{port}/{export}", encode(host.as_bytes())), None),
+            Place::Tcp { host, port } => {
+                (format!("nbd{s}://{}:{port}/{export}", encode(host.as_bytes())), None)
+            }
             Place::Unix(socket) => (format!("nbd{s}+unix:///{export}"), Some(path(socket))),
         };
         let options = [
@@ -138,7 +157,10 @@ impl Url {
             ("tls-hostname", self.tls_hostname.as_ref().map(|name| encode(name.as_bytes()))),
             ("connections", self.connections.map(|n| n.to_string())),
         ];
-        let options: Vec<String> = options.into_iter().filter_map(|(key, value)| Some(format!("{key}={}", value?))).collect();
+        let options: Vec<String> = options
+            .into_iter()
+            .filter_map(|(key, value)| Some(format!("{key}={}", value?)))
+            .collect();
         if options.is_empty() { start } else { format!("{start}?{}", options.join("&")) }
     }
 
@@ -199,12 +221,22 @@ impl FromStr for Url {
                 "cert" => cert.replace(file()?).is_some(),
                 "key" => key.replace(file()?).is_some(),
                 "tls-hostname" if value.is_empty() => {
-                    return Err(UrlError::Value(whole(), name.to_owned(), "the name in the server's certificate"));
+                    return Err(UrlError::Value(
+                        whole(),
+                        name.to_owned(),
+                        "the name in the server's certificate",
+                    ));
                 }
                 "tls-hostname" => url.tls_hostname.replace(value).is_some(),
                 "connections" => match value.parse() {
                     Ok(number @ 1..=MAX_CONNECTIONS) => url.connections.replace(number).is_some(),
-                    _ => return Err(UrlError::Value(whole(), name.to_owned(), "a number from 1 to 16")),
+                    _ => {
+                        return Err(UrlError::Value(
+                            whole(),
+                            name.to_owned(),
+                            "a number from 1 to 16",
+                        ));
+                    }
                 },
                 _ => return Err(UrlError::Option(whole(), name.to_owned())),
             };
@@ -215,7 +247,13 @@ impl FromStr for Url {
         url.identity = match (cert, key) {
             (Some(cert), Some(key)) => Some((cert, key)),
             (None, None) => None,
-            _ => return Err(UrlError::Value(whole(), "cert".to_owned(), "its key beside it: cert=PATH&key=PATH")),
+            _ => {
+                return Err(UrlError::Value(
+                    whole(),
+                    "cert".to_owned(),
+                    "its key beside it: cert=PATH&key=PATH",
+                ));
+            }
         };
         url.place = match (unix, socket) {
             (true, Some(path)) if authority.is_empty() => Place::Unix(path),
@@ -276,8 +314,16 @@ fn decode(text: &str) -> Option<String> {
 }
 
 fn encode(bytes: &[u8]) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b':');
-    bytes.iter().map(|byte| if plain(*byte) { char::from(*byte).to_string() } else { format!("%{byte:02X}") }).collect()
+    let plain =
+        |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b':');
+    bytes
+        .iter()
+        .map(
+            |byte| {
+                if plain(*byte) { char::from(*byte).to_string() } else { format!("%{byte:02X}") }
+            },
+        )
+        .collect()
 }
 
 /// Without its options: for messages.
@@ -286,9 +332,17 @@ impl fmt::Display for Url {
         let s = if self.tls { "s" } else { "" };
         let export = self.export.escape_debug();
         match &self.place {
-            Place::Tcp { host, port } if host.contains(':') => write!(f, "nbd{s}://[{}]:{port}/{export}", host.escape_debug()),
-            Place::Tcp { host, port } => write!(f, "nbd{s}://{}:{port}/{export}", host.escape_debug()),
-            Place::Unix(path) => write!(f, "nbd{s}+unix:///{export}?socket={}", path.display().to_string().escape_debug()),
+            Place::Tcp { host, port } if host.contains(':') => {
+                write!(f, "nbd{s}://[{}]:{port}/{export}", host.escape_debug())
+            }
+            Place::Tcp { host, port } => {
+                write!(f, "nbd{s}://{}:{port}/{export}", host.escape_debug())
+            }
+            Place::Unix(path) => write!(
+                f,
+                "nbd{s}+unix:///{export}?socket={}",
+                path.display().to_string().escape_debug()
+            ),
         }
     }
 }
@@ -326,7 +380,9 @@ mod tests {
         assert_eq!((url.export.as_str(), url.tls), ("swap", false));
         assert_eq!(url.to_string(), "nbd://store.example:10809/swap");
 
-        let url = parsed("nbds://[2001:db8::1]:7000/a/b%20c?ca=/etc/ca.pem&tls-hostname=store&connections=8");
+        let url = parsed(
+            "nbds://[2001:db8::1]:7000/a/b%20c?ca=/etc/ca.pem&tls-hostname=store&connections=8",
+        );
         assert_eq!(url.place, Place::Tcp { host: "2001:db8::1".into(), port: 7000 });
         assert_eq!((url.export.as_str(), url.tls, url.connections), ("a/b c", true, Some(8)));
         assert_eq!(url.ca, Some(PathBuf::from("/etc/ca.pem")));
@@ -338,7 +394,11 @@ mod tests {
         assert_eq!((url.export.as_str(), url.server_name()), ("disk", "localhost"));
 
         for text in ["nbd://store", "nbd://store/", "nbd://store:/"] {
-            assert_eq!((parsed(text).export.as_str(), &parsed(text).place), ("", &parsed("nbd://store:10809").place), "{text}");
+            assert_eq!(
+                (parsed(text).export.as_str(), &parsed(text).place),
+                ("", &parsed("nbd://store:10809").place),
+                "{text}"
+            );
         }
         assert_eq!(parsed("nbds://h/?cert=c&key=k").identity, Some(("c".into(), "k".into())));
     }
@@ -378,6 +438,8 @@ mod tests {
         }
         let long = format!("nbd://store/{}", "x".repeat(4097));
         assert!(refused(&long).len() < 200);
-        assert!(Url::is_meant("nbds:///") && Url::is_meant("nbd+ssh://x") && !Url::is_meant("file:nbd"));
+        assert!(
+            Url::is_meant("nbds:///") && Url::is_meant("nbd+ssh://x") && !Url::is_meant("file:nbd")
+        );
     }
 }

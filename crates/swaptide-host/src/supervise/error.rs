@@ -59,7 +59,12 @@ impl fmt::Display for RunError {
         match self {
             RunError::Ram(error) => write!(f, "--ram: {error}"),
             RunError::SmallBudget(bytes) => {
-                write!(f, "--ram: {} is too small; the least that works is {}", human(*bytes), human(SMALLEST_BUDGET))
+                write!(
+                    f,
+                    "--ram: {} is too small; the least that works is {}",
+                    human(*bytes),
+                    human(SMALLEST_BUDGET)
+                )
             }
             RunError::Swap(error) => write!(f, "--swap: {error}"),
             RunError::Area(error) => write!(f, "--swap: {error}"),
@@ -67,23 +72,42 @@ impl fmt::Display for RunError {
             RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
             RunError::Daemon(why) => write!(f, "the daemon: {why}; --no-daemon stays alone"),
             RunError::WithDaemon(flag) => {
-                write!(f, "{flag}: a daemon is there, and has that for all; leave it out, or stay alone with --no-daemon")
+                write!(
+                    f,
+                    "{flag}: a daemon is there, and has that for all; leave it out, or stay alone \
+                    with --no-daemon"
+                )
             }
-            RunError::Report(path, error) => write!(f, "--report: {}: cannot be written: {error}", path.display()),
+            RunError::Report(path, error) => {
+                write!(f, "--report: {}: cannot be written: {error}", path.display())
+            }
             RunError::NoCommand => write!(f, "no program to run; name it after --"),
             RunError::Target(error) => write!(f, "{error}"),
             RunError::NoAgent(places) => {
-                let places: Vec<String> = places.iter().map(|place| place.display().to_string()).collect();
-                write!(f, "{AGENT_NAME} not found ({}); build it with cargo build, or set {ENV_AGENT}", places.join(", "))
+                let places: Vec<String> =
+                    places.iter().map(|place| place.display().to_string()).collect();
+                write!(
+                    f,
+                    "{AGENT_NAME} not found ({}); build it with cargo build, or set {ENV_AGENT}",
+                    places.join(", ")
+                )
             }
             RunError::AgentPath(path) => {
-                write!(f, "{}: a path with a space or a colon cannot be preloaded; move it or set {ENV_AGENT}", path.display())
+                write!(
+                    f,
+                    "{}: a path with a space or a colon cannot be preloaded; move it or set \
+                    {ENV_AGENT}",
+                    path.display()
+                )
             }
             RunError::SharedNeedsEvents => write!(
                 f,
-                "--shared: forks of programs with shared memory need CAP_SYS_PTRACE; leave it out (shared memory then stays in memory), or run as root"
+                "--shared: forks of programs with shared memory need CAP_SYS_PTRACE; leave it out \
+                (shared memory then stays in memory), or run as root"
             ),
-            RunError::Userfaultfd(error) => write!(f, "{error}; swaptide doctor tells how to mend it"),
+            RunError::Userfaultfd(error) => {
+                write!(f, "{error}; swaptide doctor tells how to mend it")
+            }
             RunError::System(what, error) => write!(f, "{what}: {error}"),
             RunError::Start(message) => write!(f, "{message}"),
         }

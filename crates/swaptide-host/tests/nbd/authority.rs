@@ -2,9 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use rcgen::{BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
 
-/// The group ffdhe2048 of RFC 7919: qemu-nbd looks for a new one at every start, for seconds, if it is not given any.
+/// The group ffdhe2048 of RFC 7919: qemu-nbd looks for a new one at every start, for seconds, if it
+/// is not given any.
 const GROUP: &str = "-----BEGIN DH PARAMETERS-----
 MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
 +8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a
@@ -15,7 +19,8 @@ ssbzSibBsu/6iGtCOGEoXJf//////////wIBAg==
 -----END DH PARAMETERS-----
 ";
 
-/// An authority, and a directory with all that it signed, under the names that the servers look for.
+/// An authority, and a directory with all that it signed, under the names that the servers look
+/// for.
 pub struct Authority {
     directory: PathBuf,
     issuer: Issuer<'static, KeyPair>,
@@ -30,7 +35,8 @@ impl Authority {
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().unwrap();
-        std::fs::write(directory.join("ca-cert.pem"), params.self_signed(&key).unwrap().pem()).unwrap();
+        std::fs::write(directory.join("ca-cert.pem"), params.self_signed(&key).unwrap().pem())
+            .unwrap();
         std::fs::write(directory.join("dh-params.pem"), GROUP).unwrap();
         Authority { directory, issuer: Issuer::new(params, key) }
     }
@@ -40,11 +46,13 @@ impl Authority {
         let mut params = CertificateParams::new([host.to_owned()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, host);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         std::fs::write(self.directory.join(format!("{name}-cert.pem")), certificate.pem()).unwrap();
-        std::fs::write(self.directory.join(format!("{name}-key.pem")), key.serialize_pem()).unwrap();
+        std::fs::write(self.directory.join(format!("{name}-key.pem")), key.serialize_pem())
+            .unwrap();
     }
 
     pub fn directory(&self) -> &Path {

@@ -1,4 +1,5 @@
-//! The network tier against real servers: what is agreed on, data in and out, delay, errors, death and return.
+//! The network tier against real servers: what is agreed on, data in and out, delay, errors, death
+//! and return.
 
 mod authority;
 mod servers;
@@ -56,7 +57,8 @@ fn contents(block: u64, version: u64) -> Page {
     page
 }
 
-/// Batches of writes, trims and reads at random blocks, checked against what each block has to hold.
+/// Batches of writes, trims and reads at random blocks, checked against what each block has to
+/// hold.
 struct Exercise<'n> {
     nbd: &'n Nbd,
     blocks: u64,
@@ -81,7 +83,8 @@ impl<'n> Exercise<'n> {
         let blocks = self.blocks(n);
         self.version += 1;
         let pages: Vec<Page> = blocks.iter().map(|block| contents(*block, self.version)).collect();
-        let places: Vec<(u64, &[u8])> = blocks.iter().zip(&pages).map(|(block, page)| (block * PAGE, &page[..])).collect();
+        let places: Vec<(u64, &[u8])> =
+            blocks.iter().zip(&pages).map(|(block, page)| (block * PAGE, &page[..])).collect();
         self.nbd.write_many(&places).expect("write");
         self.versions.extend(blocks.iter().map(|block| (*block, self.version)));
     }
@@ -89,12 +92,18 @@ impl<'n> Exercise<'n> {
     fn read(&mut self, n: u64) {
         let blocks = self.blocks(n);
         let mut pages = vec![[0u8; PAGE_SIZE]; blocks.len()];
-        let mut places: Vec<(u64, &mut [u8])> =
-            blocks.iter().zip(&mut pages).map(|(block, page)| (block * PAGE, &mut page[..])).collect();
+        let mut places: Vec<(u64, &mut [u8])> = blocks
+            .iter()
+            .zip(&mut pages)
+            .map(|(block, page)| (block * PAGE, &mut page[..]))
+            .collect();
         self.nbd.read_many(&mut places).expect("read");
         for (block, page) in blocks.iter().zip(&pages) {
             if let Some(version) = self.versions.get(block) {
-                assert!(*page == contents(*block, *version), "block {block} is not what was written");
+                assert!(
+                    *page == contents(*block, *version),
+                    "block {block} is not what was written"
+                );
             }
         }
     }
@@ -153,16 +162,36 @@ fn an_export_is_found_on_the_network_by_its_name() {
     }
     let scratch = Scratch::new("tcp");
     // A port that is free; somebody else may take it before the server does.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).unwrap().port().to_string();
-    let args =
-        ["-p", &port, "-i", "127.0.0.1", "--filter=exportname", "memory", "8M", "exportname-strict=true", "exportname=a b"];
-    let mut relay = std::process::Command::new("nbdkit").arg("-f").arg("--exit-with-parent").args(args).spawn().unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|l| l.local_addr())
+        .unwrap()
+        .port()
+        .to_string();
+    let args = [
+        "-p",
+        &port,
+        "-i",
+        "127.0.0.1",
+        "--filter=exportname",
+        "memory",
+        "8M",
+        "exportname-strict=true",
+        "exportname=a b",
+    ];
+    let mut relay = std::process::Command::new("nbdkit")
+        .arg("-f")
+        .arg("--exit-with-parent")
+        .args(args)
+        .spawn()
+        .unwrap();
     let url = format!("nbd://localhost:{port}/a%20b?connections=2");
     let deadline = Instant::now() + Duration::from_secs(30);
     let (export, nbd) = loop {
         match connect(&url) {
             Ok(both) => break both,
-            Err(NbdError::Connect(..)) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
+            Err(NbdError::Connect(..)) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10))
+            }
             Err(error) => panic!("{error}"),
         }
     };
@@ -182,7 +211,11 @@ fn older_servers_are_asked_in_the_old_way() {
     if !have("nbdkit") {
         return;
     }
-    for (args, structured) in [(&["--no-sr"][..], false), (&["--mask-handshake=0"], false), (&["--mask-handshake=1"], true)] {
+    for (args, structured) in [
+        (&["--no-sr"][..], false),
+        (&["--mask-handshake=0"], false),
+        (&["--mask-handshake=1"], true),
+    ] {
         let scratch = Scratch::new("old");
         let server = Server::nbdkit(&scratch, &[args, &["memory", "8M"]].concat());
         let (export, nbd) = connect(&server.url("nbd", "", "")).unwrap();
@@ -204,7 +237,8 @@ fn qemu_agrees_on_everything_and_keeps_what_it_is_given() {
     // Not a whole number of pages: the rest is not used.
     let file = scratch.file("disk", 32 * MIB + 512);
     let file = file.to_str().unwrap();
-    let server = Server::qemu(&scratch, &["-f", "raw", "-x", "swap", "--shared=8", "--discard=unmap", file]);
+    let server =
+        Server::qemu(&scratch, &["-f", "raw", "-x", "swap", "--shared=8", "--discard=unmap", file]);
     let (export, nbd) = connect(&server.url("nbd", "swap", "")).unwrap();
     assert_eq!((export.size, export.structured), (32 * MIB, true));
     assert!(export.flags.has(Flags::SEND_TRIM), "{export:?}");
@@ -223,7 +257,16 @@ fn exports_that_cannot_be_swapped_to_are_refused() {
     for (args, part) in [
         (&["-r", "memory", "8M"][..], "the export is read-only"),
         (&["memory", "0"], "smaller than a page"),
-        (&["--filter=blocksize-policy", "memory", "8M", "blocksize-minimum=8192", "blocksize-preferred=8192"], "8192"),
+        (
+            &[
+                "--filter=blocksize-policy",
+                "memory",
+                "8M",
+                "blocksize-minimum=8192",
+                "blocksize-preferred=8192",
+            ],
+            "8192",
+        ),
     ] {
         let scratch = Scratch::new("unfit");
         let server = Server::nbdkit(&scratch, args);
@@ -231,8 +274,16 @@ fn exports_that_cannot_be_swapped_to_are_refused() {
         assert!(error.to_string().contains(part), "{args:?}: {error}");
     }
     let scratch = Scratch::new("sizes");
-    let policy = ["blocksize-minimum=512", "blocksize-preferred=4096", "blocksize-maximum=65536", "blocksize-error-policy=error"];
-    let server = Server::nbdkit(&scratch, &[&["--filter=blocksize-policy", "memory", "8M"][..], &policy].concat());
+    let policy = [
+        "blocksize-minimum=512",
+        "blocksize-preferred=4096",
+        "blocksize-maximum=65536",
+        "blocksize-error-policy=error",
+    ];
+    let server = Server::nbdkit(
+        &scratch,
+        &[&["--filter=blocksize-policy", "memory", "8M"][..], &policy].concat(),
+    );
     let (export, nbd) = connect(&server.url("nbd", "", "")).unwrap();
     assert_eq!(export.longest, 65536);
     Exercise::new(&nbd, 8 * MIB / PAGE).run(10);
@@ -244,7 +295,10 @@ fn delay_is_paid_once_for_all_that_is_in_flight() {
         return;
     }
     let scratch = Scratch::new("delay");
-    let server = Server::nbdkit(&scratch, &["--filter=delay", "memory", "8M", "rdelay=100ms", "wdelay=100ms", "-t", "64"]);
+    let server = Server::nbdkit(
+        &scratch,
+        &["--filter=delay", "memory", "8M", "rdelay=100ms", "wdelay=100ms", "-t", "64"],
+    );
     let (_, nbd) = connect(&server.url("nbd", "", "")).unwrap();
     let mut exercise = Exercise::new(&nbd, 8 * MIB / PAGE);
     let start = Instant::now();
@@ -290,8 +344,11 @@ fn errors_of_the_server_come_through_and_go_away() {
 
 /// Exercises an export whose server is killed and started again all the time.
 fn survive(server: &mut Server, url: &str, blocks: u64) {
-    let patient =
-        Options { read_patience: Duration::from_secs(60), write_patience: Duration::from_secs(60), ..Options::default() };
+    let patient = Options {
+        read_patience: Duration::from_secs(60),
+        write_patience: Duration::from_secs(60),
+        ..Options::default()
+    };
     let (_, nbd) = connect_with(url, patient).unwrap();
     let (stop, rounds) = (AtomicBool::new(false), AtomicU32::new(0));
     std::thread::scope(|s| {
@@ -372,8 +429,11 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     let scratch = Scratch::new("device");
     let file = scratch.file("disk", 16 * MIB);
     let mut server = Server::nbdkit(&scratch, &["file", file.to_str().unwrap()]);
-    let impatient =
-        Options { read_patience: Duration::from_secs(2), write_patience: Duration::from_millis(200), ..Options::default() };
+    let impatient = Options {
+        read_patience: Duration::from_secs(2),
+        write_patience: Duration::from_millis(200),
+        ..Options::default()
+    };
     let (_, nbd) = connect_with(&server.url("nbd", "", ""), impatient).unwrap();
     let device = FileDevice::on_export(nbd, [3; 32], 1, Box::new(Source::default()));
     let pages: Vec<Page> = (0..300).map(|slot| contents(slot, 1)).collect();
@@ -385,7 +445,8 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     }
     let read = |slots: &[u32]| {
         let mut back = vec![[0u8; PAGE_SIZE]; slots.len()];
-        let mut wanted: Vec<(Slot, &mut Page)> = slots.iter().map(|slot| Slot(*slot)).zip(&mut back).collect();
+        let mut wanted: Vec<(Slot, &mut Page)> =
+            slots.iter().map(|slot| Slot(*slot)).zip(&mut back).collect();
         device.read(&mut wanted).map(|()| back)
     };
     let some: Vec<u32> = (0..100).map(|i| i * 71 % 300).collect();
@@ -419,10 +480,12 @@ fn a_device_on_an_export_outlives_its_server_and_names_what_it_cannot_read() {
     assert_eq!((failed.slot, failed.kind), (Slot(7), ReadErrorKind::Authentication));
 }
 
-/// Sessions that are being pumped in this process for servers of this test alone: threads inherit no name.
+/// Sessions that are being pumped in this process for servers of this test alone: threads inherit
+/// no name.
 fn pumps() -> usize {
-    let names =
-        std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| std::fs::read(task.ok()?.path().join("comm")).ok());
+    let names = std::fs::read_dir("/proc/self/task")
+        .unwrap()
+        .filter_map(|task| std::fs::read(task.ok()?.path().join("comm")).ok());
     names.filter(|name| name.starts_with(b"swaptide-tls")).count()
 }
 
@@ -463,7 +526,15 @@ fn nbdkit_under_tls() {
     authority.sign("server", "swap.example");
     let file = scratch.file("disk", 16 * MIB);
     let certificates = format!("--tls-certificates={}", authority.directory().display());
-    let args = ["--tls=require", &certificates, "--filter=delay", "file", file.to_str().unwrap(), "rdelay=1ms", "wdelay=1ms"];
+    let args = [
+        "--tls=require",
+        &certificates,
+        "--filter=delay",
+        "file",
+        file.to_str().unwrap(),
+        "rdelay=1ms",
+        "wdelay=1ms",
+    ];
     let mut server = Server::nbdkit(&scratch, &args);
     under_tls(&mut server, "", &authority, 16 * MIB / PAGE);
 }
@@ -477,8 +548,22 @@ fn qemu_under_tls() {
     let authority = Authority::new(scratch.path("pki"));
     authority.sign("server", "swap.example");
     let file = scratch.file("disk", 16 * MIB);
-    let object = format!("tls-creds-x509,id=tls0,endpoint=server,verify-peer=no,dir={}", authority.directory().display());
-    let args = ["--object", &object, "--tls-creds", "tls0", "-f", "raw", "-x", "swap", "--shared=8", file.to_str().unwrap()];
+    let object = format!(
+        "tls-creds-x509,id=tls0,endpoint=server,verify-peer=no,dir={}",
+        authority.directory().display()
+    );
+    let args = [
+        "--object",
+        &object,
+        "--tls-creds",
+        "tls0",
+        "-f",
+        "raw",
+        "-x",
+        "swap",
+        "--shared=8",
+        file.to_str().unwrap(),
+    ];
     let mut server = Server::qemu(&scratch, &args);
     under_tls(&mut server, "swap", &authority, 16 * MIB / PAGE);
 }
@@ -493,11 +578,18 @@ fn a_server_that_wants_to_know_its_clients_gets_a_certificate() {
     authority.sign("server", "swap.example");
     authority.sign("client", "client.example");
     let certificates = format!("--tls-certificates={}", authority.directory().display());
-    let server = Server::nbdkit(&scratch, &["--tls=require", "--tls-verify-peer", &certificates, "memory", "8M"]);
+    let server = Server::nbdkit(
+        &scratch,
+        &["--tls=require", "--tls-verify-peer", &certificates, "memory", "8M"],
+    );
     let base = format!("&ca={}&tls-hostname=swap.example", authority.path("ca-cert.pem"));
     let error = connect(&server.url("nbds", "", &base)).map(drop).unwrap_err();
     assert!(matches!(&error, NbdError::Tls(..) | NbdError::Talk(..)), "{error}");
-    let ours = format!("{base}&cert={}&key={}", authority.path("client-cert.pem"), authority.path("client-key.pem"));
+    let ours = format!(
+        "{base}&cert={}&key={}",
+        authority.path("client-cert.pem"),
+        authority.path("client-key.pem")
+    );
     let (_, nbd) = connect(&server.url("nbds", "", &ours)).unwrap();
     Exercise::new(&nbd, 8 * MIB / PAGE).run(5);
 }
@@ -518,8 +610,8 @@ fn a_server_without_tls_is_refused_where_tls_is_wanted_and_pumps_end() {
     let certificates = format!("--tls-certificates={}", authority.directory().display());
     let mut server = Server::nbdkit(&other, &["--tls=require", &certificates, "memory", "8M"]);
     let url = server.url("nbds", "", &format!("&ca={}", authority.path("ca-cert.pem")));
-    // In this process other tests have pumps, too, which come and go: enough of ours that those do not matter. A thread has its
-    // name a moment after it was started.
+    // In this process other tests have pumps, too, which come and go: enough of ours that those do
+    // not matter. A thread has its name a moment after it was started.
     let until = |what: &str, good: fn(usize) -> bool| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !good(pumps()) {

@@ -1,4 +1,5 @@
-//! Real servers for the tests: nbdkit and qemu-nbd, where they are installed (`./check` installs them).
+//! Real servers for the tests: nbdkit and qemu-nbd, where they are installed (`./check` installs
+//! them).
 
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -14,7 +15,8 @@ impl Scratch {
     pub fn new(name: &str) -> Scratch {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("swaptide-nbd-{name}-{}-{number}", std::process::id()));
+        let path = std::env::temp_dir()
+            .join(format!("swaptide-nbd-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a directory for the test");
         Scratch(path)
     }
@@ -26,7 +28,9 @@ impl Scratch {
     /// A file of so many zeros.
     pub fn file(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
-        std::fs::File::create(&path).and_then(|file| file.set_len(bytes)).expect("a file for the server");
+        std::fs::File::create(&path)
+            .and_then(|file| file.set_len(bytes))
+            .expect("a file for the server");
         path
     }
 }
@@ -37,10 +41,19 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether a server can be tested. Says so where not; under `./check`, which installs it, that is a failure.
+/// Whether a server can be tested. Says so where not; under `./check`, which installs it, that is a
+/// failure.
 pub fn have(program: &str) -> bool {
-    let found = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok();
-    assert!(found || std::env::var_os("SWAPTIDE_TEST_ALL").is_none(), "{program} is not installed: run ./check");
+    let found = Command::new(program)
+        .arg("--version")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok();
+    assert!(
+        found || std::env::var_os("SWAPTIDE_TEST_ALL").is_none(),
+        "{program} is not installed: run ./check"
+    );
     if !found {
         eprintln!("skipped: {program} is not installed");
     }

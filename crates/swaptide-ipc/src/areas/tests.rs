@@ -21,7 +21,10 @@ fn the_higher_priority_goes_first_and_equals_take_turns() {
     assert_eq!(segment.extents(), 9);
     let order = all(segment, holder, AreaMask::ALL);
     assert_eq!(order[0], high);
-    assert!(order[1..7].chunks(2).all(|pair| pair.contains(&one) && pair.contains(&other)), "{order:?}");
+    assert!(
+        order[1..7].chunks(2).all(|pair| pair.contains(&one) && pair.contains(&other)),
+        "{order:?}"
+    );
     assert_eq!(order[7..], [low, low]);
     assert_eq!(segment.extents_used(), 9);
 }
@@ -42,12 +45,21 @@ fn extents_of_two_areas_are_never_neighbours_and_lie_where_their_area_says() {
     let segment = test_segment();
     let holder = segment.claim(10, 0).expect("slot");
     let first = segment.add_area(area(2, 5)).expect("area");
-    let second = segment.add_area(NewArea { base_bytes: EXTENT_BYTES, ..area(2, 1) }).expect("area");
-    let leased: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+    let second =
+        segment.add_area(NewArea { base_bytes: EXTENT_BYTES, ..area(2, 1) }).expect("area");
+    let leased: Vec<_> =
+        std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
     assert_eq!(leased, [0, 1, 3, 4].map(ExtentId));
-    let places: Vec<_> = leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
-    assert_eq!(places.iter().map(|place| place.area).collect::<Vec<_>>(), [first, first, second, second]);
-    assert_eq!(places.iter().map(|place| place.offset).collect::<Vec<_>>(), [0, 1, 1, 2].map(|n| n * EXTENT_BYTES));
+    let places: Vec<_> =
+        leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
+    assert_eq!(
+        places.iter().map(|place| place.area).collect::<Vec<_>>(),
+        [first, first, second, second]
+    );
+    assert_eq!(
+        places.iter().map(|place| place.offset).collect::<Vec<_>>(),
+        [0, 1, 1, 2].map(|n| n * EXTENT_BYTES)
+    );
     assert_eq!(segment.place_of(ExtentId(2)), None);
 }
 
@@ -80,11 +92,17 @@ fn a_mirror_lies_beside_its_area_gives_nothing_and_goes_with_it() {
     let id = segment.add_area(NewArea { mirror: Some(mirror), ..area(2, 5) }).expect("area");
     let other = segment.add_area(area(2, 1)).expect("area");
     assert_eq!((segment.extents(), segment.area(mirror).state()), (4, AreaState::Mirror));
-    let leased: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
-    let places: Vec<_> = leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
+    let leased: Vec<_> =
+        std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+    let places: Vec<_> =
+        leased.iter().map(|extent| segment.place_of(*extent).expect("place")).collect();
     assert_eq!(places.iter().map(|place| place.area).collect::<Vec<_>>(), [id, id, other, other]);
-    let copies: Vec<_> = places.iter().map(|place| place.mirror.map(|spot| (spot.area, spot.offset))).collect();
-    assert_eq!(copies, [Some((mirror, EXTENT_BYTES)), Some((mirror, 2 * EXTENT_BYTES)), None, None]);
+    let copies: Vec<_> =
+        places.iter().map(|place| place.mirror.map(|spot| (spot.area, spot.offset))).collect();
+    assert_eq!(
+        copies,
+        [Some((mirror, EXTENT_BYTES)), Some((mirror, 2 * EXTENT_BYTES)), None, None]
+    );
     segment.close_area(id);
     for extent in leased {
         segment.release_extent(holder, extent);
@@ -109,7 +127,11 @@ fn numbers_are_found_between_others_and_end() {
     let ids: Vec<_> = (0..3).map(|_| segment.add_area(area(10, 0)).expect("area")).collect();
     segment.close_area(ids[1]);
     assert!(segment.remove_area(ids[1]));
-    assert_eq!(segment.add_area(area(11, 0)).map(|id| segment.area(id).range().start), Some(33), "too large for the gap");
+    assert_eq!(
+        segment.add_area(area(11, 0)).map(|id| segment.area(id).range().start),
+        Some(33),
+        "too large for the gap"
+    );
     segment.close_area(ids[1]);
     assert!(segment.remove_area(ids[1]));
     assert_eq!(segment.add_area(area(10, 0)).map(|id| segment.area(id).range().start), Some(11));
@@ -155,14 +177,19 @@ fn leasing_races_with_an_area_that_goes_and_comes_elsewhere() {
                 let index = segment.claim(100 + pid, 0).expect("slot");
                 while !stop.load(Relaxed) {
                     if let Some(extent) = segment.lease_extent(index, AreaMask::ALL) {
-                        assert!(segment.place_of(extent).is_some(), "extent {} is no area's", extent.0);
+                        assert!(
+                            segment.place_of(extent).is_some(),
+                            "extent {} is no area's",
+                            extent.0
+                        );
                         segment.release_extent(index, extent);
                     }
                 }
             });
         }
         for round in 0..2000u32 {
-            // Places of different length, so that the same area's number stands for other extents each time.
+            // Places of different length, so that the same area's number stands for other extents
+            // each time.
             let id = segment.add_area(area(1 + round % 7, 0)).expect("area");
             let beside = segment.add_area(area(3, 0)).expect("area");
             for id in [id, beside] {
@@ -202,7 +229,8 @@ fn a_full_area_gives_no_extent_and_a_released_one_is_given_again() {
     let segment = test_segment();
     segment.add_area(area(100, 0)).expect("area");
     let holder = segment.claim(10, 0).expect("slot");
-    let mut all: Vec<_> = std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
+    let mut all: Vec<_> =
+        std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)).collect();
     all.sort();
     all.dedup();
     assert_eq!(all.len(), 100);
@@ -219,7 +247,9 @@ fn bytes_are_freed_only_of_an_extent_that_nobody_holds_or_can_get() {
     assert!(!segment.while_unheld(extent, || panic!("it is held")));
     assert!(segment.release_extent(holder, extent));
     let mut others = Vec::new();
-    assert!(segment.while_unheld(extent, || others.extend(std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)))));
+    assert!(segment.while_unheld(extent, || {
+        others.extend(std::iter::from_fn(|| segment.lease_extent(holder, AreaMask::ALL)))
+    }));
     assert_eq!(others.len(), 99);
     assert!(!others.contains(&extent));
     assert_eq!(segment.lease_extent(holder, AreaMask::ALL), Some(extent));

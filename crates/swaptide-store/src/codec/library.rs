@@ -1,12 +1,15 @@
-//! The two C libraries behind the codec: lz4 and zstd, each used through the few functions that allocate nothing and keep no state of
-//! their own. The only unsafe code of the codec.
+//! The two C libraries behind the codec: lz4 and zstd, each used through the few functions that
+//! allocate nothing and keep no state of their own. The only unsafe code of the codec.
 //!
-//! Owns the memory the libraries work in: lz4's hash table, zstd's contexts. All of it is allocated when an owner is made; calls after that
-//! allocate nothing. That memory is not touched before it is needed, so a codec that is never used costs address space only.
+//! Owns the memory the libraries work in: lz4's hash table, zstd's contexts. All of it is allocated
+//! when an owner is made; calls after that allocate nothing. That memory is not touched before it
+//! is needed, so a codec that is never used costs address space only.
 //!
 //! Invariants:
-//! 1. A library writes only to the memory of its owner and to the output it is given, whatever the input holds.
-//! 2. A zstd frame made here begins with a byte of 0 (no magic number, and a frame header that declares nothing); an lz4 block never does. Its second byte, the window, is far from 255.
+//! 1. A library writes only to the memory of its owner and to the output it is given, whatever the
+//!    input holds.
+//! 2. A zstd frame made here begins with a byte of 0 (no magic number, and a frame header that
+//!    declares nothing); an lz4 block never does. Its second byte, the window, is far from 255.
 
 use core::alloc::Layout;
 use core::ffi::{c_char, c_int, c_void};
@@ -43,9 +46,12 @@ unsafe impl Sync for Memory {}
 
 impl Memory {
     fn new(len: usize, zeroed: bool) -> Memory {
-        let layout = Layout::from_size_align(len.max(1), 64).expect("a codec's memory is some hundred KiB");
+        let layout =
+            Layout::from_size_align(len.max(1), 64).expect("a codec's memory is some hundred KiB");
         // SAFETY: the layout's size is not zero.
-        let start = unsafe { if zeroed { std::alloc::alloc_zeroed(layout) } else { std::alloc::alloc(layout) } };
+        let start = unsafe {
+            if zeroed { std::alloc::alloc_zeroed(layout) } else { std::alloc::alloc(layout) }
+        };
         let Some(start) = NonNull::new(start) else { std::alloc::handle_alloc_error(layout) };
         Memory { start, layout }
     }
@@ -83,20 +89,32 @@ impl Lz4 {
     /// Compresses `input`, which is not empty, to the start of `out`; `None` when it does not fit.
     pub(super) fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Option<usize> {
         let (len, room) = (c_int::try_from(input.len()).ok()?, c_int::try_from(out.len()).ok()?);
-        // SAFETY: the state is as large as the library asks, aligned, and was zeroed or left by this function before, which is what
-        // this function of the library asks for; input and output are slices, given with their lengths.
+        // SAFETY: the state is as large as the library asks, aligned, and was zeroed or left by
+        // this function before, which is what this function of the library asks for; input and
+        // output are slices, given with their lengths.
         let len = unsafe {
-            LZ4_compress_fast_extState_fastReset(self.state.ptr(), input.as_ptr().cast(), out.as_mut_ptr().cast(), len, room, 1)
+            LZ4_compress_fast_extState_fastReset(
+                self.state.ptr(),
+                input.as_ptr().cast(),
+                out.as_mut_ptr().cast(),
+                len,
+                room,
+                1,
+            )
         };
         usize::try_from(len).ok().filter(|&len| len > 0)
     }
 }
 
-/// Decompresses an lz4 block to the start of `out`; gives its length, or nothing if it is no block or does not fit.
+/// Decompresses an lz4 block to the start of `out`; gives its length, or nothing if it is no block
+/// or does not fit.
 pub(super) fn lz4_decompress(block: &[u8], out: &mut [u8]) -> Option<usize> {
     let (len, room) = (c_int::try_from(block.len()).ok()?, c_int::try_from(out.len()).ok()?);
-    // SAFETY: two slices, given with their lengths; the library's function for blocks that nobody vouches for.
-    let len = unsafe { lz4_sys::LZ4_decompress_safe(block.as_ptr().cast(), out.as_mut_ptr().cast(), len, room) };
+    // SAFETY: two slices, given with their lengths; the library's function for blocks that nobody
+    // vouches for.
+    let len = unsafe {
+        lz4_sys::LZ4_decompress_safe(block.as_ptr().cast(), out.as_mut_ptr().cast(), len, room)
+    };
     usize::try_from(len).ok()
 }
 
@@ -125,14 +143,18 @@ impl ZstdCompressor {
         let plain = [
             (Parameter::ZSTD_c_compressionLevel, level),
             // No magic number: what it is, its place says.
-            (Parameter::ZSTD_c_experimentalParam2, zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as i32),
+            (
+                Parameter::ZSTD_c_experimentalParam2,
+                zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as i32,
+            ),
             (Parameter::ZSTD_c_contentSizeFlag, 0),
             (Parameter::ZSTD_c_checksumFlag, 0),
             (Parameter::ZSTD_c_dictIDFlag, 0),
         ];
         for (parameter, value) in plain {
             // SAFETY: the context was just made.
-            let answer = unsafe { zstd_sys::ZSTD_CCtx_setParameter(context.as_ptr(), parameter, value) };
+            let answer =
+                unsafe { zstd_sys::ZSTD_CCtx_setParameter(context.as_ptr(), parameter, value) };
             assert!(size(answer).is_some(), "zstd does not know a parameter");
         }
         // SAFETY: as above.
@@ -145,7 +167,13 @@ impl ZstdCompressor {
     pub(super) fn compress(&mut self, page: &[u8], out: &mut [u8]) -> Option<usize> {
         // SAFETY: the context is exclusively ours; input and output are given with their lengths.
         size(unsafe {
-            zstd_sys::ZSTD_compress2(self.context.as_ptr(), out.as_mut_ptr().cast(), out.len(), page.as_ptr().cast(), page.len())
+            zstd_sys::ZSTD_compress2(
+                self.context.as_ptr(),
+                out.as_mut_ptr().cast(),
+                out.len(),
+                page.as_ptr().cast(),
+                page.len(),
+            )
         })
     }
 }
@@ -169,14 +197,21 @@ impl ZstdDecompressor {
         let context = unsafe { zstd_sys::ZSTD_initStaticDCtx(memory.ptr(), len) };
         let context = NonNull::new(context).expect("zstd takes as much memory as it asked for");
         // SAFETY: the context was just made.
-        let answer = unsafe { zstd_sys::ZSTD_DCtx_setFormat(context.as_ptr(), zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless) };
+        let answer = unsafe {
+            zstd_sys::ZSTD_DCtx_setFormat(
+                context.as_ptr(),
+                zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless,
+            )
+        };
         assert!(size(answer).is_some(), "zstd does not know a format");
         ZstdDecompressor { context, _memory: memory }
     }
 
-    /// Decompresses a frame to the start of `out`; gives its length, or nothing if it is no frame or does not fit.
+    /// Decompresses a frame to the start of `out`; gives its length, or nothing if it is no frame
+    /// or does not fit.
     pub(super) fn decompress(&mut self, frame: &[u8], out: &mut [u8]) -> Option<usize> {
-        // SAFETY: the context is exclusively ours; two slices, given with their lengths. The library checks the frame.
+        // SAFETY: the context is exclusively ours; two slices, given with their lengths. The
+        // library checks the frame.
         size(unsafe {
             zstd_sys::ZSTD_decompressDCtx(
                 self.context.as_ptr(),

@@ -2,7 +2,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-const CODECS: [(Choice, Codec); 3] = [(Choice::Lz4, Codec::Lz4), (Choice::Zstd, Codec::Zstd), (Choice::Snappy, Codec::Snappy)];
+const CODECS: [(Choice, Codec); 3] =
+    [(Choice::Lz4, Codec::Lz4), (Choice::Zstd, Codec::Zstd), (Choice::Snappy, Codec::Snappy)];
 
 fn text_page() -> Page {
     let mut page = [0; PAGE_SIZE];
@@ -26,21 +27,29 @@ fn guarded(unpacker: &mut Unpacker, packed: &[u8], len: usize) -> Option<Vec<u8>
     const GUARD: usize = 64;
     let mut buffer = vec![0xa5; len + 2 * GUARD];
     let answer = unpacker.unpack(packed, &mut buffer[GUARD..GUARD + len]);
-    assert!(buffer[..GUARD].iter().chain(&buffer[GUARD + len..]).all(|&byte| byte == 0xa5), "written outside");
+    assert!(
+        buffer[..GUARD].iter().chain(&buffer[GUARD + len..]).all(|&byte| byte == 0xa5),
+        "written outside"
+    );
     answer.ok().map(|()| buffer[GUARD..GUARD + len].to_vec())
 }
 
-/// Pages of runs of every period, words that resemble each other, noise, and some of it again far away.
+/// Pages of runs of every period, words that resemble each other, noise, and some of it again far
+/// away.
 fn pages() -> impl Strategy<Value = Page> {
     let run = (prop::collection::vec(any::<u8>(), 1..40), 1usize..600)
         .prop_map(|(period, len)| period.into_iter().cycle().take(len).collect::<Vec<u8>>());
     let noise = prop::collection::vec(any::<u8>(), 0..300);
-    let words = (any::<u32>(), 1usize..200)
-        .prop_map(|(base, n)| (0..n as u64).flat_map(|i| (u64::from(base) + i * 48).to_le_bytes()).collect::<Vec<u8>>());
+    let words = (any::<u32>(), 1usize..200).prop_map(|(base, n)| {
+        (0..n as u64).flat_map(|i| (u64::from(base) + i * 48).to_le_bytes()).collect::<Vec<u8>>()
+    });
     prop::collection::vec(prop_oneof![3 => run, 1 => noise, 2 => words], 1..30).prop_map(|parts| {
         let data = parts.concat();
         let mut page = [0; PAGE_SIZE];
-        for (byte, from) in page.iter_mut().zip(data.iter().chain(&data[..data.len() / 2]).chain(core::iter::repeat(&0))) {
+        for (byte, from) in page
+            .iter_mut()
+            .zip(data.iter().chain(&data[..data.len() / 2]).chain(core::iter::repeat(&0)))
+        {
             *byte = *from;
         }
         page
@@ -70,7 +79,9 @@ fn pages_and_units_round_trip() {
     assert_eq!(u.unpack(&[], &mut out), Err(BadBlock));
     for n in [2, 15, 16] {
         let pages: Vec<u8> = page.iter().copied().cycle().take(n * PAGE_SIZE).collect();
-        let PackedUnit::Bytes(block) = c.compress_unit(&pages) else { panic!("text must compress") };
+        let PackedUnit::Bytes(block) = c.compress_unit(&pages) else {
+            panic!("text must compress")
+        };
         let mut out = vec![0; pages.len()];
         u.unpack(block, &mut out).unwrap();
         assert!(out == pages);
@@ -101,10 +112,19 @@ fn the_run_a_page_ends_in_is_left_out_and_comes_back() {
                 let mut page = noise;
                 fill(&mut page[at.next_multiple_of(8)..], word);
                 page[at..at.next_multiple_of(8)].fill(0);
-                let Packed::Bytes(bytes) = c.compress(&page) else { panic!("{at} random bytes do not compress") };
+                let Packed::Bytes(bytes) = c.compress(&page) else {
+                    panic!("{at} random bytes do not compress")
+                };
                 assert_eq!(Codec::of(bytes), codec);
-                assert!(bytes.len() <= at + 48 && bytes.len() > SHORTEST, "{at} random bytes are {}", bytes.len());
-                assert!(guarded(&mut u, bytes, PAGE_SIZE).as_deref() == Some(&page[..]), "{at} bytes and {word:#x}");
+                assert!(
+                    bytes.len() <= at + 48 && bytes.len() > SHORTEST,
+                    "{at} random bytes are {}",
+                    bytes.len()
+                );
+                assert!(
+                    guarded(&mut u, bytes, PAGE_SIZE).as_deref() == Some(&page[..]),
+                    "{at} bytes and {word:#x}"
+                );
             }
         }
     }
@@ -172,7 +192,9 @@ fn a_higher_level_takes_less_and_every_level_comes_back() {
     let mut page = [0; PAGE_SIZE];
     for (k, (word, noise)) in page.chunks_exact_mut(8).zip(random_page(3)).enumerate() {
         word.copy_from_slice(
-            &[b"one ", b"two ", b"some", b"many"][usize::from(noise) % 4].map(|byte| byte ^ noise >> 6).repeat(2)[..8],
+            &[b"one ", b"two ", b"some", b"many"][usize::from(noise) % 4]
+                .map(|byte| byte ^ noise >> 6)
+                .repeat(2)[..8],
         );
         word[7] = k as u8 / 4;
     }
@@ -201,9 +223,15 @@ fn every_period_and_every_end() {
                 continue;
             }
             let Packed::Bytes(block) = c.compress(&page) else { panic!("period {period}") };
-            assert!(guarded(&mut u, block, PAGE_SIZE).as_deref() == Some(&page[..]), "period {period}, end {end}");
+            assert!(
+                guarded(&mut u, block, PAGE_SIZE).as_deref() == Some(&page[..]),
+                "period {period}, end {end}"
+            );
             let frame = c.compress_tightly(&page, PAGE_SIZE).expect("compresses");
-            assert!(guarded(&mut u, frame, PAGE_SIZE).as_deref() == Some(&page[..]), "period {period}, end {end}");
+            assert!(
+                guarded(&mut u, frame, PAGE_SIZE).as_deref() == Some(&page[..]),
+                "period {period}, end {end}"
+            );
         }
     }
 }
@@ -223,7 +251,8 @@ proptest! {
         }
     }
 
-    /// Damaged bytes unpack to something or to nothing, but touch nothing outside; and leave the unpacker in order.
+    /// Damaged bytes unpack to something or to nothing, but touch nothing outside; and leave the
+    /// unpacker in order.
     #[test]
     fn survives_any_damage(
         page in pages(),

@@ -1,17 +1,23 @@
 //! Reading ahead on a device that turns: with a page comes what was written beside it.
 //!
-//! Where every read begins with a seek, the page asked for costs as much as all that lies around it, and what went out together is often wanted
-//! together, wherever it belongs. So a page that is read alone brings an aligned block of slots along, as many as the last ones proved worth
-//! it. They are held here, in the order they came; nobody is given them before he asks, so each one that is asked for is a *hit*, and known.
-//! (kernel-facts G: the cluster window and its size rule. Where an address's neighbours are wanted is another matter, and the engine's.)
+//! Where every read begins with a seek, the page asked for costs as much as all that lies around
+//! it, and what went out together is often wanted together, wherever it belongs. So a page that is
+//! read alone brings an aligned block of slots along, as many as the last ones proved worth it.
+//! They are held here, in the order they came; nobody is given them before he asks, so each one
+//! that is asked for is a *hit*, and known. (kernel-facts G: the cluster window and its size rule.
+//! Where an address's neighbours are wanted is another matter, and the engine's.)
 //!
 //! Invariants
-//! 1. A page is handed out only where its slot has the very stamp that it had before it was read: no other page ever has that, so it was the
-//!    slot's all the time. A slot that was written or freed meanwhile, or moved by cleaning, is read anew.
-//! 2. A page is held once and handed out once. What is held already and lies in the middle of a larger block is read with it, for one sweep
-//!    is what a disk that turns is good at; its older copy is forgotten.
-//! 3. What is read ahead costs nobody an error: when a read fails, the pages asked for are read alone.
-//! 4. One read is one sweep: what lies further away on the device than the block would be long is left where it is.
+//! 1. A page is handed out only where its slot has the very stamp that it had before it was read:
+//!    no other page ever has that, so it was the slot's all the time. A slot that was written or
+//!    freed meanwhile, or moved by cleaning, is read anew.
+//! 2. A page is held once and handed out once. What is held already and lies in the middle of a
+//!    larger block is read with it, for one sweep is what a disk that turns is good at; its older
+//!    copy is forgotten.
+//! 3. What is read ahead costs nobody an error: when a read fails, the pages asked for are read
+//!    alone.
+//! 4. One read is one sweep: what lies further away on the device than the block would be long is
+//!    left where it is.
 //! 5. Two blocks of the largest size asked for are held at most, or 64 pages.
 //!
 //! Locks: none of its own; it belongs to one reader.
@@ -79,17 +85,27 @@ pub struct ReadAhead {
 
 impl Default for ReadAhead {
     fn default() -> Self {
-        ReadAhead { buffer: Buffer::default(), held: [None; MOST_HELD], next: 0, window: Window::new() }
+        ReadAhead {
+            buffer: Buffer::default(),
+            held: [None; MOST_HELD],
+            next: 0,
+            window: Window::new(),
+        }
     }
 }
 
 impl ReadAhead {
-    /// Brings a batch of pages back, as [`FileDevice::read`] does. A page that is alone in it and lies on a device that turns may bring up to
-    /// `most` pages (1: none) that lie there beside it.
+    /// Brings a batch of pages back, as [`FileDevice::read`] does. A page that is alone in it and
+    /// lies on a device that turns may bring up to `most` pages (1: none) that lie there beside it.
     ///
     /// # Errors
     /// As of [`FileDevice::read`].
-    pub fn read(&mut self, device: &FileDevice, reqs: &mut [(Slot, &mut Page)], most: usize) -> Result<Ahead, ReadError> {
+    pub fn read(
+        &mut self,
+        device: &FileDevice,
+        reqs: &mut [(Slot, &mut Page)],
+        most: usize,
+    ) -> Result<Ahead, ReadError> {
         let mut came = Ahead::default();
         let is_alone = reqs.len() == 1;
         if self.buffer.is_none() && (!is_alone || most <= 1) {
@@ -110,7 +126,9 @@ impl ReadAhead {
         if is_alone && most > 1 && device.turns(*slot) {
             let pages = self.window.next(*slot, most);
             let beside = device.beside(*slot, pages);
-            if !beside.is_empty() && self.read_with(device, (*slot, page), &beside, (2 * most).max(LEAST_HELD)) {
+            if !beside.is_empty()
+                && self.read_with(device, (*slot, page), &beside, (2 * most).max(LEAST_HELD))
+            {
                 came.ahead = beside.len();
                 return Ok(came);
             }
@@ -130,15 +148,24 @@ impl ReadAhead {
     /// Hands a page out, if it is held.
     fn take(&mut self, device: &FileDevice, slot: Slot, page: &mut Page) -> bool {
         let Some(stamp) = device.stamp(slot) else { return false };
-        let Some(at) = self.held.iter().position(|held| *held == Some((slot, stamp))) else { return false };
+        let Some(at) = self.held.iter().position(|held| *held == Some((slot, stamp))) else {
+            return false;
+        };
         self.held[at] = None;
         let Ok(buffer) = self.buffer.blocks(MOST_HELD) else { return false };
         page.copy_from_slice(&buffer[at * PAGE_SIZE..][..PAGE_SIZE]);
         true
     }
 
-    /// Reads a page, and others with it that are held from then on, among at most `room`. False when that failed.
-    fn read_with(&mut self, device: &FileDevice, asked: (Slot, &mut Page), beside: &[(Slot, Stamp)], room: usize) -> bool {
+    /// Reads a page, and others with it that are held from then on, among at most `room`. False
+    /// when that failed.
+    fn read_with(
+        &mut self,
+        device: &FileDevice,
+        asked: (Slot, &mut Page),
+        beside: &[(Slot, Stamp)],
+        room: usize,
+    ) -> bool {
         if self.next + beside.len() > room.min(MOST_HELD) {
             self.next = 0;
         }
@@ -170,7 +197,8 @@ impl FileDevice {
         place.is_some_and(|place| self.source.turns(place.span.extent()))
     }
 
-    /// The slots of the aligned block of `pages` around a slot, without itself, that lie beside it on the device; with what they hold now.
+    /// The slots of the aligned block of `pages` around a slot, without itself, that lie beside it
+    /// on the device; with what they hold now.
     fn beside(&self, slot: Slot, pages: usize) -> Vec<(Slot, Stamp)> {
         let pages = pages.min(CLUSTER_SLOTS) as u32;
         let state = self.state.lock();

@@ -1,13 +1,16 @@
-//! Sealing and opening packed pages: AES-256-GCM with a key of this process's own, or as they are with a tag.
+//! Sealing and opening packed pages: AES-256-GCM with a key of this process's own, or as they are
+//! with a tag.
 //!
-//! The processes that share the swap areas share their key. Each derives its own from it and a salt that no other has, so a
-//! counter is enough for the nonce. The place is authenticated with the object: one that turns up elsewhere does not open.
+//! The processes that share the swap areas share their key. Each derives its own from it and a salt
+//! that no other has, so a counter is enough for the nonce. The place is authenticated with the
+//! object: one that turns up elsewhere does not open.
 //!
-//! What lies on an area without a cipher is [`Form::Plain`]: anybody who can read the area can read it. Its tag is POLYVAL under a secret key, over
-//! counter, place and object. Tags stay in memory, so nobody who writes to the area learns one, and what was changed there does not open either.
+//! What lies on an area without a cipher is [`Form::Plain`]: anybody who can read the area can read
+//! it. Its tag is POLYVAL under a secret key, over counter, place and object. Tags stay in memory,
+//! so nobody who writes to the area learns one, and what was changed there does not open either.
 //!
-//! Invariant: a counter is used for one object only, as long as the cipher lives. Two objects under one nonce would give their difference away, and the
-//! key of the authentication.
+//! Invariant: a counter is used for one object only, as long as the cipher lives. Two objects under
+//! one nonce would give their difference away, and the key of the authentication.
 
 use polyval::universal_hash::UniversalHash;
 use polyval::{Block, Polyval};
@@ -38,9 +41,11 @@ impl Cipher {
     pub(super) fn new(key: &[u8; 32], salt: u64) -> Cipher {
         let common = hmac::Key::new(hmac::HMAC_SHA256, key);
         let own = |purpose: &[u8]| hmac::sign(&common, &[purpose, &salt.to_le_bytes()].concat());
-        let key = UnboundKey::new(&AES_256_GCM, own(b"swaptide pages ").as_ref()).expect("the key is as long as the cipher's");
+        let key = UnboundKey::new(&AES_256_GCM, own(b"swaptide pages ").as_ref())
+            .expect("the key is as long as the cipher's");
         let secret = hmac::Key::new(hmac::HMAC_SHA256, own(b"swaptide others ").as_ref());
-        let plain: [u8; 16] = *hmac::sign(&secret, b"plain objects").as_ref().first_chunk().expect("it has 32 bytes");
+        let plain: [u8; 16] =
+            *hmac::sign(&secret, b"plain objects").as_ref().first_chunk().expect("it has 32 bytes");
         Cipher { aead: LessSafeKey::new(key), plain: Polyval::new(&plain.into()), secret }
     }
 
@@ -50,14 +55,25 @@ impl Cipher {
         *whole.as_ref().first_chunk().expect("it has 32 bytes")
     }
 
-    /// Puts `object` into `sealed`, which is as long, in that form. `counter` must never have been used with this cipher before.
-    pub(super) fn seal(&self, form: Form, counter: u64, place: [u8; 8], object: &[u8], sealed: &mut [u8]) -> Tag {
+    /// Puts `object` into `sealed`, which is as long, in that form. `counter` must never have been
+    /// used with this cipher before.
+    pub(super) fn seal(
+        &self,
+        form: Form,
+        counter: u64,
+        place: [u8; 8],
+        object: &[u8],
+        sealed: &mut [u8],
+    ) -> Tag {
         sealed.copy_from_slice(object);
         if form == Form::Plain {
             return self.plain_tag(counter, place, object);
         }
         let tag = self.aead.seal_in_place_separate_tag(nonce(counter), Aad::from(place), sealed);
-        tag.expect("an object is within the cipher's limits").as_ref().try_into().expect("a tag has 16 bytes")
+        tag.expect("an object is within the cipher's limits")
+            .as_ref()
+            .try_into()
+            .expect("a tag has 16 bytes")
     }
 
     fn plain_tag(&self, counter: u64, place: [u8; 8], object: &[u8]) -> Tag {
@@ -77,12 +93,28 @@ impl Cipher {
         state.finalize().into()
     }
 
-    /// Opens in place; `false` when it is not the object that was sealed: its contents are then undefined.
-    pub(super) fn open(&self, form: Form, counter: u64, place: [u8; 8], tag: &Tag, object: &mut [u8]) -> bool {
+    /// Opens in place; `false` when it is not the object that was sealed: its contents are then
+    /// undefined.
+    pub(super) fn open(
+        &self,
+        form: Form,
+        counter: u64,
+        place: [u8; 8],
+        tag: &Tag,
+        object: &mut [u8],
+    ) -> bool {
         if form == Form::Plain {
             return self.plain_tag(counter, place, object) == *tag;
         }
-        self.aead.open_in_place_separate_tag(nonce(counter), Aad::from(place), (*tag).into(), object, 0..).is_ok()
+        self.aead
+            .open_in_place_separate_tag(
+                nonce(counter),
+                Aad::from(place),
+                (*tag).into(),
+                object,
+                0..,
+            )
+            .is_ok()
     }
 
     /// As [`Self::open`], from one buffer into another of the same length.
@@ -114,7 +146,10 @@ mod tests {
     #[test]
     fn opens_only_what_was_sealed_where_it_was_sealed() {
         let cipher = Cipher::new(&[1; 32], 7);
-        for (len, form) in [1, 100, PAGE_SIZE].into_iter().flat_map(|len| [(len, Form::Sealed), (len, Form::Plain)]) {
+        for (len, form) in [1, 100, PAGE_SIZE]
+            .into_iter()
+            .flat_map(|len| [(len, Form::Sealed), (len, Form::Plain)])
+        {
             let object = vec![0x5a; len];
             let mut sealed = vec![0; len];
             let tag = cipher.seal(form, 3, [10; 8], &object, &mut sealed);
@@ -125,7 +160,8 @@ mod tests {
                     copy[at] ^= 1;
                 }
                 let mut elsewhere = vec![0; len];
-                let opens = cipher.open_into(form, counter, [place; 8], &tag, &copy, &mut elsewhere);
+                let opens =
+                    cipher.open_into(form, counter, [place; 8], &tag, &copy, &mut elsewhere);
                 assert_eq!(cipher.open(form, counter, [place; 8], &tag, &mut copy), opens);
                 assert!(!opens || copy == elsewhere);
                 opens.then_some(copy)

@@ -1,7 +1,9 @@
-//! What pages read back looked like: 16 bytes per slot, in arrays that exist while one of their slots has a digest.
+//! What pages read back looked like: 16 bytes per slot, in arrays that exist while one of their
+//! slots has a digest.
 //!
-//! A digest is POLYVAL under a secret key: whoever does not know the key cannot make, nor can chance in the life of a machine
-//! find, two pages of one digest (a page is 256 blocks of 128 bits: the odds are 257 in 2^128).
+//! A digest is POLYVAL under a secret key: whoever does not know the key cannot make, nor can
+//! chance in the life of a machine find, two pages of one digest (a page is 256 blocks of 128 bits:
+//! the odds are 257 in 2^128).
 
 use polyval::universal_hash::UniversalHash;
 use polyval::{Block, Polyval};
@@ -23,7 +25,8 @@ pub(super) struct Digester(Polyval);
 impl Digester {
     pub(super) fn new(key: [u8; 16]) -> Digester {
         let mut state = Polyval::new(&key.into());
-        // Without a first block that is not zero, the digest of a page of zeros would be zero under every key.
+        // Without a first block that is not zero, the digest of a page of zeros would be zero under
+        // every key.
         state.update(&[Block::from([1; 16])]);
         Digester(state)
     }
@@ -86,6 +89,7 @@ impl Digests {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
+        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>()
+            + self.allocated * size_of::<Cluster>()
     }
 }

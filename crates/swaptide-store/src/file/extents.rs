@@ -1,19 +1,23 @@
 //! The extents leased: which of their blocks are live, and where the next object goes.
 //!
-//! Objects (packed pages, 1 to 4096 bytes) are laid one after the other into a *run* of free blocks of one open extent; a
-//! [`Pen`] is the place in the run that has been reached. When the open extent has no further run, the next one is an extent
-//! of ours that has become sparse, else a new lease, else (the file may not grow) whichever has room. An extent whose last
-//! object is freed is handed to the caller to be let go.
+//! Objects (packed pages, 1 to 4096 bytes) are laid one after the other into a *run* of free blocks
+//! of one open extent; a [`Pen`] is the place in the run that has been reached. When the open
+//! extent has no further run, the next one is an extent of ours that has become sparse, else a new
+//! lease, else (the file may not grow) whichever has room. An extent whose last object is freed is
+//! handed to the caller to be let go.
 //!
-//! A few free blocks are always kept for cleaning, which moves the objects of extents whose blocks are in use but mostly
-//! garbage; a lease is asked for before they are touched.
+//! A few free blocks are always kept for cleaning, which moves the objects of extents whose blocks
+//! are in use but mostly garbage; a lease is asked for before they are touched.
 //!
 //! Invariants:
-//! 1. `counts` of a block is the number of live objects that overlap it, `live_blocks` that of blocks where it is not zero,
-//!    `live_bytes` the sum of the objects' lengths; an object reserved for a write under way counts.
-//! 2. Extents that are shared, distrusted or to be left are never open, so nothing is laid into them.
+//! 1. `counts` of a block is the number of live objects that overlap it, `live_blocks` that of
+//!    blocks where it is not zero, `live_bytes` the sum of the objects' lengths; an object reserved
+//!    for a write under way counts.
+//! 2. Extents that are shared, distrusted or to be left are never open, so nothing is laid into
+//!    them.
 //! 3. All objects of an extent are sealed with the extent's cipher, in the extent's form.
-//! 4. An object is laid only into blocks of a run that were all free when the run was begun, under one hold of the lock.
+//! 4. An object is laid only into blocks of a run that were all free when the run was begun, under
+//!    one hold of the lock.
 //! 5. `free` is the number of free blocks of all extents that objects may be laid into.
 
 use std::collections::BTreeMap;
@@ -27,17 +31,20 @@ use crate::PAGE_SIZE;
 const SPARSE_BELOW: u16 = (EXTENT_PAGES / 4) as u16;
 /// Shortest run worth using in a sparse extent. One below [`SPARSE_BELOW`] always has such a run.
 const SHORTEST_RUN: usize = 3;
-/// When the file may not grow: an extent with so many free blocks is used as it is, before cleaning is thought of.
+/// When the file may not grow: an extent with so many free blocks is used as it is, before cleaning
+/// is thought of.
 const ROOMY: usize = EXTENT_PAGES / 8;
 /// Free blocks that only cleaning may use.
 pub(super) const RESERVE: usize = 16;
 /// Extents cleaned at a time.
 const VICTIMS: usize = 4;
-/// An extent is worth cleaning when the blocks this gains are at least one in so many of those it moves.
+/// An extent is worth cleaning when the blocks this gains are at least one in so many of those it
+/// moves.
 const WORTH: usize = 6;
 const BLOCK_BITS: u32 = EXTENT_PAGES.trailing_zeros();
 
-/// Where an object lies: its first block, its first byte in it, its length. Never beyond the extent's end.
+/// Where an object lies: its first block, its first byte in it, its length. Never beyond the
+/// extent's end.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Span {
     block: u32,
@@ -78,7 +85,8 @@ impl Span {
 
     /// What is authenticated with the object.
     pub(super) fn name(self) -> [u8; 8] {
-        (u64::from(self.block) | u64::from(self.byte) << 32 | u64::from(self.len) << 48).to_le_bytes()
+        (u64::from(self.block) | u64::from(self.byte) << 32 | u64::from(self.len) << 48)
+            .to_le_bytes()
     }
 
     /// Its blocks, counted in the extent.
@@ -88,7 +96,8 @@ impl Span {
     }
 }
 
-/// The next byte to lay an object at, and the end of the run it is in. Worthless once the lock is dropped.
+/// The next byte to lay an object at, and the end of the run it is in. Worthless once the lock is
+/// dropped.
 #[derive(Default)]
 pub(super) struct Pen {
     block: u32,
@@ -161,7 +170,10 @@ impl Leased {
     fn run(&self, mut from: usize, least: usize) -> Option<core::ops::Range<usize>> {
         loop {
             let start = from + self.counts[from..].iter().position(|&count| count == 0)?;
-            let len = self.counts[start..].iter().position(|&count| count != 0).unwrap_or(EXTENT_PAGES - start);
+            let len = self.counts[start..]
+                .iter()
+                .position(|&count| count != 0)
+                .unwrap_or(EXTENT_PAGES - start);
             if len >= least {
                 return Some(start..start + len);
             }
@@ -204,7 +216,14 @@ pub(super) struct Taken {
 
 impl Extents {
     pub(super) fn new(cipher: Arc<Cipher>) -> Extents {
-        Extents { leased: BTreeMap::new(), open: None, sparse: Vec::new(), free: 0, cipher, counter: 0 }
+        Extents {
+            leased: BTreeMap::new(),
+            open: None,
+            sparse: Vec::new(),
+            free: 0,
+            cipher,
+            counter: 0,
+        }
     }
 
     /// What objects taken places for now are to be sealed with.
@@ -214,12 +233,21 @@ impl Extents {
 
     /// What an object was sealed with, in which form, and the base of its counter.
     pub(super) fn sealed_with(&self, span: Span) -> (&Arc<Cipher>, Form, u64) {
-        let leased = self.leased.get(&span.extent().0).expect("swap file: a slot's page is in an extent that was let go");
+        let leased = self
+            .leased
+            .get(&span.extent().0)
+            .expect("swap file: a slot's page is in an extent that was let go");
         (&leased.cipher, leased.form, leased.base)
     }
 
     /// A place for an object of `len` bytes, next to the one before if it fits there.
-    pub(super) fn take(&mut self, len: usize, pen: &mut Pen, source: &dyn ExtentSource, purpose: Purpose) -> Result<Taken, Full> {
+    pub(super) fn take(
+        &mut self,
+        len: usize,
+        pen: &mut Pen,
+        source: &dyn ExtentSource,
+        purpose: Purpose,
+    ) -> Result<Taken, Full> {
         assert!((1..=PAGE_SIZE).contains(&len), "swap file: an object of {len} bytes");
         loop {
             if let Some(taken) = self.lay(len, pen) {
@@ -264,7 +292,12 @@ impl Extents {
     }
 
     /// Sets the pen to the start of a run of free blocks.
-    fn next_run(&mut self, pen: &mut Pen, source: &dyn ExtentSource, purpose: Purpose) -> Result<(), Full> {
+    fn next_run(
+        &mut self,
+        pen: &mut Pen,
+        source: &dyn ExtentSource,
+        purpose: Purpose,
+    ) -> Result<(), Full> {
         let reserve = if purpose == Purpose::Clean { 0 } else { RESERVE };
         if self.free <= reserve && !self.lease(source) {
             return Err(self.full(purpose));
@@ -306,7 +339,8 @@ impl Extents {
             }
         }
         // The file may not grow.
-        let roomy = self.leased.iter().filter(|(_, l)| l.writable()).min_by_key(|(_, l)| l.live_blocks);
+        let roomy =
+            self.leased.iter().filter(|(_, l)| l.writable()).min_by_key(|(_, l)| l.live_blocks);
         match roomy.map(|(&extent, l)| (extent, l.free_blocks())) {
             Some((extent, free)) if free > 0 => {
                 if free < ROOMY && purpose == Purpose::Write && !self.victims().is_empty() {
@@ -323,13 +357,20 @@ impl Extents {
     }
 
     fn full(&self, purpose: Purpose) -> Full {
-        if purpose == Purpose::Write && !self.victims().is_empty() { Full::OfGarbage } else { Full::Entirely }
+        if purpose == Purpose::Write && !self.victims().is_empty() {
+            Full::OfGarbage
+        } else {
+            Full::Entirely
+        }
     }
 
     /// Leases a further extent, which is then the first of the sparse ones.
     fn lease(&mut self, source: &dyn ExtentSource) -> bool {
         let Some(Extent(extent)) = source.lease() else { return false };
-        assert!(extent < Span::NOWHERE.extent().0, "swap file: extent {extent} is beyond the largest file");
+        assert!(
+            extent < Span::NOWHERE.extent().0,
+            "swap file: extent {extent} is beyond the largest file"
+        );
         let leased = Leased {
             counts: Box::new([0; EXTENT_PAGES]),
             live_blocks: 0,
@@ -342,7 +383,10 @@ impl Extents {
             form: if source.is_plain(Extent(extent)) { Form::Plain } else { Form::Sealed },
             base: self.counter,
         };
-        assert!(self.leased.insert(extent, leased).is_none(), "swap file: extent {extent} is leased twice");
+        assert!(
+            self.leased.insert(extent, leased).is_none(),
+            "swap file: extent {extent} is leased twice"
+        );
         self.free += EXTENT_PAGES;
         self.sparse.push(extent);
         true
@@ -370,7 +414,10 @@ impl Extents {
     /// An object is no longer live.
     pub(super) fn free(&mut self, span: Span) -> Option<Vacated> {
         let Extent(extent) = span.extent();
-        let leased = self.leased.get_mut(&extent).expect("swap file: a page is freed in an extent that was let go");
+        let leased = self
+            .leased
+            .get_mut(&extent)
+            .expect("swap file: a page is freed in an extent that was let go");
         let mut emptied = 0;
         for count in &mut leased.counts[span.blocks()] {
             *count = count.checked_sub(1).expect("swap file: a page is freed twice");
@@ -423,9 +470,12 @@ impl Extents {
         }
     }
 
-    /// Lays nothing into the extents that `leaving` names, until they are not named any more. Gives those of them that are empty, and the number of the
-    /// others.
-    pub(super) fn set_leaving(&mut self, leaving: impl Fn(Extent) -> bool) -> (Vec<Vacated>, usize) {
+    /// Lays nothing into the extents that `leaving` names, until they are not named any more. Gives
+    /// those of them that are empty, and the number of the others.
+    pub(super) fn set_leaving(
+        &mut self,
+        leaving: impl Fn(Extent) -> bool,
+    ) -> (Vec<Vacated>, usize) {
         let mut empty = Vec::new();
         for (&extent, leased) in &mut self.leased {
             let before = leased.writable();
@@ -443,7 +493,10 @@ impl Extents {
                 empty.push(extent);
             }
         }
-        if self.open.is_some_and(|open| self.leased.get(&open.extent).is_none_or(|leased| leased.leaving)) {
+        if self
+            .open
+            .is_some_and(|open| self.leased.get(&open.extent).is_none_or(|leased| leased.leaving))
+        {
             self.open = None;
         }
         (empty.into_iter().map(|extent| self.remove(extent)).collect(), self.leaving_count())
@@ -451,14 +504,20 @@ impl Extents {
 
     /// A few of the extents that shall be left.
     pub(super) fn leaving(&self) -> Vec<Extent> {
-        self.leased.iter().filter(|(_, l)| l.leaving).take(VICTIMS).map(|(&extent, _)| Extent(extent)).collect()
+        self.leased
+            .iter()
+            .filter(|(_, l)| l.leaving)
+            .take(VICTIMS)
+            .map(|(&extent, _)| Extent(extent))
+            .collect()
     }
 
     pub(super) fn leaving_count(&self) -> usize {
         self.leased.values().filter(|l| l.leaving).count()
     }
 
-    /// Everything leased becomes shared. What is empty is still exclusively ours and let go instead.
+    /// Everything leased becomes shared. What is empty is still exclusively ours and let go
+    /// instead.
     pub(super) fn freeze(&mut self) -> Vec<Vacated> {
         let vacated = self.close();
         for leased in self.leased.values_mut() {
@@ -485,7 +544,10 @@ impl Extents {
         self.sparse.clear();
         self.free = 0;
         let leased = core::mem::take(&mut self.leased);
-        leased.into_iter().map(|(extent, l)| Vacated { extent: Extent(extent), shared: l.shared }).collect()
+        leased
+            .into_iter()
+            .map(|(extent, l)| Vacated { extent: Extent(extent), shared: l.shared })
+            .collect()
     }
 
     /// Closes the open extent and takes all off the list; those that are empty are vacated.
@@ -519,10 +581,12 @@ impl Extents {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.leased.len() * (size_of::<Leased>() + EXTENT_PAGES + size_of::<u32>()) + self.sparse.capacity() * size_of::<u32>()
+        self.leased.len() * (size_of::<Leased>() + EXTENT_PAGES + size_of::<u32>())
+            + self.sparse.capacity() * size_of::<u32>()
     }
 
-    /// Recounts everything and compares with the places of all slots (tests; no write may be under way).
+    /// Recounts everything and compares with the places of all slots (tests; no write may be under
+    /// way).
     #[cfg(test)]
     pub(super) fn check(&self, spans: impl Iterator<Item = Span>) {
         let mut counts: BTreeMap<u32, (Vec<u8>, u32)> = BTreeMap::new();
@@ -532,16 +596,28 @@ impl Extents {
             assert!(pair[0].start() + pair[0].len() as u64 <= pair[1].start(), "objects overlap");
         }
         for span in all {
-            let (counts, bytes) = counts.entry(span.extent().0).or_insert_with(|| (vec![0; EXTENT_PAGES], 0));
+            let (counts, bytes) =
+                counts.entry(span.extent().0).or_insert_with(|| (vec![0; EXTENT_PAGES], 0));
             counts[span.blocks()].iter_mut().for_each(|count| *count += 1);
             *bytes += span.len() as u32;
         }
         for (extent, leased) in &self.leased {
-            let (counts, bytes) = counts.remove(extent).unwrap_or_else(|| (vec![0; EXTENT_PAGES], 0));
-            assert_eq!((&leased.counts[..], leased.live_bytes), (&counts[..], bytes), "extent {extent}");
-            assert_eq!(usize::from(leased.live_blocks), counts.iter().filter(|&&count| count > 0).count());
+            let (counts, bytes) =
+                counts.remove(extent).unwrap_or_else(|| (vec![0; EXTENT_PAGES], 0));
+            assert_eq!(
+                (&leased.counts[..], leased.live_bytes),
+                (&counts[..], bytes),
+                "extent {extent}"
+            );
+            assert_eq!(
+                usize::from(leased.live_blocks),
+                counts.iter().filter(|&&count| count > 0).count()
+            );
         }
         assert!(counts.is_empty(), "a page in an extent that was let go");
-        assert_eq!(self.free, self.leased.values().filter(|l| l.writable()).map(Leased::free_blocks).sum::<usize>());
+        assert_eq!(
+            self.free,
+            self.leased.values().filter(|l| l.writable()).map(Leased::free_blocks).sum::<usize>()
+        );
     }
 }

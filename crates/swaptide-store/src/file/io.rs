@@ -1,11 +1,12 @@
 //! Reading and writing the swap file.
 //!
-//! [`BlockIo`] is what the device needs of a file, one system call each, so that tests can put a failing disk in its place;
-//! what turns those into whole transfers is here too. [`SwapFile`] is the real one: plain `pread` and `pwrite`, with
-//! `O_DIRECT` where the file system takes it, and an io_uring for batches of scattered reads.
+//! [`BlockIo`] is what the device needs of a file, one system call each, so that tests can put a
+//! failing disk in its place; what turns those into whole transfers is here too. [`SwapFile`] is
+//! the real one: plain `pread` and `pwrite`, with `O_DIRECT` where the file system takes it, and an
+//! io_uring for batches of scattered reads.
 //!
-//! The ring is made by the thread that first needs it (a process may keep the engine's descriptors apart from the program's)
-//! and used by one thread at a time.
+//! The ring is made by the thread that first needs it (a process may keep the engine's descriptors
+//! apart from the program's) and used by one thread at a time.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -46,7 +47,8 @@ pub(crate) trait BlockIo: Send + Sync {
         runs.iter_mut().try_for_each(|run| read_run(self, run))
     }
 
-    /// Reads whole blocks from the other copy that there is of them: what is read otherwise is not what was written.
+    /// Reads whole blocks from the other copy that there is of them: what is read otherwise is not
+    /// what was written.
     fn read_copy(&self, _offset: u64, _blocks: &mut [u8]) -> Result<(), Errno> {
         Err(Errno::NODEV)
     }
@@ -72,7 +74,11 @@ pub(crate) trait BlockIo: Send + Sync {
 }
 
 /// Writes all of `bytes`. On failure, tells from which place of the file on.
-pub(super) fn write_all(io: &dyn BlockIo, mut offset: u64, mut bytes: &[u8]) -> Result<(), (u64, Errno)> {
+pub(super) fn write_all(
+    io: &dyn BlockIo,
+    mut offset: u64,
+    mut bytes: &[u8],
+) -> Result<(), (u64, Errno)> {
     while !bytes.is_empty() {
         match io.write_at(offset, bytes) {
             // A device that takes nothing has nothing left to take.
@@ -89,7 +95,10 @@ pub(super) fn write_all(io: &dyn BlockIo, mut offset: u64, mut bytes: &[u8]) -> 
 }
 
 /// Reads a run in full. On failure, tells which block failed.
-pub(super) fn read_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>) -> Result<(), (usize, Errno)> {
+pub(super) fn read_run<I: BlockIo + ?Sized>(
+    io: &I,
+    run: &mut Run<'_>,
+) -> Result<(), (usize, Errno)> {
     let got = loop {
         match io.read_at(run.offset, run.buf) {
             Err(Errno::INTR) => {}
@@ -103,7 +112,11 @@ pub(super) fn read_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>) -> Result
 }
 
 /// Reads what is missing of a run of which `got` bytes were read, block by block.
-fn finish_run<I: BlockIo + ?Sized>(io: &I, run: &mut Run<'_>, mut got: usize) -> Result<(), (usize, Errno)> {
+fn finish_run<I: BlockIo + ?Sized>(
+    io: &I,
+    run: &mut Run<'_>,
+    mut got: usize,
+) -> Result<(), (usize, Errno)> {
     for (i, block) in run.buf.chunks_mut(PAGE_SIZE).enumerate() {
         let mut done = got.min(block.len());
         got -= done;
@@ -179,7 +192,8 @@ enum Ring {
 impl SwapFile {
     pub(super) fn new(fd: OwnedFd) -> SwapFile {
         // File systems without it refuse the flag here, or the first transfer.
-        let direct = fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT)).is_ok();
+        let direct =
+            fcntl_getfl(&fd).and_then(|flags| fcntl_setfl(&fd, flags | OFlags::DIRECT)).is_ok();
         SwapFile { fd, direct: AtomicBool::new(direct), ring: Lock::new(Ring::Untried) }
     }
 
@@ -192,18 +206,27 @@ impl SwapFile {
     }
 
     /// Reads all runs through the ring; what it leaves short is finished one by one.
-    fn read_with_ring(&self, ring: &mut IoUring, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    fn read_with_ring(
+        &self,
+        ring: &mut IoUring,
+        runs: &mut [Run<'_>],
+    ) -> Result<(), (usize, Errno)> {
         let fd = &self.fd;
         for batch in runs.chunks_mut(RING_DEPTH as usize) {
             let mut got = [0usize; RING_DEPTH as usize];
             for (i, run) in batch.iter_mut().enumerate() {
-                let read = opcode::Read::new(types::Fd(fd.as_raw_fd()), run.buf.as_mut_ptr(), run.buf.len() as u32)
-                    .offset(run.offset)
-                    .build()
-                    .user_data(i as u64);
-                // SAFETY: the buffers outlive the request: this function does not return (and the loop does
-                // not go on) before every request has completed.
-                unsafe { ring.submission().push(&read) }.expect("the ring has room for a batch, and is empty between batches");
+                let read = opcode::Read::new(
+                    types::Fd(fd.as_raw_fd()),
+                    run.buf.as_mut_ptr(),
+                    run.buf.len() as u32,
+                )
+                .offset(run.offset)
+                .build()
+                .user_data(i as u64);
+                // SAFETY: the buffers outlive the request: this function does not return (and the
+                // loop does not go on) before every request has completed.
+                unsafe { ring.submission().push(&read) }
+                    .expect("the ring has room for a batch, and is empty between batches");
             }
             let mut left = batch.len();
             while left > 0 {
@@ -213,10 +236,13 @@ impl SwapFile {
                     && err.raw_os_error() != Some(Errno::BUSY.raw_os_error())
                 {
                     // Nobody can tell any more which buffers the kernel still writes to.
-                    panic!("swap file: io_uring does not answer ({err}) with {left} reads under way");
+                    panic!(
+                        "swap file: io_uring does not answer ({err}) with {left} reads under way"
+                    );
                 }
                 for done in ring.completion() {
-                    // A failed read counts as one of no bytes: it is tried again below, and its error seen there.
+                    // A failed read counts as one of no bytes: it is tried again below, and its
+                    // error seen there.
                     got[done.user_data() as usize] = usize::try_from(done.result()).unwrap_or(0);
                     left -= 1;
                 }

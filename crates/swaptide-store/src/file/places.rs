@@ -1,4 +1,5 @@
-//! From a slot to where its packed page lies: 28 bytes per slot, in arrays that exist while one of their slots is in use.
+//! From a slot to where its packed page lies: 28 bytes per slot, in arrays that exist while one of
+//! their slots is in use.
 
 use super::cipher::Tag;
 use super::extents::Span;
@@ -74,11 +75,14 @@ impl Places {
         Some(before)
     }
 
-    /// Calls `f` for every slot of a cluster that is in use; `false` when there are no further clusters.
+    /// Calls `f` for every slot of a cluster that is in use; `false` when there are no further
+    /// clusters.
     pub(super) fn of_cluster(&self, cluster: usize, mut f: impl FnMut(Slot, &Place)) -> bool {
         let Some(found) = self.clusters.get(cluster) else { return false };
         if let Some(found) = found {
-            for (i, place) in found.places.iter().enumerate().filter(|(_, place)| place.span != Span::NOWHERE) {
+            for (i, place) in
+                found.places.iter().enumerate().filter(|(_, place)| place.span != Span::NOWHERE)
+            {
                 f(Slot((cluster * CLUSTER_SLOTS + i) as u32), place);
             }
         }
@@ -91,6 +95,7 @@ impl Places {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
+        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>()
+            + self.allocated * size_of::<Cluster>()
     }
 }

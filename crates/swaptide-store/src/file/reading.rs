@@ -1,6 +1,7 @@
 //! Reading: from slots to pages.
 //!
-//! Owns nothing; each reader has one of the device's inboxes, and with it the blocks it reads into. Rules and locks are those of the device ([`super`]).
+//! Owns nothing; each reader has one of the device's inboxes, and with it the blocks it reads into.
+//! Rules and locks are those of the device ([`super`]).
 
 use std::sync::Arc;
 
@@ -25,7 +26,8 @@ pub(super) struct Inbox {
 }
 
 impl FileDevice {
-    /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly what was written.
+    /// Brings a batch of pages back. The slots keep them. No page is handed out that is not exactly
+    /// what was written.
     ///
     /// What was read is remembered by its digest, for [`Self::unchanged`].
     pub fn read(&self, reqs: &mut [(Slot, &mut Page)]) -> Result<(), ReadError> {
@@ -33,16 +35,21 @@ impl FileDevice {
         {
             let state = self.state.lock();
             for (i, &(slot, _)) in reqs.iter().enumerate() {
-                let place = state.places.get(slot).ok_or(ReadError { slot, kind: ReadErrorKind::NoSuchSlot })?;
+                let place = state
+                    .places
+                    .get(slot)
+                    .ok_or(ReadError { slot, kind: ReadErrorKind::NoSuchSlot })?;
                 order.push(Wanted::new(&state, slot, place, i));
             }
         }
         let Some(first) = order.first() else { return Ok(()) };
         let slot = first.slot;
-        let mut inbox = self.inboxes.iter().find_map(Lock::try_lock).unwrap_or_else(|| self.inboxes[0].lock());
+        let mut inbox =
+            self.inboxes.iter().find_map(Lock::try_lock).unwrap_or_else(|| self.inboxes[0].lock());
         let Inbox { buffer, unpacker } = &mut *inbox;
-        let inbox =
-            buffer.blocks(PAGE_BLOCKS + READ_BLOCKS).map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
+        let inbox = buffer
+            .blocks(PAGE_BLOCKS + READ_BLOCKS)
+            .map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;
         let (spare, inbox) = inbox.split_at_mut(PAGE_BLOCKS * PAGE_SIZE);
         // In the order of the file, so that neighbours become one read.
         order.sort_unstable_by_key(|w| w.place.span);
@@ -58,7 +65,8 @@ impl FileDevice {
                     if rest[at].place == before {
                         let page = &mut *reqs[rest[at].number].1;
                         let copy = self.copy_of(&rest[at], spare);
-                        if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err()) {
+                        if copy.is_none_or(|bytes| rest[at].unpack(bytes, page, unpacker).is_err())
+                        {
                             page.fill(0);
                             return Err(ReadError { slot, kind });
                         }
@@ -80,15 +88,16 @@ impl FileDevice {
         Ok(())
     }
 
-    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and had these contents. Does no
-    /// I/O; `false` proves nothing.
+    /// Whether `page` is certainly what the slot holds: it was read since it was last written, and
+    /// had these contents. Does no I/O; `false` proves nothing.
     #[must_use]
     pub fn unchanged(&self, slot: Slot, page: &Page) -> bool {
         let Some(then) = self.state.lock().digests.get(slot) else { return false };
         self.digester.of(page) == Some(then)
     }
 
-    /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted` failed.
+    /// Reads and unpacks as many pages as fit the buffer. On failure, tells which one of `wanted`
+    /// failed.
     fn read_some(
         &self,
         wanted: &mut [Wanted],
@@ -98,12 +107,17 @@ impl FileDevice {
     ) -> Result<usize, (usize, ReadErrorKind)> {
         let (n, mut runs) = lay_out(wanted, inbox);
         if let Err((block, errno)) = self.io.read_runs(&mut runs) {
-            let at = wanted[..n].iter().position(|w| w.uses(block)).expect("every block that is read is some page's");
+            let at = wanted[..n]
+                .iter()
+                .position(|w| w.uses(block))
+                .expect("every block that is read is some page's");
             return Err((at, ReadErrorKind::Io(errno)));
         }
         for i in 0..n {
             let w = &wanted[i];
-            if let Some(same) = i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span) {
+            if let Some(same) =
+                i.checked_sub(1).map(|i| &wanted[i]).filter(|same| same.place.span == w.place.span)
+            {
                 // Asked for twice. Its bytes have been opened already.
                 if let Ok([(_, from), (_, to)]) = reqs.get_disjoint_mut([same.number, w.number]) {
                     to.copy_from_slice(&from[..]);
@@ -111,12 +125,14 @@ impl FileDevice {
                 continue;
             }
             let page = &mut *reqs[w.number].1;
-            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker).map_err(|kind| (i, kind))?;
+            w.unpack(&mut inbox[w.at..w.at + w.place.span.len()], page, unpacker)
+                .map_err(|kind| (i, kind))?;
         }
         Ok(n)
     }
 
-    /// The bytes of a page from the other copy that there is of it, if there is one; sealed. `spare` is room for its blocks.
+    /// The bytes of a page from the other copy that there is of it, if there is one; sealed.
+    /// `spare` is room for its blocks.
     pub(super) fn copy_of<'b>(&self, w: &Wanted, spare: &'b mut [u8]) -> Option<&'b mut [u8]> {
         let span = w.place.span;
         let blocks = &mut spare[..(span.end_block() - span.block()) as usize * PAGE_SIZE];
@@ -128,7 +144,10 @@ impl FileDevice {
     fn look_again(&self, wanted: &mut [Wanted]) -> Result<(), ReadError> {
         let state = self.state.lock();
         for w in wanted {
-            let place = state.places.get(w.slot).ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
+            let place = state
+                .places
+                .get(w.slot)
+                .ok_or(ReadError { slot: w.slot, kind: ReadErrorKind::NoSuchSlot })?;
             *w = Wanted::new(&state, w.slot, place, w.number);
         }
         Ok(())
@@ -151,19 +170,34 @@ pub(super) struct Wanted {
 impl Wanted {
     pub(super) fn new(state: &State, slot: Slot, place: Place, number: usize) -> Wanted {
         let (cipher, form, base) = state.extents.sealed_with(place.span);
-        Wanted { slot, place, counter: base + u64::from(place.count), cipher: Arc::clone(cipher), form, number, at: 0 }
+        Wanted {
+            slot,
+            place,
+            counter: base + u64::from(place.count),
+            cipher: Arc::clone(cipher),
+            form,
+            number,
+            at: 0,
+        }
     }
 
     /// Whether any of its bytes are in that block of the buffer.
     pub(super) fn uses(&self, block: usize) -> bool {
-        (self.at / PAGE_SIZE..(self.at + self.place.span.len()).div_ceil(PAGE_SIZE)).contains(&block)
+        (self.at / PAGE_SIZE..(self.at + self.place.span.len()).div_ceil(PAGE_SIZE))
+            .contains(&block)
     }
 
     /// Opens its bytes and unpacks them.
-    fn unpack(&self, bytes: &mut [u8], page: &mut Page, unpacker: &mut Unpacker) -> Result<(), ReadErrorKind> {
+    fn unpack(
+        &self,
+        bytes: &mut [u8],
+        page: &mut Page,
+        unpacker: &mut Unpacker,
+    ) -> Result<(), ReadErrorKind> {
         let Place { span, tag, .. } = &self.place;
         if bytes.len() == PAGE_SIZE {
-            let opens = self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);
+            let opens =
+                self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);
             return if opens { Ok(()) } else { Err(ReadErrorKind::Authentication) };
         }
         if !self.cipher.open(self.form, self.counter, span.name(), tag, bytes) {
@@ -177,25 +211,36 @@ impl Wanted {
     }
 }
 
-/// Gives every block that the first pages of `wanted` (in the order of the file) need a place in the buffer, neighbours next to
-/// each other. Returns for how many pages there is room, and what to read.
-pub(super) fn lay_out<'b>(wanted: &mut [Wanted], mut buffer: &'b mut [u8]) -> (usize, Vec<Run<'b>>) {
+/// Gives every block that the first pages of `wanted` (in the order of the file) need a place in
+/// the buffer, neighbours next to each other. Returns for how many pages there is room, and what to
+/// read.
+pub(super) fn lay_out<'b>(
+    wanted: &mut [Wanted],
+    mut buffer: &'b mut [u8],
+) -> (usize, Vec<Run<'b>>) {
     let room = (buffer.len() / PAGE_SIZE) as u32;
     let mut runs = Vec::new();
-    // The run so far: its first block, the one after its last, and the blocks of the buffer before it.
+    // The run so far: its first block, the one after its last, and the blocks of the buffer before
+    // it.
     let (mut start, mut end, mut before) = (0, 0, 0u32);
     let mut laid = 0;
     let mut close = |start: u32, end: u32, before: u32| {
         if start < end {
-            let (buf, rest) = core::mem::take(&mut buffer).split_at_mut((end - start) as usize * PAGE_SIZE);
+            let (buf, rest) =
+                core::mem::take(&mut buffer).split_at_mut((end - start) as usize * PAGE_SIZE);
             buffer = rest;
-            runs.push(Run { offset: u64::from(start) * PAGE_SIZE as u64, first: before as usize, buf });
+            runs.push(Run {
+                offset: u64::from(start) * PAGE_SIZE as u64,
+                first: before as usize,
+                buf,
+            });
         }
     };
     for w in wanted {
         let span = w.place.span;
         let apart = laid == 0 || span.block() > end;
-        let (from, used) = if apart { (span.block(), before + (end - start)) } else { (start, before) };
+        let (from, used) =
+            if apart { (span.block(), before + (end - start)) } else { (start, before) };
         if used + (span.end_block().max(end) - from) > room && (apart || span.end_block() > end) {
             break;
         }

@@ -1,11 +1,14 @@
 //! Which device an extent lies on, and the open descriptors of the devices.
 //!
-//! A device is opened when its first extent is read or written, and again when its number has been given to another one. In a forked child nothing of
-//! the parent's is used: its descriptors may be other files there.
+//! A device is opened when its first extent is read or written, and again when its number has been
+//! given to another one. In a forked child nothing of the parent's is used: its descriptors may be
+//! other files there.
 //!
-//! An extent may have a copy on a *mirror*, a local device, while the extent's own is a server's. Then writes go to both, and fail if one fails; reads go
-//! to the mirror, which answers at once, and to the server if the mirror fails or has something else than was written ([`BlockIo::read_copy`]). So
-//! what is mirrored is there as long as one of both is, and nobody waits for a server to read it.
+//! An extent may have a copy on a *mirror*, a local device, while the extent's own is a server's.
+//! Then writes go to both, and fail if one fails; reads go to the mirror, which answers at once,
+//! and to the server if the mirror fails or has something else than was written
+//! ([`BlockIo::read_copy`]). So what is mirrored is there as long as one of both is, and nobody
+//! waits for a server to read it.
 //!
 //! Invariants:
 //! 1. A transfer goes to the device whose generation is that of the extent's place at that moment.
@@ -54,7 +57,8 @@ pub enum Opened {
     File(OwnedFd),
     /// An export of an NBD server: a connection, and the way to more of them.
     Nbd {
-        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is asked for until a call's patience is over.
+        /// A socket in the transmission phase; none while nobody can make one, which [`Dialer`] is
+        /// asked for until a call's patience is over.
         connection: Option<OwnedFd>,
         /// What was negotiated.
         export: Export,
@@ -144,12 +148,17 @@ impl Router {
 
     /// Where the extent of a byte lies, and which of its bytes it is.
     fn find(&self, offset: u64) -> Result<(Location, u64), Errno> {
-        let place = self.areas.locate(Extent((offset / EXTENT_BYTES) as u32)).ok_or(Errno::NODEV)?;
+        let place =
+            self.areas.locate(Extent((offset / EXTENT_BYTES) as u32)).ok_or(Errno::NODEV)?;
         Ok((place, offset % EXTENT_BYTES))
     }
 
     /// Does something with a device; a failure that speaks against the device is noted.
-    fn on<T>(&self, spot: Spot, f: impl FnOnce(&dyn BlockIo, u64) -> Result<T, Errno>) -> Result<T, Errno> {
+    fn on<T>(
+        &self,
+        spot: Spot,
+        f: impl FnOnce(&dyn BlockIo, u64) -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
         let io = self.device(spot.area, spot.generation)?;
         self.judged(spot.area, f(&*io, spot.offset))
     }
@@ -167,7 +176,13 @@ impl Router {
     }
 
     /// Writes to a device, or has happen what a test wants.
-    fn write_there(&self, area: u8, io: &dyn BlockIo, at: u64, bytes: &[u8]) -> Result<usize, Errno> {
+    fn write_there(
+        &self,
+        area: u8,
+        io: &dyn BlockIo,
+        at: u64,
+        bytes: &[u8],
+    ) -> Result<usize, Errno> {
         // Whole blocks, as devices do.
         let half = &bytes[..bytes.len() / 2 / PAGE_SIZE * PAGE_SIZE];
         match self.areas.mishap(area, true) {
@@ -195,10 +210,11 @@ impl Router {
         }
     }
 
-    /// Notes a failure that speaks against the device. Not those of who writes: a quota is no more room, and a limit on the size of files
-    /// (`RLIMIT_FSIZE`) is this process's alone.
+    /// Notes a failure that speaks against the device. Not those of who writes: a quota is no more
+    /// room, and a limit on the size of files (`RLIMIT_FSIZE`) is this process's alone.
     fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
-        let result = result.map_err(|errno| if errno == Errno::DQUOT { Errno::NOSPC } else { errno });
+        let result =
+            result.map_err(|errno| if errno == Errno::DQUOT { Errno::NOSPC } else { errno });
         if let Err(errno) = &result
             && !matches!(*errno, Errno::INTR | Errno::NOSPC | Errno::NOMEM | Errno::FBIG)
         {
@@ -210,20 +226,30 @@ impl Router {
 
 impl Router {
     /// Reads runs that all lie on one area, from the spots that `of` says.
-    fn read_there(&self, runs: &mut [Run<'_>], of: impl Fn(Location) -> Option<Spot>) -> Result<(), (usize, Errno)> {
+    fn read_there(
+        &self,
+        runs: &mut [Run<'_>],
+        of: impl Fn(Location) -> Option<Spot>,
+    ) -> Result<(), (usize, Errno)> {
         let mut device = None;
         let mut there = Vec::with_capacity(runs.len());
         for run in runs {
             let (place, within) = self.find(run.offset).map_err(|errno| (run.first, errno))?;
             let spot = of(place).ok_or((run.first, Errno::NODEV))?;
             if device.is_none() {
-                device = Some((spot.area, self.device(spot.area, spot.generation).map_err(|errno| (run.first, errno))?));
+                device = Some((
+                    spot.area,
+                    self.device(spot.area, spot.generation).map_err(|errno| (run.first, errno))?,
+                ));
             }
             there.push(Run { offset: spot.offset + within, first: run.first, buf: &mut *run.buf });
         }
         let Some((area, io)) = device else { return Ok(()) };
         let first = there.first().map_or(0, |run| run.first);
-        let read = self.before_read(area).map_err(|errno| (first, errno)).and_then(|()| io.read_runs(&mut there));
+        let read = self
+            .before_read(area)
+            .map_err(|errno| (first, errno))
+            .and_then(|()| io.read_runs(&mut there));
         read.map_err(|(block, errno)| {
             let _ = self.judged::<()>(area, Err(errno));
             (block, errno)
@@ -246,7 +272,9 @@ impl BlockIo for Router {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
         let (place, within) = self.find(offset)?;
         if let Some(mirror) = place.mirror {
-            self.on(mirror, |io, at| io::write_all(io, at + within, bytes).map_err(|(_, errno)| errno))?;
+            self.on(mirror, |io, at| {
+                io::write_all(io, at + within, bytes).map_err(|(_, errno)| errno)
+            })?;
         }
         self.on(place.spot, |io, at| self.write_there(place.spot.area, io, at + within, bytes))
     }
@@ -254,7 +282,8 @@ impl BlockIo for Router {
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         // One that cannot punch is none the worse for it.
         let (place, within) = self.find(offset)?;
-        let punch = |spot: Spot| self.device(spot.area, spot.generation)?.punch(spot.offset + within, len);
+        let punch =
+            |spot: Spot| self.device(spot.area, spot.generation)?.punch(spot.offset + within, len);
         let copy = place.mirror.map_or(Ok(()), punch);
         punch(place.spot).and(copy)
     }
@@ -264,7 +293,9 @@ impl BlockIo for Router {
         while let Some(first) = rest.first() {
             let (lead, _) = self.find(first.offset).map_err(|errno| (first.first, errno))?;
             // Extents of two areas are never neighbours, so a run lies on one.
-            let same = |run: &Run<'_>| self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area);
+            let same = |run: &Run<'_>| {
+                self.find(run.offset).is_ok_and(|(place, _)| place.spot.area == lead.spot.area)
+            };
             let n = rest.iter().take_while(|run| same(run)).count().max(1);
             let (some, later) = rest.split_at_mut(n);
             if lead.mirror.is_none() || self.read_there(some, |place| place.mirror).is_err() {
@@ -281,7 +312,8 @@ impl BlockIo for Router {
         // It has something else than was written, though it did not say so.
         self.areas.failed(mirror.area);
         self.on(place.spot, |io, at| {
-            io::read_run(io, &mut Run { offset: at + within, first: 0, buf: blocks }).map_err(|(_, errno)| errno)
+            io::read_run(io, &mut Run { offset: at + within, first: 0, buf: blocks })
+                .map_err(|(_, errno)| errno)
         })
     }
 
@@ -308,7 +340,8 @@ impl BlockIo for Router {
 
     unsafe fn force_unlock(&self) {
         for open in &self.open {
-            // SAFETY: whoever held it does not exist in this process (caller), and what it guards is replaced whole, by `abandon` at the latest.
+            // SAFETY: whoever held it does not exist in this process (caller), and what it guards
+            // is replaced whole, by `abandon` at the latest.
             unsafe { open.force_unlock() };
         }
     }
@@ -351,7 +384,8 @@ mod tests {
 
     fn file() -> File {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let name = format!("swaptide-router-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
+        let name =
+            format!("swaptide-router-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
         let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
@@ -391,7 +425,11 @@ mod tests {
             .unwrap()
             .chunks_mut(PAGE_SIZE)
             .enumerate()
-            .map(|(i, buf)| Run { offset: i as u64 * EXTENT_BYTES + PAGE_SIZE as u64, first: i, buf })
+            .map(|(i, buf)| Run {
+                offset: i as u64 * EXTENT_BYTES + PAGE_SIZE as u64,
+                first: i,
+                buf,
+            })
             .collect();
         router.read_runs(&mut runs).unwrap();
         assert!(runs.iter().all(|run| run.buf[77] == run.first as u8 + 1));
@@ -412,10 +450,17 @@ mod tests {
     fn an_extent_of_no_area_is_an_error_and_failures_are_told() {
         let two = two();
         let router = Router::new(Box::new(two));
-        assert_eq!(router.read_at(8 * EXTENT_BYTES, block(0).blocks(1).unwrap()), Err(Errno::NODEV));
+        assert_eq!(
+            router.read_at(8 * EXTENT_BYTES, block(0).blocks(1).unwrap()),
+            Err(Errno::NODEV)
+        );
         assert!(two.failed.lock().unwrap().is_empty());
         let read_only = File::open("/dev/null").unwrap();
-        router.abandon(vec![HandedOver { area: 1, generation: 0, opened: Opened::File(read_only.into()) }]);
+        router.abandon(vec![HandedOver {
+            area: 1,
+            generation: 0,
+            opened: Opened::File(read_only.into()),
+        }]);
         assert_eq!(router.write_at(EXTENT_BYTES, block(1).blocks(1).unwrap()), Err(Errno::BADF));
         assert_eq!(*two.failed.lock().unwrap(), [1]);
     }

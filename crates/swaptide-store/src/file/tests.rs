@@ -66,7 +66,8 @@ impl DiskState {
 
     fn fails(&mut self) -> Option<Errno> {
         let Some(Fault::Fails(_, errno)) = self.fault else { return None };
-        self.strikes(|fault| if let Fault::Fails(n, _) = fault { Some(n) } else { None }).then_some(errno)
+        self.strikes(|fault| if let Fault::Fails(n, _) = fault { Some(n) } else { None })
+            .then_some(errno)
     }
 
     fn most(&self) -> usize {
@@ -104,7 +105,10 @@ impl BlockIo for Disk {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
         let mut disk = self.0.lock().unwrap();
-        assert!(!disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)), "a frozen extent is written to");
+        assert!(
+            !disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)),
+            "a frozen extent is written to"
+        );
         if let Some(errno) = disk.fails() {
             return Err(errno);
         }
@@ -121,14 +125,21 @@ impl BlockIo for Disk {
         }
         if offset.is_multiple_of(PAGE_SIZE as u64) && n == bytes.len() {
             // But for blocks that end, in zeros, with fewer bytes.
-            for page in bytes.as_chunks::<PAGE_SIZE>().0.iter().filter(|page| page[8..16] != [0; 8]) {
-                assert!(disk.ciphertexts.insert(page[..16].try_into().unwrap()), "the same ciphertext twice");
+            for page in bytes.as_chunks::<PAGE_SIZE>().0.iter().filter(|page| page[8..16] != [0; 8])
+            {
+                assert!(
+                    disk.ciphertexts.insert(page[..16].try_into().unwrap()),
+                    "the same ciphertext twice"
+                );
             }
         }
         let (mut at, mut rest) = (offset as usize, &bytes[..reaches]);
         while !rest.is_empty() {
             let len = rest.len().min(PAGE_SIZE - at % PAGE_SIZE);
-            let page = disk.pages.entry((at / PAGE_SIZE) as u64).or_insert_with(|| Box::new([0; PAGE_SIZE]));
+            let page = disk
+                .pages
+                .entry((at / PAGE_SIZE) as u64)
+                .or_insert_with(|| Box::new([0; PAGE_SIZE]));
             page[at % PAGE_SIZE..][..len].copy_from_slice(&rest[..len]);
             (at, rest) = (at + len, &rest[len..]);
         }
@@ -137,7 +148,10 @@ impl BlockIo for Disk {
 
     fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
         let mut disk = self.0.lock().unwrap();
-        assert!(!disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)), "a frozen extent is punched");
+        assert!(
+            !disk.frozen.contains(&((offset / EXTENT_BYTES) as u32)),
+            "a frozen extent is punched"
+        );
         for page in offset / PAGE_SIZE as u64..(offset + len) / PAGE_SIZE as u64 {
             disk.pages.remove(&page);
         }
@@ -189,7 +203,8 @@ impl Source {
 
     /// As the source does when a child tells it what it inherited.
     fn share(&self, device: &FileDevice) {
-        device.leased(|extent| *self.state.lock().unwrap().holders.get_mut(&extent.0).unwrap() += 1);
+        device
+            .leased(|extent| *self.state.lock().unwrap().holders.get_mut(&extent.0).unwrap() += 1);
     }
 
     fn held(&self) -> usize {
@@ -218,7 +233,8 @@ impl ExtentSource for Source {
     fn release(&self, extent: Extent, exclusive_hole_punch: bool) {
         let mut state = self.state.lock().unwrap();
         state.released.push((extent, exclusive_hole_punch));
-        let holders = state.holders.get_mut(&extent.0).expect("an extent that nobody holds is released");
+        let holders =
+            state.holders.get_mut(&extent.0).expect("an extent that nobody holds is released");
         *holders -= 1;
         if *holders == 0 {
             state.holders.remove(&extent.0);
@@ -341,11 +357,19 @@ fn write_pages(device: &FileDevice, pages: &[(u32, Box<Page>)]) -> Result<(), Wr
             (Slot(*slot), kind, start..bytes.len())
         })
         .collect();
-    device.write(&kinds.iter().map(|(slot, kind, at)| (*slot, kind.with(&bytes[at.clone()]).unwrap())).collect::<Vec<_>>())
+    device.write(
+        &kinds
+            .iter()
+            .map(|(slot, kind, at)| (*slot, kind.with(&bytes[at.clone()]).unwrap()))
+            .collect::<Vec<_>>(),
+    )
 }
 
 fn write(device: &FileDevice, pages: &[(u32, u32)]) -> Result<(), WriteError> {
-    write_pages(device, &pages.iter().map(|&(slot, seed)| (slot, page_of(seed))).collect::<Vec<_>>())
+    write_pages(
+        device,
+        &pages.iter().map(|&(slot, seed)| (slot, page_of(seed))).collect::<Vec<_>>(),
+    )
 }
 
 /// Each page takes a block.
@@ -366,7 +390,13 @@ fn check(device: &FileDevice) {
 
 fn read(device: &FileDevice, slots: &[u32]) -> Result<Vec<Box<Page>>, ReadError> {
     let mut pages: Vec<_> = slots.iter().map(|_| Box::new([0xee; PAGE_SIZE])).collect();
-    device.read(&mut slots.iter().zip(&mut pages).map(|(&slot, page)| (Slot(slot), &mut **page)).collect::<Vec<_>>())?;
+    device.read(
+        &mut slots
+            .iter()
+            .zip(&mut pages)
+            .map(|(&slot, page)| (Slot(slot), &mut **page))
+            .collect::<Vec<_>>(),
+    )?;
     Ok(pages)
 }
 
@@ -377,7 +407,8 @@ enum Op {
     Free(Vec<u32>),
     Fault(Option<Fault>),
     Fork,
-    /// The extents of whose numbers so many bits are as these shall be left, as far as one step goes.
+    /// The extents of whose numbers so many bits are as these shall be left, as far as one step
+    /// goes.
     Leave(u32),
 }
 
@@ -392,7 +423,8 @@ fn ops() -> impl Strategy<Value = Op> {
         1 => (0u32..4).prop_map(|n| Some(Fault::Flipped(n))),
     ];
     // Batches of neighbours, as swap-out makes them, with single ones in between.
-    let batch = (slot.clone(), 1u32..200).prop_map(|(slot, n)| (slot..(slot + n).min(1400)).collect::<Vec<_>>());
+    let batch = (slot.clone(), 1u32..200)
+        .prop_map(|(slot, n)| (slot..(slot + n).min(1400)).collect::<Vec<_>>());
     prop_oneof![
         4 => (batch.clone(), any::<u32>())
             .prop_map(|(slots, seed)| Op::Write(slots.into_iter().map(|slot| (slot, seed ^ slot)).collect())),
@@ -408,7 +440,8 @@ fn ops() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 50, ..ProptestConfig::default() })]
 
-    /// Whatever the disk does: a page comes back as it was written or not at all, and a failed write changes nothing.
+    /// Whatever the disk does: a page comes back as it was written or not at all, and a failed
+    /// write changes nothing.
     #[test]
     fn never_a_wrong_page(ops in prop::collection::vec(ops(), 1..60), most in 1u32..7) {
         let disk = Disk::default();
@@ -473,7 +506,8 @@ proptest! {
                 }
             }
             prop_assert_eq!(device.stats().pages, model.len());
-            // Whatever was written, freed or moved since it was read: never an old page, never a page of nothing.
+            // Whatever was written, freed or moved since it was read: never an old page, never a
+            // page of nothing.
             for (slot, seeds) in &history {
                 let now = model.get(slot).map(|&seed| page_of(seed));
                 for &seed in seeds.iter().rev().take(3) {
@@ -515,7 +549,10 @@ fn an_empty_extent_is_punched_and_released() {
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)]);
     assert_eq!(disk.0.lock().unwrap().pages.len(), 88, "blocks left on the disk");
     let Stats { pages, extents, shared_extents, stored_bytes, block_bytes, .. } = device.stats();
-    assert_eq!((pages, extents, shared_extents, stored_bytes, block_bytes), (88, 1, 0, 88 * 4096, 88 * 4096));
+    assert_eq!(
+        (pages, extents, shared_extents, stored_bytes, block_bytes),
+        (88, 1, 0, 88 * 4096, 88 * 4096)
+    );
 }
 
 #[test]
@@ -529,7 +566,10 @@ fn packed_pages_lie_close_together() {
     let stats = device.stats();
     assert_eq!(disk.0.lock().unwrap().pages.len() as u64 * 4096, stats.block_bytes);
     // At most a block is left over per batch, and one per extent.
-    assert!(stats.block_bytes - stats.stored_bytes <= (8 + stats.extents as u64) * 4096, "{stats:?}");
+    assert!(
+        stats.block_bytes - stats.stored_bytes <= (8 + stats.extents as u64) * 4096,
+        "{stats:?}"
+    );
     assert!(stats.stored_bytes < 2000 * 4096 / 2, "{stats:?}");
     assert!(stats.metadata_bytes < 2000 * 32 + 20_000, "{stats:?}");
     // Alone, in any order, and all at once.
@@ -576,7 +616,9 @@ fn many_short_pages_share_a_block() {
     let pages: Vec<_> = (0..2000).map(|slot| (slot, slot * 8 + 1)).collect();
     write(&device, &pages).unwrap();
     assert_eq!(disk.0.lock().unwrap().pages.len(), 2000usize.div_ceil(255));
-    for (page, (_, seed)) in read(&device, &(0..2000).collect::<Vec<_>>()).unwrap().iter().zip(&pages) {
+    for (page, (_, seed)) in
+        read(&device, &(0..2000).collect::<Vec<_>>()).unwrap().iter().zip(&pages)
+    {
         assert!(**page == *page_of(*seed));
     }
     check(&device);
@@ -587,7 +629,10 @@ fn bytes_that_are_no_page_are_an_error() {
     let (disk, source) = (Disk::default(), Source::new(2));
     let device = device(&disk, &source);
     device.write(&[(Slot(4), Packed::Bytes(&[0x1f; 60]))]).unwrap();
-    assert_eq!(read(&device, &[4]), Err(ReadError { slot: Slot(4), kind: ReadErrorKind::Unpacking }));
+    assert_eq!(
+        read(&device, &[4]),
+        Err(ReadError { slot: Slot(4), kind: ReadErrorKind::Unpacking })
+    );
 }
 
 #[test]
@@ -631,11 +676,19 @@ fn a_place_that_fails_is_not_the_whole_device_but_one_that_is_full_is() {
     write_raw(&device, &[(1, 1)]).unwrap();
     disk.set_fault(Some(Fault::Refuses(8, Errno::NOSPC)));
     let full = Err(WriteError { slot: Slot(2), errno: Errno::NOSPC });
-    assert_eq!((write_raw(&device, &[(2, 2)]), source.held()), (full, 1), "what lies there may be written over");
+    assert_eq!(
+        (write_raw(&device, &[(2, 2)]), source.held()),
+        (full, 1),
+        "what lies there may be written over"
+    );
     disk.set_fault(Some(Fault::Refuses(1, Errno::IO)));
     assert_eq!((write_raw(&device, &[(2, 2)]), source.held()), (Ok(()), 2));
     disk.set_fault(Some(Fault::Refuses(8, Errno::TIMEDOUT)));
-    assert_eq!(write_raw(&device, &[(3, 3)]), Err(WriteError { slot: Slot(3), errno: Errno::TIMEDOUT }), "it was waited for");
+    assert_eq!(
+        write_raw(&device, &[(3, 3)]),
+        Err(WriteError { slot: Slot(3), errno: Errno::TIMEDOUT }),
+        "it was waited for"
+    );
     check(&device);
     for slot in [1, 2] {
         assert!(*read(&device, &[slot]).unwrap()[0] == *raw_page(slot));
@@ -651,7 +704,10 @@ fn a_full_file_is_an_error_and_its_free_pages_are_used() {
     let device = device(&disk, &source);
     let all: Vec<_> = (0..TWO_FULL).map(|slot| (slot, slot)).collect();
     write_raw(&device, &all).unwrap();
-    assert_eq!(write_raw(&device, &[(2000, 1)]), Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC }));
+    assert_eq!(
+        write_raw(&device, &[(2000, 1)]),
+        Err(WriteError { slot: Slot(2000), errno: Errno::NOSPC })
+    );
     // Half an extent is not sparse, but the only room there is.
     (0..256).for_each(|slot| assert!(device.free(Slot(slot))));
     let more: Vec<_> = (2000..2256).map(|slot| (slot, slot)).collect();
@@ -663,7 +719,8 @@ fn a_full_file_is_an_error_and_its_free_pages_are_used() {
     check(&device);
 }
 
-/// A device whose file cannot grow and whose every block is in use, though of three pages only one is left; and the slots left.
+/// A device whose file cannot grow and whose every block is in use, though of three pages only one
+/// is left; and the slots left.
 fn full_of_garbage(disk: &Disk, source: &Source) -> (FileDevice, Vec<(u32, u32)>) {
     let device = device(disk, source);
     // Pages of about a third of a block.
@@ -714,10 +771,14 @@ fn a_file_full_of_garbage_is_cleaned() {
             check(&device);
             left.extend(&new);
             // Of what is new, two in three go again, the oldest first.
-            let old: Vec<_> = left.extract_if(.., |(slot, _)| *slot >= 10_000 && *slot % 3 != 0).take(45).collect();
+            let old: Vec<_> = left
+                .extract_if(.., |(slot, _)| *slot >= 10_000 && *slot % 3 != 0)
+                .take(45)
+                .collect();
             old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
             if device.stats().stored_bytes > 300 * 4096 {
-                let old: Vec<_> = left.extract_if(.., |(slot, _)| *slot >= 10_000).take(200).collect();
+                let old: Vec<_> =
+                    left.extract_if(.., |(slot, _)| *slot >= 10_000).take(200).collect();
                 old.iter().for_each(|(slot, _)| assert!(device.free(Slot(*slot))));
             }
         }
@@ -731,7 +792,12 @@ fn a_file_full_of_garbage_is_cleaned() {
 #[test]
 fn cleaning_on_a_failing_disk_loses_nothing() {
     for n in (0..40).step_by(3) {
-        for fault in [Fault::Fails(n, Errno::IO), Fault::Fails(n, Errno::NOSPC), Fault::Flipped(n), Fault::Short(1000)] {
+        for fault in [
+            Fault::Fails(n, Errno::IO),
+            Fault::Fails(n, Errno::NOSPC),
+            Fault::Flipped(n),
+            Fault::Short(1000),
+        ] {
             let (disk, source) = (Disk::default(), Source::new(1));
             let (device, left) = full_of_garbage(&disk, &source);
             disk.set_fault(Some(fault));
@@ -759,24 +825,39 @@ fn a_failed_write_keeps_the_old_pages_and_avoids_the_place() {
     // Two writes of 64 and 36 pages; the second fails, and whatever is tried elsewhere then.
     assert_eq!(write_raw(&device, &new), Err(WriteError { slot: Slot(64), errno: Errno::IO }));
     let tried = std::mem::take(&mut source.state.lock().unwrap().released);
-    assert!(!tried.is_empty() && tried.iter().all(|(extent, punched)| *extent != Extent(0) && *punched), "{tried:?}");
+    assert!(
+        !tried.is_empty() && tried.iter().all(|(extent, punched)| *extent != Extent(0) && *punched),
+        "{tried:?}"
+    );
     disk.set_fault(None);
     check(&device);
-    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&old) {
+    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&old)
+    {
         assert!(**page == *raw_page(*seed));
     }
     write_raw(&device, &new).unwrap();
-    assert_eq!(source.state.lock().unwrap().released, [(Extent(0), true)], "the extent that failed is let go");
-    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&new) {
+    assert_eq!(
+        source.state.lock().unwrap().released,
+        [(Extent(0), true)],
+        "the extent that failed is let go"
+    );
+    for (page, (_, seed)) in read(&device, &(0..100).collect::<Vec<_>>()).unwrap().iter().zip(&new)
+    {
         assert!(**page == *raw_page(*seed));
     }
     // A packed page that crosses the end of a write belongs to both.
     disk.set_fault(Some(Fault::Fails(1, Errno::IO)));
     let packed: Vec<_> = (0..400).map(|slot| (slot, slot * 8 + 3)).collect();
     let failed = write(&device, &packed).unwrap_err();
-    let lengths = packed.iter().map(|&(slot, seed)| packed_len(&codecs()[slot as usize % 2].compress(&page_of(seed))));
+    let lengths = packed
+        .iter()
+        .map(|&(slot, seed)| packed_len(&codecs()[slot as usize % 2].compress(&page_of(seed))));
     let before: usize = lengths.take(failed.slot.0 as usize).sum();
-    assert!((63 * PAGE_SIZE..64 * PAGE_SIZE).contains(&before), "{before} bytes before slot {}", failed.slot);
+    assert!(
+        (63 * PAGE_SIZE..64 * PAGE_SIZE).contains(&before),
+        "{before} bytes before slot {}",
+        failed.slot
+    );
 }
 
 #[test]
@@ -789,7 +870,8 @@ fn after_a_fork_neither_side_disturbs_the_other() {
     disk.0.lock().unwrap().frozen.extend([0, 1]);
     let child = forked(&parent, &disk, &source);
     child.rekey_salt(2);
-    // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk checks).
+    // Both replace the same slots, at the same counters: keys differ, so ciphertexts do (the disk
+    // checks).
     write_raw(&parent, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
     write_raw(&child, &(0..512).map(|slot| (slot, 5000)).collect::<Vec<_>>()).unwrap();
     assert_eq!(source.state.lock().unwrap().released, [(Extent(0), false), (Extent(0), false)]);
@@ -816,7 +898,11 @@ fn a_shared_extent_is_punched_by_the_last_that_had_it() {
     assert_eq!(disk.0.lock().unwrap().pages.len(), 400);
     (0..400).for_each(|slot| assert!(parent.free(Slot(slot))));
     assert_eq!(source.state.lock().unwrap().released[1..], [(Extent(0), false), (Extent(0), true)]);
-    assert_eq!((disk.0.lock().unwrap().pages.len(), source.held()), (0, 0), "what lay there is gone");
+    assert_eq!(
+        (disk.0.lock().unwrap().pages.len(), source.held()),
+        (0, 0),
+        "what lay there is gone"
+    );
 }
 
 #[test]
@@ -846,7 +932,10 @@ fn shared_extents_are_not_cleaned() {
     let child = forked(&parent, &disk, &source);
     child.rekey_salt(2);
     for device in [&parent, &child] {
-        assert_eq!(write(device, &[(9000, 3)]), Err(WriteError { slot: Slot(9000), errno: Errno::NOSPC }));
+        assert_eq!(
+            write(device, &[(9000, 3)]),
+            Err(WriteError { slot: Slot(9000), errno: Errno::NOSPC })
+        );
         for (slot, seed) in &left {
             assert!(*read(device, &[*slot]).unwrap()[0] == *page_of(*seed));
         }
@@ -859,14 +948,20 @@ fn a_read_error_names_the_slot() {
     let (disk, source) = (Disk::default(), Source::new(8));
     let device = device(&disk, &source);
     write_raw(&device, &(0..20).map(|slot| (slot, slot)).collect::<Vec<_>>()).unwrap();
-    assert_eq!(read(&device, &[3, 40]), Err(ReadError { slot: Slot(40), kind: ReadErrorKind::NoSuchSlot }));
+    assert_eq!(
+        read(&device, &[3, 40]),
+        Err(ReadError { slot: Slot(40), kind: ReadErrorKind::NoSuchSlot })
+    );
     // Page 5 on the disk changes places with page 6.
     {
         let mut disk = disk.0.lock().unwrap();
         let (five, six) = (disk.pages[&5].clone(), disk.pages[&6].clone());
         disk.pages.extend([(5, six), (6, five)]);
     }
-    assert_eq!(read(&device, &[4, 5]), Err(ReadError { slot: Slot(5), kind: ReadErrorKind::Authentication }));
+    assert_eq!(
+        read(&device, &[4, 5]),
+        Err(ReadError { slot: Slot(5), kind: ReadErrorKind::Authentication })
+    );
     assert!(read(&device, &[4, 7]).is_ok());
     disk.set_fault(Some(Fault::Fails(0, Errno::IO)));
     let error = read(&device, &[9]).unwrap_err();

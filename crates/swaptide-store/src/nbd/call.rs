@@ -14,9 +14,11 @@ use super::{Flags, Nbd, Relaxed};
 
 /// Requests carried out together at most. Cookies have room for so many.
 pub(super) const GROUP: usize = 1024;
-/// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough to choose from.
+/// Requests on one connection at a time: the kernel's buffers hold them, and the server has enough
+/// to choose from.
 const DEPTH: usize = 64;
-/// Requests that make another connection worth using: servers work on about as many of one connection at once.
+/// Requests that make another connection worth using: servers work on about as many of one
+/// connection at once.
 const WIDE_FROM: usize = 16;
 /// No extra connection is tried for so long after one was refused.
 const EXTRAS_REST: Duration = Duration::from_secs(10);
@@ -82,7 +84,15 @@ pub(super) struct Request<'b> {
 
 impl<'b> Request<'b> {
     pub(super) fn new(offset: u64, job: Job<'b>) -> Request<'b> {
-        Request { job, offset, state: State::Waiting, error: None, again: false, came: 0..0, pieces: Vec::new() }
+        Request {
+            job,
+            offset,
+            state: State::Waiting,
+            error: None,
+            again: false,
+            came: 0..0,
+            pieces: Vec::new(),
+        }
     }
 
     /// The bytes of the export that it is about.
@@ -111,12 +121,13 @@ impl<'b> Request<'b> {
         wire::request(command, flags, cookie, self.offset, self.len())
     }
 
-    /// Notes that the bytes of a read from `offset` of the export on come now. Tells where in its buffer they belong; refused
-    /// if that is not inside, or something came there before.
+    /// Notes that the bytes of a read from `offset` of the export on come now. Tells where in its
+    /// buffer they belong; refused if that is not inside, or something came there before.
     pub(super) fn receive(&mut self, offset: u64, len: u32) -> Result<Range<u32>, Garbled> {
         let Job::Read(buf) = &self.job else { return Err(Garbled) };
         let from = offset.checked_sub(self.offset).ok_or(Garbled)?;
-        let to = from.checked_add(len.into()).filter(|to| *to <= buf.len() as u64).ok_or(Garbled)?;
+        let to =
+            from.checked_add(len.into()).filter(|to| *to <= buf.len() as u64).ok_or(Garbled)?;
         let part = from as u32..to as u32;
         let apart = |other: &Range<u32>| part.end <= other.start || other.end <= part.start;
         if part.is_empty() || !apart(&self.came) || !self.pieces.iter().all(apart) {
@@ -132,7 +143,8 @@ impl<'b> Request<'b> {
         Ok(part)
     }
 
-    /// Whether all of it came, if it reads. No two of its pieces overlap, and all lie inside: their lengths tell.
+    /// Whether all of it came, if it reads. No two of its pieces overlap, and all lie inside: their
+    /// lengths tell.
     pub(super) fn complete(&self) -> bool {
         let Job::Read(buf) = &self.job else { return true };
         self.came.len() + self.pieces.iter().map(ExactSizeIterator::len).sum::<usize>() == buf.len()
@@ -162,7 +174,9 @@ pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
     for group in requests.chunks_mut(GROUP) {
         Call { nbd, requests: group, lanes: Vec::new(), calm: now(), patience, failures: 0 }.run();
     }
-    let failed = |which: fn(Failure) -> bool| requests.iter().filter(|r| r.outcome().is_err_and(which)).count() as u64;
+    let failed = |which: fn(Failure) -> bool| {
+        requests.iter().filter(|r| r.outcome().is_err_and(which)).count() as u64
+    };
     nbd.counters.refused.fetch_add(failed(|failure| failure != Failure::Unreachable), Relaxed);
     let given_up = failed(|failure| failure == Failure::Unreachable);
     nbd.counters.given_up.fetch_add(given_up, Relaxed);
@@ -192,7 +206,11 @@ impl Call<'_, '_> {
                 self.widen();
             }
             self.assign();
-            let flags = if self.nbd.options.durable && self.nbd.export.flags.has(Flags::SEND_FUA) { wire::FLAG_FUA } else { 0 };
+            let flags = if self.nbd.options.durable && self.nbd.export.flags.has(Flags::SEND_FUA) {
+                wire::FLAG_FUA
+            } else {
+                0
+            };
             let requests = &mut *self.requests;
             let broken = self.lanes.iter_mut().position(|lane| lane.send(requests, flags).is_err());
             match broken {
@@ -280,7 +298,9 @@ impl Call<'_, '_> {
             if request.state != State::Waiting {
                 continue;
             }
-            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.under_way()) else { return };
+            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.under_way()) else {
+                return;
+            };
             if lane.under_way() >= DEPTH {
                 return;
             }
@@ -307,25 +327,30 @@ impl Call<'_, '_> {
             let out = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
             polls.push(PollFd::from_borrowed_fd(lane.fd(), PollFlags::IN | out));
         }
-        let time = Timespec { tv_sec: time.as_secs().min(1 << 30) as i64, tv_nsec: time.subsec_nanos().into() };
+        let time = Timespec {
+            tv_sec: time.as_secs().min(1 << 30) as i64,
+            tv_nsec: time.subsec_nanos().into(),
+        };
         // A signal is as good as a time that is over: everything is looked at again.
         let _ = poll(&mut polls, Some(&time));
-        let heard = polls.iter().enumerate().filter(|(_, poll)| poll.revents().intersects(!PollFlags::OUT));
+        let heard =
+            polls.iter().enumerate().filter(|(_, poll)| poll.revents().intersects(!PollFlags::OUT));
         let heard = heard.fold(0u32, |mask, (i, _)| mask | 1 << i);
         // From the last: one that breaks is taken out of the list.
         for i in (0..self.lanes.len()).rev() {
             if heard & 1 << i != 0 && !self.hear(i, false) {
                 continue;
             }
-            // After what has come was heard: this thread may be the one that is late. And also then: who talks on and on has
-            // not answered yet.
+            // After what has come was heard: this thread may be the one that is late. And also
+            // then: who talks on and on has not answered yet.
             if self.lanes[i].under_way() > 0 && now().since(self.lanes[i].calm()) >= limit {
                 self.broke(i, Broken::Late);
             }
         }
     }
 
-    /// Receives what has come on a connection, which may be known to be broken; `false` if it is gone then.
+    /// Receives what has come on a connection, which may be known to be broken; `false` if it is
+    /// gone then.
     fn hear(&mut self, i: usize, broken: bool) -> bool {
         let lane = &mut self.lanes[i];
         let before = lane.under_way();
@@ -357,8 +382,10 @@ impl Call<'_, '_> {
         self.failures += 1;
         let mut changes = false;
         for request in &mut *self.requests {
-            if matches!(request.state, State::Queued(serial) | State::Sent(serial) if serial == lane.serial()) {
-                changes |= matches!(request.state, State::Sent(_)) && matches!(request.job, Job::Write(_) | Job::Trim(_));
+            if matches!(request.state, State::Queued(serial) | State::Sent(serial) if serial == lane.serial())
+            {
+                changes |= matches!(request.state, State::Sent(_))
+                    && matches!(request.job, Job::Write(_) | Job::Trim(_));
                 request.set_back();
             }
         }

@@ -7,7 +7,9 @@ use std::vec;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::IoSlice;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, send, sendmsg, shutdown};
+use rustix::net::{
+    RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, send, sendmsg, shutdown,
+};
 use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::{BorrowedFd, Errno};
 
@@ -20,7 +22,8 @@ use super::{Nbd, Relaxed};
 
 /// Bytes received before they are looked at.
 const INPUT: usize = 16 << 10;
-/// What is still to come of a read is received where it belongs if it is so much; otherwise by way of the input.
+/// What is still to come of a read is received where it belongs if it is so much; otherwise by way
+/// of the input.
 const DIRECT: usize = INPUT / 2;
 /// Receives in a row, before the caller looks at the clock.
 const RECEIVES: usize = 64;
@@ -124,7 +127,11 @@ impl<'p> Lane<'p> {
     }
 
     /// Sends as much as the socket takes.
-    pub(super) fn send(&mut self, requests: &mut [Request<'_>], write_flags: u16) -> Result<(), Broken> {
+    pub(super) fn send(
+        &mut self,
+        requests: &mut [Request<'_>],
+        write_flags: u16,
+    ) -> Result<(), Broken> {
         while !self.queue.is_empty() {
             let mut heads = [[0; wire::REQUEST]; SENDS];
             for (head, &index) in heads.iter_mut().zip(&self.queue) {
@@ -140,12 +147,13 @@ impl<'p> Lane<'p> {
             }
             let slices = &slices[..2 * self.queue.len().min(SENDS)];
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            let mut left = match sendmsg(self.link.fd(), slices, &mut SendAncillaryBuffer::default(), flags) {
-                Ok(n) => n,
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(_) => return Err(Broken::Ended),
-            };
+            let mut left =
+                match sendmsg(self.link.fd(), slices, &mut SendAncillaryBuffer::default(), flags) {
+                    Ok(n) => n,
+                    Err(Errno::INTR) => continue,
+                    Err(Errno::AGAIN) => return Ok(()),
+                    Err(_) => return Err(Broken::Ended),
+                };
             while let Some(&index) = self.queue.front() {
                 let rest = wire::REQUEST + requests[index].payload().len() - self.sent;
                 if left < rest {
@@ -165,13 +173,23 @@ impl<'p> Lane<'p> {
     pub(super) fn receive(&mut self, requests: &mut [Request<'_>]) -> Result<(), Broken> {
         for _ in 0..RECEIVES {
             let direct = match &mut self.incoming {
-                Incoming::Data { index, part, .. } if self.unread.is_empty() && part.len() >= DIRECT => Some((*index, part)),
+                Incoming::Data { index, part, .. }
+                    if self.unread.is_empty() && part.len() >= DIRECT =>
+                {
+                    Some((*index, part))
+                }
                 _ => None,
             };
             let answer = match &direct {
                 Some((index, part)) => {
-                    let Job::Read(buf) = &mut requests[*index].job else { return Err(Broken::Garbled) };
-                    recv(self.link.fd(), &mut buf[part.start as usize..part.end as usize], RecvFlags::DONTWAIT)
+                    let Job::Read(buf) = &mut requests[*index].job else {
+                        return Err(Broken::Garbled);
+                    };
+                    recv(
+                        self.link.fd(),
+                        &mut buf[part.start as usize..part.end as usize],
+                        RecvFlags::DONTWAIT,
+                    )
                 }
                 None => {
                     self.input.copy_within(self.unread.clone(), 0);
@@ -215,7 +233,9 @@ impl<'p> Lane<'p> {
                     (used, self.begin(head, requests)?)
                 }
                 Incoming::Data { index, part, last } => {
-                    let Job::Read(buf) = &mut requests[*index].job else { return Err(Broken::Garbled) };
+                    let Job::Read(buf) = &mut requests[*index].job else {
+                        return Err(Broken::Garbled);
+                    };
                     let used = bytes.len().min(part.len());
                     buf[part.start as usize..][..used].copy_from_slice(&bytes[..used]);
                     part.start += used as u32;
@@ -232,14 +252,22 @@ impl<'p> Lane<'p> {
                     (8, Incoming::Data { index, part, last })
                 }
                 &mut Incoming::HolePlace { index, last } => {
-                    let Some((offset, len)) = wire::u64_at(bytes, 0).zip(wire::u32_at(bytes, 8)) else { return Ok(()) };
+                    let Some((offset, len)) = wire::u64_at(bytes, 0).zip(wire::u32_at(bytes, 8))
+                    else {
+                        return Ok(());
+                    };
                     let part = requests[index].receive(offset, len)?;
-                    let Job::Read(buf) = &mut requests[index].job else { return Err(Broken::Garbled) };
+                    let Job::Read(buf) = &mut requests[index].job else {
+                        return Err(Broken::Garbled);
+                    };
                     buf[part.start as usize..part.end as usize].fill(0);
                     (12, self.end_chunk(index, last, requests)?)
                 }
                 &mut Incoming::Error { index, len, last } => {
-                    let Some((error, text)) = wire::u32_at(bytes, 0).zip(wire::u16_at(bytes, 4)) else { return Ok(()) };
+                    let Some((error, text)) = wire::u32_at(bytes, 0).zip(wire::u16_at(bytes, 4))
+                    else {
+                        return Ok(());
+                    };
                     if u32::from(text) > len - 6 || error == 0 {
                         return Err(Broken::Garbled);
                     }
@@ -271,7 +299,8 @@ impl<'p> Lane<'p> {
             Head::Simple { cookie, .. } | Head::Chunk { cookie, .. } => cookie,
         };
         let index = (cookie & (GROUP as u64 - 1)) as usize;
-        let asked = requests.get(index).is_some_and(|request| request.state == State::Sent(self.serial));
+        let asked =
+            requests.get(index).is_some_and(|request| request.state == State::Sent(self.serial));
         if !asked || cookie >> INDEX_BITS != self.serial {
             return Err(Broken::Garbled);
         }
@@ -289,13 +318,19 @@ impl<'p> Lane<'p> {
                 self.end_chunk(index, true, requests)
             }
             Head::Chunk { .. } if !self.structured => Err(Broken::Garbled),
-            Head::Chunk { kind: wire::CHUNK_NONE, last: true, len: 0, .. } => self.end_chunk(index, true, requests),
+            Head::Chunk { kind: wire::CHUNK_NONE, last: true, len: 0, .. } => {
+                self.end_chunk(index, true, requests)
+            }
             Head::Chunk { kind: wire::CHUNK_DATA, last, len: 9.., .. } if reads => {
                 let Head::Chunk { len, .. } = head else { unreachable!("it is matched here") };
                 Ok(Incoming::DataPlace { index, len: len - 8, last })
             }
-            Head::Chunk { kind: wire::CHUNK_HOLE, last, len: 12, .. } if reads => Ok(Incoming::HolePlace { index, last }),
-            Head::Chunk { kind, last, len, .. } if kind & wire::CHUNK_ERROR != 0 && (6..=wire::LONGEST_ERROR).contains(&len) => {
+            Head::Chunk { kind: wire::CHUNK_HOLE, last, len: 12, .. } if reads => {
+                Ok(Incoming::HolePlace { index, last })
+            }
+            Head::Chunk { kind, last, len, .. }
+                if kind & wire::CHUNK_ERROR != 0 && (6..=wire::LONGEST_ERROR).contains(&len) =>
+            {
                 Ok(Incoming::Error { index, len, last })
             }
             Head::Chunk { .. } => Err(Broken::Garbled),
@@ -303,7 +338,12 @@ impl<'p> Lane<'p> {
     }
 
     /// A chunk is complete; with the last one, its reply.
-    fn end_chunk(&mut self, index: usize, last: bool, requests: &mut [Request<'_>]) -> Result<Incoming, Broken> {
+    fn end_chunk(
+        &mut self,
+        index: usize,
+        last: bool,
+        requests: &mut [Request<'_>],
+    ) -> Result<Incoming, Broken> {
         if last {
             let request = &mut requests[index];
             let outcome = match request.error {
@@ -318,9 +358,11 @@ impl<'p> Lane<'p> {
         Ok(Incoming::Head)
     }
 
-    /// Hands the connection back when nothing is under way on it; ends it if it brought more than was asked for.
+    /// Hands the connection back when nothing is under way on it; ends it if it brought more than
+    /// was asked for.
     pub(super) fn put_back(self) {
-        if self.under_way == 0 && self.unread.is_empty() && matches!(self.incoming, Incoming::Head) {
+        if self.under_way == 0 && self.unread.is_empty() && matches!(self.incoming, Incoming::Head)
+        {
             self.link.put_back();
         } else {
             self.end();
@@ -344,8 +386,12 @@ impl<'p> Lane<'p> {
             if left.is_zero() {
                 return;
             }
-            let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
-            let _ = poll(&mut [PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN)], Some(&left));
+            let left = Timespec {
+                tv_sec: left.as_secs().min(1 << 30) as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let _ =
+                poll(&mut [PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN)], Some(&left));
             match recv(self.link.fd(), &mut trash[..], RecvFlags::DONTWAIT) {
                 Ok((1.., _)) | Err(Errno::AGAIN | Errno::INTR) => {}
                 Ok((0, _)) | Err(_) => return,
@@ -356,6 +402,7 @@ impl<'p> Lane<'p> {
 
 /// Ends an idle connection as the protocol wants it.
 pub(super) fn say_goodbye(fd: BorrowedFd<'_>) {
-    let _ = send(fd, &wire::request(wire::DISC, 0, 0, 0, 0), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    let _ =
+        send(fd, &wire::request(wire::DISC, 0, 0, 0, 0), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     let _ = shutdown(fd, Shutdown::Write);
 }

@@ -1,10 +1,10 @@
 //! The connections that no call uses at the moment, and how many there may be.
 //!
-//! A connection is a descriptor; an idle one lies in an atomic word. A [`Seat`] is leave to have one connection: it is counted
-//! as long as it lives, in a call or with its descriptor in the pool.
+//! A connection is a descriptor; an idle one lies in an atomic word. A [`Seat`] is leave to have
+//! one connection: it is counted as long as it lives, in a call or with its descriptor in the pool.
 //!
-//! Order of memory: a descriptor goes through the word with release and acquire; what else belongs to the connection is the
-//! kernel's.
+//! Order of memory: a descriptor goes through the word with release and acquire; what else belongs
+//! to the connection is the kernel's.
 
 use core::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 use core::time::Duration;
@@ -60,10 +60,14 @@ impl Pool {
     /// Leave for one connection more.
     pub(super) fn seat(&self) -> Option<Seat<'_>> {
         let more = |open| (open < self.most).then_some(open + 1);
-        self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok().then(|| Seat(self))
+        self.open
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+            .is_ok()
+            .then(|| Seat(self))
     }
 
-    /// What to compare with before sleeping in [`Self::wait`]; taken before looking for a connection.
+    /// What to compare with before sleeping in [`Self::wait`]; taken before looking for a
+    /// connection.
     pub(super) fn changes(&self) -> u32 {
         self.changes.load(Ordering::Acquire)
     }
@@ -117,7 +121,9 @@ impl Link<'_> {
         let pool = seat.0;
         let fd = fd.into_raw_fd();
         // There are as many places as there can be connections: one is free.
-        let placed = pool.idle.iter().any(|place| place.compare_exchange(NONE, fd, Ordering::Release, Ordering::Relaxed).is_ok());
+        let placed = pool.idle.iter().any(|place| {
+            place.compare_exchange(NONE, fd, Ordering::Release, Ordering::Relaxed).is_ok()
+        });
         if placed {
             core::mem::forget(seat);
             pool.changed();

@@ -12,8 +12,13 @@ mod lies;
 
 const SIZE: u64 = 1 << 20;
 const PAGE: u64 = PAGE_SIZE as u64;
-const ALL: Flags =
-    Flags(Flags::HAS_FLAGS.0 | Flags::SEND_FLUSH.0 | Flags::SEND_FUA.0 | Flags::SEND_TRIM.0 | Flags::CAN_MULTI_CONN.0);
+const ALL: Flags = Flags(
+    Flags::HAS_FLAGS.0
+        | Flags::SEND_FLUSH.0
+        | Flags::SEND_FUA.0
+        | Flags::SEND_TRIM.0
+        | Flags::CAN_MULTI_CONN.0,
+);
 
 fn export() -> Export {
     Export { size: SIZE, flags: ALL, structured: true, longest: 32 << 20, connections: 1 }
@@ -102,7 +107,12 @@ impl Peer {
     fn answer(&mut self, asked: &Asked) {
         let data = self.carry_out(asked);
         let reply = if asked.command == wire::READ {
-            chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes(), &data[..]].concat())
+            chunk(
+                1,
+                wire::CHUNK_DATA,
+                asked.cookie,
+                &[&asked.offset.to_be_bytes(), &data[..]].concat(),
+            )
         } else {
             simple(asked.cookie, 0, &[])
         };
@@ -123,11 +133,24 @@ fn simple(cookie: u64, error: u32, data: &[u8]) -> Vec<u8> {
 
 fn chunk(flags: u16, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
     let len = (payload.len() as u32).to_be_bytes();
-    [&0x668e_33efu32.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes(), &cookie.to_be_bytes(), &len, payload].concat()
+    [
+        &0x668e_33efu32.to_be_bytes()[..],
+        &flags.to_be_bytes(),
+        &kind.to_be_bytes(),
+        &cookie.to_be_bytes(),
+        &len,
+        payload,
+    ]
+    .concat()
 }
 
 fn error_chunk(cookie: u64, error: u32, text: &[u8]) -> Vec<u8> {
-    chunk(1, 0x8001, cookie, &[&error.to_be_bytes()[..], &(text.len() as u16).to_be_bytes(), text].concat())
+    chunk(
+        1,
+        0x8001,
+        cookie,
+        &[&error.to_be_bytes()[..], &(text.len() as u16).to_be_bytes(), text].concat(),
+    )
 }
 
 type Script = dyn Fn(&mut Peer) + Send + Sync;
@@ -144,7 +167,12 @@ struct Lab {
 impl Lab {
     fn new(script: impl Fn(&mut Peer) + Send + Sync + 'static) -> Lab {
         let bytes = (0..SIZE).map(|i| ((i / 7) ^ (i / PAGE)) as u8).collect();
-        Lab { script: Arc::new(script), dialed: Arc::default(), refuses: Arc::new(|_| None), disk: Arc::new(Mutex::new(bytes)) }
+        Lab {
+            script: Arc::new(script),
+            dialed: Arc::default(),
+            refuses: Arc::new(|_| None),
+            disk: Arc::new(Mutex::new(bytes)),
+        }
     }
 
     fn refusing(mut self, refuses: impl Fn(u32) -> Option<Errno> + Send + Sync + 'static) -> Lab {
@@ -179,7 +207,10 @@ impl Dialer for Lab {
 fn guarded_read(nbd: &Nbd, offset: u64, len: usize) -> (Result<usize, Errno>, Vec<u8>) {
     let mut buf = vec![0xEE; len + 128];
     let answer = nbd.read_at(offset, &mut buf[64..64 + len]);
-    assert!(buf[..64].iter().chain(&buf[64 + len..]).all(|byte| *byte == 0xEE), "written outside of the buffer");
+    assert!(
+        buf[..64].iter().chain(&buf[64 + len..]).all(|byte| *byte == 0xEE),
+        "written outside of the buffer"
+    );
     (answer, buf[64..64 + len].to_vec())
 }
 
@@ -210,7 +241,10 @@ fn what_is_written_is_read_with_either_kind_of_reply() {
         assert_eq!(guarded_read(&nbd, SIZE - 4096, 8192).0, Ok(4096));
         assert_eq!(guarded_read(&nbd, SIZE, 8192).0, Ok(0));
         assert_eq!(nbd.write_at(u64::MAX - 4, &[1; 8]), Ok(0));
-        assert_eq!(nbd.read_many(&mut [(0, &mut [0; 8]), (SIZE - 4, &mut [0; 8])]), Err((1, Errno::INVAL)));
+        assert_eq!(
+            nbd.read_many(&mut [(0, &mut [0; 8]), (SIZE - 4, &mut [0; 8])]),
+            Err((1, Errno::INVAL))
+        );
         assert_eq!(nbd.write_many(&[(0, &[0; 8]), (SIZE - 4, &[0; 8])]), Err((1, Errno::NOSPC)));
         assert_eq!(nbd.stats(), NbdStats { dialed: 1, ..NbdStats::default() });
     }
@@ -232,7 +266,8 @@ fn all_requests_are_out_before_the_first_reply_and_replies_come_in_any_order() {
     let nbd = lab.client(export(), options());
     let mut pages = vec![[0u8; PAGE_SIZE]; N];
     let place = |i: usize| (i as u64 * 37 % 256) * PAGE;
-    let mut places: Vec<(u64, &mut [u8])> = pages.iter_mut().enumerate().map(|(i, page)| (place(i), &mut page[..])).collect();
+    let mut places: Vec<(u64, &mut [u8])> =
+        pages.iter_mut().enumerate().map(|(i, page)| (place(i), &mut page[..])).collect();
     assert_eq!(nbd.read_many(&mut places), Ok(()));
     for (i, page) in pages.iter().enumerate() {
         assert_eq!(page[..], lab.on_disk(place(i), PAGE_SIZE), "place {i}");
@@ -264,7 +299,10 @@ fn a_deep_queue_uses_as_many_connections_as_the_export_allows() {
     assert_eq!(nbd.stats().dialed, 4);
 
     // Without the flag there is one, whatever else is said.
-    let single = lab.client(Export { connections: 4, flags: Flags(ALL.0 & !Flags::CAN_MULTI_CONN.0), ..export() }, options());
+    let single = lab.client(
+        Export { connections: 4, flags: Flags(ALL.0 & !Flags::CAN_MULTI_CONN.0), ..export() },
+        options(),
+    );
     assert_eq!(single.write_many(&places), Ok(()));
     assert_eq!(single.stats().dialed, 1);
 }
@@ -275,7 +313,8 @@ fn a_server_that_allows_fewer_connections_than_it_says_costs_one_attempt() {
     let nbd = lab.client(Export { connections: 4, ..export() }, options());
     let mut pages = vec![[0u8; PAGE_SIZE]; 64];
     for _ in 0..3 {
-        let mut places: Vec<(u64, &mut [u8])> = (0..).map(|i| i * PAGE).zip(pages.iter_mut().map(|page| &mut page[..])).collect();
+        let mut places: Vec<(u64, &mut [u8])> =
+            (0..).map(|i| i * PAGE).zip(pages.iter_mut().map(|page| &mut page[..])).collect();
         assert_eq!(nbd.read_many(&mut places), Ok(()));
     }
     assert_eq!(nbd.stats(), NbdStats { dialed: 1, dial_failed: 1, ..NbdStats::default() });
@@ -283,7 +322,8 @@ fn a_server_that_allows_fewer_connections_than_it_says_costs_one_attempt() {
 
 #[test]
 fn what_was_under_way_when_a_connection_broke_goes_out_again() {
-    // Each connection answers a few more requests than the one before, and hangs up in the middle of the next reply.
+    // Each connection answers a few more requests than the one before, and hangs up in the middle
+    // of the next reply.
     let lab = Lab::new(|peer| {
         for _ in 0..2 + 3 * peer.number {
             let Some(asked) = peer.ask() else { return };
@@ -291,17 +331,24 @@ fn what_was_under_way_when_a_connection_broke_goes_out_again() {
         }
         let Some(asked) = peer.ask() else { return };
         if asked.command == wire::READ {
-            let mut reply = chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[0x55; 4096]].concat());
+            let mut reply = chunk(
+                1,
+                wire::CHUNK_DATA,
+                asked.cookie,
+                &[&asked.offset.to_be_bytes()[..], &[0x55; 4096]].concat(),
+            );
             reply.truncate(20 + 8 + 1234);
             peer.send(&reply);
         }
     });
     let nbd = lab.client(export(), options());
     let data: Vec<[u8; PAGE_SIZE]> = (0..40).map(|i| [i as u8 + 1; PAGE_SIZE]).collect();
-    let places: Vec<(u64, &[u8])> = data.iter().enumerate().map(|(i, page)| (i as u64 * PAGE, &page[..])).collect();
+    let places: Vec<(u64, &[u8])> =
+        data.iter().enumerate().map(|(i, page)| (i as u64 * PAGE, &page[..])).collect();
     assert_eq!(nbd.write_many(&places), Ok(()));
     let mut back = vec![[0u8; PAGE_SIZE]; 40];
-    let mut places: Vec<(u64, &mut [u8])> = (0..).map(|i| i * PAGE).zip(back.iter_mut().map(|page| &mut page[..])).collect();
+    let mut places: Vec<(u64, &mut [u8])> =
+        (0..).map(|i| i * PAGE).zip(back.iter_mut().map(|page| &mut page[..])).collect();
     assert_eq!(nbd.read_many(&mut places), Ok(()));
     assert!(back == data);
     let stats = nbd.stats();
@@ -332,17 +379,22 @@ fn patience_ends_and_writes_do_not_try_for_a_while_then() {
     let refuse = Arc::new(AtomicU32::new(1));
     let lab = {
         let refuse = Arc::clone(&refuse);
-        Lab::new(Peer::serve).refusing(move |_| (refuse.load(SeqCst) == 1).then_some(Errno::CONNREFUSED))
+        Lab::new(Peer::serve)
+            .refusing(move |_| (refuse.load(SeqCst) == 1).then_some(Errno::CONNREFUSED))
     };
     let patience = Duration::from_millis(150);
-    let nbd = lab.client(export(), Options { read_patience: 2 * patience, write_patience: patience, ..options() });
+    let nbd = lab.client(
+        export(),
+        Options { read_patience: 2 * patience, write_patience: patience, ..options() },
+    );
     let start = Instant::now();
     assert_eq!(guarded_read(&nbd, 0, 4096).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= 2 * patience);
     let start = Instant::now();
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= patience);
-    // The server is back, but that takes a while to be noticed by those who can go elsewhere; reads try at once.
+    // The server is back, but that takes a while to be noticed by those who can go elsewhere; reads
+    // try at once.
     refuse.store(0, SeqCst);
     let dialed = lab.dialed.load(SeqCst);
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
@@ -357,7 +409,8 @@ fn patience_ends_and_writes_do_not_try_for_a_while_then() {
 
 #[test]
 fn a_late_server_is_left_for_another_connection() {
-    // The first connection answers nothing; the second is slow, but not too slow; and trickling is no answer.
+    // The first connection answers nothing; the second is slow, but not too slow; and trickling is
+    // no answer.
     let lab = Lab::new(|peer| match peer.number {
         0 => while peer.ask().is_some() {},
         1 => {
@@ -403,7 +456,8 @@ fn who_talks_on_and_on_is_late_too() {
 
 #[test]
 fn a_late_write_is_replayed_after_the_server_has_let_go_of_it() {
-    // The first connection holds its write back until the client hangs up, does it then, and only then ends.
+    // The first connection holds its write back until the client hangs up, does it then, and only
+    // then ends.
     let order = Arc::new(Mutex::new(Vec::new()));
     let lab = {
         let order = Arc::clone(&order);
@@ -445,8 +499,11 @@ fn what_the_server_refuses_is_not_tried_again() {
             let lab = Lab::new(move |peer| {
                 while let Some(asked) = peer.ask() {
                     count.fetch_add(1, SeqCst);
-                    let reply =
-                        if structured { error_chunk(asked.cookie, number, b"no") } else { simple(asked.cookie, number, &[]) };
+                    let reply = if structured {
+                        error_chunk(asked.cookie, number, b"no")
+                    } else {
+                        simple(asked.cookie, number, &[])
+                    };
                     peer.send(&reply);
                 }
             });
@@ -476,7 +533,8 @@ fn the_block_that_cannot_be_read_is_named() {
         }
     });
     let nbd = lab.client(export(), options());
-    let (mut a, mut b, mut c) = (vec![0; 4 * PAGE_SIZE], vec![0; 100 * PAGE_SIZE], vec![0; PAGE_SIZE]);
+    let (mut a, mut b, mut c) =
+        (vec![0; 4 * PAGE_SIZE], vec![0; 100 * PAGE_SIZE], vec![0; PAGE_SIZE]);
     let mut runs = [
         Run { offset: 0, first: 0, buf: &mut a },
         Run { offset: 20 * PAGE, first: 4, buf: &mut b },
@@ -505,7 +563,12 @@ fn replies_in_pieces_are_put_together_and_holes_are_zeros() {
             let data = peer.carry_out(&asked);
             let piece = |from: usize, to: usize| {
                 let place = asked.offset + from as u64;
-                chunk(0, wire::CHUNK_DATA, asked.cookie, &[&place.to_be_bytes()[..], &data[from..to]].concat())
+                chunk(
+                    0,
+                    wire::CHUNK_DATA,
+                    asked.cookie,
+                    &[&place.to_be_bytes()[..], &data[from..to]].concat(),
+                )
             };
             let hole = [&(asked.offset + 4096).to_be_bytes()[..], &8192u32.to_be_bytes()].concat();
             peer.send(&piece(20000, data.len()));
@@ -545,7 +608,10 @@ fn writes_can_be_asked_to_be_durable() {
     assert_eq!(flags.load(SeqCst), 1 << 16 | 1);
     nbd.read_at(0, &mut [1; 4096]).unwrap();
     assert_eq!(flags.load(SeqCst), 0);
-    let cannot = Export { flags: Flags(ALL.0 & !Flags::SEND_FUA.0 & !Flags::SEND_TRIM.0 & !Flags::SEND_FLUSH.0), ..export() };
+    let cannot = Export {
+        flags: Flags(ALL.0 & !Flags::SEND_FUA.0 & !Flags::SEND_TRIM.0 & !Flags::SEND_FLUSH.0),
+        ..export()
+    };
     let nbd = lab.client(cannot, durable);
     nbd.write_at(0, &[1; 4096]).unwrap();
     assert_eq!(flags.load(SeqCst), 1);
@@ -559,7 +625,8 @@ fn a_child_leaves_its_parents_connections_alone() {
     let lab = Lab::new(Peer::serve);
     let parent = lab.client(Export { connections: 2, ..export() }, options());
     parent.read_at(0, &mut [0; 4096]).unwrap();
-    // A forked child has a copy of the client; here the client itself stands for it, and a handed-in descriptor for the parent's.
+    // A forked child has a copy of the client; here the client itself stands for it, and a
+    // handed-in descriptor for the parent's.
     let idle = parent.pool.take().unwrap();
     let number = swaptide_sys::AsRawFd::as_raw_fd(&idle.fd());
     idle.put_back();
@@ -598,14 +665,21 @@ fn threads_share_connections_and_take_turns() {
                 s.spawn(move || {
                     let base = thread * 40 * PAGE;
                     for round in 0..30u64 {
-                        let data: Vec<[u8; PAGE_SIZE]> =
-                            (0..20).map(|i| [(thread * 97 + round * 13 + i) as u8; PAGE_SIZE]).collect();
-                        let places: Vec<(u64, &[u8])> =
-                            data.iter().enumerate().map(|(i, page)| (base + i as u64 * 2 * PAGE, &page[..])).collect();
+                        let data: Vec<[u8; PAGE_SIZE]> = (0..20)
+                            .map(|i| [(thread * 97 + round * 13 + i) as u8; PAGE_SIZE])
+                            .collect();
+                        let places: Vec<(u64, &[u8])> = data
+                            .iter()
+                            .enumerate()
+                            .map(|(i, page)| (base + i as u64 * 2 * PAGE, &page[..]))
+                            .collect();
                         nbd.write_many(&places).unwrap();
                         let mut back = vec![[0u8; PAGE_SIZE]; 20];
-                        let mut places: Vec<(u64, &mut [u8])> =
-                            back.iter_mut().enumerate().map(|(i, page)| (base + i as u64 * 2 * PAGE, &mut page[..])).collect();
+                        let mut places: Vec<(u64, &mut [u8])> = back
+                            .iter_mut()
+                            .enumerate()
+                            .map(|(i, page)| (base + i as u64 * 2 * PAGE, &mut page[..]))
+                            .collect();
                         nbd.read_many(&mut places).unwrap();
                         assert!(back == data, "thread {thread}, round {round}");
                     }
@@ -623,7 +697,8 @@ fn threads_share_connections_and_take_turns() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever comes, the call ends, nothing outside of its buffers changes, and success means that every byte came.
+    /// Whatever comes, the call ends, nothing outside of its buffers changes, and success means
+    /// that every byte came.
     #[test]
     fn noise_is_survived(pieces in prop::collection::vec((0..8u8, any::<u64>(), any::<u16>(), any::<u32>(), 0..6000usize), 1..12),
                          cut in any::<prop::sample::Index>()) {
@@ -655,7 +730,8 @@ proptest! {
         match answer {
             Ok(n) => {
                 prop_assert_eq!(n, 3 * PAGE_SIZE);
-                // All of it came from the second connection, or all of it from the first, holes and lies.
+                // All of it came from the second connection, or all of it from the first, holes and
+                // lies.
                 let good = lab.on_disk(16 * PAGE, 3 * PAGE_SIZE);
                 prop_assert!(data == good || data.iter().all(|byte| [0, 0x66].contains(byte) || lab.dialed.load(SeqCst) == 1));
             }

@@ -33,7 +33,13 @@ pub(super) const CHUNK_ERROR: u16 = 1 << 15;
 pub(super) const LONGEST_ERROR: u32 = 8 << 10;
 
 /// What a request begins with.
-pub(super) fn request(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> [u8; REQUEST] {
+pub(super) fn request(
+    command: u16,
+    flags: u16,
+    cookie: u64,
+    offset: u64,
+    len: u32,
+) -> [u8; REQUEST] {
     let mut out = [0; REQUEST];
     out[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
     out[4..6].copy_from_slice(&flags.to_be_bytes());
@@ -57,7 +63,9 @@ pub(super) enum Head {
 pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>, Garbled> {
     let Some(magic) = u32_at(bytes, 0) else { return Ok(None) };
     let head = match magic {
-        SIMPLE_MAGIC => u32_at(bytes, 4).zip(u64_at(bytes, 8)).map(|(error, cookie)| (Head::Simple { error, cookie }, SIMPLE)),
+        SIMPLE_MAGIC => u32_at(bytes, 4)
+            .zip(u64_at(bytes, 8))
+            .map(|(error, cookie)| (Head::Simple { error, cookie }, SIMPLE)),
         CHUNK_MAGIC => (|| {
             let (flags, kind) = (u16_at(bytes, 4)?, u16_at(bytes, 6)?);
             let (cookie, len) = (u64_at(bytes, 8)?, u32_at(bytes, 16)?);

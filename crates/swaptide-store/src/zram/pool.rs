@@ -1,19 +1,24 @@
 //! The memory compressed objects live in: a size-class allocator over one reserved mapping.
 //!
-//! The mapping is cut into blocks of [`BLOCK_BYTES`] of address space. A block in use belongs to one size class, of which it
-//! holds as many objects as fit its first 8 to 16 pages (each class has its own page count, the one that wastes least); the
-//! rest of its address space is never touched. A block's pages are populated in one go when it is started, and given back
-//! when it empties; a few emptied blocks are kept warm, because the next swap-out wants pages again.
+//! The mapping is cut into blocks of [`BLOCK_BYTES`] of address space. A block in use belongs to
+//! one size class, of which it holds as many objects as fit its first 8 to 16 pages (each class has
+//! its own page count, the one that wastes least); the rest of its address space is never touched.
+//! A block's pages are populated in one go when it is started, and given back when it empties; a
+//! few emptied blocks are kept warm, because the next swap-out wants pages again.
 //!
-//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it is, the checksum of its bytes. The head is what makes a
-//! mix-up or damage visible, and what lets compaction find the handle to change.
+//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it
+//! is, the checksum of its bytes. The head is what makes a mix-up or damage visible, and what lets
+//! compaction find the handle to change.
 //!
 //! Invariants:
-//! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given us for the mapping.
-//! 2. A block in use that is not full is on exactly one list: that of its class and fullness group. No other block is.
-//! 3. A class whose bit in `loose` is not set has no block that compaction could free, unless one was started since.
-//! 4. An object's block is of the smallest class that fits it or one of the next four; compaction moves objects only into
-//!    blocks that are there already, so it never needs memory.
+//! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given
+//!    us for the mapping.
+//! 2. A block in use that is not full is on exactly one list: that of its class and fullness group.
+//!    No other block is.
+//! 3. A class whose bit in `loose` is not set has no block that compaction could free, unless one
+//!    was started since.
+//! 4. An object's block is of the smallest class that fits it or one of the next four; compaction
+//!    moves objects only into blocks that are there already, so it never needs memory.
 //!
 //! No lock in here: the device's lock guards it.
 
@@ -25,7 +30,8 @@ use crate::PAGE_SIZE;
 /// Address space of one block.
 pub(super) const BLOCK_BYTES: usize = 64 << 10;
 const BLOCK_PAGES: usize = BLOCK_BYTES / PAGE_SIZE;
-/// Fewest pages a class may choose for its blocks: fewer leave too much of the address space unused.
+/// Fewest pages a class may choose for its blocks: fewer leave too much of the address space
+/// unused.
 const MIN_PAGES: usize = 8;
 /// An object id has 20 bits for its block.
 const MAX_BLOCKS: usize = 1 << 20;
@@ -33,7 +39,8 @@ const MAX_BLOCKS: usize = 1 << 20;
 const INDEX_BITS: u32 = 11;
 /// Emptied blocks that keep their pages for the next use.
 const WARM_BLOCKS: usize = 16;
-/// How far the pool may go past its limit while objects are replaced by smaller ones: a new block for each class among them.
+/// How far the pool may go past its limit while objects are replaced by smaller ones: a new block
+/// for each class among them.
 const SLACK: usize = 16 * BLOCK_BYTES;
 /// What is brought near of an object that will be read: the processor finds the rest by itself.
 const NEAR_LINES: usize = 8;
@@ -62,7 +69,8 @@ const FINE: usize = 32;
 /// Longer ones (units) in steps of this.
 const COARSE: usize = 512;
 static FINE_CLASS: [u8; PAGE_SIZE / FINE + 1] = build_lookup::<{ PAGE_SIZE / FINE + 1 }>(FINE);
-static COARSE_CLASS: [u8; BLOCK_BYTES / COARSE + 1] = build_lookup::<{ BLOCK_BYTES / COARSE + 1 }>(COARSE);
+static COARSE_CLASS: [u8; BLOCK_BYTES / COARSE + 1] =
+    build_lookup::<{ BLOCK_BYTES / COARSE + 1 }>(COARSE);
 
 const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
     let mut table = [Class { size: 0, pages: 0, objects: 0 }; MAX_CLASSES];
@@ -71,7 +79,8 @@ const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
     let mut want = FINE;
     while want <= BLOCK_BYTES {
         if want > covered {
-            // The page count that leaves the smallest share of a block over; of equals, the largest.
+            // The page count that leaves the smallest share of a block over; of equals, the
+            // largest.
             let mut pages = 0;
             let mut least = 0;
             let mut m = MIN_PAGES;
@@ -88,7 +97,8 @@ const fn build_classes() -> ([Class; MAX_CLASSES], usize) {
             let objects = pages * PAGE_SIZE / want;
             // What is left over is shared out, so that neighbouring sizes often become one class.
             covered = pages * PAGE_SIZE / objects;
-            table[count] = Class { size: covered as u32, pages: pages as u8, objects: objects as u16 };
+            table[count] =
+                Class { size: covered as u32, pages: pages as u8, objects: objects as u16 };
             count += 1;
         }
         want += match want {
@@ -121,7 +131,11 @@ const _: () = assert!(CLASS_TABLE.0[CLASSES - 1].size as usize == BLOCK_BYTES);
 const _: () = assert!(BLOCK_BYTES / FINE <= 1 << INDEX_BITS);
 
 fn class_of(len: usize) -> usize {
-    if len <= PAGE_SIZE { FINE_CLASS[len.div_ceil(FINE)].into() } else { COARSE_CLASS[len.div_ceil(COARSE)].into() }
+    if len <= PAGE_SIZE {
+        FINE_CLASS[len.div_ceil(FINE)].into()
+    } else {
+        COARSE_CLASS[len.div_ceil(COARSE)].into()
+    }
 }
 
 /// Where an object is: its block and its place in it. 31 bits.
@@ -154,7 +168,8 @@ impl ObjectId {
 /// Whose an object is.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Head {
-    /// The slot, of a unit the first one, and [`Head::SETTLED`]; [`Head::FREE`] when there is no object.
+    /// The slot, of a unit the first one, and [`Head::SETTLED`]; [`Head::FREE`] when there is no
+    /// object.
     pub(super) slot: u32,
     /// Bytes stored; of a free place, the next free one.
     pub(super) len: u16,
@@ -166,7 +181,8 @@ pub(super) struct Head {
 
 impl Head {
     const FREE: u32 = u32::MAX;
-    /// Stands beside the slot of a page that needs no second look: it was compressed as well as it can be. Not used for units.
+    /// Stands beside the slot of a page that needs no second look: it was compressed as well as it
+    /// can be. Not used for units.
     pub(super) const SETTLED: u32 = 1 << 30;
     /// End of a block's free list.
     const END: u16 = u16::MAX;
@@ -225,20 +241,23 @@ pub(super) struct Pool {
     limit: usize,
     /// Bytes that may be had beyond it for now.
     slack: usize,
-    /// Classes in which, or above which, objects were freed since compaction last found nothing there.
+    /// Classes in which, or above which, objects were freed since compaction last found nothing
+    /// there.
     loose: u128,
 }
 
 impl Pool {
     /// A pool with room for `bytes` of objects, as far as the address space allows.
     pub(super) fn new(bytes: usize) -> Result<Pool, swaptide_sys::Errno> {
-        // A block uses at least half of its address space; an eighth more for blocks that are not full.
+        // A block uses at least half of its address space; an eighth more for blocks that are not
+        // full.
         let want = (bytes * 2 + bytes / 4).div_ceil(BLOCK_BYTES) + 2 * CLASSES;
         let mut blocks = want.min(MAX_BLOCKS);
         let memory = loop {
             match Mapping::reserve(blocks * BLOCK_BYTES) {
                 Ok(memory) => break memory,
-                // An address space limit (RLIMIT_AS, strict overcommit): a smaller pool is better than none.
+                // An address space limit (RLIMIT_AS, strict overcommit): a smaller pool is better
+                // than none.
                 Err(_) if blocks > 4 * CLASSES => blocks /= 2,
                 Err(errno) => return Err(errno),
             }
@@ -276,7 +295,10 @@ impl Pool {
     /// Where the objects are.
     #[cfg(test)]
     pub(super) fn range(&self) -> swaptide_sys::page::VirtRange {
-        swaptide_sys::page::VirtRange::from_len(swaptide_sys::page::VirtAddr(self.memory.as_ptr() as usize), self.memory.len())
+        swaptide_sys::page::VirtRange::from_len(
+            swaptide_sys::page::VirtAddr(self.memory.as_ptr() as usize),
+            self.memory.len(),
+        )
     }
 
     pub(super) fn populated(&self) -> u64 {
@@ -304,13 +326,16 @@ impl Pool {
         let block = match self.block_with_room(class, 0) {
             Some(block) => block,
             // At the limit, a place that is a little too large is better than none.
-            None => self.start_block(class).or_else(|full| self.block_with_room(class, 4).ok_or(full))?,
+            None => self
+                .start_block(class)
+                .or_else(|full| self.block_with_room(class, 4).ok_or(full))?,
         };
         Ok(self.place(block, head))
     }
 
-    /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new one put into a place of the old one's size, which is
-    /// all there is there, nothing would be gained.
+    /// Room for what replaces a larger object. At the limit it may go a little beyond: were the new
+    /// one put into a place of the old one's size, which is all there is there, nothing would be
+    /// gained.
     pub(super) fn alloc_for_less(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
         self.slack = SLACK;
         let id = self.alloc(head);
@@ -362,8 +387,9 @@ impl Pool {
     /// An object's bytes.
     pub(super) fn bytes(&self, id: ObjectId) -> &[u8] {
         let (offset, len) = self.extent(id);
-        // SAFETY: `extent` keeps inside the mapping, which lives as long as `self`; anonymous memory is always initialized, and
-        // only `bytes_mut`, which borrows the pool exclusively, writes to it.
+        // SAFETY: `extent` keeps inside the mapping, which lives as long as `self`; anonymous
+        // memory is always initialized, and only `bytes_mut`, which borrows the pool exclusively,
+        // writes to it.
         unsafe { core::slice::from_raw_parts(self.memory.as_ptr().add(offset), len) }
     }
 
@@ -378,15 +404,23 @@ impl Pool {
         let size = CLASS[usize::from(self.blocks[id.block()].class)].size as usize;
         let len = usize::from(self.head(id).len);
         let offset = id.block() * BLOCK_BYTES + id.index() * size;
-        assert!(len <= size && offset + len <= self.memory.len(), "compressed pool: an object outside its block");
+        assert!(
+            len <= size && offset + len <= self.memory.len(),
+            "compressed pool: an object outside its block"
+        );
         (offset, len)
     }
 
-    /// Moves the objects of one sparse block of some class into other blocks, so that it becomes free.
+    /// Moves the objects of one sparse block of some class into other blocks, so that it becomes
+    /// free.
     ///
-    /// `moved` is told of every object's new place. Returns the bytes copied, or `None` when no block can be freed so.
-    /// `cursor` remembers the class to go on with.
-    pub(super) fn compact_one(&mut self, cursor: &mut usize, mut moved: impl FnMut(Head, ObjectId)) -> Option<usize> {
+    /// `moved` is told of every object's new place. Returns the bytes copied, or `None` when no
+    /// block can be freed so. `cursor` remembers the class to go on with.
+    pub(super) fn compact_one(
+        &mut self,
+        cursor: &mut usize,
+        mut moved: impl FnMut(Head, ObjectId),
+    ) -> Option<usize> {
         let mut copied = 0;
         for class in (0..CLASSES).map(|i| (*cursor + i) % CLASSES) {
             if self.loose == 0 {
@@ -404,7 +438,8 @@ impl Pool {
             let above = if class + 1 < CLASSES { self.room(class + 1) } else { 0 };
             if here + above >= used && self.empty_into_others(source, &mut copied, &mut moved) {
                 *cursor = class;
-                // What was moved away made room below; blocks of the class above may have filled up, which frees nothing.
+                // What was moved away made room below; blocks of the class above may have filled
+                // up, which frees nothing.
                 self.loose |= (1 << class) >> 1;
                 return Some(copied);
             }
@@ -413,9 +448,14 @@ impl Pool {
         None
     }
 
-    /// Moves a block's objects elsewhere, each into a block of its own class or the one above, as long as there is room;
-    /// `true` when the block is empty and retired.
-    fn empty_into_others(&mut self, source: u32, copied: &mut usize, moved: &mut impl FnMut(Head, ObjectId)) -> bool {
+    /// Moves a block's objects elsewhere, each into a block of its own class or the one above, as
+    /// long as there is room; `true` when the block is empty and retired.
+    fn empty_into_others(
+        &mut self,
+        source: u32,
+        copied: &mut usize,
+        moved: &mut impl FnMut(Head, ObjectId),
+    ) -> bool {
         self.unlink(source);
         for index in 0..self.blocks[source as usize].fresh {
             let from = ObjectId::new(source, index);
@@ -430,10 +470,15 @@ impl Pool {
             let (source_at, len) = self.extent(from);
             let to = self.place(target, head);
             let (target_at, _) = self.extent(to);
-            // SAFETY: both ranges are inside the mapping (`extent`) and in different blocks: the source is on no list.
+            // SAFETY: both ranges are inside the mapping (`extent`) and in different blocks: the
+            // source is on no list.
             unsafe {
                 let base = self.memory.as_ptr();
-                core::ptr::copy_nonoverlapping(base.add(source_at).cast_const(), base.add(target_at), len);
+                core::ptr::copy_nonoverlapping(
+                    base.add(source_at).cast_const(),
+                    base.add(target_at),
+                    len,
+                );
             }
             self.vacate(from);
             moved(head, to);
@@ -456,8 +501,8 @@ impl Pool {
         }
     }
 
-    /// The fullest block (by group) of a class, or else of one of the next `more` classes, that still has room: filling those
-    /// keeps the others emptying.
+    /// The fullest block (by group) of a class, or else of one of the next `more` classes, that
+    /// still has room: filling those keeps the others emptying.
     fn block_with_room(&self, class: usize, more: usize) -> Option<u32> {
         let classes = self.classes.iter().skip(class).take(1 + more);
         classes.flat_map(|state| state.lists.iter().rev()).copied().find(|&block| block != NONE)
@@ -516,13 +561,20 @@ impl Pool {
     fn start_block(&mut self, class: usize) -> Result<u32, PoolFull> {
         let Class { pages, objects, .. } = CLASS[class];
         let block = self.empty_block(pages)?;
-        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0, sum: 0 }; objects.into()].into_boxed_slice();
+        let heads = vec![Head { slot: Head::FREE, len: 0, live: 0, sum: 0 }; objects.into()]
+            .into_boxed_slice();
         self.head_bytes += size_of_val(&*heads);
         let b = &mut self.blocks[block as usize];
         let missing = pages.saturating_sub(b.resident);
         let beyond = usize::from(b.resident.saturating_sub(pages)) * PAGE_SIZE;
-        // What a warm block has beyond would be held for nothing as long as the block lives. A refusal is harmless: it stays counted.
-        if beyond > 0 && self.memory.discard(block as usize * BLOCK_BYTES + usize::from(pages) * PAGE_SIZE, beyond).is_ok() {
+        // What a warm block has beyond would be held for nothing as long as the block lives. A
+        // refusal is harmless: it stays counted.
+        if beyond > 0
+            && self
+                .memory
+                .discard(block as usize * BLOCK_BYTES + usize::from(pages) * PAGE_SIZE, beyond)
+                .is_ok()
+        {
             b.resident = pages;
             self.resident_pages -= beyond / PAGE_SIZE;
         }
@@ -531,12 +583,24 @@ impl Pool {
             b.resident = pages;
             self.resident_pages += usize::from(missing);
             self.populated += u64::from(missing);
-            // One call instead of a fault per page. Where the kernel cannot, the faults come one by one.
-            let _ = self.memory.populate_write(block as usize * BLOCK_BYTES + from, usize::from(missing) * PAGE_SIZE);
+            // One call instead of a fault per page. Where the kernel cannot, the faults come one by
+            // one.
+            let _ = self.memory.populate_write(
+                block as usize * BLOCK_BYTES + from,
+                usize::from(missing) * PAGE_SIZE,
+            );
         }
         let b = &mut self.blocks[block as usize];
-        *b =
-            Block { heads, prev: NONE, next: NONE, used: 0, free: Head::END, fresh: 0, class: class as u8, resident: b.resident };
+        *b = Block {
+            heads,
+            prev: NONE,
+            next: NONE,
+            used: 0,
+            free: Head::END,
+            fresh: 0,
+            class: class as u8,
+            resident: b.resident,
+        };
         self.classes[class].blocks += 1;
         self.link(block);
         Ok(block)
@@ -595,7 +659,8 @@ impl Pool {
     fn discard(&mut self, block: u32) {
         let b = &mut self.blocks[block as usize];
         let len = usize::from(b.resident) * PAGE_SIZE;
-        // Refused only for memory locked by mlockall(); the pages are then still ours, and stay counted.
+        // Refused only for memory locked by mlockall(); the pages are then still ours, and stay
+        // counted.
         if self.memory.discard(block as usize * BLOCK_BYTES, len).is_ok() {
             self.resident_pages -= usize::from(b.resident);
             b.resident = 0;
@@ -645,12 +710,18 @@ impl Pool {
         for (class, state) in self.classes.iter().enumerate() {
             let in_class = |b: &&Block| usize::from(b.class) == class && !b.heads.is_empty();
             assert_eq!(state.blocks as usize, self.blocks.iter().filter(in_class).count());
-            assert_eq!(state.used, self.blocks.iter().filter(in_class).map(|b| u32::from(b.used)).sum::<u32>());
+            assert_eq!(
+                state.used,
+                self.blocks.iter().filter(in_class).map(|b| u32::from(b.used)).sum::<u32>()
+            );
             for (group, &first) in state.lists.iter().enumerate() {
                 let (mut at, mut prev) = (first, NONE);
                 while at != NONE {
                     let b = &self.blocks[at as usize];
-                    assert_eq!((usize::from(b.class), b.group(), b.prev), (class, Some(group), prev));
+                    assert_eq!(
+                        (usize::from(b.class), b.group(), b.prev),
+                        (class, Some(group), prev)
+                    );
                     listed += 1;
                     (prev, at) = (at, b.next);
                 }

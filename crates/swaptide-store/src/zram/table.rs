@@ -1,7 +1,8 @@
 //! From a slot to what is stored for it: four bytes per slot, and the values of same-filled pages.
 //!
-//! Owns the handle of every slot, in arrays of [`CLUSTER_SLOTS`] that exist while one of their slots is in use, and the table
-//! of the words that same-filled pages repeat. Few words are common to many pages, so each distinct one is kept once, counted.
+//! Owns the handle of every slot, in arrays of [`CLUSTER_SLOTS`] that exist while one of their
+//! slots is in use, and the table of the words that same-filled pages repeat. Few words are common
+//! to many pages, so each distinct one is kept once, counted.
 
 use std::collections::BTreeMap;
 
@@ -58,7 +59,8 @@ pub(super) struct Handles {
 
 impl Handles {
     pub(super) fn new(max_slots: u32) -> Handles {
-        // Room for all, so that nothing is ever copied; what is not used is not touched, and costs nothing.
+        // Room for all, so that nothing is ever copied; what is not used is not touched, and costs
+        // nothing.
         let clusters = Vec::with_capacity((max_slots as usize).div_ceil(CLUSTER_SLOTS));
         Handles { clusters, max_slots, allocated: 0, used: 0 }
     }
@@ -73,7 +75,11 @@ impl Handles {
 
     /// Stores a handle and returns the one before.
     pub(super) fn set(&mut self, slot: Slot, handle: Handle) -> Handle {
-        assert!(slot.0 < self.max_slots, "compressed memory: slot {slot} of a device with {} slots", self.max_slots);
+        assert!(
+            slot.0 < self.max_slots,
+            "compressed memory: slot {slot} of a device with {} slots",
+            self.max_slots
+        );
         let (at, index) = slot.split();
         if at >= self.clusters.len() {
             if handle == Handle::Empty {
@@ -88,9 +94,12 @@ impl Handles {
             }
             self.allocated += 1;
         }
-        let cluster = place.get_or_insert_with(|| Box::new(Cluster { handles: [0; CLUSTER_SLOTS], used: 0 }));
-        let before = Handle::decode(core::mem::replace(&mut cluster.handles[index], handle.encode()));
-        let (had, has) = (usize::from(before != Handle::Empty), usize::from(handle != Handle::Empty));
+        let cluster =
+            place.get_or_insert_with(|| Box::new(Cluster { handles: [0; CLUSTER_SLOTS], used: 0 }));
+        let before =
+            Handle::decode(core::mem::replace(&mut cluster.handles[index], handle.encode()));
+        let (had, has) =
+            (usize::from(before != Handle::Empty), usize::from(handle != Handle::Empty));
         cluster.used = cluster.used + has - had;
         self.used = self.used + has - had;
         if cluster.used == 0 {
@@ -106,7 +115,8 @@ impl Handles {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.len() * size_of::<Option<Box<Cluster>>>() + self.allocated * size_of::<Cluster>()
+        self.clusters.len() * size_of::<Option<Box<Cluster>>>()
+            + self.allocated * size_of::<Cluster>()
     }
 }
 
@@ -148,7 +158,8 @@ impl SameTable {
 
     pub(super) fn remove(&mut self, id: SameId) {
         let (word, count) = &mut self.words[id.0 as usize];
-        *count = count.checked_sub(1).expect("compressed memory: a same-filled page is freed twice");
+        *count =
+            count.checked_sub(1).expect("compressed memory: a same-filled page is freed twice");
         self.pages -= 1;
         if *count == 0 {
             self.index.remove(word);
@@ -163,6 +174,8 @@ impl SameTable {
 
     pub(super) fn metadata_bytes(&self) -> usize {
         // A tree node holds up to 11 pairs and is at least about half full.
-        self.words.capacity() * size_of::<(u64, u32)>() + self.unused.capacity() * 4 + self.index.len() * 24
+        self.words.capacity() * size_of::<(u64, u32)>()
+            + self.unused.capacity() * 4
+            + self.index.len() * 24
     }
 }

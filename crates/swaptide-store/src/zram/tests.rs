@@ -182,7 +182,8 @@ proptest! {
     }
 }
 
-/// Packed bytes of a length that `numbers` picks: a mix of small, middling and incompressible pages.
+/// Packed bytes of a length that `numbers` picks: a mix of small, middling and incompressible
+/// pages.
 fn mixed_length(numbers: &mut Random) -> usize {
     match numbers.below(8) {
         0 => 40 + numbers.below(200),
@@ -221,13 +222,26 @@ fn the_pool_stays_dense_through_churn() {
     let sparse = ratio(&zram);
     let before = zram.pool_bytes();
     // In small steps, as an engine does it, each within its budget (and one block).
-    let shrunk: usize = (0..).map(|_| zram.compact(256 << 10)).take_while(|&shrunk| shrunk > 0).sum();
+    let shrunk: usize =
+        (0..).map(|_| zram.compact(256 << 10)).take_while(|&shrunk| shrunk > 0).sum();
     assert_eq!(zram.pool_bytes() + shrunk, before);
     zram.trim();
     zram.check();
-    assert_eq!((zram.compact(usize::MAX), zram.state.lock().pool.loose()), (0, 0), "nothing is left to look at");
-    assert!(ratio(&zram) <= 1.12, "after freeing three quarters: {sparse}, compacted: {}", ratio(&zram));
-    assert!(zram.metadata_bytes() < 40_000 * 14, "{} bytes of records for 40000 slots", zram.metadata_bytes());
+    assert_eq!(
+        (zram.compact(usize::MAX), zram.state.lock().pool.loose()),
+        (0, 0),
+        "nothing is left to look at"
+    );
+    assert!(
+        ratio(&zram) <= 1.12,
+        "after freeing three quarters: {sparse}, compacted: {}",
+        ratio(&zram)
+    );
+    assert!(
+        zram.metadata_bytes() < 40_000 * 14,
+        "{} bytes of records for 40000 slots",
+        zram.metadata_bytes()
+    );
 }
 
 #[test]
@@ -264,7 +278,11 @@ fn pool_bytes_are_what_the_kernel_holds() {
         let mut held = 0;
         pagemap.present(zram.state.lock().pool.range(), |run| held += run.len()).unwrap();
         // What is populated with a block the kernel has given; where it could not, less.
-        assert!(held <= zram.pool_bytes() && held + (1 << 20) > zram.pool_bytes(), "{when}: {held}, {}", zram.pool_bytes());
+        assert!(
+            held <= zram.pool_bytes() && held + (1 << 20) > zram.pool_bytes(),
+            "{when}: {held}, {}",
+            zram.pool_bytes()
+        );
     };
     let mut numbers = Random(5);
     (0..20_000).for_each(|slot| insert_bytes(&zram, slot, mixed_length(&mut numbers)));
@@ -309,7 +327,8 @@ fn a_full_pool_says_so_and_keeps_what_it_has() {
     let zram = Zram::new(4096).unwrap();
     zram.set_limit(1 << 20);
     let page = page_of(PAGE_SIZE, 7);
-    let stored = (0..4096).take_while(|&slot| zram.insert(Slot(slot), &Packed::Raw(&page)).is_ok()).count();
+    let stored =
+        (0..4096).take_while(|&slot| zram.insert(Slot(slot), &Packed::Raw(&page)).is_ok()).count();
     assert!(zram.pool_bytes() <= 1 << 20);
     assert!((240..=256).contains(&stored), "{stored} pages in 1 MiB");
     // Same-filled pages always fit; a replacement that does not fit leaves the old page.
@@ -343,30 +362,46 @@ fn threads_load_and_store_while_one_compacts() {
                         let slot = worker * EACH + numbers.below(EACH as usize - 4) as u32;
                         match numbers.below(5) {
                             4 => {
-                                // As the engine does it: out, and in again if nothing happened to the slot; here nothing does.
+                                // As the engine does it: out, and in again if nothing happened
+                                // to the slot; here nothing does.
                                 let mut bytes = Vec::new();
                                 if zram.unsettled(Slot(slot), &mut bytes) {
                                     Unpacker::new().unpack(&bytes, &mut out).unwrap();
-                                    zram.settle(Slot(slot), codec.compress_tightly(&out, bytes.len())).unwrap();
+                                    zram.settle(
+                                        Slot(slot),
+                                        codec.compress_tightly(&out, bytes.len()),
+                                    )
+                                    .unwrap();
                                 }
                             }
                             0 => {
                                 let random = numbers.below(3000);
-                                zram.insert(Slot(slot), &codec.compress(&page_of(random, round))).unwrap();
+                                zram.insert(Slot(slot), &codec.compress(&page_of(random, round)))
+                                    .unwrap();
                                 held.insert(slot, (random, round));
                             }
                             1 => {
                                 let random = 2 + numbers.below(2000);
-                                let pages: Vec<_> = (0..4).map(|i| page_of(random, round * 10 + i)).collect();
-                                let bytes: Vec<u8> = pages.iter().flat_map(|page| page.iter().copied()).collect();
-                                zram.insert_unit(Slot(slot), 4, &codec.compress_unit(&bytes)).unwrap();
-                                held.extend((0..4u32).map(|i| (slot + i, (random, round * 10 + u64::from(i)))));
+                                let pages: Vec<_> =
+                                    (0..4).map(|i| page_of(random, round * 10 + i)).collect();
+                                let bytes: Vec<u8> =
+                                    pages.iter().flat_map(|page| page.iter().copied()).collect();
+                                zram.insert_unit(Slot(slot), 4, &codec.compress_unit(&bytes))
+                                    .unwrap();
+                                held.extend(
+                                    (0..4u32)
+                                        .map(|i| (slot + i, (random, round * 10 + u64::from(i)))),
+                                );
                             }
-                            2 => assert_eq!(zram.free(Slot(slot)), held.remove(&slot).is_some()),
+                            2 => {
+                                assert_eq!(zram.free(Slot(slot)), held.remove(&slot).is_some())
+                            }
                             _ => {
                                 let answer = zram.load(Slot(slot), &mut out, &mut Unpacker::new());
                                 assert_eq!(answer.is_ok(), held.contains_key(&slot));
-                                assert!(held.get(&slot).is_none_or(|&(random, seed)| out == *page_of(random, seed)));
+                                assert!(held.get(&slot).is_none_or(
+                                        |&(random, seed)| out == *page_of(random, seed)
+                                    ));
                             }
                         }
                     }
@@ -411,8 +446,14 @@ fn a_flipped_bit_is_never_handed_out() {
             device.insert(Slot(3), &codec.compress(&page)).unwrap();
             device.flip(Slot(3), random.next() as usize >> 1);
             let (mut out, mut bytes) = ([0; PAGE_SIZE], vec![7]);
-            assert_eq!(device.load(Slot(3), &mut out, &mut unpacker), Err(Damaged { slot: Slot(3), what: CHANGED }));
-            assert_eq!(device.packed(Slot(3), &mut bytes, &mut unpacker), Err(Damaged { slot: Slot(3), what: CHANGED }));
+            assert_eq!(
+                device.load(Slot(3), &mut out, &mut unpacker),
+                Err(Damaged { slot: Slot(3), what: CHANGED })
+            );
+            assert_eq!(
+                device.packed(Slot(3), &mut bytes, &mut unpacker),
+                Err(Damaged { slot: Slot(3), what: CHANGED })
+            );
             assert!(!device.unsettled(Slot(3), &mut bytes));
             assert_eq!(bytes, [7]);
         }

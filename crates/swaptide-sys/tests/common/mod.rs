@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 /// Set in the child, to the name of the test it is to run.
 const CHILD: &str = "SWAPTIDE_SYS_TEST_CHILD";
-/// Beside what a test that takes as long as it is told is told to take (`SWAPTIDE_STRESS_SECONDS`), five times over: it may have to wait for its turn.
+/// Beside what a test that takes as long as it is told is told to take (`SWAPTIDE_STRESS_SECONDS`),
+/// five times over: it may have to wait for its turn.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Runs `body` in a child process that must end well within the deadline.
@@ -19,7 +20,8 @@ pub fn in_child(test: &str, body: impl FnOnce()) {
 /// Runs `body` in a child process; how that ended and what it wrote, or `None` in the child itself.
 pub fn child_status(test: &str, body: impl FnOnce()) -> Option<(ExitStatus, String)> {
     if std::env::var(CHILD).is_ok_and(|name| name == test) {
-        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL)).unwrap();
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+            .unwrap();
         body();
         return None;
     }
@@ -31,7 +33,10 @@ pub fn child_status(test: &str, body: impl FnOnce()) -> Option<(ExitStatus, Stri
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let told = std::env::var("SWAPTIDE_STRESS_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(0.0);
+    let told = std::env::var("SWAPTIDE_STRESS_SECONDS")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(0.0);
     let deadline = DEADLINE + Duration::from_secs_f64(5.0 * told);
     let start = Instant::now();
     let mut late = false;

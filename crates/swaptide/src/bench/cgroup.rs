@@ -1,7 +1,7 @@
 //! A memory cgroup for the kernel's side of a comparison, version 1 or 2.
 //!
-//! Owns finding the hierarchy, making one group with a limit, and reading how much it used. The group is removed
-//! through the [`Restorer`], so also after a signal.
+//! Owns finding the hierarchy, making one group with a limit, and reading how much it used. The
+//! group is removed through the [`Restorer`], so also after a signal.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,8 @@ pub enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// Looks through the mounts. A version 1 memory hierarchy goes first: the controller is in only one of the two.
+    /// Looks through the mounts. A version 1 memory hierarchy goes first: the controller is in only
+    /// one of the two.
     pub fn find(machine: &Machine) -> Result<Self, String> {
         let mounts = machine.read("/proc/mounts")?;
         let of_type = |kind: &'static str| {
@@ -27,7 +28,9 @@ impl Hierarchy {
                 (fs == kind).then_some((dir, options))
             })
         };
-        if let Some((dir, _)) = of_type("cgroup").find(|(_, options)| options.split(',').any(|o| o == "memory")) {
+        if let Some((dir, _)) =
+            of_type("cgroup").find(|(_, options)| options.split(',').any(|o| o == "memory"))
+        {
             return Ok(Hierarchy::V1(dir.into()));
         }
         for (dir, _) in of_type("cgroup2") {
@@ -36,7 +39,9 @@ impl Hierarchy {
                 return Ok(Hierarchy::V2(dir.into()));
             }
         }
-        Err("no memory cgroup hierarchy is mounted; mount one: mount -t cgroup2 none /sys/fs/cgroup".into())
+        Err("no memory cgroup hierarchy is mounted; mount one: mount -t cgroup2 none \
+            /sys/fs/cgroup"
+            .into())
     }
 
     /// The version's number, for reports.
@@ -70,7 +75,8 @@ impl Cgroup {
         };
         let dir = parent.join(name);
         restorer.change(Undo::RemoveCgroup(dir.clone()), |m| {
-            std::fs::create_dir(m.path(&dir)).map_err(|e| format!("making the cgroup {}: {e}", dir.display()))
+            std::fs::create_dir(m.path(&dir))
+                .map_err(|e| format!("making the cgroup {}: {e}", dir.display()))
         })?;
         restorer.machine().write(dir.join(limit_file), &limit.to_string())?;
         Ok(Cgroup { dir })

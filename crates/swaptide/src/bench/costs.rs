@@ -1,4 +1,5 @@
-//! What promises cost: encryption, forks with everything swapped out, a database's dump in the background.
+//! What promises cost: encryption, forks with everything swapped out, a database's dump in the
+//! background.
 
 use super::report::{Better, Report, SWAPTIDE, Stats, human};
 use super::run::{Job, Outcome};
@@ -18,18 +19,29 @@ impl Bench<'_> {
         for run in 1..=self.runs {
             // Who goes first takes turns, too.
             let turns = [(&mut without, &plain), (&mut with, &file)];
-            let turns = if run % 2 == 1 { turns.into() } else { Vec::from_iter(turns.into_iter().rev()) };
+            let turns =
+                if run % 2 == 1 { turns.into() } else { Vec::from_iter(turns.into_iter().rev()) };
             for (runs, area) in turns {
                 self.say(area, self.ram, run);
                 let outcome = self.runner.swaptide_on(Some(area), &job, self.ram)?;
                 runs.add(outcome.total_mb_per_s(), self.ram, &outcome);
             }
         }
-        let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
+        let title = format!(
+            "{} of data {} in {}, {} runs",
+            human(data),
+            content.describe(),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report("cipher", &title, "MB/s", Better::Higher, data);
         report.pairs.push(beside_itself("cipher=none", without.side(None)?, with.side(None)?));
-        report.notes.push("growth and refault in order together; the only swap space is an unlinked file".into());
-        report.notes.push("with cipher=none pages are authenticated all the same, by a keyed hash".into());
+        report.notes.push(
+            "growth and refault in order together; the only swap space is an unlinked file".into(),
+        );
+        report
+            .notes
+            .push("with cipher=none pages are authenticated all the same, by a keyed hash".into());
         Ok(report)
     }
 
@@ -58,10 +70,18 @@ impl Bench<'_> {
             }
             with.add(value(&outcome)?, ram, &outcome);
         }
-        let title = format!("a fork with {} resident, and with it swapped out, {} runs", human(data), self.runs);
+        let title = format!(
+            "a fork with {} resident, and with it swapped out, {} runs",
+            human(data),
+            self.runs
+        );
         let mut report = self.report("fork", &title, "ms", Better::Lower, data);
         report.pairs.push(beside_itself("without-swaptide", without.side(None)?, with.side(None)?));
-        report.notes.push("from the fork until its child, which ends at once, was waited for; the mean of ten in a run".into());
+        report.notes.push(
+            "from the fork until its child, which ends at once, was waited for; the \
+            mean of ten in a run"
+                .into(),
+        );
         Ok(report)
     }
 
@@ -70,10 +90,20 @@ impl Bench<'_> {
         let data = self.args.data.unwrap_or(2 * self.ram);
         let job = self.job(data, &[Phase::Redis, Phase::Bgsave, Phase::Bgsave, Phase::Bgsave]);
         let value = |o: &Outcome| {
-            let saves: Vec<f64> = o.phases.iter().filter(|p| p.phase == Phase::Bgsave && !p.capped).map(|p| p.seconds).collect();
+            let saves: Vec<f64> = o
+                .phases
+                .iter()
+                .filter(|p| p.phase == Phase::Bgsave && !p.capped)
+                .map(|p| p.seconds)
+                .collect();
             Stats::of(&saves).map(|s| s.median).ok_or("no dump was completed".to_owned())
         };
-        let title = format!("a Redis server with {} of values in {}, {} runs", human(data), human(self.ram), self.runs);
+        let title = format!(
+            "a Redis server with {} of values in {}, {} runs",
+            human(data),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report("bgsave", &title, "s", Better::Lower, data);
         for &peer in &self.peers {
             report.pairs.push(self.beside(peer, &job, self.ram, Better::Lower, &value)?.0);

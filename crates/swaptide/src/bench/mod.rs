@@ -1,11 +1,13 @@
 //! `swaptide bench`: swaptide beside the kernel's own swap, measured in one call.
 //!
-//! Owns the command line, the order of the runs and which numbers go into the report. A peer's runs and swaptide's
-//! alternate, so that a machine that grows slower or faster meanwhile does so for both.
+//! Owns the command line, the order of the runs and which numbers go into the report. A peer's runs
+//! and swaptide's alternate, so that a machine that grows slower or faster meanwhile does so for
+//! both.
 //!
-//! What is held equal: the program, its data, and the memory. The kernel does not charge zram's pool to the memory cgroup
-//! (nor zswap's, in version 1), while swaptide's budget covers its pool; so swaptide gets the cgroup's limit plus what the
-//! peer's pool took in the run just before, and no more.
+//! What is held equal: the program, its data, and the memory. The kernel does not charge zram's
+//! pool to the memory cgroup (nor zswap's, in version 1), while swaptide's budget covers its pool;
+//! so swaptide gets the cgroup's limit plus what the peer's pool took in the run just before, and
+//! no more.
 
 mod cgroup;
 mod costs;
@@ -39,7 +41,8 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub name: Name,
-    /// What to compare with; may be given several times [default: kernel-zram for root in fill, seq and random, else none]
+    /// What to compare with; may be given several times [default: kernel-zram for root in fill, seq
+    /// and random, else none]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub peer: Vec<PeerArg>,
     /// Runs of each side [default: 3; 1 for sweep]
@@ -48,10 +51,12 @@ pub struct BenchArgs {
     /// Memory allowed [default: 256M]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub ram: Option<u64>,
-    /// The budgets of a sweep, separated by commas [default: 64M,96M,128M,192M,256M,384M,512M,768M,1G]
+    /// The budgets of a sweep, separated by commas [default:
+    /// 64M,96M,128M,192M,256M,384M,512M,768M,1G]
     #[arg(long, value_name = "SIZES", value_parser = size, value_delimiter = ',')]
     pub budgets: Vec<u64>,
-    /// How far lz4 shrinks the data: 4 to 1, 2 to 1 as a heap, hardly; several for a sweep [default: 4; all for sweep]
+    /// How far lz4 shrinks the data: 4 to 1, 2 to 1 as a heap, hardly; several for a sweep
+    /// [default: 4; all for sweep]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub ratio: Vec<Content>,
     /// Data of the workload [default: 1G; 2G for sweep, half of --ram for within]
@@ -63,7 +68,8 @@ pub struct BenchArgs {
     /// End a phase after this many seconds [default: 300; 60 for sweep]
     #[arg(long)]
     pub seconds_cap: Option<u64>,
-    /// Measure swaptide also with the bare budget: its pool inside what the kernel has for resident pages alone
+    /// Measure swaptide also with the bare budget: its pool inside what the kernel has for resident
+    /// pages alone
     #[arg(long)]
     pub strict_budget: bool,
     /// Where a kernel peer's swap file is made
@@ -92,7 +98,8 @@ pub enum Name {
     Within,
     /// Starting `true`, with and without swaptide
     Startup,
-    /// More than compressed memory holds: growth, refault in order and at random while it is written back to a file
+    /// More than compressed memory holds: growth, refault in order and at random while it is
+    /// written back to a file
     Pressure,
     /// How many pages compressed memory holds in one page of RAM, when nothing was touched for 10 s
     Pool,
@@ -130,7 +137,8 @@ impl From<String> for Failure {
     }
 }
 
-/// Runs the benchmark. Exit status: 0, 1 where a run failed, 2 for bad input or a peer that cannot be set up here.
+/// Runs the benchmark. Exit status: 0, 1 where a run failed, 2 for bad input or a peer that cannot
+/// be set up here.
 pub fn main(args: &BenchArgs) -> u8 {
     match bench(args) {
         Ok(()) => 0,
@@ -197,7 +205,8 @@ fn bench(args: &BenchArgs) -> Result<(), Failure> {
 /// Writes what the flags ask for.
 fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
     let write = |file: &Path, text: String| {
-        std::fs::write(file, text).map_err(|e| Failure(1, format!("writing {}: {e}", file.display())))
+        std::fs::write(file, text)
+            .map_err(|e| Failure(1, format!("writing {}: {e}", file.display())))
     };
     if let Some(file) = &args.json {
         write(file, format!("{:#}\n", report.json()))?;
@@ -208,21 +217,28 @@ fn save(args: &BenchArgs, report: &Report) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked for by name, it ends
-/// the call.
+/// The peers asked for that can be had. With `all`, one that cannot is named and left out; asked
+/// for by name, it ends the call.
 fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failure> {
     let alone = [Name::Within, Name::Startup, Name::Cipher, Name::Fork];
     let compares = !alone.contains(&args.name);
     let kernel = |p: &&PeerArg| **p != PeerArg::None;
     if !compares && args.peer.iter().any(|p| kernel(&p)) {
-        return Err(Failure(2, "--peer: this benchmark compares nothing with the kernel's swap".into()));
+        return Err(Failure(
+            2,
+            "--peer: this benchmark compares nothing with the kernel's swap".into(),
+        ));
     }
     if args.peer.is_empty() && args.name != Name::Sweep && compares {
-        let usual = if matches!(args.name, Name::Pressure | Name::Pool) { Peer::Zswap } else { Peer::Zram };
+        let usual =
+            if matches!(args.name, Name::Pressure | Name::Pool) { Peer::Zswap } else { Peer::Zram };
         return match usual.check(machine) {
             Ok(_) => Ok(vec![usual]),
             Err(e) => {
-                eprintln!("swaptide bench: no comparison with the kernel: --peer {}: {e}", usual.name());
+                eprintln!(
+                    "swaptide bench: no comparison with the kernel: --peer {}: {e}",
+                    usual.name()
+                );
                 Ok(vec![])
             }
         };
@@ -240,7 +256,10 @@ fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failur
             _ if !all && !named => {}
             _ if args.name == Name::Pool && peer == Peer::File => {
                 if named {
-                    return Err(Failure(2, format!("--peer {}: it has no compressed memory", peer.name())));
+                    return Err(Failure(
+                        2,
+                        format!("--peer {}: it has no compressed memory", peer.name()),
+                    ));
                 }
             }
             Ok(_) => chosen.push(peer),
@@ -254,7 +273,8 @@ fn chosen_peers(args: &BenchArgs, machine: &Machine) -> Result<Vec<Peer>, Failur
     Ok(chosen)
 }
 
-/// Runs of a kernel peer that may fail: where many pages are to go out at a time it sometimes finds its cgroup out of memory.
+/// Runs of a kernel peer that may fail: where many pages are to go out at a time it sometimes finds
+/// its cgroup out of memory.
 const TRIES: u32 = 3;
 
 struct Bench<'a> {
@@ -293,18 +313,34 @@ impl Runs {
     fn side(&self, folios: Option<Folios>) -> Result<Side, String> {
         let stats = Stats::of(&self.values).ok_or("nothing was measured")?;
         let median = |values: &[f64]| Stats::of(values).map_or(0, |s| s.median as u64);
-        let words: Vec<&str> = self.codec.as_deref().into_iter().chain(folios.map(Folios::name)).collect();
+        let words: Vec<&str> =
+            self.codec.as_deref().into_iter().chain(folios.map(Folios::name)).collect();
         let detail = words.join(" ");
         let failed = self.failed;
-        let (limit, pool, pool_inside) = (median(&self.limits), median(&self.pools), self.pool_inside);
-        let written: Vec<f64> = self.outcomes.iter().map(|o| (o.written_pages * workload::PAGE as u64) as f64).collect();
-        Ok(Side { stats, limit, pool, resident: self.resident, pool_inside, detail, written: median(&written), failed })
+        let (limit, pool, pool_inside) =
+            (median(&self.limits), median(&self.pools), self.pool_inside);
+        let written: Vec<f64> = self
+            .outcomes
+            .iter()
+            .map(|o| (o.written_pages * workload::PAGE as u64) as f64)
+            .collect();
+        Ok(Side {
+            stats,
+            limit,
+            pool,
+            resident: self.resident,
+            pool_inside,
+            detail,
+            written: median(&written),
+            failed,
+        })
     }
 }
 
 impl Bench<'_> {
     fn job(&self, data: u64, phases: &[Phase]) -> Job {
-        let (touches, seconds_cap) = (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
+        let (touches, seconds_cap) =
+            (self.args.touches.unwrap_or(60_000), self.args.seconds_cap.unwrap_or(300));
         let content = self.args.ratio.first().copied().unwrap_or(Content::Four);
         // Nothing may be pushed out to the file: zswap stands for the compressed cache.
         Job {
@@ -329,14 +365,26 @@ impl Bench<'_> {
             // What is touched once more must not still be there.
             job.touches = args.touches.unwrap_or(data as usize / workload::PAGE);
         }
-        let value = |o: &Outcome| o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not come to its end"));
-        let title = format!("{} of data {} in {}, {} runs", human(data), job.content.describe(), human(self.ram), self.runs);
+        let value = |o: &Outcome| {
+            o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not come to its end"))
+        };
+        let title = format!(
+            "{} of data {} in {}, {} runs",
+            human(data),
+            job.content.describe(),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report(name, &title, "MB/s", Better::Higher, data);
         for &peer in &self.peers {
             let (pair, capped) = self.beside(peer, &job, self.ram, Better::Higher, &value)?;
             report.pairs.push(pair);
             if capped {
-                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap));
+                report.notes.push(format!(
+                    "{}: a phase was cut short after {} s",
+                    peer.name(),
+                    job.seconds_cap
+                ));
             }
         }
         if self.peers.is_empty() {
@@ -349,24 +397,47 @@ impl Bench<'_> {
         Ok(report)
     }
 
-    /// All phases of a job whose data does not fit compressed memory, so that it goes on to a file: the kernel's zswap may take a hundredth of
-    /// the machine's memory, which is the least that it can be told.
+    /// All phases of a job whose data does not fit compressed memory, so that it goes on to a file:
+    /// the kernel's zswap may take a hundredth of the machine's memory, which is the least that it
+    /// can be told.
     fn pressure(&self) -> Result<Report, Failure> {
         let data = self.args.data.unwrap_or(2 << 30);
         let content = self.args.ratio.first().copied().unwrap_or(Content::Two);
-        let job = Job { content, zswap_percent: 1, ..self.job(data, &[Phase::Fill, Phase::Seq, Phase::Random]) };
-        let value =
-            |o: &Outcome| if o.ended { Err("the job did not come to its end".to_owned()) } else { Ok(o.total_mb_per_s()) };
-        let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
+        let job = Job {
+            content,
+            zswap_percent: 1,
+            ..self.job(data, &[Phase::Fill, Phase::Seq, Phase::Random])
+        };
+        let value = |o: &Outcome| {
+            if o.ended {
+                Err("the job did not come to its end".to_owned())
+            } else {
+                Ok(o.total_mb_per_s())
+            }
+        };
+        let title = format!(
+            "{} of data {} in {}, {} runs",
+            human(data),
+            content.describe(),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report("pressure", &title, "MB/s", Better::Higher, data);
         for &peer in &self.peers {
             let (pair, capped) = self.beside(peer, &job, self.ram, Better::Higher, &value)?;
             let written = |side: &Side| human(side.written);
             let (theirs, ours) = (written(&pair.peer), written(&pair.swaptide));
-            report.notes.push(format!("written to the file in a run, median: {} {theirs}, swaptide {ours}", peer.name()));
+            report.notes.push(format!(
+                "written to the file in a run, median: {} {theirs}, swaptide {ours}",
+                peer.name()
+            ));
             report.pairs.push(pair);
             if capped {
-                report.notes.push(format!("{}: a phase was cut short after {} s", peer.name(), job.seconds_cap));
+                report.notes.push(format!(
+                    "{}: a phase was cut short after {} s",
+                    peer.name(),
+                    job.seconds_cap
+                ));
             }
         }
         if self.peers.is_empty() {
@@ -386,7 +457,13 @@ impl Bench<'_> {
             Held { ram: 1.., pages: 1.., .. } => Ok(o.held.pages as f64 / o.held.ram as f64),
             _ => Err("nothing was in compressed memory at the end".to_owned()),
         };
-        let title = format!("{} of data {} in {}, {} runs", human(data), content.describe(), human(self.ram), self.runs);
+        let title = format!(
+            "{} of data {} in {}, {} runs",
+            human(data),
+            content.describe(),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report("pool", &title, "x", Better::Higher, data);
         for &peer in &self.peers {
             report.pairs.push(self.beside(peer, &job, self.ram, Better::Higher, &value)?.0);
@@ -394,7 +471,11 @@ impl Bench<'_> {
         if self.peers.is_empty() {
             report.alone = Some(self.ours(&job, self.ram, &value)?.side(None)?);
         }
-        report.notes.push("x: pages in compressed memory for each page of RAM that it takes, 10 s after the last touch".into());
+        report.notes.push(
+            "x: pages in compressed memory for each page of RAM that it takes, 10 s \
+            after the last touch"
+                .into(),
+        );
         report.notes.push("of swaptide the column `pool` is the most it had".into());
         self.note_peers(&mut report);
         Ok(report)
@@ -416,7 +497,9 @@ impl Bench<'_> {
         let mut ours = Runs::default();
         for run in 1..=self.runs {
             let mut pool = u64::MAX;
-            for (folios, runs) in choices.iter().zip(&mut theirs).filter(|(_, runs)| runs.gave_up.is_none()) {
+            for (folios, runs) in
+                choices.iter().zip(&mut theirs).filter(|(_, runs)| runs.gave_up.is_none())
+            {
                 self.say(&format!("{} {}", peer.name(), folios.name()), limit, run);
                 let outcome = loop {
                     match self.runner.kernel(job, &cgroups, peer, *folios, limit) {
@@ -434,10 +517,12 @@ impl Bench<'_> {
                 runs.add(value(&outcome)?, limit, &outcome);
                 pool = pool.min(if outcome.pool_inside { 0 } else { outcome.pool_bytes });
             }
-            // The kernel may kill a workload for one folio size that it carries with the other: the other is the comparison then.
-            if let (Some(e), true) =
-                (theirs.iter().find_map(|runs| runs.gave_up.clone()), theirs.iter().all(|runs| runs.gave_up.is_some()))
-            {
+            // The kernel may kill a workload for one folio size that it carries with the other: the
+            // other is the comparison then.
+            if let (Some(e), true) = (
+                theirs.iter().find_map(|runs| runs.gave_up.clone()),
+                theirs.iter().all(|runs| runs.gave_up.is_some()),
+            ) {
                 return Err(e.into());
             }
             let ram = limit + pool;
@@ -450,7 +535,13 @@ impl Bench<'_> {
         for (folios, runs) in choices.iter().zip(&theirs) {
             match &runs.gave_up {
                 None => sides.push(runs.side(Some(*folios))?),
-                Some(e) => absent = Some(format!("with {} it never came to its end in {} tries ({e})", folios.name(), TRIES + 1)),
+                Some(e) => {
+                    absent = Some(format!(
+                        "with {} it never came to its end in {} tries ({e})",
+                        folios.name(),
+                        TRIES + 1
+                    ))
+                }
             }
         }
         sides.sort_by(|a, b| b.stats.median.total_cmp(&a.stats.median));
@@ -458,13 +549,25 @@ impl Bench<'_> {
             sides.reverse();
         }
         let mut sides = sides.into_iter();
-        let peer_side = sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
+        let peer_side =
+            sides.next().ok_or_else(|| Failure(1, "no folio size to measure".into()))?;
         let capped = theirs.iter().chain([&ours]).flat_map(|r| &r.outcomes).any(Outcome::capped);
-        let pair = Pairing { name: peer.name().into(), peer: peer_side, other: sides.next(), absent, swaptide: ours.side(None)? };
+        let pair = Pairing {
+            name: peer.name().into(),
+            peer: peer_side,
+            other: sides.next(),
+            absent,
+            swaptide: ours.side(None)?,
+        };
         Ok((pair, capped))
     }
 
-    fn ours(&self, job: &Job, ram: u64, value: &dyn Fn(&Outcome) -> Result<f64, String>) -> Result<Runs, Failure> {
+    fn ours(
+        &self,
+        job: &Job,
+        ram: u64,
+        value: &dyn Fn(&Outcome) -> Result<f64, String>,
+    ) -> Result<Runs, Failure> {
         let mut runs = Runs::default();
         for run in 1..=self.runs {
             self.say(SWAPTIDE, ram, run);
@@ -479,7 +582,10 @@ impl Bench<'_> {
         let args = self.args;
         let data = args.data.unwrap_or(self.ram / 2);
         if data > self.ram / 4 * 3 {
-            return Err(Failure(2, format!("--data {}: does not fit in --ram {}", human(data), human(self.ram))));
+            return Err(Failure(
+                2,
+                format!("--data {}: does not fit in --ram {}", human(data), human(self.ram)),
+            ));
         }
         // About three seconds of writing, checking every word, and jumping about.
         let repeat = (8 * (1u64 << 30) / data).clamp(1, 10_000) as u32;
@@ -493,10 +599,18 @@ impl Bench<'_> {
             let outcome = self.runner.swaptide(&job, self.ram)?;
             with.add(outcome.wall_s, self.ram, &outcome);
         }
-        let title = format!("{} of data in a budget of {}, {} runs", human(data), human(self.ram), self.runs);
+        let title = format!(
+            "{} of data in a budget of {}, {} runs",
+            human(data),
+            human(self.ram),
+            self.runs
+        );
         let mut report = self.report("within", &title, "s", Better::Lower, data);
         let (least, ours) = (without.side(None)?.stats.min, with.side(None)?.stats.min);
-        report.notes.push(format!("ratio of the fastest runs, which a busy machine disturbs least: {:.3}", least / ours));
+        report.notes.push(format!(
+            "ratio of the fastest runs, which a busy machine disturbs least: {:.3}",
+            least / ours
+        ));
         report.pairs.push(beside_itself("without-swaptide", without.side(None)?, with.side(None)?));
         Ok(report)
     }
@@ -504,13 +618,18 @@ impl Bench<'_> {
     /// What starting a program costs.
     fn startup(&self) -> Result<Report, Failure> {
         const STARTS: u32 = 20;
-        let program = ["/usr/bin/true", "/bin/true"].map(Path::new).into_iter().find(|p| p.is_file());
+        let program =
+            ["/usr/bin/true", "/bin/true"].map(Path::new).into_iter().find(|p| p.is_file());
         let program = program.ok_or_else(|| Failure(1, "there is no /usr/bin/true here".into()))?;
         let (mut without, mut with) = (Runs::default(), Runs::default());
         for run in 1..=self.runs * STARTS {
             self.say("starting", self.ram, run.div_ceil(STARTS));
             without.add(self.runner.time_program(program, None)? * 1e3, 0, &Outcome::default());
-            with.add(self.runner.time_program(program, Some(self.ram))? * 1e3, self.ram, &Outcome::default());
+            with.add(
+                self.runner.time_program(program, Some(self.ram))? * 1e3,
+                self.ram,
+                &Outcome::default(),
+            );
         }
         let title = format!("{} starts of true", self.runs * STARTS);
         let mut report = self.report("startup", &title, "ms", Better::Lower, 0);
@@ -527,10 +646,20 @@ impl Bench<'_> {
         let kernel = machine.read("/proc/sys/kernel/osrelease").unwrap_or_default();
         let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
         let cpuinfo = machine.read("/proc/cpuinfo").unwrap_or_default();
-        let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ")).map(|x| x.1.to_owned());
+        let cpu = cpuinfo
+            .lines()
+            .find_map(|l| l.strip_prefix("model name")?.split_once(": "))
+            .map(|x| x.1.to_owned());
         let meminfo = machine.read("/proc/meminfo").unwrap_or_default();
-        let kib = meminfo.lines().find_map(|l| l.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-        let load = machine.read("/proc/loadavg").unwrap_or_default().split(' ').next().and_then(|l| l.parse::<f64>().ok());
+        let kib = meminfo.lines().find_map(|l| {
+            l.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+        });
+        let load = machine
+            .read("/proc/loadavg")
+            .unwrap_or_default()
+            .split(' ')
+            .next()
+            .and_then(|l| l.parse::<f64>().ok());
         let cgroup = cgroup::Hierarchy::find(machine).ok().map(|h| h.version());
         Report {
             name: name.into(),
@@ -556,22 +685,32 @@ impl Bench<'_> {
     /// What a reader of the comparison must know about the kernel's side.
     fn note_peers(&self, report: &mut Report) {
         let machine = self.runner.restorer.machine();
-        let mut sides = report.pairs.iter().map(|p| &p.peer).chain(report.points.iter().map(|p| &p.side));
+        let mut sides =
+            report.pairs.iter().map(|p| &p.peer).chain(report.points.iter().map(|p| &p.side));
         if sides.any(|s| s.detail.starts_with("lzo") || s.detail.starts_with("zstd")) {
-            report.notes.push("this kernel has no lz4 for one of the peers: its row names the codec it used".into());
+            report.notes.push(
+                "this kernel has no lz4 for one of the peers: its row names the codec it used"
+                    .into(),
+            );
         }
         for pair in &report.pairs {
             let failed = pair.peer.failed + pair.other.as_ref().map_or(0, |side| side.failed);
             if failed > 0 {
-                let text = format!("{}: {failed} runs more did not come to their end, and do not count", pair.name);
+                let text = format!(
+                    "{}: {failed} runs more did not come to their end, and do not count",
+                    pair.name
+                );
                 report.notes.push(text);
             }
         }
         for pair in &report.pairs {
-            report.notes.extend(pair.absent.iter().map(|absent| format!("{}: {absent}", pair.name)));
+            report
+                .notes
+                .extend(pair.absent.iter().map(|absent| format!("{}: {absent}", pair.name)));
         }
         if !self.peers.is_empty() && peers::zswap_was_on(machine) {
-            let text = "zswap was on in this boot: until a reboot the kernel swaps 64K folios out, but in only as 4K pages";
+            let text = "zswap was on in this boot: until a reboot the kernel swaps 64K folios out, \
+                but in only as 4K pages";
             report.notes.push(text.into());
         }
     }

@@ -1,10 +1,11 @@
 //! The kernel's own swap, set up for one run of the workload and taken away after it.
 //!
-//! Owns the recipes: compressed RAM (zram), the compressed cache before a swap file (zswap), a plain swap file, and the
-//! size of folio the kernel may swap as one (4K or 64K). Everything goes through the [`Restorer`], which takes it back.
+//! Owns the recipes: compressed RAM (zram), the compressed cache before a swap file (zswap), a
+//! plain swap file, and the size of folio the kernel may swap as one (4K or 64K). Everything goes
+//! through the [`Restorer`], which takes it back.
 //!
-//! What zram stores is not charged to the memory cgroup, nor is zswap's pool in version 1; so each set-up can say how
-//! many bytes it holds.
+//! What zram stores is not charged to the memory cgroup, nor is zswap's pool in version 1; so each
+//! set-up can say how many bytes it holds.
 
 use std::path::PathBuf;
 
@@ -31,7 +32,8 @@ pub enum Peer {
 }
 
 impl Peer {
-    /// Every peer. zswap is last: switching it on once ends the kernel's 64K swap-in, for zram too, until a reboot.
+    /// Every peer. zswap is last: switching it on once ends the kernel's 64K swap-in, for zram too,
+    /// until a reboot.
     pub const ALL: [Peer; 3] = [Peer::Zram, Peer::File, Peer::Zswap];
 
     /// The name on the command line and in JSON.
@@ -51,7 +53,10 @@ impl Peer {
     /// What is missing for this peer, if anything.
     pub fn check(self, machine: &Machine) -> Result<Hierarchy, String> {
         if !rustix::process::geteuid().is_root() {
-            return Err("needs root, to set the kernel's swap up and take it down again; run it with sudo".into());
+            return Err(
+                "needs root, to set the kernel's swap up and take it down again; run it with sudo"
+                    .into(),
+            );
         }
         let needs = match self {
             Peer::Zram => ("/sys/class/zram-control/hot_add", "zram; load it: modprobe zram"),
@@ -93,9 +98,13 @@ impl Folios {
         let sizes = std::fs::read_dir(restorer.machine().path(THP)).into_iter().flatten().flatten();
         let mut names: Vec<_> = sizes.filter_map(|e| e.file_name().into_string().ok()).collect();
         // The smallest sizes exist for shared memory only and have no such setting.
-        names.retain(|n| n.starts_with("hugepages-") && restorer.machine().path(format!("{THP}/{n}/enabled")).exists());
+        names.retain(|n| {
+            n.starts_with("hugepages-")
+                && restorer.machine().path(format!("{THP}/{n}/enabled")).exists()
+        });
         for name in names {
-            let value = if self == Folios::Large && name == "hugepages-64kB" { "always" } else { "never" };
+            let value =
+                if self == Folios::Large && name == "hugepages-64kB" { "always" } else { "never" };
             restorer.set(&format!("{THP}/{name}/enabled"), value)?;
         }
         Ok(())
@@ -121,7 +130,8 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Sets `peer` up with room for `bytes` of swapped data. A swap file is made in `dir`; zswap may take `zswap_percent` of the machine's memory.
+    /// Sets `peer` up with room for `bytes` of swapped data. A swap file is made in `dir`; zswap
+    /// may take `zswap_percent` of the machine's memory.
     pub fn new(
         restorer: &Restorer,
         peer: Peer,
@@ -154,12 +164,21 @@ impl Setup {
         match self.pool {
             Pool::None => Held::default(),
             Pool::Zram(id) => {
-                let stat = self.machine.read(format!("/sys/block/zram{id}/mm_stat")).unwrap_or_default();
-                MmStat::parse(&stat).map_or(Held::default(), |s| Held { ram: s.used, pages: s.original, ..Held::default() })
+                let stat =
+                    self.machine.read(format!("/sys/block/zram{id}/mm_stat")).unwrap_or_default();
+                MmStat::parse(&stat).map_or(Held::default(), |s| Held {
+                    ram: s.used,
+                    pages: s.original,
+                    ..Held::default()
+                })
             }
             Pool::Zswap(before) => {
                 let now = zswap_held(&self.machine.read("/proc/meminfo").unwrap_or_default());
-                Held { ram: now.ram.saturating_sub(before.ram), pages: now.pages.saturating_sub(before.pages), ..Held::default() }
+                Held {
+                    ram: now.ram.saturating_sub(before.ram),
+                    pages: now.pages.saturating_sub(before.pages),
+                    ..Held::default()
+                }
             }
         }
     }
@@ -169,7 +188,9 @@ fn zram(restorer: &Restorer, bytes: u64) -> Result<(Option<String>, Pool), Strin
     let id: u32 = restorer.change_then(
         |m| {
             let id = m.read("/sys/class/zram-control/hot_add")?;
-            id.parse().map_err(|_| format!("/sys/class/zram-control/hot_add answered {id:?}, not a device number"))
+            id.parse().map_err(|_| {
+                format!("/sys/class/zram-control/hot_add answered {id:?}, not a device number")
+            })
         },
         |&id| Undo::RemoveZram(id),
     )?;
@@ -178,7 +199,11 @@ fn zram(restorer: &Restorer, bytes: u64) -> Result<(Option<String>, Pool), Strin
     // A kernel without lz4 in zram keeps its own choice, and the report names it.
     let _ = machine.write(format!("{block}/comp_algorithm"), "lz4");
     let codec = machine.read(format!("{block}/comp_algorithm"))?;
-    let codec = codec.split(' ').find_map(|w| w.strip_prefix('[')?.strip_suffix(']')).unwrap_or(&codec).to_owned();
+    let codec = codec
+        .split(' ')
+        .find_map(|w| w.strip_prefix('[')?.strip_suffix(']'))
+        .unwrap_or(&codec)
+        .to_owned();
     machine.write(format!("{block}/disksize"), &bytes.to_string())?;
     swap_on(restorer, PathBuf::from(format!("/dev/zram{id}")))?;
     Ok((Some(codec), Pool::Zram(id)))
@@ -187,9 +212,12 @@ fn zram(restorer: &Restorer, bytes: u64) -> Result<(Option<String>, Pool), Strin
 /// Switches zswap on and returns the codec it uses.
 fn zswap(restorer: &Restorer, percent: u32) -> Result<String, String> {
     let compressor = format!("{ZSWAP}/compressor");
-    // A kernel without lz4 for zswap refuses it, or falls back when zswap is switched on: what it says then counts.
+    // A kernel without lz4 for zswap refuses it, or falls back when zswap is switched on: what it
+    // says then counts.
     let old = restorer.machine().read(&compressor)?;
-    let _ = restorer.change(Undo::Write { path: compressor.clone().into(), value: old }, |m| m.write(&compressor, "lz4"));
+    let _ = restorer.change(Undo::Write { path: compressor.clone().into(), value: old }, |m| {
+        m.write(&compressor, "lz4")
+    });
     restorer.set(&format!("{ZSWAP}/max_pool_percent"), &percent.to_string())?;
     restorer.set(&format!("{ZSWAP}/enabled"), "Y")?;
     restorer.machine().read(&compressor)
@@ -197,21 +225,28 @@ fn zswap(restorer: &Restorer, percent: u32) -> Result<String, String> {
 
 fn swap_file(restorer: &Restorer, bytes: u64, dir: &std::path::Path) -> Result<(), String> {
     let path = dir.join(format!("swaptide-bench-{}.swap", std::process::id()));
-    let failed = |e: rustix::io::Errno| format!("making a swap file of {bytes} bytes at {}: {e}", path.display());
+    let failed = |e: rustix::io::Errno| {
+        format!("making a swap file of {bytes} bytes at {}: {e}", path.display())
+    };
     restorer.change(Undo::RemoveFile(path.clone()), |m| {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        let file = rustix::fs::open(m.path(&path), flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+        let file =
+            rustix::fs::open(m.path(&path), flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(failed)
     })?;
-    swap_on(restorer, path.clone()).map_err(|e| format!("{e}; name a directory that can hold a swap file: --swap-dir DIR"))
+    swap_on(restorer, path.clone())
+        .map_err(|e| format!("{e}; name a directory that can hold a swap file: --swap-dir DIR"))
 }
 
 fn swap_on(restorer: &Restorer, device: PathBuf) -> Result<(), String> {
     restorer.machine().tool("mkswap", &[device.as_os_str()])?;
-    restorer.change(Undo::SwapOff(device.clone()), |m| m.tool("swapon", &["-p".as_ref(), PRIORITY.as_ref(), device.as_os_str()]))
+    restorer.change(Undo::SwapOff(device.clone()), |m| {
+        m.tool("swapon", &["-p".as_ref(), PRIORITY.as_ref(), device.as_os_str()])
+    })
 }
 
-/// Whether zswap was ever used in this boot, in which case the kernel swaps nothing in as 64K any more.
+/// Whether zswap was ever used in this boot, in which case the kernel swaps nothing in as 64K any
+/// more.
 pub fn zswap_was_on(machine: &Machine) -> bool {
     let used = |line: &str| line.strip_prefix("zswpout ").is_some_and(|n| n.trim() != "0");
     machine.read("/proc/vmstat").unwrap_or_default().lines().any(used)
@@ -241,7 +276,9 @@ impl MmStat {
 /// What zswap holds, from the text of /proc/meminfo.
 fn zswap_held(meminfo: &str) -> Held {
     let of = |name: &str| {
-        let kib = |line: &str| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok();
+        let kib = |line: &str| {
+            line.strip_prefix(name)?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+        };
         meminfo.lines().find_map(kib).unwrap_or(0) * 1024
     };
     Held { ram: of("Zswap:"), pages: of("Zswapped:"), ..Held::default() }
@@ -253,8 +290,12 @@ mod tests {
 
     #[test]
     fn mm_stat_is_read_by_column_and_junk_is_refused() {
-        let text = "  808730624 212493564 216604672        0 216604672      512        0        0        0";
-        assert_eq!(MmStat::parse(text), Some(MmStat { original: 808730624, compressed: 212493564, used: 216604672 }));
+        let text = "  808730624 212493564 216604672        0 216604672      512        0        0  \
+                  0";
+        assert_eq!(
+            MmStat::parse(text),
+            Some(MmStat { original: 808730624, compressed: 212493564, used: 216604672 })
+        );
         assert_eq!(MmStat::parse("1 2 3"), Some(MmStat { original: 1, compressed: 2, used: 3 }));
         for bad in ["", "1 2", "1 two 3", "-1 2 3"] {
             assert_eq!(MmStat::parse(bad), None, "{bad:?}");
@@ -263,9 +304,16 @@ mod tests {
 
     #[test]
     fn zswaps_pool_and_pages_are_their_own_lines_of_meminfo() {
-        let text = "MemTotal:       24681936 kB\nZswap:            251904 kB\nZswapped:         790528 kB\n";
-        assert_eq!(zswap_held(text), Held { ram: 251904 * 1024, pages: 790528 * 1024, ..Held::default() });
+        let text = "MemTotal:       24681936 kB\nZswap:            251904 kB\nZswapped:         \
+            790528 kB\n";
+        assert_eq!(
+            zswap_held(text),
+            Held { ram: 251904 * 1024, pages: 790528 * 1024, ..Held::default() }
+        );
         assert_eq!(zswap_held("MemTotal: 1 kB\n"), Held::default());
-        assert_eq!(zswap_held("Zswapped: 7 kB\n"), Held { ram: 0, pages: 7 << 10, ..Held::default() });
+        assert_eq!(
+            zswap_held("Zswapped: 7 kB\n"),
+            Held { ram: 0, pages: 7 << 10, ..Held::default() }
+        );
     }
 }

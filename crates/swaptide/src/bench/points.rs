@@ -14,7 +14,8 @@ pub struct Point {
     pub name: String,
     /// How far the data compresses.
     pub content: Content,
-    /// The budget of the sweep that this belongs to; the memory allowed may be more ([`Side::allowed`]).
+    /// The budget of the sweep that this belongs to; the memory allowed may be more
+    /// ([`Side::allowed`]).
     pub budget: u64,
     /// The whole job's throughput, and the memory.
     pub side: Side,
@@ -31,7 +32,8 @@ pub struct Point {
 }
 
 impl Point {
-    /// Peak resident memory as a part of the budget; the kernel's side is held to its limit by the kernel.
+    /// Peak resident memory as a part of the budget; the kernel's side is held to its limit by the
+    /// kernel.
     pub fn peak_over_budget(&self) -> Option<f64> {
         let peak = self.side.resident.filter(|_| self.name == SWAPTIDE && self.side.limit > 0)?;
         Some(peak as f64 / self.side.limit as f64)
@@ -44,7 +46,8 @@ impl Point {
     /// The point's part of the JSON.
     pub fn json(&self) -> Value {
         let mut map = self.side.json(self.name == SWAPTIDE);
-        let phases: Map<String, Value> = self.phases.iter().map(|(p, x)| (p.name().into(), json!(round(*x)))).collect();
+        let phases: Map<String, Value> =
+            self.phases.iter().map(|(p, x)| (p.name().into(), json!(round(*x)))).collect();
         for (key, value) in [
             ("side", json!(self.name)),
             ("data_ratio", json!(self.content.name())),
@@ -64,9 +67,15 @@ impl Point {
     }
 
     fn label(&self) -> String {
-        let detail = if self.side.detail.is_empty() { String::new() } else { format!(" {}", self.side.detail) };
+        let detail = if self.side.detail.is_empty() {
+            String::new()
+        } else {
+            format!(" {}", self.side.detail)
+        };
         match (self.side.pool_inside, self.side.pool) {
-            (false, pool @ 1..) => format!("{}{detail} {} + pool {}", self.name, human(self.side.limit), human(pool)),
+            (false, pool @ 1..) => {
+                format!("{}{detail} {} + pool {}", self.name, human(self.side.limit), human(pool))
+            }
             _ => format!("{}{detail} {}", self.name, human(self.side.limit)),
         }
     }
@@ -95,7 +104,8 @@ pub fn table(points: &[Point], out: &mut String) {
     let width = points.iter().map(|p| p.label().chars().count()).max().unwrap_or(0) + 2;
     for content in contents(points) {
         let _ = writeln!(out, "data {}:", content.describe());
-        let heads = ["memory", "MB/s", "fill", "seq", "random", "verify", "seconds", "peak", "peak/budget"];
+        let heads =
+            ["memory", "MB/s", "fill", "seq", "random", "verify", "seconds", "peak", "peak/budget"];
         let _ = write!(out, "{:width$}", "");
         for head in heads {
             let _ = write!(out, " {head:>8}");

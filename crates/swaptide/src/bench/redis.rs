@@ -1,6 +1,8 @@
-//! The Redis server of `bench bgsave`: a child of the workload, so that it shares its budget or its cgroup.
+//! The Redis server of `bench bgsave`: a child of the workload, so that it shares its budget or its
+//! cgroup.
 //!
-//! Owns starting, filling and ending it; its files lie in a directory that the benchmark makes and takes away. The protocol is as much as two commands need; what is measured is the server.
+//! Owns starting, filling and ending it; its files lie in a directory that the benchmark makes and
+//! takes away. The protocol is as much as two commands need; what is measured is the server.
 
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -28,13 +30,18 @@ pub struct Server {
 
 impl Server {
     /// A server that holds `data` bytes of values, with its socket and its dumps in `directory`.
-    pub fn start(data: u64, content: Content, directory: Option<&Path>) -> Result<(Server, PhaseResult), String> {
+    pub fn start(
+        data: u64,
+        content: Content,
+        directory: Option<&Path>,
+    ) -> Result<(Server, PhaseResult), String> {
         let directory = directory.ok_or("--scratch: redis-server needs a directory")?.to_owned();
         let socket = directory.join("socket");
         let mut command = Command::new("redis-server");
         command.args(["--port", "0", "--save", "", "--appendonly", "no", "--dir"]).arg(&directory);
         command.arg("--unixsocket").arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
-        // SAFETY: prctl may be called between fork and exec; it reads no memory. So the server ends however this process does.
+        // SAFETY: prctl may be called between fork and exec; it reads no memory. So the server ends
+        // however this process does.
         unsafe {
             command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
                 0 => Ok(()),
@@ -44,7 +51,8 @@ impl Server {
         let mut child = command.spawn().map_err(|e| format!("redis-server: {e}"))?;
         let begin = Instant::now();
         let stream = loop {
-            match UnixStream::connect(&socket).and_then(|stream| Ok((stream.try_clone()?, stream))) {
+            match UnixStream::connect(&socket).and_then(|stream| Ok((stream.try_clone()?, stream)))
+            {
                 Ok(stream) => break stream,
                 Err(_) if begin.elapsed() < STARTING && matches!(child.try_wait(), Ok(None)) => {}
                 Err(e) => {
@@ -57,9 +65,14 @@ impl Server {
         let (answers, commands) = (BufReader::new(stream.0), BufWriter::new(stream.1));
         let mut server = Server { child, answers, commands, directory };
         let begin = Instant::now();
-        server.fill(data / VALUE as u64, content).map_err(|e| format!("filling redis-server: {e}"))?;
+        server
+            .fill(data / VALUE as u64, content)
+            .map_err(|e| format!("filling redis-server: {e}"))?;
         let seconds = begin.elapsed().as_secs_f64();
-        Ok((server, PhaseResult { phase: Phase::Redis, pages: data / PAGE as u64, seconds, capped: false }))
+        Ok((
+            server,
+            PhaseResult { phase: Phase::Redis, pages: data / PAGE as u64, seconds, capped: false },
+        ))
     }
 
     fn fill(&mut self, keys: u64, content: Content) -> std::io::Result<()> {
@@ -88,7 +101,11 @@ impl Server {
     fn line(&mut self, wanted: &str) -> std::io::Result<String> {
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
-        if line.starts_with(wanted) { Ok(line) } else { Err(std::io::Error::other(format!("redis-server says {line:?}"))) }
+        if line.starts_with(wanted) {
+            Ok(line)
+        } else {
+            Err(std::io::Error::other(format!("redis-server says {line:?}")))
+        }
     }
 
     fn persistence(&mut self) -> std::io::Result<String> {

@@ -1,7 +1,7 @@
 //! What a benchmark found, as JSON and as a table.
 //!
-//! Owns medians, ratios and the shape of the JSON that scripts read. A ratio is above 1 where swaptide is better,
-//! whether more or less of the unit is better.
+//! Owns medians, ratios and the shape of the JSON that scripts read. A ratio is above 1 where
+//! swaptide is better, whether more or less of the unit is better.
 
 use std::fmt::Write;
 
@@ -44,7 +44,8 @@ pub struct Side {
     pub pool: u64,
     /// The most resident memory seen.
     pub resident: Option<u64>,
-    /// Whether the pool counts against the limit: always for swaptide, for zswap in cgroup version 2.
+    /// Whether the pool counts against the limit: always for swaptide, for zswap in cgroup version
+    /// 2.
     pub pool_inside: bool,
     /// Codec and folio size of a kernel peer.
     pub detail: String,
@@ -60,7 +61,8 @@ impl Side {
         self.limit + if self.pool_inside { 0 } else { self.pool }
     }
 
-    /// Memory in use in all: measured for swaptide, all that was allowed for a kernel that had to swap.
+    /// Memory in use in all: measured for swaptide, all that was allowed for a kernel that had to
+    /// swap.
     pub fn total(&self, is_swaptide: bool) -> Option<u64> {
         let kernels = (self.limit > 0).then_some(self.allowed());
         if is_swaptide { self.resident } else { kernels }
@@ -164,7 +166,9 @@ pub struct Report {
 impl Report {
     /// The pairing with the best peer.
     pub fn best(&self) -> Option<&Pairing> {
-        let better = |a: &Pairing, b: &Pairing| self.better.prefers(a.peer.stats.median, b.peer.stats.median);
+        let better = |a: &Pairing, b: &Pairing| {
+            self.better.prefers(a.peer.stats.median, b.peer.stats.median)
+        };
         self.pairs.iter().reduce(|a, b| if better(b, a) { b } else { a })
     }
 
@@ -226,12 +230,22 @@ impl Report {
     fn rows(&self, out: &mut String) {
         let mut rows: Vec<(String, &Side, bool)> = Vec::new();
         for pair in &self.pairs {
-            rows.push((peer_label(&pair.name, &pair.peer, pair.other.is_some()), &pair.peer, false));
-            rows.extend(pair.other.as_ref().map(|side| (peer_label(&pair.name, side, false), side, false)));
+            rows.push((
+                peer_label(&pair.name, &pair.peer, pair.other.is_some()),
+                &pair.peer,
+                false,
+            ));
+            rows.extend(
+                pair.other.as_ref().map(|side| (peer_label(&pair.name, side, false), side, false)),
+            );
             rows.push((swaptide_label(&pair.swaptide), &pair.swaptide, true));
         }
         rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
-        rows.extend(self.strict.as_ref().map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)));
+        rows.extend(
+            self.strict
+                .as_ref()
+                .map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)),
+        );
         let width = rows.iter().map(|r| r.0.chars().count()).max().unwrap_or(0);
         let per_page = if self.unit == "MB/s" { "us/4K" } else { "" };
         let _ = writeln!(
@@ -241,7 +255,11 @@ impl Report {
         );
         for (label, side, ours) in &rows {
             let s = side.stats;
-            let us = if self.unit == "MB/s" { format!("{:.2}", 4096.0 / s.median) } else { String::new() };
+            let us = if self.unit == "MB/s" {
+                format!("{:.2}", 4096.0 / s.median)
+            } else {
+                String::new()
+            };
             let total = side.total(*ours).unwrap_or(0);
             let show = |bytes: u64| if bytes == 0 { "-".into() } else { human(bytes) };
             let resident = total.saturating_sub(side.pool);
@@ -257,7 +275,12 @@ impl Report {
             );
         }
         for pair in &self.pairs {
-            let _ = writeln!(out, "ratio to {}: {:.3} (above 1: swaptide is better)", pair.name, self.ratio(pair));
+            let _ = writeln!(
+                out,
+                "ratio to {}: {:.3} (above 1: swaptide is better)",
+                pair.name,
+                self.ratio(pair)
+            );
         }
     }
 }
@@ -271,7 +294,11 @@ pub(super) fn peer_label(name: &str, side: &Side, counts: bool) -> String {
 }
 
 pub(super) fn swaptide_label(side: &Side) -> String {
-    if side.limit == 0 { SWAPTIDE.into() } else { format!("{SWAPTIDE} --ram {}", human(side.limit)) }
+    if side.limit == 0 {
+        SWAPTIDE.into()
+    } else {
+        format!("{SWAPTIDE} --ram {}", human(side.limit))
+    }
 }
 
 /// A value with as many digits as say something.

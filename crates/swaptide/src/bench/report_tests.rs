@@ -5,7 +5,16 @@ use super::*;
 
 fn side(median: f64, limit: u64, pool: u64) -> Side {
     let stats = Stats { median, min: median - 1.0, max: median + 1.0 };
-    Side { stats, limit, pool, resident: None, pool_inside: false, detail: String::new(), written: 0, failed: 0 }
+    Side {
+        stats,
+        limit,
+        pool,
+        resident: None,
+        pool_inside: false,
+        detail: String::new(),
+        written: 0,
+        failed: 0,
+    }
 }
 
 fn report(better: Better, pairs: Vec<Pairing>) -> Report {
@@ -48,7 +57,11 @@ fn median_of_odd_even_one_and_none() {
 
 #[test]
 fn json_has_the_keys_of_the_contract() {
-    let json = report(Better::Higher, vec![pair("kernel-file", 300.0, 900.0), pair("kernel-zram", 500.0, 1500.0)]).json();
+    let json = report(
+        Better::Higher,
+        vec![pair("kernel-file", 300.0, 900.0), pair("kernel-zram", 500.0, 1500.0)],
+    )
+    .json();
     assert_eq!(json["name"], "seq");
     assert_eq!(json["unit"], "MB/s");
     assert_eq!(json["better"], "higher");
@@ -94,7 +107,9 @@ fn without_a_peer_swaptide_stands_alone() {
 #[test]
 fn the_table_shows_both_totals() {
     let text = report(Better::Higher, vec![pair("kernel-zram", 500.0, 1500.0)]).text();
-    let row = |start: &str| text.lines().find(|l| l.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"));
+    let row = |start: &str| {
+        text.lines().find(|l| l.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"))
+    };
     assert!(row("kernel-zram (the better)").ends_with("256M    207M    463M"));
     assert!(row("kernel-zram lz4 64K").ends_with("256M    200M    456M"));
     assert!(row("swaptide --ram 463M").contains("1500"));
@@ -103,7 +118,14 @@ fn the_table_shows_both_totals() {
 
 #[test]
 fn bytes_are_short_and_right() {
-    for (bytes, text) in [(0, "0"), (1023, "1023"), (1024, "1K"), (463 << 20, "463M"), (3 << 29, "1.50G"), (1 << 31, "2G")] {
+    for (bytes, text) in [
+        (0, "0"),
+        (1023, "1023"),
+        (1024, "1K"),
+        (463 << 20, "463M"),
+        (3 << 29, "1.50G"),
+        (1 << 31, "2G"),
+    ] {
         assert_eq!(human(bytes), text);
     }
 }
@@ -122,7 +144,8 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
         capped,
         beside: (name == SWAPTIDE).then(|| ("kernel-file".to_owned(), 1.5)),
     };
-    report.points = vec![point(SWAPTIDE, 300.0, 64 << 20, true), point("kernel-zram", 200.0, 64 << 20, false)];
+    report.points =
+        vec![point(SWAPTIDE, 300.0, 64 << 20, true), point("kernel-zram", 200.0, 64 << 20, false)];
     let json = report.json();
     let points = json["points"].as_array().unwrap();
     assert_eq!(
@@ -131,16 +154,26 @@ fn a_sweep_lists_its_points_and_what_was_not_measured_is_null() {
     );
     assert!(points[0]["total_bytes"].is_null(), "swaptide's total is measured or unknown");
     assert_eq!(points[1]["total_bytes"], 114 << 20);
-    assert_eq!((&points[0]["phases"]["seq"], &points[0]["data_ratio"]), (&json!(250.0), &json!("2")));
-    assert_eq!((&points[0]["ratio_to_peer"], &points[0]["peak_over_budget"]), (&json!(1.5), &Value::Null));
+    assert_eq!(
+        (&points[0]["phases"]["seq"], &points[0]["data_ratio"]),
+        (&json!(250.0), &json!("2"))
+    );
+    assert_eq!(
+        (&points[0]["ratio_to_peer"], &points[0]["peak_over_budget"]),
+        (&json!(1.5), &Value::Null)
+    );
     report.points[0].side.resident = Some(65 << 20);
     assert_eq!(report.json()["points"][0]["peak_over_budget"], 1.0156);
     let text = report.text();
     // zswap in cgroup version 2 pays for its pool.
     let inside = Side { pool_inside: true, ..side(1.0, 64 << 20, 50 << 20) };
     assert_eq!(inside.total(false), Some(64 << 20));
-    for part in ["like a heap", "swaptide 64M", "kernel-zram 64M + pool 50M", "1.016  1.50 x kernel-file  cut short (3M checked)"]
-    {
+    for part in [
+        "like a heap",
+        "swaptide 64M",
+        "kernel-zram 64M + pool 50M",
+        "1.016  1.50 x kernel-file  cut short (3M checked)",
+    ] {
         assert!(text.contains(part), "{part}: {text}");
     }
 }

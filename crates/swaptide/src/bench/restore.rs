@@ -1,15 +1,19 @@
 //! Putting the machine back as it was.
 //!
-//! Owns the list of things a benchmark changed outside its own process: settings written, swap devices switched on,
-//! compressed-RAM devices made, files and cgroups created, and the child processes that use them.
+//! Owns the list of things a benchmark changed outside its own process: settings written, swap
+//! devices switched on, compressed-RAM devices made, files and cgroups created, and the child
+//! processes that use them.
 //!
 //! Invariants:
-//! 1. A change is recorded before it is made, and made under the same lock, so nobody who undoes can miss it.
+//! 1. A change is recorded before it is made, and made under the same lock, so nobody who undoes
+//!    can miss it.
 //! 2. Changes are undone in the reverse of the order they were made in.
 //! 3. Every undo step may run when its change never took effect, and does no harm then.
-//! 4. Children are dead before anything is undone: `swapoff` under a living 1 GiB program would pull it all back.
+//! 4. Children are dead before anything is undone: `swapoff` under a living 1 GiB program would
+//!    pull it all back.
 //!
-//! Locks: `Shared::undos` is held across a change and across undoing; `Shared::children` is taken alone or inside it.
+//! Locks: `Shared::undos` is held across a change and across undoing; `Shared::children` is taken
+//! alone or inside it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -38,7 +42,11 @@ pub struct Machine {
 impl Machine {
     /// This machine.
     pub fn real() -> Self {
-        Machine { root: PathBuf::from("/"), tool: Arc::new(run_tool), patience: Duration::from_secs(5) }
+        Machine {
+            root: PathBuf::from("/"),
+            tool: Arc::new(run_tool),
+            patience: Duration::from_secs(5),
+        }
     }
 
     /// A machine whose files lie under `root` and whose tools are `tool`.
@@ -56,13 +64,16 @@ impl Machine {
     /// The text of a file, without its last newline.
     pub fn read(&self, path: impl AsRef<Path>) -> Result<String, String> {
         let path = self.path(path);
-        std::fs::read_to_string(&path).map(|s| s.trim_end().to_owned()).map_err(|e| format!("reading {}: {e}", path.display()))
+        std::fs::read_to_string(&path)
+            .map(|s| s.trim_end().to_owned())
+            .map_err(|e| format!("reading {}: {e}", path.display()))
     }
 
     /// Writes a setting.
     pub fn write(&self, path: impl AsRef<Path>, value: &str) -> Result<(), String> {
         let path = self.path(path);
-        std::fs::write(&path, value).map_err(|e| format!("writing {value:?} to {}: {e}", path.display()))
+        std::fs::write(&path, value)
+            .map_err(|e| format!("writing {value:?} to {}: {e}", path.display()))
     }
 
     /// Runs a tool.
@@ -73,7 +84,10 @@ impl Machine {
     /// Whether swap is on for `device` now.
     pub fn swap_is_on(&self, device: &Path) -> bool {
         let list = self.read("/proc/swaps").unwrap_or_default();
-        list.lines().skip(1).filter_map(|l| l.split_whitespace().next()).any(|d| Path::new(d) == device)
+        list.lines()
+            .skip(1)
+            .filter_map(|l| l.split_whitespace().next())
+            .any(|d| Path::new(d) == device)
     }
 
     /// Tries `step` again while it fails, until the patience ends.
@@ -90,14 +104,25 @@ impl Machine {
 
 /// Runs a tool from the usual places, also where `PATH` leaves out the administrator's directories.
 fn run_tool(name: &str, args: &[&OsStr]) -> Result<(), String> {
-    let path = format!("{}:/usr/sbin:/sbin:/usr/bin:/bin", std::env::var("PATH").unwrap_or_default());
+    let path =
+        format!("{}:/usr/sbin:/sbin:/usr/bin:/bin", std::env::var("PATH").unwrap_or_default());
     let found = path.split(':').map(|d| Path::new(d).join(name)).find(|p| p.is_file());
-    let Some(found) = found else { return Err(format!("{name} is not installed; install util-linux")) };
-    let out = Command::new(found).args(args).stdin(Stdio::null()).output().map_err(|e| format!("{name}: {e}"))?;
+    let Some(found) = found else {
+        return Err(format!("{name} is not installed; install util-linux"));
+    };
+    let out = Command::new(found)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| format!("{name}: {e}"))?;
     if out.status.success() {
         return Ok(());
     }
-    Err(format!("{name} failed ({}): {}", out.status, String::from_utf8_lossy(&out.stderr).trim().replace('\n', "; ")))
+    Err(format!(
+        "{name} failed ({}): {}",
+        out.status,
+        String::from_utf8_lossy(&out.stderr).trim().replace('\n', "; ")
+    ))
 }
 
 /// One thing to undo.
@@ -126,7 +151,9 @@ impl Undo {
     fn run(&self, machine: &Machine) -> Result<(), String> {
         match self {
             Undo::Write { path, value } => machine.write(path, value),
-            Undo::SwapOff(device) if machine.swap_is_on(device) => machine.tool("swapoff", &[device.as_os_str()]),
+            Undo::SwapOff(device) if machine.swap_is_on(device) => {
+                machine.tool("swapoff", &[device.as_os_str()])
+            }
             Undo::SwapOff(_) => Ok(()),
             Undo::RemoveZram(id) => {
                 let reset = format!("/sys/block/zram{id}/reset");
@@ -134,11 +161,15 @@ impl Undo {
                     return Ok(());
                 }
                 machine.keep_trying(|| machine.write(&reset, "1"))?;
-                machine.keep_trying(|| machine.write("/sys/class/zram-control/hot_remove", &id.to_string()))
+                machine.keep_trying(|| {
+                    machine.write("/sys/class/zram-control/hot_remove", &id.to_string())
+                })
             }
             Undo::RemoveFile(path) => gone(path, std::fs::remove_file(machine.path(path))),
             Undo::RemoveTree(path) => gone(path, std::fs::remove_dir_all(machine.path(path))),
-            Undo::RemoveCgroup(path) => machine.keep_trying(|| gone(path, std::fs::remove_dir(machine.path(path)))),
+            Undo::RemoveCgroup(path) => {
+                machine.keep_trying(|| gone(path, std::fs::remove_dir(machine.path(path))))
+            }
         }
     }
 }
@@ -146,7 +177,9 @@ impl Undo {
 /// What is not there need not be removed.
 fn gone(path: &Path, result: io::Result<()>) -> Result<(), String> {
     match result {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(format!("removing {}: {e}", path.display())),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(format!("removing {}: {e}", path.display()))
+        }
         _ => Ok(()),
     }
 }
@@ -182,22 +215,27 @@ impl Restorer {
         &self.machine
     }
 
-    /// Undoes everything when this process is told to end (SIGINT, SIGTERM, SIGHUP) or panics, then lets it end.
+    /// Undoes everything when this process is told to end (SIGINT, SIGTERM, SIGHUP) or panics, then
+    /// lets it end.
     pub fn watch_signals(&self) -> Result<(), String> {
-        let mut signals =
-            signal_hook::iterator::Signals::new([2, 15, 1]).map_err(|e| format!("cannot watch for signals: {e}"))?;
+        let mut signals = signal_hook::iterator::Signals::new([2, 15, 1])
+            .map_err(|e| format!("cannot watch for signals: {e}"))?;
         let restorer = self.clone();
         let watch = move || {
             if let Some(signal) = signals.forever().next() {
                 restorer.shared.interrupted.store(true, Ordering::SeqCst);
                 restorer.kill_children();
-                // The lock stays held until the process is gone, so the main thread changes nothing more.
+                // The lock stays held until the process is gone, so the main thread changes nothing
+                // more.
                 let mut undos = lock(&restorer.shared.undos);
                 complain(&undo_down_to(&restorer.machine, &mut undos, 0));
                 std::process::exit(128 + signal);
             }
         };
-        std::thread::Builder::new().name("restore".into()).spawn(watch).map_err(|e| format!("cannot start a thread: {e}"))?;
+        std::thread::Builder::new()
+            .name("restore".into())
+            .spawn(watch)
+            .map_err(|e| format!("cannot start a thread: {e}"))?;
         let restorer = self.clone();
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
@@ -216,7 +254,11 @@ impl Restorer {
     }
 
     /// Makes a change that `undo` takes back.
-    pub fn change<T>(&self, undo: Undo, change: impl FnOnce(&Machine) -> Result<T, String>) -> Result<T, String> {
+    pub fn change<T>(
+        &self,
+        undo: Undo,
+        change: impl FnOnce(&Machine) -> Result<T, String>,
+    ) -> Result<T, String> {
         let mut undos = lock(&self.shared.undos);
         undos.push(undo);
         change(&self.machine)
@@ -234,8 +276,8 @@ impl Restorer {
         Ok(made)
     }
 
-    /// Changes a setting, to be set back later. A setting of several words in which the chosen one stands in brackets
-    /// (`always [madvise] never`) is set back to the chosen word.
+    /// Changes a setting, to be set back later. A setting of several words in which the chosen one
+    /// stands in brackets (`always [madvise] never`) is set back to the chosen word.
     pub fn set(&self, path: &str, value: &str) -> Result<(), String> {
         let old = chosen(&self.machine.read(path)?).to_owned();
         self.change(Undo::Write { path: path.into(), value: old }, |m| m.write(path, value))
@@ -249,10 +291,15 @@ impl Restorer {
     /// Starts a child that is killed before anything is undone.
     pub fn spawn(&self, command: &mut Command) -> Result<Running, String> {
         let mut children = lock(&self.shared.children);
-        let child = command.spawn().map_err(|e| format!("cannot start {}: {e}", command.get_program().to_string_lossy()))?;
+        let child = command.spawn().map_err(|e| {
+            format!("cannot start {}: {e}", command.get_program().to_string_lossy())
+        })?;
         let id = self.shared.next_child.fetch_add(1, Ordering::Relaxed);
-        // A pidfd, taken while the child cannot yet have been waited for, can never mean another process.
-        if let Some(Ok(fd)) = Pid::from_raw(child.id() as i32).map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+        // A pidfd, taken while the child cannot yet have been waited for, can never mean another
+        // process.
+        if let Some(Ok(fd)) =
+            Pid::from_raw(child.id() as i32).map(|pid| pidfd_open(pid, PidfdFlags::empty()))
+        {
             children.push((id, fd));
         }
         Ok(Running { child, id, restorer: self.clone() })
@@ -274,7 +321,8 @@ impl Restorer {
         for (_, fd) in children.iter() {
             for (seconds, then) in [(3, Some(Signal::KILL)), (10, None)] {
                 let mut fds = [PollFd::new(fd, PollFlags::IN)];
-                let ended = poll(&mut fds, Some(&Timespec { tv_sec: seconds, tv_nsec: 0 })).is_ok_and(|n| n > 0);
+                let ended = poll(&mut fds, Some(&Timespec { tv_sec: seconds, tv_nsec: 0 }))
+                    .is_ok_and(|n| n > 0);
                 match then {
                     Some(signal) if !ended => drop(pidfd_send_signal(fd.as_fd(), signal)),
                     _ => break,
@@ -292,7 +340,8 @@ fn chosen(text: &str) -> &str {
     }
 }
 
-/// Undoes the newest changes until `depth` are left; goes on past a failure and returns what failed.
+/// Undoes the newest changes until `depth` are left; goes on past a failure and returns what
+/// failed.
 fn undo_down_to(machine: &Machine, undos: &mut Vec<Undo>, depth: usize) -> Vec<String> {
     let mut failed = Vec::new();
     while undos.len() > depth {
@@ -331,11 +380,17 @@ pub struct Running {
 }
 
 impl Running {
-    /// Ends the process: asks it, so that one under swaptide takes its program with it, and kills it when it does not listen.
+    /// Ends the process: asks it, so that one under swaptide takes its program with it, and kills
+    /// it when it does not listen.
     pub fn end(mut self) {
-        if let Some((_, fd)) = lock(&self.restorer.shared.children).iter().find(|(id, _)| *id == self.id) {
+        if let Some((_, fd)) =
+            lock(&self.restorer.shared.children).iter().find(|(id, _)| *id == self.id)
+        {
             let _ = pidfd_send_signal(fd.as_fd(), Signal::TERM);
-            let _ = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&Timespec { tv_sec: 5, tv_nsec: 0 }));
+            let _ = poll(
+                &mut [PollFd::new(fd, PollFlags::IN)],
+                Some(&Timespec { tv_sec: 5, tv_nsec: 0 }),
+            );
         }
         // What is left is killed and waited for when it is dropped.
         let _ = self.child.try_wait();

@@ -1,4 +1,5 @@
-//! Putting back, tried on a copy of the kernel's files and with tools that only note what they were asked.
+//! Putting back, tried on a copy of the kernel's files and with tools that only note what they were
+//! asked.
 
 use super::super::cgroup::{Cgroup, Hierarchy};
 use super::super::peers::{Folios, Peer, Setup};
@@ -15,7 +16,8 @@ struct Fake {
 
 impl Fake {
     fn new(name: &str) -> Self {
-        let root = std::env::temp_dir().join(format!("swaptide-fake-{name}-{}", std::process::id()));
+        let root =
+            std::env::temp_dir().join(format!("swaptide-fake-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&root);
         let calls: Arc<Mutex<Vec<String>>> = Arc::default();
         let (log, swaps) = (calls.clone(), root.join("proc/swaps"));
@@ -27,7 +29,11 @@ impl Fake {
             let list = match name {
                 "swapon" if device.contains("broken") => return Err("swapon failed".into()),
                 "swapon" => format!("{list}{device} file 1 0 32767\n"),
-                "swapoff" => list.lines().filter(|l| !l.starts_with(&device)).map(|l| format!("{l}\n")).collect(),
+                "swapoff" => list
+                    .lines()
+                    .filter(|l| !l.starts_with(&device))
+                    .map(|l| format!("{l}\n"))
+                    .collect(),
                 _ => list,
             };
             std::fs::write(&swaps, list).map_err(|e| e.to_string())
@@ -49,8 +55,14 @@ impl Fake {
             ("sys/module/zswap/parameters/compressor", "lzo\n"),
             ("sys/module/zswap/parameters/max_pool_percent", "20\n"),
             ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
-            ("sys/kernel/mm/transparent_hugepage/hugepages-64kB/enabled", "always inherit madvise [never]\n"),
-            ("sys/kernel/mm/transparent_hugepage/hugepages-2048kB/enabled", "always [inherit] madvise never\n"),
+            (
+                "sys/kernel/mm/transparent_hugepage/hugepages-64kB/enabled",
+                "always inherit madvise [never]\n",
+            ),
+            (
+                "sys/kernel/mm/transparent_hugepage/hugepages-2048kB/enabled",
+                "always [inherit] madvise never\n",
+            ),
         ] {
             let path = fake.root.join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -73,7 +85,11 @@ impl Fake {
         assert_eq!(self.text("/sys/module/zswap/parameters/enabled"), "N");
         assert_eq!(self.text("/sys/module/zswap/parameters/compressor"), "lzo");
         assert_eq!(self.text("/sys/module/zswap/parameters/max_pool_percent"), "20");
-        assert_eq!(std::fs::read_dir(self.root.join("var/tmp")).unwrap().count(), 0, "the swap file is left");
+        assert_eq!(
+            std::fs::read_dir(self.root.join("var/tmp")).unwrap().count(),
+            0,
+            "the swap file is left"
+        );
         let thp = "/sys/kernel/mm/transparent_hugepage";
         // The copy holds what was written last: the word that had been chosen.
         assert_eq!(chosen(&self.text(&format!("{thp}/hugepages-64kB/enabled"))), "never");
@@ -126,7 +142,16 @@ fn a_setup_that_fails_half_way_leaves_nothing() {
     let dir = fake.root.join("var/tmp/broken");
     std::fs::create_dir(&dir).unwrap();
     let restorer = Restorer::new(fake.machine.clone());
-    let error = Setup::new(&restorer, Peer::Zswap, Folios::Large, 1 << 20, Path::new("/var/tmp/broken"), 50).err().unwrap();
+    let error = Setup::new(
+        &restorer,
+        Peer::Zswap,
+        Folios::Large,
+        1 << 20,
+        Path::new("/var/tmp/broken"),
+        50,
+    )
+    .err()
+    .unwrap();
     assert!(error.contains("swapon failed") && error.contains("--swap-dir"), "{error}");
     assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
     std::fs::remove_dir(&dir).unwrap();
@@ -173,9 +198,13 @@ fn cgroup_v2_is_found_limited_and_removed() {
 #[test]
 fn cgroup_v1_goes_first_and_none_is_an_error() {
     let fake = Fake::new("cgroup1");
-    let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0\n";
+    let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\ncgroup /sys/fs/cgroup/memory cgroup \
+        rw,relatime,memory 0 0\n";
     std::fs::write(fake.root.join("proc/mounts"), mounts).unwrap();
-    assert_eq!(Hierarchy::find(&fake.machine).unwrap(), Hierarchy::V1("/sys/fs/cgroup/memory".into()));
+    assert_eq!(
+        Hierarchy::find(&fake.machine).unwrap(),
+        Hierarchy::V1("/sys/fs/cgroup/memory".into())
+    );
     std::fs::write(fake.root.join("proc/mounts"), "proc /proc proc rw 0 0\n").unwrap();
     assert!(Hierarchy::find(&fake.machine).unwrap_err().contains("mount -t cgroup2"));
 }
@@ -193,11 +222,14 @@ fn children_die_before_anything_is_undone() {
     assert!(lock(&restorer.shared.children).is_empty());
 }
 
-/// Runs one test of this file again in a process of its own, where it finds `root` in its environment.
+/// Runs one test of this file again in a process of its own, where it finds `root` in its
+/// environment.
 fn rerun(test: &str, root: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let module = module_path!().split_once("::").unwrap().1;
-    command.args(["--exact", &format!("{module}::{test}"), "--nocapture", "--test-threads=1"]).env(ROOT, root);
+    command
+        .args(["--exact", &format!("{module}::{test}"), "--nocapture", "--test-threads=1"])
+        .env(ROOT, root);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command
 }

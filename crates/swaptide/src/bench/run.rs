@@ -1,7 +1,7 @@
 //! One run of the workload: plain, under the kernel's swap, or under swaptide.
 //!
-//! Owns starting the workload's process, collecting what it prints, and looking at the pools at the moment all phases
-//! are over and all memory is still held.
+//! Owns starting the workload's process, collecting what it prints, and looking at the pools at the
+//! moment all phases are over and all memory is still held.
 
 use std::io::{IsTerminal, Read};
 use std::os::fd::AsFd;
@@ -36,7 +36,8 @@ pub struct Job {
     pub zswap_percent: u32,
     /// How long nothing is touched before the pool is looked at.
     pub settle: Duration,
-    /// Whether swaptide is asked at the end what its pool holds: that costs a little of the time that is measured.
+    /// Whether swaptide is asked at the end what its pool holds: that costs a little of the time
+    /// that is measured.
     pub look: bool,
 }
 
@@ -73,7 +74,9 @@ impl Job {
     fn patience(&self) -> Duration {
         const STARTING_AND_ENDING: u64 = 30;
         let phases = self.phases.len() as u64 * u64::from(self.repeat);
-        Duration::from_secs(phases.saturating_mul(self.seconds_cap).saturating_add(STARTING_AND_ENDING))
+        Duration::from_secs(
+            phases.saturating_mul(self.seconds_cap).saturating_add(STARTING_AND_ENDING),
+        )
     }
 }
 
@@ -84,7 +87,8 @@ pub struct Outcome {
     pub phases: Vec<PhaseResult>,
     /// From start to exit of the process, set-up not included.
     pub wall_s: f64,
-    /// Bytes of compressed data in RAM at the end (of swaptide the most so far), where there is a pool.
+    /// Bytes of compressed data in RAM at the end (of swaptide the most so far), where there is a
+    /// pool.
     pub pool_bytes: u64,
     /// The pool at the end; of swaptide's nothing where the job does not look.
     pub held: Held,
@@ -120,7 +124,8 @@ impl Outcome {
 
     /// Bytes of which every word was found right at the end.
     pub fn verified_bytes(&self) -> u64 {
-        let pages = self.phases.iter().rev().find(|p| p.phase == Phase::Verify).map_or(0, |p| p.pages);
+        let pages =
+            self.phases.iter().rev().find(|p| p.phase == Phase::Verify).map_or(0, |p| p.pages);
         pages * super::workload::PAGE as u64
     }
 }
@@ -138,7 +143,8 @@ pub struct Runner {
 impl Runner {
     /// A runner whose swap files and reports go to `dir`.
     pub fn new(restorer: Restorer, dir: &Path) -> Result<Self, String> {
-        let exe = std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
+        let exe = std::env::current_exe()
+            .map_err(|e| format!("cannot find this program's own file: {e}"))?;
         Ok(Runner { restorer, dir: dir.to_owned(), exe, progress: std::io::stderr().is_terminal() })
     }
 
@@ -149,11 +155,14 @@ impl Runner {
         }
     }
 
-    /// A command that runs this program's `args` with `swaptide run` and `ram` bytes before it, or without.
+    /// A command that runs this program's `args` with `swaptide run` and `ram` bytes before it, or
+    /// without.
     fn command(&self, ram: Option<(u64, &Path, Option<&str>)>) -> Command {
         let mut command = Command::new(&self.exe);
         if let Some((ram, report, area)) = ram {
-            command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"]).arg(report);
+            command
+                .args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--report"])
+                .arg(report);
             if let Some(area) = area {
                 command.args(["--swap", area]);
             }
@@ -168,13 +177,28 @@ impl Runner {
     }
 
     /// Under the kernel's swap, in a cgroup of `limit` bytes.
-    pub fn kernel(&self, job: &Job, cgroups: &Hierarchy, peer: Peer, folios: Folios, limit: u64) -> Result<Outcome, String> {
+    pub fn kernel(
+        &self,
+        job: &Job,
+        cgroups: &Hierarchy,
+        peer: Peer,
+        folios: Folios,
+        limit: u64,
+    ) -> Result<Outcome, String> {
         // Room for twice the data: large folios want whole clusters.
-        let setup = Setup::new(&self.restorer, peer, folios, job.data * 2 + (64 << 20), &self.dir, job.zswap_percent)?;
+        let setup = Setup::new(
+            &self.restorer,
+            peer,
+            folios,
+            job.data * 2 + (64 << 20),
+            &self.dir,
+            job.zswap_percent,
+        )?;
         let before = written(self.restorer.machine());
         let scope = self.restorer.scope();
         let group = Cgroup::create(&self.restorer, cgroups, limit)?;
-        let mut outcome = self.work(self.command(None), job, Some(&group.procs()), |_| setup.held())?;
+        let mut outcome =
+            self.work(self.command(None), job, Some(&group.procs()), |_| setup.held())?;
         outcome.pool_bytes = outcome.held.ram;
         outcome.written_pages = written(self.restorer.machine()).saturating_sub(before);
         outcome.peak_resident = group.peak(self.restorer.machine());
@@ -199,9 +223,10 @@ impl Runner {
         if outcome.ended && !report.exists() {
             return Ok(outcome);
         }
-        let text = std::fs::read_to_string(&report).map_err(|e| format!("reading {}: {e}", report.display()))?;
-        let json: serde_json::Value =
-            serde_json::from_str(&text).map_err(|e| format!("{} is not the report of a run: {e}", report.display()))?;
+        let text = std::fs::read_to_string(&report)
+            .map_err(|e| format!("reading {}: {e}", report.display()))?;
+        let json: serde_json::Value = serde_json::from_str(&text)
+            .map_err(|e| format!("{} is not the report of a run: {e}", report.display()))?;
         outcome.peak_resident = json["peak_resident_bytes"].as_u64();
         outcome.pool_bytes = json["peak_pool_bytes"].as_u64().unwrap_or(0);
         outcome.written_pages = json["stats"]["pswpout"].as_u64().unwrap_or(0);
@@ -213,14 +238,22 @@ impl Runner {
     pub fn time_program(&self, program: &Path, ram: Option<u64>) -> Result<f64, String> {
         let mut command = Command::new(if ram.is_some() { &self.exe } else { program });
         if let Some(ram) = ram {
-            command.args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--"]).arg(program);
+            command
+                .args(["run", "--no-daemon", "--quiet", "--ram", &ram.to_string(), "--"])
+                .arg(program);
         }
         let begin = Instant::now();
-        let mut running = self.restorer.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
-        let status = running.child.wait().map_err(|e| format!("waiting for {}: {e}", program.display()))?;
+        let mut running =
+            self.restorer.spawn(command.stdin(Stdio::null()).stdout(Stdio::null()))?;
+        let status =
+            running.child.wait().map_err(|e| format!("waiting for {}: {e}", program.display()))?;
         let took = begin.elapsed().as_secs_f64();
         self.restorer.stop_if_interrupted();
-        if status.success() { Ok(took) } else { Err(format!("{} ended with {status}", program.display())) }
+        if status.success() {
+            Ok(took)
+        } else {
+            Err(format!("{} ended with {status}", program.display()))
+        }
     }
 
     /// A directory for what the workload writes.
@@ -245,9 +278,21 @@ impl Runner {
         held: impl FnOnce(u32) -> Held,
     ) -> Result<Outcome, String> {
         let phases: Vec<&str> = job.phases.iter().map(|p| p.name()).collect();
-        command.args(["bench-work", "--hold", "--data", &job.data.to_string(), "--phase", &phases.join(",")]);
+        command.args([
+            "bench-work",
+            "--hold",
+            "--data",
+            &job.data.to_string(),
+            "--phase",
+            &phases.join(","),
+        ]);
         command.args(["--repeat", &job.repeat.to_string(), "--touches", &job.touches.to_string()]);
-        command.args(["--seconds-cap", &job.seconds_cap.to_string(), "--ratio", job.content.name()]);
+        command.args([
+            "--seconds-cap",
+            &job.seconds_cap.to_string(),
+            "--ratio",
+            job.content.name(),
+        ]);
         if let Some(procs) = join {
             command.arg("--join").arg(procs);
         }
@@ -255,8 +300,10 @@ impl Runner {
             command.arg("--scratch").arg(self.scratch()?);
         }
         let begin = Instant::now();
-        let mut running = self.restorer.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
-        let (Some(hold), Some(output)) = (running.child.stdin.take(), running.child.stdout.take()) else {
+        let mut running =
+            self.restorer.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
+        let (Some(hold), Some(output)) = (running.child.stdin.take(), running.child.stdout.take())
+        else {
             return Err("the workload has no pipes".into());
         };
         let mut outcome = Outcome::default();
@@ -270,7 +317,9 @@ impl Runner {
                 }
                 Next::Line(line) => outcome
                     .phases
-                    .push(serde_json::from_str(&line).map_err(|e| format!("the workload printed {line:?}, not a result: {e}"))?),
+                    .push(serde_json::from_str(&line).map_err(|e| {
+                        format!("the workload printed {line:?}, not a result: {e}")
+                    })?),
                 Next::End => break,
                 Next::Late => {
                     outcome.ended = true;
@@ -297,7 +346,10 @@ impl Runner {
         outcome.wall_s = begin.elapsed().as_secs_f64();
         self.restorer.stop_if_interrupted();
         if !finished || !status.success() {
-            return Err(format!("the workload ended with {status}{}", if finished { "" } else { " before its last phase" }));
+            return Err(format!(
+                "the workload ended with {status}{}",
+                if finished { "" } else { " before its last phase" }
+            ));
         }
         Ok(outcome)
     }
@@ -335,8 +387,12 @@ impl Lines {
                 return Ok(Next::Line(String::from_utf8_lossy(&line[..at]).into_owned()));
             }
             let left = self.end.saturating_duration_since(Instant::now());
-            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            match poll(&mut [PollFd::from_borrowed_fd(self.pipe.as_fd(), PollFlags::IN)], Some(&timeout)) {
+            let timeout =
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            match poll(
+                &mut [PollFd::from_borrowed_fd(self.pipe.as_fd(), PollFlags::IN)],
+                Some(&timeout),
+            ) {
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
                 Ok(0) => return Ok(Next::Late),
@@ -358,7 +414,8 @@ mod tests {
     #[test]
     fn a_process_that_says_nothing_more_is_late_not_waited_for() {
         let script = "echo one; printf 'two\\nthr'; exec sleep 600";
-        let mut child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
         let end = Instant::now() + Duration::from_secs(60);
         let mut lines = Lines::new(child.stdout.take().unwrap(), end);
         assert_eq!(lines.next().unwrap(), Next::Line("one".into()));

@@ -10,7 +10,8 @@ use super::report::{Report, SWAPTIDE, Side, human};
 
 const INK: RGBColor = RGBColor(40, 44, 52);
 const OURS: RGBColor = RGBColor(18, 110, 170);
-const THEIRS: [RGBColor; 3] = [RGBColor(190, 140, 60), RGBColor(120, 130, 140), RGBColor(170, 90, 110)];
+const THEIRS: [RGBColor; 3] =
+    [RGBColor(190, 140, 60), RGBColor(120, 130, 140), RGBColor(170, 90, 110)];
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
@@ -22,17 +23,21 @@ pub fn draw(report: &Report) -> Result<String, String> {
         let panels = points::contents(&report.points).len() as u32;
         let width = if panels == 0 { 820 } else { 410 * panels.max(2) };
         let area = SVGBackend::with_string(&mut text, (width, 430)).into_drawing_area();
-        let drawn = area
-            .fill(&WHITE)
-            .map_err(Into::into)
-            .and_then(|()| if report.points.is_empty() { bars(&area, report) } else { curves(&area, report) });
-        drawn.and_then(|()| area.present().map_err(Into::into)).map_err(|e| format!("drawing the plot: {e}"))?;
+        let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
+            if report.points.is_empty() { bars(&area, report) } else { curves(&area, report) }
+        });
+        drawn
+            .and_then(|()| area.present().map_err(Into::into))
+            .map_err(|e| format!("drawing the plot: {e}"))?;
     }
     Ok(text)
 }
 
 fn caption(report: &Report) -> String {
-    let better = serde_json::to_value(report.better).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default();
+    let better = serde_json::to_value(report.better)
+        .ok()
+        .and_then(|v| v.as_str().map(str::to_owned))
+        .unwrap_or_default();
     format!("swaptide bench {} ({}, {better} is better)", report.name, report.unit)
 }
 
@@ -41,7 +46,11 @@ fn bars(area: &Area<'_>, report: &Report) -> Drawn {
     for (i, pair) in report.pairs.iter().enumerate() {
         let theirs = THEIRS[i % THEIRS.len()];
         rows.push((format!("{} {}", pair.name, pair.peer.detail), &pair.peer, theirs));
-        rows.extend(pair.other.as_ref().map(|side| (format!("{} {}", pair.name, side.detail), side, theirs)));
+        rows.extend(
+            pair.other
+                .as_ref()
+                .map(|side| (format!("{} {}", pair.name, side.detail), side, theirs)),
+        );
         rows.push((ours(&pair.swaptide), &pair.swaptide, OURS));
     }
     rows.extend(report.alone.as_ref().map(|side| (ours(side), side, OURS)));
@@ -66,17 +75,24 @@ fn bars(area: &Area<'_>, report: &Report) -> Drawn {
     for (i, (label, side, colour)) in rows.iter().enumerate() {
         let y = (count - 1 - i) as f64;
         let s = side.stats;
-        chart.draw_series([Rectangle::new([(0.0, y + 0.18), (s.median, y + 0.82)], colour.filled())])?;
+        chart.draw_series([Rectangle::new(
+            [(0.0, y + 0.18), (s.median, y + 0.82)],
+            colour.filled(),
+        )])?;
         // The spread of the runs, as a line with ends.
-        let spread =
-            [[(s.min, y + 0.5), (s.max, y + 0.5)], [(s.min, y + 0.4), (s.min, y + 0.6)], [(s.max, y + 0.4), (s.max, y + 0.6)]];
+        let spread = [
+            [(s.min, y + 0.5), (s.max, y + 0.5)],
+            [(s.min, y + 0.4), (s.min, y + 0.6)],
+            [(s.max, y + 0.4), (s.max, y + 0.6)],
+        ];
         chart.draw_series(spread.map(|line| PathElement::new(line, INK.stroke_width(2))))?;
         let (left, middle) = chart.backend_coord(&(0.0, y + 0.5));
         let style = ("sans-serif", 14, &INK).into_text_style(area).pos(right_middle());
         area.draw_text(label.trim(), &style, (left - 10, middle))?;
         let (end, _) = chart.backend_coord(&(s.max, y + 0.5));
         let style = ("sans-serif", 14, &INK).into_text_style(area).pos(left_middle());
-        let shown = if s.median >= 100.0 { format!("{:.0}", s.median) } else { format!("{:.2}", s.median) };
+        let shown =
+            if s.median >= 100.0 { format!("{:.0}", s.median) } else { format!("{:.2}", s.median) };
         area.draw_text(&shown, &style, (end + 8, middle))?;
     }
     Ok(())
@@ -98,7 +114,11 @@ fn left_middle() -> plotters::style::text_anchor::Pos {
 }
 
 fn ours(side: &Side) -> String {
-    if side.limit == 0 { SWAPTIDE.into() } else { format!("{SWAPTIDE} --ram {}", human(side.limit)) }
+    if side.limit == 0 {
+        SWAPTIDE.into()
+    } else {
+        format!("{SWAPTIDE} --ram {}", human(side.limit))
+    }
 }
 
 /// Where a point stands: the memory that was allowed, the kernel's pool counted.
@@ -109,15 +129,20 @@ fn memory_of(point: &Point) -> f64 {
 /// A panel for each kind of data, all on the same axes.
 fn curves(area: &Area<'_>, report: &Report) -> Drawn {
     let size = human(report.data);
-    let title = format!("One job over {size} of data: throughput against the memory it may use, the kernel's pool counted");
+    let title = format!(
+        "One job over {size} of data: throughput against the memory it may use, the kernel's pool \
+        counted"
+    );
     let area = area.titled(&title, ("sans-serif", 20))?;
     let xs = || report.points.iter().map(memory_of);
     let ys = || report.points.iter().flat_map(|p| [p.side.stats.min, p.side.stats.max]);
     let x = xs().fold(f64::MAX, f64::min) * 0.85..xs().fold(1.0, f64::max) * 1.15;
     // From one line of the logarithmic axis to the next.
-    let y = 10f64.powf(ys().fold(f64::MAX, f64::min).max(0.01).log10().floor())..ys().fold(1.0, f64::max) * 1.5;
+    let y = 10f64.powf(ys().fold(f64::MAX, f64::min).max(0.01).log10().floor())
+        ..ys().fold(1.0, f64::max) * 1.5;
     let contents = points::contents(&report.points);
-    let mut names: Vec<&str> = report.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
+    let mut names: Vec<&str> =
+        report.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
     names.sort_unstable();
     names.dedup();
     for (panel, content) in area.split_evenly((1, contents.len())).iter().zip(contents) {
@@ -139,12 +164,17 @@ fn curves(area: &Area<'_>, report: &Report) -> Drawn {
             .draw()?;
         for (at, name) in [SWAPTIDE].iter().chain(&names).enumerate() {
             let colour = if at == 0 { OURS } else { THEIRS[(at - 1) % THEIRS.len()] };
-            let line: Vec<&Point> = points::sorted(&report.points, content).into_iter().filter(|p| p.name == *name).collect();
+            let line: Vec<&Point> = points::sorted(&report.points, content)
+                .into_iter()
+                .filter(|p| p.name == *name)
+                .collect();
             let median = |p: &&Point| (memory_of(p), p.side.stats.median.max(y.start));
             chart
                 .draw_series(LineSeries::new(line.iter().map(median), colour.stroke_width(3)))?
                 .label(*name)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3)));
+                .legend(move |(x, y)| {
+                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
+                });
             // A cell that was cut short is a ring.
             chart.draw_series(line.iter().map(|p| {
                 let style = if p.capped { colour.stroke_width(2) } else { colour.filled() };
@@ -170,7 +200,16 @@ mod tests {
 
     fn side(median: f64, limit: u64) -> Side {
         let stats = Stats { median, min: median * 0.9, max: median * 1.1 };
-        Side { stats, limit, pool: 0, resident: None, pool_inside: false, detail: String::new(), written: 0, failed: 0 }
+        Side {
+            stats,
+            limit,
+            pool: 0,
+            resident: None,
+            pool_inside: false,
+            detail: String::new(),
+            written: 0,
+            failed: 0,
+        }
     }
 
     fn report() -> Report {
@@ -204,7 +243,9 @@ mod tests {
         };
         report.pairs = vec![pair];
         let svg = draw(&report).unwrap();
-        for text in ["<svg", "kernel-zram", "485", "swaptide --ram 463M", "1700", "higher is better"] {
+        for text in
+            ["<svg", "kernel-zram", "485", "swaptide --ram 463M", "1700", "higher is better"]
+        {
             assert!(svg.contains(text), "{text} is not in the plot");
         }
     }
@@ -218,7 +259,17 @@ mod tests {
                     let side = side(speed * (i + 1) as f64, limit << 20);
                     let (name, budget, phases) = (name.into(), limit << 20, vec![]);
                     let (wall_s, verified, capped, beside) = (1.0, 0, false, None);
-                    report.points.push(Point { name, content, budget, side, phases, wall_s, verified, capped, beside });
+                    report.points.push(Point {
+                        name,
+                        content,
+                        budget,
+                        side,
+                        phases,
+                        wall_s,
+                        verified,
+                        capped,
+                        beside,
+                    });
                 }
             }
         }

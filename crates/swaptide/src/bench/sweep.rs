@@ -1,10 +1,13 @@
-//! `swaptide bench sweep`: one job in smaller and smaller budgets, with data that compresses well, like a heap, and hardly.
+//! `swaptide bench sweep`: one job in smaller and smaller budgets, with data that compresses well,
+//! like a heap, and hardly.
 //!
-//! Owns the cells of the sweep and their order. At each budget swaptide runs with no more than that; a kernel peer with that for
-//! resident pages and its pool outside; and swaptide again with what the two came to. So below what a peer's pool takes there is
-//! swaptide alone: compressed memory without a file behind it cannot go there.
+//! Owns the cells of the sweep and their order. At each budget swaptide runs with no more than
+//! that; a kernel peer with that for resident pages and its pool outside; and swaptide again with
+//! what the two came to. So below what a peer's pool takes there is swaptide alone: compressed
+//! memory without a file behind it cannot go there.
 //!
-//! A cell that takes too long is cut and says so, from outside if it must be: a live-lock shows as a cell that was cut.
+//! A cell that takes too long is cut and says so, from outside if it must be: a live-lock shows as
+//! a cell that was cut.
 
 use super::peers::Folios;
 use super::points::Point;
@@ -29,16 +32,29 @@ struct Beside {
 }
 
 impl Bench<'_> {
-    /// The whole sweep. A peer that cannot do a cell is a note; what swaptide cannot do is a failure after the report.
+    /// The whole sweep. A peer that cannot do a cell is a note; what swaptide cannot do is a
+    /// failure after the report.
     pub(super) fn sweep(&self) -> Result<Report, Failure> {
         let args = self.args;
         let data = args.data.unwrap_or(2 << 30);
-        let budgets = if args.budgets.is_empty() { BUDGETS.map(|mib| mib << 20).to_vec() } else { args.budgets.clone() };
-        let contents = if args.ratio.is_empty() { vec![Content::Four, Content::Two, Content::One] } else { args.ratio.clone() };
+        let budgets = if args.budgets.is_empty() {
+            BUDGETS.map(|mib| mib << 20).to_vec()
+        } else {
+            args.budgets.clone()
+        };
+        let contents = if args.ratio.is_empty() {
+            vec![Content::Four, Content::Two, Content::One]
+        } else {
+            args.ratio.clone()
+        };
         let touches = args.touches.unwrap_or(TOUCHES);
-        let (first, last) = (budgets.iter().min().copied().unwrap_or(0), budgets.iter().max().copied().unwrap_or(0));
+        let (first, last) = (
+            budgets.iter().min().copied().unwrap_or(0),
+            budgets.iter().max().copied().unwrap_or(0),
+        );
         let title = format!(
-            "{} of data filled, read in order, touched {touches} times at random and verified, in {} to {}, {} of each",
+            "{} of data filled, read in order, touched {touches} times at random and verified, in \
+            {} to {}, {} of each",
             human(data),
             human(first),
             human(last),
@@ -59,13 +75,15 @@ impl Bench<'_> {
         }
         // The one figure of the contract: the smallest budget, the first kind of data.
         let smallest = |p: &&Point| p.budget == first && p.content == contents[0];
-        let ours: Vec<&Point> = report.points.iter().filter(smallest).filter(|p| p.name == SWAPTIDE).collect();
+        let ours: Vec<&Point> =
+            report.points.iter().filter(smallest).filter(|p| p.name == SWAPTIDE).collect();
         let alone = ours.iter().find(|p| p.side.limit == first).map(|p| p.side.clone());
         let mut pairs = Vec::new();
         for peer in report.points.iter().filter(smallest).filter(|p| p.name != SWAPTIDE) {
             let beside = ours.iter().find(|p| p.beside.as_ref().is_some_and(|b| b.0 == peer.name));
             if let Some(ours) = beside {
-                let (name, peer, swaptide) = (peer.name.clone(), peer.side.clone(), ours.side.clone());
+                let (name, peer, swaptide) =
+                    (peer.name.clone(), peer.side.clone(), ours.side.clone());
                 pairs.push(Pairing { name, peer, other: None, absent: None, swaptide });
             }
         }
@@ -97,7 +115,11 @@ impl Bench<'_> {
                     let outcome = match self.runner.kernel(job, &cgroups, *peer, folios, budget) {
                         Ok(outcome) => outcome,
                         Err(e) => {
-                            report.notes.push(format!("{kind}, {} in {}: {e}", peer.name(), human(budget)));
+                            report.notes.push(format!(
+                                "{kind}, {} in {}: {e}",
+                                peer.name(),
+                                human(budget)
+                            ));
                             *beside = Beside::default();
                             continue 'peers;
                         }
@@ -116,7 +138,9 @@ impl Bench<'_> {
                             let ours = beside.ours.get_or_insert_default();
                             ours.add(outcome.total_mb_per_s(), budget + pool, &outcome);
                         }
-                        Err(e) => report.failed.push(format!("{kind}, swaptide --ram {}: {e}", human(budget + pool))),
+                        Err(e) => report
+                            .failed
+                            .push(format!("{kind}, swaptide --ram {}: {e}", human(budget + pool))),
                     }
                 }
             }
@@ -127,7 +151,9 @@ impl Bench<'_> {
             let median = |runs: &Runs| Stats::of(&runs.values).map_or(0.0, |s| s.median);
             let best = beside.theirs.iter().max_by(|a, b| median(&a.1).total_cmp(&median(&b.1)));
             let Some((folios, theirs)) = best else { continue };
-            let versus = |speed: f64| Some((peer.name().to_owned(), Better::Higher.ratio(speed, median(theirs))));
+            let versus = |speed: f64| {
+                Some((peer.name().to_owned(), Better::Higher.ratio(speed, median(theirs))))
+            };
             match &beside.ours {
                 Some(ours) => {
                     let mut ours = point(SWAPTIDE, job.content, budget, ours, None)?;
@@ -144,7 +170,13 @@ impl Bench<'_> {
     }
 }
 
-fn point(name: &str, content: Content, budget: u64, runs: &Runs, folios: Option<Folios>) -> Result<Point, String> {
+fn point(
+    name: &str,
+    content: Content,
+    budget: u64,
+    runs: &Runs,
+    folios: Option<Folios>,
+) -> Result<Point, String> {
     let median = |values: Vec<f64>| Stats::of(&values).map(|s| s.median);
     let speed = |phase: Phase| {
         let of_run = |o: &Outcome| o.phase_mb_per_s(phase);

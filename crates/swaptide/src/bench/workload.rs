@@ -1,12 +1,13 @@
 //! The benchmark's program: `swaptide bench-work`.
 //!
-//! Owns the data pattern and the phases. The process is small on purpose: one allocation, no table beside it, so that
-//! what is measured is the swapping of that allocation and nothing else.
+//! Owns the data pattern and the phases. The process is small on purpose: one allocation, no table
+//! beside it, so that what is measured is the swapping of that allocation and nothing else.
 //!
 //! Invariants:
-//! 1. Every word of the data follows from the page's index and the word's place alone, so any page can be checked at
-//!    any time and no two pages are alike.
-//! 2. How far a page compresses with lz4 is chosen ([`Content`]); the contents differ in nothing else.
+//! 1. Every word of the data follows from the page's index and the word's place alone, so any page
+//!    can be checked at any time and no two pages are alike.
+//! 2. How far a page compresses with lz4 is chosen ([`Content`]); the contents differ in nothing
+//!    else.
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -114,7 +115,8 @@ impl Content {
 
     /// Fills a page.
     pub fn fill_page(self, page: &mut [u64], index: usize) {
-        // In two parts, without a choice per word: making the data must cost little beside what is measured.
+        // In two parts, without a choice per word: making the data must cost little beside what is
+        // measured.
         let (noise, tail) = page.split_at_mut(self.noise_words().unwrap_or(0));
         for (place, slot) in noise.iter_mut().enumerate() {
             *slot = mix((index * WORDS + place) as u64);
@@ -128,7 +130,8 @@ impl Content {
         }
     }
 
-    /// Checks four words: the ends of the page, the last of the noise where there is noise alone, and one that depends on the page.
+    /// Checks four words: the ends of the page, the last of the noise where there is noise alone,
+    /// and one that depends on the page.
     pub fn check_page(self, page: &[u64], index: usize) -> bool {
         let any = index.wrapping_mul(7) % WORDS;
         let border = self.noise_words().unwrap_or(WORDS / 2) - 1;
@@ -140,8 +143,8 @@ impl Content {
     }
 }
 
-/// A word of a heap in which objects of eight words lie side by side: count of references, type, hash, three pointers or texts, a
-/// null, a length.
+/// A word of a heap in which objects of eight words lie side by side: count of references, type,
+/// hash, three pointers or texts, a null, a length.
 fn heap_word(index: usize, place: usize) -> u64 {
     const ARENA: u64 = 0x7f3a_0000_0000;
     let noise = mix((index * WORDS + place) as u64);
@@ -153,7 +156,9 @@ fn heap_word(index: usize, place: usize) -> u64 {
         2 => noise & 0xffff_ffff,
         3 => ARENA + (((index as u64) << 12) + (noise & 0xfff0)) % (1 << 32),
         // "name" and four digits.
-        4 => (0..4).fold(0x656d_616e, |text, at| text | (0x30 + (noise >> (8 * at + 1)) % 10) << (32 + 8 * at)),
+        4 => (0..4).fold(0x656d_616e, |text, at| {
+            text | (0x30 + (noise >> (8 * at + 1)) % 10) << (32 + 8 * at)
+        }),
         5 => ARENA + ((noise >> 7) & 0x3ff_fff0),
         6 => 0,
         _ => noise & 0xff,
@@ -228,8 +233,8 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Where `i` stands in a permutation of `0..n` without locality: a four-round Feistel network over the next even power
-/// of two, walked until it lands inside. It needs no table.
+/// Where `i` stands in a permutation of `0..n` without locality: a four-round Feistel network over
+/// the next even power of two, walked until it lands inside. It needs no table.
 pub fn scatter(i: usize, n: usize) -> usize {
     let bits = usize::BITS - n.saturating_sub(1).leading_zeros();
     let half = bits.div_ceil(2).max(1);
@@ -247,7 +252,8 @@ pub fn scatter(i: usize, n: usize) -> usize {
     }
 }
 
-/// Page-aligned anonymous memory. A zeroed allocation this large is a fresh mapping that nothing has touched yet.
+/// Page-aligned anonymous memory. A zeroed allocation this large is a fresh mapping that nothing
+/// has touched yet.
 struct Data {
     content: Content,
     words: Vec<u64>,
@@ -271,7 +277,9 @@ impl Data {
         let begin = Instant::now();
         let data = &mut self.words[self.start..][..self.pages * WORDS];
         // SAFETY: the range is this slice's; the hint changes no byte of it.
-        if unsafe { libc::madvise(data.as_mut_ptr().cast(), size_of_val(data), libc::MADV_PAGEOUT) } != 0 {
+        if unsafe { libc::madvise(data.as_mut_ptr().cast(), size_of_val(data), libc::MADV_PAGEOUT) }
+            != 0
+        {
             return Err(format!("madvise(MADV_PAGEOUT): {}", std::io::Error::last_os_error()));
         }
         let seconds = begin.elapsed().as_secs_f64();
@@ -294,7 +302,8 @@ impl Data {
             Phase::Fork => return forks(),
             _ => {}
         }
-        let touches = if matches!(phase, Phase::Random | Phase::Again) { touches.min(n) } else { n };
+        let touches =
+            if matches!(phase, Phase::Random | Phase::Again) { touches.min(n) } else { n };
         let begin = Instant::now();
         let mut done = 0;
         while done < touches {
@@ -312,14 +321,23 @@ impl Data {
                     let index = scatter(done, n);
                     (index, content.check_page(self.page(index), index))
                 }
-                Phase::Out | Phase::Fork | Phase::Redis | Phase::Bgsave => return Err(format!("{phase:?} touches no pages")),
+                Phase::Out | Phase::Fork | Phase::Redis | Phase::Bgsave => {
+                    return Err(format!("{phase:?} touches no pages"));
+                }
             };
             if !right {
-                return Err(format!("page {index} of {n} does not hold what was written to it (phase {phase:?})"));
+                return Err(format!(
+                    "page {index} of {n} does not hold what was written to it (phase {phase:?})"
+                ));
             }
             done += 1;
         }
-        Ok(PhaseResult { phase, pages: done as u64, seconds: begin.elapsed().as_secs_f64(), capped: done < touches })
+        Ok(PhaseResult {
+            phase,
+            pages: done as u64,
+            seconds: begin.elapsed().as_secs_f64(),
+            capped: done < touches,
+        })
     }
 }
 
@@ -382,12 +400,18 @@ pub fn main(args: &WorkArgs) -> u8 {
                 continue;
             }
             let done = match (phase, &mut server) {
-                (Phase::Redis, None) => Server::start(args.data, args.ratio, args.scratch.as_deref()).map(|(started, result)| {
-                    server = Some(started);
-                    result
-                }),
+                (Phase::Redis, None) => {
+                    Server::start(args.data, args.ratio, args.scratch.as_deref()).map(
+                        |(started, result)| {
+                            server = Some(started);
+                            result
+                        },
+                    )
+                }
                 (Phase::Bgsave, Some(server)) => server.save(cap),
-                (Phase::Redis | Phase::Bgsave, _) => Err("there is one server, and it is started first".into()),
+                (Phase::Redis | Phase::Bgsave, _) => {
+                    Err("there is one server, and it is started first".into())
+                }
                 _ => data.run(phase, args.touches, cap),
             };
             match done {
@@ -444,11 +468,14 @@ mod tests {
         let mut data = Data::new(300 * PAGE as u64, content).unwrap();
         assert_eq!(data.words.as_ptr().wrapping_add(data.start) as usize % PAGE, 0);
         let minute = Duration::from_secs(60);
-        for (phase, pages) in [(Phase::Fill, 300), (Phase::Seq, 300), (Phase::Random, 100), (Phase::Verify, 300)] {
+        for (phase, pages) in
+            [(Phase::Fill, 300), (Phase::Seq, 300), (Phase::Random, 100), (Phase::Verify, 300)]
+        {
             let result = data.run(phase, 100, minute).unwrap();
             assert_eq!((result.pages, result.capped), (pages, false));
         }
-        // A page that holds another page's content, and one that reads as zeros: what swapping wrongly would do.
+        // A page that holds another page's content, and one that reads as zeros: what swapping
+        // wrongly would do.
         let other = data.page(5).to_vec();
         data.page_mut(77).copy_from_slice(&other);
         assert!(data.run(Phase::Seq, 0, minute).unwrap_err().starts_with("page 77 of 300"));
@@ -471,13 +498,17 @@ mod tests {
         use swaptide_store::codec::{Choice, Compressor, Packed};
         const PAGES: usize = 256;
         let mut compressor = Compressor::new(Choice::Lz4);
-        for (content, least, most) in [(Content::Four, 3.5, 4.0), (Content::Two, 1.8, 2.2), (Content::One, 1.0, 1.2)] {
+        for (content, least, most) in
+            [(Content::Four, 3.5, 4.0), (Content::Two, 1.8, 2.2), (Content::One, 1.0, 1.2)]
+        {
             let mut seen = std::collections::HashSet::new();
             let mut packed = 0;
             for index in 0..PAGES {
                 let mut words = vec![0u64; WORDS];
                 content.fill_page(&mut words, index);
-                assert!(content.check_page(&words, index) && content.check_whole_page(&words, index));
+                assert!(
+                    content.check_page(&words, index) && content.check_whole_page(&words, index)
+                );
                 let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
                 packed += match compressor.compress(bytes.as_slice().try_into().unwrap()) {
                     Packed::Bytes(block) => block.len(),

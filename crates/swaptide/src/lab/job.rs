@@ -1,7 +1,8 @@
 //! The programs that `lab tiers` measures: `swaptide lab-job`.
 //!
-//! Owns two shapes of work: processes that each walk memory of their own, as usemem does, round after round, when a line says so; and a command that is
-//! run to its end. Both tell what it took: seconds, and seconds of CPU of the processes that worked, swaptide's threads in them included.
+//! Owns two shapes of work: processes that each walk memory of their own, as usemem does, round
+//! after round, when a line says so; and a command that is run to its end. Both tell what it took:
+//! seconds, and seconds of CPU of the processes that worked, swaptide's threads in them included.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -76,12 +77,20 @@ fn say(took: &Took) -> Result<(), String> {
 /// A command to its end.
 fn whole(command: &[String]) -> Result<(), String> {
     let began = Instant::now();
-    let status = Command::new(&command[0]).args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::null()).status();
+    let status = Command::new(&command[0])
+        .args(&command[1..])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status();
     let status = status.map_err(|error| format!("{}: {error}", command[0]))?;
     if !status.success() {
         return Err(format!("{}: {status}", command.join(" ")));
     }
-    say(&Took { wall_s: began.elapsed().as_secs_f64(), cpu_s: cpu(libc::RUSAGE_CHILDREN), bytes: 0 })
+    say(&Took {
+        wall_s: began.elapsed().as_secs_f64(),
+        cpu_s: cpu(libc::RUSAGE_CHILDREN),
+        bytes: 0,
+    })
 }
 
 /// Memory, a walk for each line: every page is checked and written anew.
@@ -113,17 +122,25 @@ struct Worker {
     stdout: BufReader<ChildStdout>,
 }
 
-/// The processes: a line starts a round of all of them, and is answered when the last one is through.
+/// The processes: a line starts a round of all of them, and is answered when the last one is
+/// through.
 fn workers(args: &JobArgs) -> Result<(), String> {
     let exe = std::env::current_exe().map_err(|error| error.to_string())?;
     let start = || {
         let mut command = Command::new(&exe);
         command.args(["lab-job", "--worker", "--size", &args.size.to_string()]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|error| error.to_string())?;
-        let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else { return Err("no pipes".into()) };
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| error.to_string())?;
+        let (Some(stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err("no pipes".into());
+        };
         Ok(Worker { child, stdin, stdout: BufReader::new(stdout) })
     };
-    let mut all: Vec<Worker> = (0..args.processes).map(|_| start()).collect::<Result<_, String>>()?;
+    let mut all: Vec<Worker> =
+        (0..args.processes).map(|_| start()).collect::<Result<_, String>>()?;
     let mut lines = std::io::stdin().lock().lines();
     while let Some(Ok(_)) = lines.next() {
         let began = Instant::now();
@@ -134,7 +151,8 @@ fn workers(args: &JobArgs) -> Result<(), String> {
         for worker in &mut all {
             let mut line = String::new();
             worker.stdout.read_line(&mut line).map_err(|error| error.to_string())?;
-            let took: Took = serde_json::from_str(&line).map_err(|_| "a process ended before it was through".to_owned())?;
+            let took: Took = serde_json::from_str(&line)
+                .map_err(|_| "a process ended before it was through".to_owned())?;
             sum.cpu_s += took.cpu_s;
             sum.bytes += took.bytes;
         }

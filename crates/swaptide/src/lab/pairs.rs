@@ -43,7 +43,8 @@ pub fn ratios<T>(before: &[T], after: &[T], f: impl Fn(&T) -> f64) -> Vec<f64> {
 pub fn middle_of(ratios: &[f64]) -> (f64, f64) {
     let middle = median(ratios);
     let spread = median(&ratios.iter().map(|ratio| (ratio - middle).abs()).collect::<Vec<_>>());
-    // The median of n values deviates by 1.253 of their deviation by the root of n; that is 1.483 times the spread.
+    // The median of n values deviates by 1.253 of their deviation by the root of n; that is 1.483
+    // times the spread.
     (middle, 1.96 * 1.253 * 1.483 * spread / (ratios.len().max(1) as f64).sqrt())
 }
 
@@ -62,7 +63,8 @@ impl Pairs {
     pub fn row(&self, case: &str, metric: &str, unit: &str, f: impl Fn(&Took) -> f64) -> Row {
         let of = |side: &[Took]| side.iter().map(&f).collect::<Vec<f64>>();
         let (before, after) = (of(&self.before), of(&self.after));
-        Row::new(case, metric, unit, mean(&before), mean(&after)).with_deviations(deviation(&before), deviation(&after))
+        Row::new(case, metric, unit, mean(&before), mean(&after))
+            .with_deviations(deviation(&before), deviation(&after))
     }
 
     /// After by before, of each pair.
@@ -85,8 +87,11 @@ impl Scratch {
     /// # Errors
     /// Why there is none.
     pub fn new(name: &str) -> Result<Scratch, String> {
-        let place = swaptide_host::device::default_places().into_iter().find(|place| place.is_dir());
-        let path = place.ok_or("no directory for temporary files")?.join(format!("swaptide-lab-{name}-{}", std::process::id()));
+        let place =
+            swaptide_host::device::default_places().into_iter().find(|place| place.is_dir());
+        let path = place
+            .ok_or("no directory for temporary files")?
+            .join(format!("swaptide-lab-{name}-{}", std::process::id()));
         std::fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(Scratch(path))
     }

@@ -1,9 +1,12 @@
-//! `swaptide lab preload`: programs that were frozen into a network tier and are brought back, against their cold start.
+//! `swaptide lab preload`: programs that were frozen into a network tier and are brought back,
+//! against their cold start.
 //!
-//! Owns three services that do the same in three languages: read a file of rows, keep tables of them, answer a request that looks up 20,000 rows
-//! at random. *Cold* is from the start of the program to the right answer; *brought back* is from the command that brings the group back, with the
-//! request sent at the same moment, to the right answer of the program that was frozen. Each runs with room for all of it, as an application
-//! does that is preloaded; the network tier is an NBD server on this machine, which keeps its export in its own memory.
+//! Owns three services that do the same in three languages: read a file of rows, keep tables of
+//! them, answer a request that looks up 20,000 rows at random. *Cold* is from the start of the
+//! program to the right answer; *brought back* is from the command that brings the group back, with
+//! the request sent at the same moment, to the right answer of the program that was frozen. Each
+//! runs with room for all of it, as an application does that is preloaded; the network tier is an
+//! NBD server on this machine, which keeps its export in its own memory.
 
 use std::io::{IsTerminal, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -66,11 +69,23 @@ impl Service {
         let path = |name: &str| place.join(name).display().to_string();
         Ok(match self.name {
             "java" => {
-                let done = Command::new("javac").arg("-d").arg(place).arg(&file).output().map_err(|error| error.to_string())?;
+                let done = Command::new("javac")
+                    .arg("-d")
+                    .arg(place)
+                    .arg(&file)
+                    .output()
+                    .map_err(|error| error.to_string())?;
                 if !done.status.success() {
                     return Err(format!("javac: {}", String::from_utf8_lossy(&done.stderr)));
                 }
-                own(&["java", "-XX:+UseSerialGC", "-Xmx1500m", "-cp", &place.display().to_string(), "Service"])
+                own(&[
+                    "java",
+                    "-XX:+UseSerialGC",
+                    "-Xmx1500m",
+                    "-cp",
+                    &place.display().to_string(),
+                    "Service",
+                ])
             }
             "node" => own(&["node", "--max-old-space-size=1500", &path(self.file)]),
             _ => own(&["python3", &path(self.file)]),
@@ -79,7 +94,8 @@ impl Service {
 }
 
 fn is_there(program: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|place| place.join(program).is_file()))
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|place| place.join(program).is_file()))
 }
 
 /// A process that ends with this.
@@ -130,8 +146,8 @@ fn nbd_server(place: &Path) -> Result<(Running, String), String> {
 /// The file of rows: the same for everybody.
 fn write_rows(path: &Path, rows: u32) -> std::io::Result<()> {
     const WORDS: [&str; 16] = [
-        "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "knoll", "larch", "marsh",
-        "north", "ocean", "plain",
+        "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty",
+        "knoll", "larch", "marsh", "north", "ocean", "plain",
     ];
     let mut out = std::io::BufWriter::new(std::fs::File::create(path)?);
     let mut state = 88_172_645_463_325_252u64;
@@ -188,15 +204,38 @@ struct Seen {
     away: Vec<f64>,
 }
 
-fn once(service: &Service, words: &[String], rows: &Path, place: &Path, url: &str, seen: &mut Seen) -> Result<(), String> {
+fn once(
+    service: &Service,
+    words: &[String],
+    rows: &Path,
+    place: &Path,
+    url: &str,
+    seen: &mut Seen,
+) -> Result<(), String> {
     let failed = |what: String| format!("{}: {what}", service.name);
     let exe = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let socket = place.join(format!("{}.socket", service.name));
     let mut command = Command::new(exe);
-    command.args(["run", "--quiet", "--no-daemon", "--ram", "3G", "--group", GROUP, "--swap", "zram:1G", "--swap", url, "--"]);
+    command.args([
+        "run",
+        "--quiet",
+        "--no-daemon",
+        "--ram",
+        "3G",
+        "--group",
+        GROUP,
+        "--swap",
+        "zram:1G",
+        "--swap",
+        url,
+        "--",
+    ]);
     command.args(words).arg(rows).arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
     let began = Instant::now();
-    let mut started = Started { run: Running(command.spawn().map_err(|error| failed(error.to_string()))?), socket };
+    let mut started = Started {
+        run: Running(command.spawn().map_err(|error| failed(error.to_string()))?),
+        socket,
+    };
     let pid = started.run.0.id();
     let first = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;
     seen.cold.push(began.elapsed().as_secs_f64());
@@ -207,7 +246,10 @@ fn once(service: &Service, words: &[String], rows: &Path, place: &Path, url: &st
     let (out, there): (u64, u64) = view.processes.iter().fold((0, 0), |(out, there), process| {
         (
             out + process.swapped_file_bytes,
-            there + process.swapped_file_bytes + process.swapped_pool_bytes + process.resident_bytes,
+            there
+                + process.swapped_file_bytes
+                + process.swapped_pool_bytes
+                + process.resident_bytes,
         )
     });
     if out < there / 2 {
@@ -216,7 +258,8 @@ fn once(service: &Service, words: &[String], rows: &Path, place: &Path, url: &st
     seen.away.push(out as f64);
     let began = Instant::now();
     let preload = std::thread::spawn(move || {
-        let done = control::preload_group(Some(pid), GROUP).map(|_| ()).map_err(|error| error.to_string());
+        let done =
+            control::preload_group(Some(pid), GROUP).map(|_| ()).map_err(|error| error.to_string());
         (done, Instant::now())
     });
     let again = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;
@@ -247,20 +290,30 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     let shows = std::io::stderr().is_terminal();
     let mut notes: Vec<String> = [
         "mean+-sample standard deviation",
-        "cold: from the start to the right answer; brought back: from the command to the right answer, the request sent at the same moment",
+        "cold: from the start to the right answer; brought back: from the command to the right \
+        answer, the request sent at the same moment",
         "all of it back: when preload says that nothing is swapped any more",
-        "the network tier is nbdkit on this machine, its export in memory; pages are encrypted and authenticated on their way",
-        "the seed's numbers are of three applications on an embedded device with flash storage, preloaded from another device by NBD",
+        "the network tier is nbdkit on this machine, its export in memory; pages are encrypted and \
+        authenticated on their way",
+        "the seed's numbers are of three applications on an embedded device with flash storage, \
+        preloaded from another device by NBD",
     ]
     .map(String::from)
     .into();
     let (mut rows, mut ours, mut seeds) = (Vec::new(), Vec::new(), Vec::new());
     for (number, service) in SERVICES.iter().enumerate() {
-        if !plan.only.is_empty() && !plan.only.iter().any(|begin| service.name.starts_with(begin.as_str())) {
+        if !plan.only.is_empty()
+            && !plan.only.iter().any(|begin| service.name.starts_with(begin.as_str()))
+        {
             continue;
         }
-        if let Some((program, package)) = service.needs.iter().find(|(program, _)| !is_there(program)) {
-            notes.push(format!("{}: not measured, there is no {program}; apt install {package}", service.name));
+        if let Some((program, package)) =
+            service.needs.iter().find(|(program, _)| !is_there(program))
+        {
+            notes.push(format!(
+                "{}: not measured, there is no {program}; apt install {package}",
+                service.name
+            ));
             continue;
         }
         let words = service.install(place).map_err(|error| format!("{}: {error}", service.name))?;
@@ -279,7 +332,10 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
         rows.push(row("until it answers", &seen.back).shaped_like(cold, warm));
         rows.push(row("until all of it is back", &seen.all_back));
         let mib = |bytes: f64| bytes / 1048576.0;
-        rows.push(Row { after: Some(mib(mean(&seen.away))), ..Row::new(service.name, "on the network tier", "MiB", 0.0, 0.0) });
+        rows.push(Row {
+            after: Some(mib(mean(&seen.away))),
+            ..Row::new(service.name, "on the network tier", "MiB", 0.0, 0.0)
+        });
         ours.push((number as f64 + 1.0, mean(&seen.back) / mean(&seen.cold) * 100.0));
         seeds.push((number as f64 + 1.0, warm / cold * 100.0));
     }
@@ -292,9 +348,18 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     ];
     Ok(Report {
         name: "preload",
-        title: format!("cold start (before) and brought back from a network tier (after), {} starts, {count} rows", plan.runs),
+        title: format!(
+            "cold start (before) and brought back from a network tier (after), {} starts, {count} \
+            rows",
+            plan.runs
+        ),
         rows,
-        plot: Plot { x: "program, as in the table".into(), y: "time to answer, % of cold".into(), log_x: false, curves },
+        plot: Plot {
+            x: "program, as in the table".into(),
+            y: "time to answer, % of cold".into(),
+            log_x: false,
+            curves,
+        },
         notes,
     })
 }
@@ -312,7 +377,10 @@ mod tests {
         assert_eq!(one, other);
         for (number, line) in one.lines().enumerate() {
             let parts: Vec<&str> = line.split(',').collect();
-            assert_eq!((parts.len(), parts[0], parts[3].split(' ').count()), (4, number.to_string().as_str(), 4));
+            assert_eq!(
+                (parts.len(), parts[0], parts[3].split(' ').count()),
+                (4, number.to_string().as_str(), 4)
+            );
             assert!(parts[2].parse::<i32>().is_ok());
         }
     }
@@ -323,7 +391,10 @@ mod tests {
         let rows = scratch.path().join("rows.csv");
         write_rows(&rows, 300).expect("rows");
         let mut answers = Vec::new();
-        for service in SERVICES.iter().filter(|service| service.needs.iter().all(|(program, _)| is_there(program))) {
+        for service in SERVICES
+            .iter()
+            .filter(|service| service.needs.iter().all(|(program, _)| is_there(program)))
+        {
             let words = service.install(scratch.path()).expect(service.name);
             let socket = scratch.path().join(service.name);
             let mut command = Command::new(&words[0]);

@@ -1,8 +1,9 @@
 //! `swaptide lab tiers`: what tiers and masks cost.
 //!
-//! Owns the cases and their runs. Both sides have the same three swap files with the same priorities; *before* has no tier, *after* has three, and a group whose
-//! mask keeps off the last. Where runs are whole, the sides take turns; in the row `mask on and off` it is one run whose group has the mask in every
-//! other round, so that nothing differs but the mask.
+//! Owns the cases and their runs. Both sides have the same three swap files with the same
+//! priorities; *before* has no tier, *after* has three, and a group whose mask keeps off the last.
+//! Where runs are whole, the sides take turns; in the row `mask on and off` it is one run whose
+//! group has the mask in every other round, so that nothing differs but the mask.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,8 @@ const TIERS: &str = "+SSD:100 +HDD:50 +NET:-1";
 const GROUP: &str = "/lab";
 /// Nothing here takes longer, even on a machine with much else to do.
 const PATIENCE: Duration = Duration::from_secs(900);
-/// What the seed published: a kernel build's system time in s, usemem's in s, and usemem's throughput in MB/s.
+/// What the seed published: a kernel build's system time in s, usemem's in s, and usemem's
+/// throughput in MB/s.
 const SEED_BUILD: (f64, f64) = (1584.20, 1590.74);
 const SEED_SYSTEM: (f64, f64) = (588.48, 592.15);
 const SEED_THROUGHPUT: (f64, f64) = (16.65, 15.95);
@@ -61,16 +63,28 @@ impl Drop for Running {
 fn command(place: &Path, ram: f64, with_tiers: bool) -> Result<Command, String> {
     let exe = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(&exe);
-    command.args(["run", "--quiet", "--no-daemon", "--ram", &format!("{}", (ram as u64).max(24 << 20)), "--group", GROUP]);
+    command.args([
+        "run",
+        "--quiet",
+        "--no-daemon",
+        "--ram",
+        &format!("{}", (ram as u64).max(24 << 20)),
+        "--group",
+        GROUP,
+    ]);
     // Small compressed memory, so that the areas are used; the first two are enough.
     command.args(["--swap", "zram:4M"]);
     for (name, size, priority) in [("ssd", "64M", 120), ("hdd", "4G", 60), ("net", "4G", 5)] {
-        command.args(["--swap", &format!("file:{}/{name}:{size},prio={priority}", place.display())]);
+        command
+            .args(["--swap", &format!("file:{}/{name}:{size},prio={priority}", place.display())]);
     }
     if with_tiers {
         let config = place.join("tiers.toml");
-        std::fs::write(&config, format!("tiers = \"{TIERS}\"\n[groups.\"{GROUP}\"]\nswap.tiers = \"-NET\"\n"))
-            .map_err(|error| format!("{}: {error}", config.display()))?;
+        std::fs::write(
+            &config,
+            format!("tiers = \"{TIERS}\"\n[groups.\"{GROUP}\"]\nswap.tiers = \"-NET\"\n"),
+        )
+        .map_err(|error| format!("{}: {error}", config.display()))?;
         command.arg("--config").arg(config);
     }
     command.arg("--").arg(&exe).arg("lab-job");
@@ -94,12 +108,16 @@ impl Job {
     }
 
     fn go_on(&mut self) -> Result<(), String> {
-        self.stdin.as_mut().map_or(Ok(()), |stdin| writeln!(stdin).map_err(|error| error.to_string()))
+        self.stdin
+            .as_mut()
+            .map_or(Ok(()), |stdin| writeln!(stdin).map_err(|error| error.to_string()))
     }
 
     fn took(&mut self) -> Result<Took, String> {
         match self.lines.next().map_err(|error| error.to_string())? {
-            Next::Line(line) => serde_json::from_str(&line).map_err(|error| format!("{line}: {error}")),
+            Next::Line(line) => {
+                serde_json::from_str(&line).map_err(|error| format!("{line}: {error}"))
+            }
             Next::End => Err("the program ended before it was through".into()),
             Next::Late => Err("the program says nothing any more".into()),
         }
@@ -114,7 +132,12 @@ impl Job {
 
 fn usemem(plan: &Plan, place: &Path, with_tiers: bool) -> Result<Command, String> {
     let mut command = command(place, 64.0 * plan.scale * 1048576.0, with_tiers)?;
-    command.args(["--processes", "4", "--size", &format!("{}", (48.0 * plan.scale) as u64 * (1 << 20))]);
+    command.args([
+        "--processes",
+        "4",
+        "--size",
+        &format!("{}", (48.0 * plan.scale) as u64 * (1 << 20)),
+    ]);
     Ok(command)
 }
 
@@ -131,7 +154,8 @@ fn one_run(plan: &Plan, place: &Path, tell: &dyn Fn(&str)) -> Result<Pairs, Stri
         tell(&format!("mask on and off, round {} of {}", round + 1, plan.rounds));
         for before in [round % 2 == 0, round % 2 != 0] {
             let mask = if before { "" } else { "-NET" };
-            control::run_group(Some(pid), GROUP, &[("swap.tiers".into(), mask.into())]).map_err(|error| error.to_string())?;
+            control::run_group(Some(pid), GROUP, &[("swap.tiers".into(), mask.into())])
+                .map_err(|error| error.to_string())?;
             job.go_on()?;
             pairs.push(before, job.took()?);
         }
@@ -146,7 +170,11 @@ fn whole_usemem(plan: &Plan, place: &Path, with_tiers: bool) -> Result<Took, Str
     for _ in 0..6 {
         job.go_on()?;
         let took = job.took()?;
-        sum = Took { wall_s: sum.wall_s + took.wall_s, cpu_s: sum.cpu_s + took.cpu_s, bytes: sum.bytes + took.bytes };
+        sum = Took {
+            wall_s: sum.wall_s + took.wall_s,
+            cpu_s: sum.cpu_s + took.cpu_s,
+            bytes: sum.bytes + took.bytes,
+        };
     }
     job.end()?;
     Ok(sum)
@@ -189,7 +217,8 @@ uint64_t f{i}(struct s{i} *p, uint32_t n) {{
 }
 
 fn is_there(program: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|place| place.join(program).is_file()))
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|place| place.join(program).is_file()))
 }
 
 /// Runs all cases.
@@ -207,10 +236,14 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     };
     let (mut rows, mut curves) = (Vec::new(), Vec::new());
     let mut notes: Vec<String> = [
-        "mean+-sample standard deviation; `ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% bounds as deviation",
-        "CPU time is that of the measured processes, the threads that swaptide has in them included",
-        "mask on and off: one run with three tiers, whose group has the mask -NET in every other round",
-        "the seed's numbers are of the kernel, on another machine: system time, and throughput under global pressure",
+        "mean+-sample standard deviation; `ratio` is the median of the ratios of neighbours, in \
+        per cent of before, with its 95% bounds as deviation",
+        "CPU time is that of the measured processes, the threads that swaptide has in them \
+        included",
+        "mask on and off: one run with three tiers, whose group has the mask -NET in every other \
+        round",
+        "the seed's numbers are of the kernel, on another machine: system time, and throughput \
+        under global pressure",
     ]
     .map(String::from)
     .into();
@@ -238,7 +271,8 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     let compiler = is_there("cc");
     if plan.wants(COMPILE) && compiler {
         let file: PathBuf = place.join("lab.c");
-        std::fs::write(&file, source((500.0 * plan.scale).max(50.0) as u32)).map_err(|error| error.to_string())?;
+        std::fs::write(&file, source((500.0 * plan.scale).max(50.0) as u32))
+            .map_err(|error| error.to_string())?;
         let mut pairs = Pairs::default();
         for turn in 0..plan.runs {
             tell(&format!("compile job, run {} of {}", turn + 1, plan.runs));
@@ -258,11 +292,17 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     Ok(Report {
         name: "tiers",
         title: format!(
-            "no tiers (before), three tiers and a mask (after): {} rounds in one run, {} whole runs of each side in turns",
+            "no tiers (before), three tiers and a mask (after): {} rounds in one run, {} whole \
+            runs of each side in turns",
             plan.rounds, plan.runs
         ),
         rows,
-        plot: Plot { x: "pair".into(), y: "CPU time, % of without".into(), log_x: false, curves: merged(curves) },
+        plot: Plot {
+            x: "pair".into(),
+            y: "CPU time, % of without".into(),
+            log_x: false,
+            curves: merged(curves),
+        },
         notes,
     })
 }
@@ -285,7 +325,11 @@ impl Pairs {
     }
 
     fn curve(&self, name: &str) -> Curve {
-        let points = self.ratios(|took| took.cpu_s).into_iter().enumerate().map(|(n, ratio)| (n as f64 + 1.0, ratio * 100.0));
+        let points = self
+            .ratios(|took| took.cpu_s)
+            .into_iter()
+            .enumerate()
+            .map(|(n, ratio)| (n as f64 + 1.0, ratio * 100.0));
         Curve { name: name.into(), ours: true, points: points.collect() }
     }
 }

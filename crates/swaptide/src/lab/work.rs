@@ -1,7 +1,9 @@
 //! The program that `lab zswapin` measures: `swaptide lab-work`.
 //!
-//! Owns the workloads' shape: fill a target, push it out, then touch it in an order. Before and after the touching it says a line and waits for
-//! one, so that whoever measures can look at the counters in between. In several rounds the target, once filled, is pushed out and touched again and again.
+//! Owns the workloads' shape: fill a target, push it out, then touch it in an order. Before and
+//! after the touching it says a line and waits for one, so that whoever measures can look at the
+//! counters in between. In several rounds the target, once filled, is pushed out and touched again
+//! and again.
 //!
 //! A page's contents follow from its number alone, and are checked as it is touched.
 
@@ -101,7 +103,8 @@ impl Data {
             Data::Quarter => Content::Four.fill_page(page, index),
             Data::Sixth => Self::of_mixed(6, index).fill_page(page, index),
             Data::Third => Self::of_mixed(3, index).fill_page(page, index),
-            // Written, so that the pages are there: by way of something else, or the compiler would know them zero already.
+            // Written, so that the pages are there: by way of something else, or the compiler would
+            // know them zero already.
             Data::Zeros => page.fill(std::hint::black_box(0)),
         }
     }
@@ -111,7 +114,8 @@ impl Data {
             // The published workload compares the whole page.
             Data::Pattern => {
                 let (data, rest) = page.split_at(WORDS / 2);
-                data.iter().all(|word| *word == Self::pattern(index)) && rest.iter().all(|word| *word == 0)
+                data.iter().all(|word| *word == Self::pattern(index))
+                    && rest.iter().all(|word| *word == 0)
             }
             Data::Quarter => Content::Four.check_page(page, index),
             Data::Sixth => Self::of_mixed(6, index).check_page(page, index),
@@ -125,7 +129,8 @@ impl Data {
     }
 
     fn of_mixed(one_in: u64, index: usize) -> Content {
-        // By a hash of the number: every sixth would never be the first page of its 64 KiB but in every third of them.
+        // By a hash of the number: every sixth would never be the first page of its 64 KiB but in
+        // every third of them.
         if (index as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & 0xffff < 0x1_0000 / one_in {
             Content::Four
         } else {
@@ -173,15 +178,21 @@ impl Memory {
     fn new(bytes: u64, shared: bool) -> Result<Memory, String> {
         let pages = bytes as usize / PAGE;
         let len = (pages + ALIGN) * PAGE;
-        let flags = libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
+        let flags = libc::MAP_ANONYMOUS
+            | libc::MAP_NORESERVE
+            | if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
         // By way of the C library, as a program would: there the run hears of it.
         // SAFETY: a new mapping where the kernel has room.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+        let start = unsafe {
+            libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+        };
         if start == libc::MAP_FAILED {
             return Err(format!("mmap of {len} bytes: {}", std::io::Error::last_os_error()));
         }
-        // SAFETY: the mapping is readable and writable, zeros to begin with, of that length, and unmapped only when this value is gone.
-        let words = unsafe { std::slice::from_raw_parts_mut(start.cast::<u64>(), len / size_of::<u64>()) };
+        // SAFETY: the mapping is readable and writable, zeros to begin with, of that length, and
+        // unmapped only when this value is gone.
+        let words =
+            unsafe { std::slice::from_raw_parts_mut(start.cast::<u64>(), len / size_of::<u64>()) };
         let first = words.as_ptr().align_offset(ALIGN * PAGE);
         Ok(Memory { words, first, pages })
     }
@@ -200,7 +211,8 @@ impl Memory {
 
     fn advise(&mut self, advice: i32) -> Result<(), String> {
         let start = self.words[self.first..].as_mut_ptr();
-        // SAFETY: the range is this value's own; none of the pieces of advice used here changes what it holds.
+        // SAFETY: the range is this value's own; none of the pieces of advice used here changes
+        // what it holds.
         match unsafe { libc::madvise(start.cast(), self.pages * PAGE, advice) } {
             0 => Ok(()),
             _ => Err(format!("madvise({advice}): {}", std::io::Error::last_os_error())),
@@ -252,12 +264,19 @@ fn work(args: &WorkArgs) -> Result<(), String> {
         let mut pages = 0;
         for index in args.order.pages(target.pages) {
             if !args.data.check(&target.words[target.of(index)], index) {
-                return Err(format!("page {index} of {} does not hold what was written to it", target.pages));
+                return Err(format!(
+                    "page {index} of {} does not hold what was written to it",
+                    target.pages
+                ));
             }
             pages += 1;
         }
         let refault = begin.elapsed();
-        let touched = Touched { elapsed_s: (prepared + refault).as_secs_f64(), refault_s: refault.as_secs_f64(), pages };
+        let touched = Touched {
+            elapsed_s: (prepared + refault).as_secs_f64(),
+            refault_s: refault.as_secs_f64(),
+            pages,
+        };
         say(&serde_json::to_string(&touched).map_err(|e| e.to_string())?)?;
         begin = Instant::now();
         drop(held);
@@ -268,8 +287,14 @@ fn work(args: &WorkArgs) -> Result<(), String> {
 /// Says a line and waits for the answer.
 fn say(line: &str) -> Result<(), String> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| format!("nobody listens: {e}"))?;
-    std::io::stdin().lock().read_line(&mut String::new()).map(drop).map_err(|e| format!("nobody answers: {e}"))
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .map_err(|e| format!("nobody listens: {e}"))?;
+    std::io::stdin()
+        .lock()
+        .read_line(&mut String::new())
+        .map(drop)
+        .map_err(|e| format!("nobody answers: {e}"))
 }
 
 #[cfg(test)]
@@ -308,7 +333,11 @@ mod tests {
     #[test]
     fn one_page_in_six_of_mixed_data_compresses_also_among_the_first_of_their_ranges() {
         for step in [1, RANGE] {
-            let n = (0..65_536).step_by(step).filter(|index| Data::of_mixed(6, *index) == Content::Four).count() * step;
+            let n = (0..65_536)
+                .step_by(step)
+                .filter(|index| Data::of_mixed(6, *index) == Content::Four)
+                .count()
+                * step;
             assert!((65_536 / 8..65_536 / 4).contains(&n), "{n} with a step of {step}");
         }
     }

@@ -1,10 +1,12 @@
 //! `swaptide lab zswapin`: how much comes in for a fault, under the real engine.
 //!
-//! Owns the cases and their runs. Every case runs the same program on two sides, in turns: where every fault brings its page alone (order 0), and
-//! with the policy as it is. Counters are those of the phase in which the target is touched, asked of the run itself before and after.
+//! Owns the cases and their runs. Every case runs the same program on two sides, in turns: where
+//! every fault brings its page alone (order 0), and with the policy as it is. Counters are those of
+//! the phase in which the target is touched, asked of the run itself before and after.
 //!
-//! Where both sides are to do the same (touches without order), they take turns within one run: two runs differ by more than a hundredth by themselves, by where
-//! their memory lies and on which CPUs they are.
+//! Where both sides are to do the same (touches without order), they take turns within one run: two
+//! runs differ by more than a hundredth by themselves, by where their memory lies and on which CPUs
+//! they are.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -43,8 +45,9 @@ enum Backing {
     Zram,
     /// Compressed memory with the swap file behind it, which it does not need.
     DiskPresent,
-    /// A small pool and mostly data that does not compress: pool and file hold parts of nearly every range. The pressure stays, and compresses
-    /// better than the target: what goes out for it is more than the pool takes, if all of the target comes in.
+    /// A small pool and mostly data that does not compress: pool and file hold parts of nearly
+    /// every range. The pressure stays, and compresses better than the target: what goes out for it
+    /// is more than the pool takes, if all of the target comes in.
     Mixed,
 }
 
@@ -79,8 +82,18 @@ struct Case {
 }
 
 impl Case {
-    fn new(name: &'static str, order: &'static str, backing: Backing, page_cluster: Option<u8>, seed: Seed) -> Case {
-        let (pressure, ram, data) = if backing == Backing::Mixed { (384.0, 424.0, "sixth") } else { (768.0, 640.0, "quarter") };
+    fn new(
+        name: &'static str,
+        order: &'static str,
+        backing: Backing,
+        page_cluster: Option<u8>,
+        seed: Seed,
+    ) -> Case {
+        let (pressure, ram, data) = if backing == Backing::Mixed {
+            (384.0, 424.0, "sixth")
+        } else {
+            (768.0, 640.0, "quarter")
+        };
         Case {
             name,
             target: 512.0,
@@ -96,7 +109,8 @@ impl Case {
         }
     }
 
-    /// Whether the sides take turns within a run. Under a pressure that stays, a round is not like the one before it.
+    /// Whether the sides take turns within a run. Under a pressure that stays, a round is not like
+    /// the one before it.
     fn is_in_one_run(&self) -> bool {
         !["seq", "thin"].contains(&self.order) && self.backing != Backing::Mixed
     }
@@ -107,20 +121,35 @@ impl Case {
 }
 
 fn table(elapsed: (f64, f64), refault_pct: f64, large: f64) -> Seed {
-    Seed { elapsed: Some(elapsed), refault_pct: Some(refault_pct), large: Some(large), ..Seed::default() }
+    Seed {
+        elapsed: Some(elapsed),
+        refault_pct: Some(refault_pct),
+        large: Some(large),
+        ..Seed::default()
+    }
 }
 
 fn matrix(pswpin: f64, zswpin: f64, zswpwb: f64, large: f64) -> Seed {
-    Seed { pswpin: Some(pswpin), zswpin: Some(zswpin), zswpwb: Some(zswpwb), large: Some(large), ..Seed::default() }
+    Seed {
+        pswpin: Some(pswpin),
+        zswpin: Some(zswpin),
+        zswpwb: Some(zswpwb),
+        large: Some(large),
+        ..Seed::default()
+    }
 }
 
 #[allow(clippy::approx_constant, reason = "one of the measured times")]
 fn cases() -> Vec<Case> {
     use Backing::{DiskPresent, Mixed, Zram};
     let zram = |name, order, seed| Case::new(name, order, Zram, None, seed);
-    let disk = |name, order, seed| Case::new(name, order, DiskPresent, Some(5), Seed { pswpin: Some(0.0), ..seed });
+    let disk = |name, order, seed| {
+        Case::new(name, order, DiskPresent, Some(5), Seed { pswpin: Some(0.0), ..seed })
+    };
     let pressure = |name, order, seed| Case::new(name, order, Mixed, Some(5), seed);
-    let policy = |name, order, page_cluster, backing, seed| Case::new(name, order, backing, Some(page_cluster), seed);
+    let policy = |name, order, page_cluster, backing, seed| {
+        Case::new(name, order, backing, Some(page_cluster), seed)
+    };
     let usama = Case {
         target: 1024.0,
         pressure: None,
@@ -136,8 +165,12 @@ fn cases() -> Vec<Case> {
         shared: true,
         ..zram(name, order, Seed { large: Some(large), ..Seed::default() })
     };
-    let of_pressure =
-        |pswpin, zswpin, fallback, table| Seed { pswpin: Some(pswpin), zswpin: Some(zswpin), fallback: Some(fallback), ..table };
+    let of_pressure = |pswpin, zswpin, fallback, table| Seed {
+        pswpin: Some(pswpin),
+        zswpin: Some(zswpin),
+        fallback: Some(fallback),
+        ..table
+    };
     let seq_pressure = of_pressure(99038.0, 20327.0, 3730.0, table((5.908, 5.790), 3.0, 0.0));
     let sparse_pressure = of_pressure(6196.0, 1297.0, 0.0, table((5.104, 5.068), -9.1, 0.0));
     vec![
@@ -159,7 +192,8 @@ fn cases() -> Vec<Case> {
         policy("pc4_seq", "seq", 4, DiskPresent, matrix(0.0, 99512.0, 0.0, 3109.0)),
         policy("pc5_seq", "seq", 5, DiskPresent, matrix(0.0, 99657.0, 0.0, 3113.0)),
         policy("hint_none_random_sparse", "sparse", 5, DiskPresent, matrix(0.0, 6265.0, 0.0, 0.0)),
-        policy("hint_random_seq", "seq", 5, DiskPresent, matrix(0.0, 99488.0, 0.0, 0.0)).hint("rand"),
+        policy("hint_random_seq", "seq", 5, DiskPresent, matrix(0.0, 99488.0, 0.0, 0.0))
+            .hint("rand"),
         policy("mixed_seq_full", "seq", 5, Mixed, matrix(97725.0, 20147.0, 84.0, 569.0)),
         policy("mixed_random_sparse_full", "sparse", 5, Mixed, matrix(6230.0, 1302.0, 0.0, 0.0)),
         shmem("shmem_nohint_seq", "seq", 0.0),
@@ -190,7 +224,8 @@ impl Outcome {
 
     /// Blocks of 64 KiB that came in whole, as parts of larger ones too.
     fn large(&self) -> f64 {
-        let blocks = |k: usize| self.counter(&format!("hugepages-{}kB/swpin", 64 << k)) * f64::from(1 << k);
+        let blocks =
+            |k: usize| self.counter(&format!("hugepages-{}kB/swpin", 64 << k)) * f64::from(1 << k);
         (0..ORDERS).map(blocks).sum()
     }
 
@@ -199,7 +234,10 @@ impl Outcome {
     }
 
     fn loaded(&self) -> f64 {
-        ["zswpin", "pswpin", "swpin_zero", "swap_cache_hit"].iter().map(|name| self.counter(name)).sum()
+        ["zswpin", "pswpin", "swpin_zero", "swap_cache_hit"]
+            .iter()
+            .map(|name| self.counter(name))
+            .sum()
     }
 
     fn hit_pct(&self) -> f64 {
@@ -225,7 +263,8 @@ impl Drop for Running {
 /// The command line of a run.
 fn command(case: &Case, plan: &Plan, order_0: bool, rounds: u32) -> Result<Command, String> {
     let scale = plan.scale;
-    let exe = std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
+    let exe =
+        std::env::current_exe().map_err(|e| format!("cannot find this program's own file: {e}"))?;
     let bytes = |mib: f64| ((mib * scale * MIB) as u64) & !0x1f_ffff;
     let ram = bytes(case.ram).max(LEAST_RAM);
     let mut command = Command::new(&exe);
@@ -238,7 +277,12 @@ fn command(case: &Case, plan: &Plan, order_0: bool, rounds: u32) -> Result<Comma
         Backing::Mixed => {
             let pool = ((38.0 * scale * MIB) as u64).max(1 << 20);
             let dir = std::env::temp_dir();
-            command.args(["--swap", &format!("zram:{pool}"), "--swap", &format!("file:{}", dir.display())]);
+            command.args([
+                "--swap",
+                &format!("zram:{pool}"),
+                "--swap",
+                &format!("file:{}", dir.display()),
+            ]);
         }
     }
     if let Some(page_cluster) = case.page_cluster {
@@ -251,7 +295,16 @@ fn command(case: &Case, plan: &Plan, order_0: bool, rounds: u32) -> Result<Comma
         command.arg("--shared");
     }
     command.arg("--").arg(&exe).args(["lab-work", "--target", &bytes(case.target).to_string()]);
-    command.args(["--data", case.data, "--order", case.order, "--hint", case.hint, "--rounds", &rounds.to_string()]);
+    command.args([
+        "--data",
+        case.data,
+        "--order",
+        case.order,
+        "--hint",
+        case.hint,
+        "--rounds",
+        &rounds.to_string(),
+    ]);
     if let Some(pressure) = case.pressure {
         command.args(["--pressure", &bytes(pressure).to_string()]);
     }
@@ -266,13 +319,22 @@ fn command(case: &Case, plan: &Plan, order_0: bool, rounds: u32) -> Result<Comma
 
 /// One run on a side; what it gives is the sum of its rounds.
 fn run(case: &Case, plan: &Plan, order_0: bool) -> Result<Outcome, String> {
-    let mut sum = Outcome { touched: Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 }, counters: BTreeMap::new() };
-    rounds(case, command(case, plan, order_0, plan.rounds)?, plan.rounds, |_, _| Ok(()), |_, outcome| sum.add(&outcome))?;
+    let mut sum = Outcome {
+        touched: Touched { elapsed_s: 0.0, refault_s: 0.0, pages: 0 },
+        counters: BTreeMap::new(),
+    };
+    rounds(
+        case,
+        command(case, plan, order_0, plan.rounds)?,
+        plan.rounds,
+        |_, _| Ok(()),
+        |_, outcome| sum.add(&outcome),
+    )?;
     Ok(sum)
 }
 
-/// One run in which the sides take turns, as many rounds of each as are planned; what each gives is a pair's half. One round before them is not counted: it
-/// fills the target.
+/// One run in which the sides take turns, as many rounds of each as are planned; what each gives is
+/// a pair's half. One round before them is not counted: it fills the target.
 fn run_of_both(case: &Case, plan: &Plan, pair: &mut Pair) -> Result<(), String> {
     let all = 1 + 2 * plan.rounds;
     // Pairs begin with the first counted round; who goes first changes from pair to pair.
@@ -280,16 +342,21 @@ fn run_of_both(case: &Case, plan: &Plan, pair: &mut Pair) -> Result<(), String> 
     let prepare = |run: u32, round: u32| {
         let order = if is_base(round) { "0" } else { "default" };
         let set = [("largest-order".to_owned(), order.to_owned())];
-        control::readahead(Some(run), &set).map(drop).map_err(|error| format!("{}: {error}", case.name))
+        control::readahead(Some(run), &set)
+            .map(drop)
+            .map_err(|error| format!("{}: {error}", case.name))
     };
-    rounds(case, command(case, plan, false, all)?, all, prepare, |round, outcome| match is_base(round) {
-        _ if round == 0 => {}
-        true => pair.base.push(outcome),
-        false => pair.ours.push(outcome),
+    rounds(case, command(case, plan, false, all)?, all, prepare, |round, outcome| {
+        match is_base(round) {
+            _ if round == 0 => {}
+            true => pair.base.push(outcome),
+            false => pair.ours.push(outcome),
+        }
     })
 }
 
-/// Runs so many rounds; `prepare` is called with the run and the round before the target is touched, and `take` with what the round gave.
+/// Runs so many rounds; `prepare` is called with the run and the round before the target is
+/// touched, and `take` with what the round gave.
 fn rounds(
     case: &Case,
     mut command: Command,
@@ -298,7 +365,11 @@ fn rounds(
     mut take: impl FnMut(u32, Outcome),
 ) -> Result<(), String> {
     let failed = |what: &str| format!("{}: {what}", case.name);
-    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|e| failed(&e.to_string()))?;
+    let child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|e| failed(&e.to_string()))?;
     let mut running = Running(child);
     let (Some(mut stdin), Some(stdout)) = (running.0.stdin.take(), running.0.stdout.take()) else {
         return Err(failed("no pipes"));
@@ -311,7 +382,8 @@ fn rounds(
         Ok(Next::Late) => Err(failed("the program says nothing any more")),
         Err(error) => Err(failed(&error.to_string())),
     };
-    let stats = || control::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
+    let stats =
+        || control::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
     let mut go_on = || writeln!(stdin).map_err(|e| failed(&e.to_string()));
     for round in 0..rounds {
         if line()? != READY {
@@ -320,7 +392,8 @@ fn rounds(
         prepare(run, round)?;
         let before = settled(&stats)?;
         go_on()?;
-        let touched: Touched = serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
+        let touched: Touched =
+            serde_json::from_str(&line()?).map_err(|e| failed(&e.to_string()))?;
         let more = |(name, value): (String, u64)| {
             let more = value.saturating_sub(before.get(&name).copied().unwrap_or(0));
             (name, more)
@@ -336,8 +409,12 @@ fn rounds(
 }
 
 /// Counters when nothing goes out any more.
-fn settled(stats: &impl Fn() -> Result<BTreeMap<String, u64>, String>) -> Result<BTreeMap<String, u64>, String> {
-    let out = |stats: &BTreeMap<String, u64>| ["pswpout", "zswpout", "zswpwb"].map(|name| stats.get(name).copied().unwrap_or(0));
+fn settled(
+    stats: &impl Fn() -> Result<BTreeMap<String, u64>, String>,
+) -> Result<BTreeMap<String, u64>, String> {
+    let out = |stats: &BTreeMap<String, u64>| {
+        ["pswpout", "zswpout", "zswpwb"].map(|name| stats.get(name).copied().unwrap_or(0))
+    };
     let mut last = stats()?;
     for _ in 0..100 {
         std::thread::sleep(Duration::from_millis(60));
@@ -361,10 +438,12 @@ impl Pair {
     fn row(&self, case: &Case, metric: &str, unit: &str, f: impl Fn(&Outcome) -> f64) -> Row {
         let of = |side: &[Outcome]| side.iter().map(&f).collect::<Vec<f64>>();
         let (base, ours) = (of(&self.base), of(&self.ours));
-        Row::new(case.name, metric, unit, mean(&base), mean(&ours)).with_deviations(deviation(&base), deviation(&ours))
+        Row::new(case.name, metric, unit, mean(&base), mean(&ours))
+            .with_deviations(deviation(&base), deviation(&ours))
     }
 
-    /// The median of the ratios of neighbours: what a moment's noise does to one pair it does not do to the middle one.
+    /// The median of the ratios of neighbours: what a moment's noise does to one pair it does not
+    /// do to the middle one.
     fn ratio_row(&self, case: &Case, metric: &str, f: impl Fn(&Outcome) -> f64) -> Row {
         ratio_row(case.name, metric, middle_of(&ratios(&self.base, &self.ours, f)))
     }
@@ -375,7 +454,8 @@ impl Pair {
         let elapsed = self.row(case, "elapsed", "s", |o| o.touched.elapsed_s);
         let refault = self.row(case, "refault", "s", |o| o.touched.refault_s);
         vec![
-            seed.elapsed.map_or(elapsed.clone(), |(before, after)| elapsed.shaped_like(before, after)),
+            seed.elapsed
+                .map_or(elapsed.clone(), |(before, after)| elapsed.shaped_like(before, after)),
             // The seed gives the change alone.
             seed.refault_pct.map_or(refault.clone(), |pct| refault.shaped_like(100.0, 100.0 + pct)),
             self.ratio_row(case, "elapsed, ratio", |o| o.touched.elapsed_s),
@@ -385,13 +465,16 @@ impl Pair {
             beside(self.row(case, "zswpwb", "pages", |o| o.counter("zswpwb")), seed.zswpwb),
             beside(self.row(case, "64K in", "blocks", Outcome::large), seed.large),
             beside(self.row(case, "fallbacks", "blocks", Outcome::fallback), seed.fallback),
-            self.row(case, "loaded per page touched", "pages", |o| o.loaded() / o.touched.pages as f64),
+            self.row(case, "loaded per page touched", "pages", |o| {
+                o.loaded() / o.touched.pages as f64
+            }),
             self.row(case, "hits of readahead", "%", Outcome::hit_pct),
         ]
     }
 
     fn refault_change(&self) -> f64 {
-        let of = |side: &[Outcome]| mean(&side.iter().map(|o| o.touched.refault_s).collect::<Vec<_>>());
+        let of =
+            |side: &[Outcome]| mean(&side.iter().map(|o| o.touched.refault_s).collect::<Vec<_>>());
         (of(&self.ours) / of(&self.base).max(1e-9) - 1.0) * 100.0
     }
 }
@@ -399,7 +482,9 @@ impl Pair {
 /// Runs all cases, or those asked for.
 pub fn measure(plan: &Plan) -> Result<Report, String> {
     let cases = cases();
-    let is_wanted = |case: &&Case| plan.only.is_empty() || plan.only.iter().any(|only| case.name.starts_with(only.as_str()));
+    let is_wanted = |case: &&Case| {
+        plan.only.is_empty() || plan.only.iter().any(|only| case.name.starts_with(only.as_str()))
+    };
     let wanted: Vec<&Case> = cases.iter().filter(is_wanted).collect();
     if wanted.is_empty() {
         let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
@@ -412,7 +497,14 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
         let mut pair = Pair::default();
         for turn in 0..plan.runs {
             if shows {
-                eprint!("\r\x1b[K{} of {}: {}, run {} of {}", number + 1, wanted.len(), case.name, turn + 1, plan.runs);
+                eprint!(
+                    "\r\x1b[K{} of {}: {}, run {} of {}",
+                    number + 1,
+                    wanted.len(),
+                    case.name,
+                    turn + 1,
+                    plan.runs
+                );
             }
             if case.is_in_one_run() {
                 run_of_both(case, plan, &mut pair)?;
@@ -440,10 +532,16 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     Ok(Report {
         name: "zswapin",
         title: format!(
-            "order 0 alone (before) and the policy (after), {runs} runs of {rounds} rounds of each, {scale} of the published sizes"
+            "order 0 alone (before) and the policy (after), {runs} runs of {rounds} rounds of \
+            each, {scale} of the published sizes"
         ),
         rows,
-        plot: Plot { x: "case, as in the table".into(), y: "refault, % of order 0".into(), log_x: false, curves },
+        plot: Plot {
+            x: "case, as in the table".into(),
+            y: "refault, % of order 0".into(),
+            log_x: false,
+            curves,
+        },
         notes: notes(),
     })
 }
@@ -451,13 +549,19 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
 fn notes() -> Vec<String> {
     [
         "mean+-sample standard deviation; counters are those of the refault phase",
-        "sides take turns run by run; stride, sparse and full (but under pressure): round by round within each run, after one that is not counted",
-        "`ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% bounds as deviation",
-        "the seed's refault is given as order 0 = 100; its times and counts are of another machine and of the kernel",
-        "pressure is freed before the refault phase; usama_1g pages the target out by a hint instead",
-        "pressure and mixed rows: one page of the target in six compresses; the pressure stays, of which one in three does",
+        "sides take turns run by run; stride, sparse and full (but under pressure): round by round \
+        within each run, after one that is not counted",
+        "`ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% \
+        bounds as deviation",
+        "the seed's refault is given as order 0 = 100; its times and counts are of another machine \
+        and of the kernel",
+        "pressure is freed before the refault phase; usama_1g pages the target out by a hint \
+        instead",
+        "pressure and mixed rows: one page of the target in six compresses; the pressure stays, of \
+        which one in three does",
         "64K in: aligned 64K that came in whole for one fault; a larger block counts as so many",
-        "shmem: shared memory, paged out by a hint; the seed gives numbers of large swap-ins alone, and has no evidence for shared memory but hints",
+        "shmem: shared memory, paged out by a hint; the seed gives numbers of large swap-ins \
+        alone, and has no evidence for shared memory but hints",
     ]
     .map(String::from)
     .into()
@@ -477,16 +581,27 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), cases.len());
         let matrix = cases.iter().filter(|case| case.seed.zswpwb.is_some());
-        assert_eq!(matrix.filter_map(|case| case.page_cluster).collect::<Vec<_>>(), [0, 3, 4, 5, 5, 5, 5, 5]);
+        assert_eq!(
+            matrix.filter_map(|case| case.page_cluster).collect::<Vec<_>>(),
+            [0, 3, 4, 5, 5, 5, 5, 5]
+        );
     }
 
     #[test]
     fn the_sides_differ_in_the_largest_order_alone() {
-        let text = |command: Command| command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
+        let text = |command: Command| {
+            command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>()
+        };
         let plan = Plan { runs: 1, rounds: 1, scale: 0.1, only: Vec::new() };
         for case in cases() {
-            let (base, ours) = (text(command(&case, &plan, true, 1).unwrap()), text(command(&case, &plan, false, 1).unwrap()));
-            let at = base.iter().position(|arg| arg == "--largest-order").expect("the baseline's setting");
+            let (base, ours) = (
+                text(command(&case, &plan, true, 1).unwrap()),
+                text(command(&case, &plan, false, 1).unwrap()),
+            );
+            let at = base
+                .iter()
+                .position(|arg| arg == "--largest-order")
+                .expect("the baseline's setting");
             let mut rest = base.clone();
             assert_eq!(rest.drain(at..at + 2).collect::<Vec<_>>(), ["--largest-order", "0"]);
             assert_eq!(rest, ours);

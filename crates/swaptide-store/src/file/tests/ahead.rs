@@ -10,20 +10,31 @@ fn turning(turns: bool) -> (Disk, FileDevice) {
     let disk = Disk::default();
     let device = device(&disk, &Source { turns, ..Source::new(4) });
     for first in (0..N).step_by(40) {
-        write_raw(&device, &(first..first + 40).map(|slot| (slot, slot + 1)).collect::<Vec<_>>()).unwrap();
+        write_raw(&device, &(first..first + 40).map(|slot| (slot, slot + 1)).collect::<Vec<_>>())
+            .unwrap();
     }
     disk.0.lock().unwrap().reads = 0;
     (disk, device)
 }
 
-fn bring(ahead: &mut ReadAhead, device: &FileDevice, slot: u32, most: usize) -> Result<(Box<Page>, Ahead), ReadError> {
+fn bring(
+    ahead: &mut ReadAhead,
+    device: &FileDevice,
+    slot: u32,
+    most: usize,
+) -> Result<(Box<Page>, Ahead), ReadError> {
     let mut page = Box::new([0xee; PAGE_SIZE]);
     let came = ahead.read(device, &mut [(Slot(slot), &mut *page)], most)?;
     Ok((page, came))
 }
 
 /// Reads slots one by one, and checks each. Gives the sum of what it took.
-fn walk(ahead: &mut ReadAhead, device: &FileDevice, slots: impl IntoIterator<Item = u32>, most: usize) -> Ahead {
+fn walk(
+    ahead: &mut ReadAhead,
+    device: &FileDevice,
+    slots: impl IntoIterator<Item = u32>,
+    most: usize,
+) -> Ahead {
     let mut all = Ahead::default();
     for slot in slots {
         let (page, came) = bring(ahead, device, slot, most).unwrap();
@@ -43,14 +54,18 @@ fn what_was_written_together_comes_together_in_one_read_each() {
         let reads = disk.0.lock().unwrap().reads;
         assert_eq!(came.hits + reads, N as usize, "most {most}: {came:?}");
         let fewest = N as usize / most.min(MOST_AHEAD) / 2;
-        assert!((fewest..=N as usize * 5 / 8).contains(&reads), "most {most}: {reads} reads, {came:?}");
+        assert!(
+            (fewest..=N as usize * 5 / 8).contains(&reads),
+            "most {most}: {reads} reads, {came:?}"
+        );
     }
 }
 
 #[test]
 fn where_nothing_else_is_wanted_nothing_else_comes() {
     let (disk, device) = turning(true);
-    let came = walk(&mut ReadAhead::default(), &device, (0..N).map(|at| at * 149 % N).step_by(9), 32);
+    let came =
+        walk(&mut ReadAhead::default(), &device, (0..N).map(|at| at * 149 % N).step_by(9), 32);
     let reads = disk.0.lock().unwrap().reads;
     assert!(came.ahead < 32 && reads + came.hits == N as usize / 9 + 1, "{reads} reads, {came:?}");
     // On a device that does not turn, or where the caller says so, from the first page on.
@@ -73,7 +88,12 @@ fn a_window_grows_on_hits_and_shrinks_on_misses() {
         }
     }
     // Blocks are aligned, but end where the neighbours lie too far away.
-    assert!(sizes[0] == 8 && sizes[1..4].iter().all(|size| *size > 8) && sizes.iter().any(|size| *size > 40), "{sizes:?}");
+    assert!(
+        sizes[0] == 8
+            && sizes[1..4].iter().all(|size| *size > 8)
+            && sizes.iter().any(|size| *size > 40),
+        "{sizes:?}"
+    );
     let mut sizes = Vec::new();
     for slot in (0..N).step_by(80).chain((40..N).step_by(80)) {
         sizes.push(bring(&mut ahead, &device, slot, 64).unwrap().1.ahead + 1);
@@ -108,7 +128,8 @@ fn what_was_freed_or_written_since_is_not_handed_out() {
 #[test]
 fn a_neighbour_that_cannot_be_read_costs_nobody_a_page() {
     let (disk, device) = turning(true);
-    let block = |slot: u32| u64::from(device.state.lock().places.get(Slot(slot)).unwrap().span.block());
+    let block =
+        |slot: u32| u64::from(device.state.lock().places.get(Slot(slot)).unwrap().span.block());
     let mut ahead = ReadAhead::default();
     disk.0.lock().unwrap().pages.get_mut(&block(5)).unwrap()[9] ^= 1;
     let (page, came) = bring(&mut ahead, &device, 6, 8).unwrap();
@@ -125,7 +146,8 @@ fn a_neighbour_that_cannot_be_read_costs_nobody_a_page() {
 fn what_a_failed_read_wrote_over_is_not_handed_out() {
     let (disk, device) = turning(true);
     let mut ahead = ReadAhead::default();
-    // Nine blocks of eight, of each the second half not asked for; the tenth has no room behind them.
+    // Nine blocks of eight, of each the second half not asked for; the tenth has no room behind
+    // them.
     for block in 0..9 {
         walk(&mut ahead, &device, block * 8..block * 8 + 4, 8);
     }
@@ -165,7 +187,8 @@ fn steps() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Whatever is written, freed, moved or broken between two reads: a page is what its slot holds, or an error.
+    /// Whatever is written, freed, moved or broken between two reads: a page is what its slot
+    /// holds, or an error.
     #[test]
     fn never_an_old_page(steps in prop::collection::vec(steps(), 1..150)) {
         let disk = Disk::default();

@@ -42,7 +42,13 @@ impl BlockIo for Slow {
 /// A device on one, what tells that somebody waits, and what lets him go on.
 fn slow(writes: bool) -> (FileDevice, mpsc::Receiver<()>, mpsc::Sender<()>) {
     let ((begun, has_begun), (let_go, go)) = (mpsc::channel(), mpsc::channel());
-    let slow = Slow { disk: Disk::default(), extent: 0, writes, begun: Mutex::new(begun), go: Mutex::new(go) };
+    let slow = Slow {
+        disk: Disk::default(),
+        extent: 0,
+        writes,
+        begun: Mutex::new(begun),
+        go: Mutex::new(go),
+    };
     (FileDevice::on(Box::new(slow), [7; 32], 1, Box::new(Source::new(2))), has_begun, let_go)
 }
 
@@ -141,7 +147,10 @@ fn a_write_tells_for_how_long_it_has_been_under_way() {
         let writes = scope.spawn(|| write_raw(device, &[(1, 5)]));
         has_begun.recv_timeout(Duration::from_secs(20)).expect("it writes");
         std::thread::sleep(Duration::from_millis(2));
-        assert!(device.is_writing_for(Duration::from_millis(1)) && !device.is_writing_for(Duration::from_secs(60)));
+        assert!(
+            device.is_writing_for(Duration::from_millis(1))
+                && !device.is_writing_for(Duration::from_secs(60))
+        );
         let_go.send(()).unwrap();
         writes.join().unwrap().unwrap();
     });

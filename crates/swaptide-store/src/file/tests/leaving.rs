@@ -5,7 +5,8 @@ use super::*;
 fn written(disk: &Disk, source: &Source, slots: core::ops::Range<u32>) -> FileDevice {
     let device = device(disk, source);
     for batch in slots.collect::<Vec<_>>().chunks(100) {
-        write(&device, &batch.iter().map(|&slot| (slot, slot * 8 + 3)).collect::<Vec<_>>()).unwrap();
+        write(&device, &batch.iter().map(|&slot| (slot, slot * 8 + 3)).collect::<Vec<_>>())
+            .unwrap();
     }
     device
 }
@@ -38,7 +39,9 @@ fn what_lies_in_extents_to_be_left_goes_to_others_and_the_extents_are_given_back
     // The open one is among them.
     assert_eq!(device.set_leaving(|extent| extent.0 != held[0]), held.len() - 1);
     assert_eq!(leave(&device), Leaving::Done);
-    device.leased(|extent| assert!(extent.0 == held[0] || extent.0 > most, "{extent:?} is still held"));
+    device.leased(|extent| {
+        assert!(extent.0 == held[0] || extent.0 > most, "{extent:?} is still held")
+    });
     holds(&device, 0..6000);
     // They may be used again when they are not named any more.
     assert_eq!(device.set_leaving(|_| false), 0);
@@ -56,7 +59,8 @@ fn without_room_elsewhere_everything_stays_and_can_be_written_again() {
     assert_eq!(device.set_leaving(|_| false), 0);
     (0..1000).for_each(|slot| assert!(device.free(Slot(slot))));
     for batch in (5000..5900).collect::<Vec<_>>().chunks(100) {
-        write(&device, &batch.iter().map(|&slot| (slot, slot * 8 + 3)).collect::<Vec<_>>()).unwrap();
+        write(&device, &batch.iter().map(|&slot| (slot, slot * 8 + 3)).collect::<Vec<_>>())
+            .unwrap();
     }
     holds(&device, 1000..3500);
     holds(&device, 5000..5900);
@@ -115,7 +119,8 @@ fn leaving_goes_on_beside_readers_writers_and_who_frees() {
                 let slots = 2000 + turn * 50 % 2000..2050 + turn * 50 % 2000;
                 turn += 1;
                 slots.clone().step_by(2).for_each(|slot| assert!(device.free(Slot(slot))));
-                write(&device, &slots.map(|slot| (slot, slot * 8 + 3)).collect::<Vec<_>>()).unwrap();
+                write(&device, &slots.map(|slot| (slot, slot * 8 + 3)).collect::<Vec<_>>())
+                    .unwrap();
             }
         });
         let _stops = Stops(&stop);

@@ -24,10 +24,17 @@ struct Three {
 
 impl Areas for &'static Three {
     fn locate(&self, extent: Extent) -> Option<Location> {
-        let spot = |area, extent: u32| Spot { area, generation: 0, offset: u64::from(extent) * EXTENT_BYTES };
+        let spot = |area, extent: u32| Spot {
+            area,
+            generation: 0,
+            offset: u64::from(extent) * EXTENT_BYTES,
+        };
         if extent.0 < MIRRORED {
             // The mirror begins elsewhere than the area.
-            return Some(Location { spot: spot(SERVER, extent.0), mirror: Some(spot(MIRROR, extent.0 + 1)) });
+            return Some(Location {
+                spot: spot(SERVER, extent.0),
+                mirror: Some(spot(MIRROR, extent.0 + 1)),
+            });
         }
         Some(Location { spot: spot(OTHER, extent.0 - MIRRORED), mirror: None })
     }
@@ -65,7 +72,8 @@ impl ExtentSource for Closing {
 fn three() -> &'static Three {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let file = || {
-        let name = format!("swaptide-mirror-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
+        let name =
+            format!("swaptide-mirror-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
         let file = File::options().read(true).write(true).create_new(true).open(&path).unwrap();
         let again = File::options().read(true).write(true).open(&path).unwrap();
@@ -74,7 +82,12 @@ fn three() -> &'static Three {
         (file, again)
     };
     let [(a, x), (b, y), (c, z)] = [file(), file(), file()];
-    Box::leak(Box::new(Three { opened: [a, b, c], files: [x, y, z], failures: Default::default(), away: false.into() }))
+    Box::leak(Box::new(Three {
+        opened: [a, b, c],
+        files: [x, y, z],
+        failures: Default::default(),
+        away: false.into(),
+    }))
 }
 
 fn over(three: &'static Three, source: &Source) -> FileDevice {
@@ -143,7 +156,10 @@ fn a_page_that_both_lost_is_an_error_and_no_other_one_is() {
     for (file, at) in three.files.iter().zip([0, EXTENT_BYTES]) {
         file.write_all_at(b"?", at + span.start() + 3).unwrap();
     }
-    assert_eq!(read(&device, &[300]), Err(ReadError { slot: Slot(300), kind: ReadErrorKind::Authentication }));
+    assert_eq!(
+        read(&device, &[300]),
+        Err(ReadError { slot: Slot(300), kind: ReadErrorKind::Authentication })
+    );
     holds(&device, 0..300);
     holds(&device, 301..600);
 }
@@ -156,7 +172,10 @@ fn a_write_that_the_server_does_not_take_records_nothing() {
     let away = over(three, &source);
     three.away.store(true, Relaxed);
     let failed = write(&away, &[(7, 70), (8, 80)]).unwrap_err();
-    assert_eq!((failed.slot, away.contains(Slot(7)), away.contains(Slot(8))), (Slot(7), false, false));
+    assert_eq!(
+        (failed.slot, away.contains(Slot(7)), away.contains(Slot(8))),
+        (Slot(7), false, false)
+    );
     assert!(three.failures[0].load(Relaxed) > 0);
     holds(&device, 0..200);
 }

@@ -12,14 +12,20 @@ fn what_is_plain_lies_there_as_it_is_and_opens_only_where_and_as_it_was_written(
     for batch in pages.chunks(30) {
         write_pages(&device, batch).unwrap();
     }
-    let found = |page: &Page| disk.0.lock().unwrap().pages.iter().find(|(_, block)| ***block == *page).map(|(at, _)| *at);
+    let found = |page: &Page| {
+        disk.0.lock().unwrap().pages.iter().find(|(_, block)| ***block == *page).map(|(at, _)| *at)
+    };
     let mut plain = 0;
     for (slot, page) in &pages {
         let mut out = [0; PAGE_SIZE];
         device.read(&mut [(Slot(*slot), &mut out)]).unwrap();
         assert!(out == **page);
         if let Some(at) = found(page) {
-            assert_eq!(at as usize / EXTENT_PAGES, 1, "slot {slot} lies open to everybody where it should not");
+            assert_eq!(
+                at as usize / EXTENT_PAGES,
+                1,
+                "slot {slot} lies open to everybody where it should not"
+            );
             plain += 1;
         }
     }

@@ -2,14 +2,21 @@
 
 use super::*;
 
-/// What a hostile server answers to a read of 4096 bytes, and whether another connection has to be asked.
+/// What a hostile server answers to a read of 4096 bytes, and whether another connection has to be
+/// asked.
 fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
     let cookie = asked.cookie;
     let at = |offset: u64, len: usize| [&offset.to_be_bytes()[..], &vec![0x66; len]].concat();
     let data = |offset: u64, len: usize| chunk(1, wire::CHUNK_DATA, cookie, &at(offset, len));
     let part = |offset: u64, len: usize| chunk(0, wire::CHUNK_DATA, cookie, &at(offset, len));
-    let hole =
-        |offset: u64, len: u32| chunk(1, wire::CHUNK_HOLE, cookie, &[&offset.to_be_bytes()[..], &len.to_be_bytes()].concat());
+    let hole = |offset: u64, len: u32| {
+        chunk(
+            1,
+            wire::CHUNK_HOLE,
+            cookie,
+            &[&offset.to_be_bytes()[..], &len.to_be_bytes()].concat(),
+        )
+    };
     let end = chunk(1, wire::CHUNK_NONE, cookie, &[]);
     let here = asked.offset;
     let mut endless = chunk(1, wire::CHUNK_DATA, cookie, &at(here, 4096));
@@ -47,7 +54,10 @@ fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
         ("an error without a number", chunk(1, 0x8001, cookie, &[0; 5])),
         ("an error of nothing", chunk(1, 0x8001, cookie, &[0; 6])),
         ("an error with a long text", chunk(1, 0x8001, cookie, &[5; 9000])),
-        ("an error whose text is longer than it", chunk(1, 0x8001, cookie, &[0, 0, 0, 5, 0, 9, b'x'])),
+        (
+            "an error whose text is longer than it",
+            chunk(1, 0x8001, cookie, &[0, 0, 0, 5, 0, 9, b'x']),
+        ),
         ("pieces without end", many),
         ("two replies", [data(here, 4096), data(here, 4096)].concat()),
         ("it shuts down", simple(cookie, wire::SHUTDOWN, &[])),
@@ -58,7 +68,9 @@ fn lies(asked: &Asked) -> Vec<(&'static str, Vec<u8>)> {
 
 #[test]
 fn a_lie_is_never_believed() {
-    let count = lies(&Asked { flags: 0, command: 0, cookie: 0, offset: 4096, len: 4096, data: Vec::new() }).len();
+    let count =
+        lies(&Asked { flags: 0, command: 0, cookie: 0, offset: 4096, len: 4096, data: Vec::new() })
+            .len();
     for number in 0..count {
         let name = Arc::new(Mutex::new(""));
         let lab = {
@@ -79,7 +91,8 @@ fn a_lie_is_never_believed() {
         let (answer, data) = guarded_read(&nbd, 8192, 4096);
         let name = *name.lock().unwrap();
         assert_eq!(answer, Ok(4096), "{name}");
-        // Two replies: the first one is one, and nobody can tell that it is a lie but who sealed the page.
+        // Two replies: the first one is one, and nobody can tell that it is a lie but who sealed
+        // the page.
         if name == "two replies" {
             assert_eq!(data, [0x66; 4096], "{name}");
             assert_eq!(guarded_read(&nbd, 8192, 4096).1, lab.on_disk(8192, 4096), "{name}");
@@ -97,8 +110,18 @@ fn lies_about_writes_are_no_success() {
             let Some(asked) = peer.ask() else { return };
             if peer.number == 0 {
                 let lie = match number {
-                    0 => chunk(1, wire::CHUNK_DATA, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[1; 4096]].concat()),
-                    1 => chunk(1, wire::CHUNK_HOLE, asked.cookie, &[&asked.offset.to_be_bytes()[..], &[0, 0, 16, 0]].concat()),
+                    0 => chunk(
+                        1,
+                        wire::CHUNK_DATA,
+                        asked.cookie,
+                        &[&asked.offset.to_be_bytes()[..], &[1; 4096]].concat(),
+                    ),
+                    1 => chunk(
+                        1,
+                        wire::CHUNK_HOLE,
+                        asked.cookie,
+                        &[&asked.offset.to_be_bytes()[..], &[0, 0, 16, 0]].concat(),
+                    ),
                     _ => simple(asked.cookie.wrapping_add(1), 0, &[]),
                 };
                 peer.send(&lie);
@@ -140,7 +163,8 @@ fn only_lies_are_given_up_in_time() {
             peer.send(&[0x66; 100]);
         }
     });
-    let nbd = lab.client(export(), Options { read_patience: Duration::from_millis(300), ..options() });
+    let nbd =
+        lab.client(export(), Options { read_patience: Duration::from_millis(300), ..options() });
     let start = Instant::now();
     assert_eq!(guarded_read(&nbd, 0, 65536).0, Err(Errno::TIMEDOUT));
     assert!(start.elapsed() < Duration::from_secs(10));

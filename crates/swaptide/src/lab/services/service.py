@@ -1,4 +1,6 @@
-"""A service with tables in memory: reads a file of rows, keeps them by key and by word, then answers requests on a socket."""
+"""A service with tables in memory: reads a file of rows, keeps them by key and by word, then
+answers requests on a socket.
+"""
 
 import socket
 import sys
