@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
 use swaptide_host::config::Config;
-use swaptide_host::groups::Groups;
+use swaptide_host::cgroup::tree::Groups;
 
 const RAM: u64 = 1 << 34;
 

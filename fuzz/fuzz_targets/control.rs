@@ -3,9 +3,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
-use swaptide_host::control::Question;
-use swaptide_host::device;
-use swaptide_host::groups::{GroupPath, Groups, KEYS};
+use swaptide_host::control::server::Question;
+use swaptide_host::swap::spec;
+use swaptide_host::cgroup::tree::{GroupPath, Groups, KEYS};
 use swaptide_ipc::MAX_GROUPS;
 
 const RAM: u64 = 1 << 34;
@@ -25,7 +25,7 @@ fuzz_target!(|text: &str| {
             groups.iter().map(|(index, _)| groups.view(index)).collect::<Vec<_>>()
         };
         match question {
-            Question::Swapon(text) => drop(device::parse(&text)),
+            Question::Swapon(text) => drop(spec::parse(&text)),
             Question::Tiers(Some(text)) => {
                 let before = (*groups.tiers(), views(groups));
                 if groups.set_tiers(&text).is_err() {

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use swaptide_host::groups::memory_cgroup;
+use swaptide_host::cgroup::tree::memory_cgroup;
 use swaptide_sys::maps::{MIN_BUFFER, for_each_vma_in};
 use swaptide_sys::process::{parse_stat, parse_statm};
 use swaptide_sys::procfs::{kib_field, parse_hex, parse_u64, words};

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
-use swaptide_host::areas::{Areas, Open};
-use swaptide_host::groups::{GroupPath, Groups, Usage};
-use swaptide_host::keeper::{self, Keeper, Run};
-use swaptide_host::pressure::Part;
+use swaptide_host::swap::areas::{Areas, Open};
+use swaptide_host::cgroup::tree::{GroupPath, Groups, Usage};
+use swaptide_host::memctl::controller::{self, Keeper, Run};
+use swaptide_host::memctl::psi::Part;
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
     ProcSlot, Segment, SlotIndex,
@@ -59,7 +59,7 @@ fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
     let (keeper, requests) = mpsc::channel();
     let thread = std::thread::spawn(move || thread.run(requests));
     for _ in 0..2 {
-        let looked = keeper::ask(&keeper, move |keeper| {
+        let looked = controller::ask(&keeper, move |keeper| {
             let (view, totals) = (keeper.view(me), keeper.totals(me));
             assert!(
                 view.processes.iter().all(|process| process.pid == me),
@@ -84,7 +84,7 @@ fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
         });
         assert!(looked.is_some(), "the keeper has ended, or takes too long");
     }
-    let _ = keeper.send(keeper::Request::Stop);
+    let _ = keeper.send(controller::Request::Stop);
     thread.join().expect("the keeper");
 }
 
@@ -205,8 +205,8 @@ fuzz_target!(|data: &[u8]| {
     // Areas with something open behind them, as the supervisor has them.
     for id in (0..MAX_AREAS as u8).map(AreaId) {
         if id.0 < 2 {
-            let device = swaptide_host::device::parse("file:/dev/shm:16M").expect("a device");
-            if let Ok(backing) = swaptide_host::device::open_beyond(&device, 1 << 30) {
+            let device = swaptide_host::swap::spec::parse("file:/dev/shm:16M").expect("a device");
+            if let Ok(backing) = swaptide_host::swap::spec::open_beyond(&device, 1 << 30) {
                 areas.restore(id, backing);
             }
         }

@@ -2,9 +2,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use swaptide_host::device::{self, DeviceKind};
+use swaptide_host::swap::spec::{self, DeviceKind};
 use swaptide_host::nbd::Url;
-use swaptide_host::size::{SizeError, human, human_count, parse_bytes, parse_share};
+use swaptide_host::units::{SizeError, human, human_count, parse_bytes, parse_share};
 
 const RAM: u64 = 1 << 34;
 
@@ -27,23 +27,23 @@ fuzz_target!(|text: &str| {
             assert!(share.is_err() || matches!(error, SizeError::Percent(_)));
         }
     }
-    match device::parse(text) {
+    match spec::parse(text) {
         Ok(device) => {
             assert!(device.priority.is_none_or(|priority| (-1..=32767).contains(&priority)));
             let _ = device.name();
             match device.kind {
-                DeviceKind::Zram { bytes, .. } => assert!(bytes >= device::SMALLEST_POOL),
+                DeviceKind::Zram { bytes, .. } => assert!(bytes >= spec::SMALLEST_POOL),
                 DeviceKind::File { bytes, ref path } => {
                     assert!(
-                        bytes.is_none_or(|bytes| bytes >= device::SMALLEST_FILE)
+                        bytes.is_none_or(|bytes| bytes >= spec::SMALLEST_FILE)
                             && !path.as_os_str().is_empty()
                     );
                 }
                 DeviceKind::Block { ref path } => assert!(path.is_absolute()),
                 DeviceKind::Nbd(ref url) => check(url),
             }
-            let absolute = device::absolute(text).expect("what is a device has a place");
-            let again = device::parse(&absolute).expect("an absolute device is one");
+            let absolute = spec::absolute(text).expect("what is a device has a place");
+            let again = spec::parse(&absolute).expect("an absolute device is one");
             assert_eq!(again.priority, device.priority);
         }
         Err(error) => assert!(!error.to_string().contains('\n'), "one line: {error}"),

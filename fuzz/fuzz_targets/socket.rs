@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
-use swaptide_host::areas::{Areas, Open};
-use swaptide_host::followed::Followed;
-use swaptide_host::socket::{Counter, Users};
+use swaptide_host::swap::areas::{Areas, Open};
+use swaptide_host::control::fork_tracer::Followed;
+use swaptide_host::control::agent_api::{Counter, Users};
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;

@@ -1,17 +1,19 @@
 //! The preloaded library: it waits until the supervisor asks, then puts the program's memory under
 //! management.
 //!
-//! Owns: the allocator of everything swaptide does inside a program ([`arena`]), the thread that
-//! waits and becomes the fault handler ([`start`]), and the functions of libc it stands in front
-//! of: hints and new threads ([`hooks`]), everything that starts another program ([`exec`]),
-//! `mremap` ([`moves`]), where forked children begin that the kernel tells nobody of ([`cradle`]),
-//! shared memory ([`shared`]), calls of which the kernel tells nobody enough ([`shapes`]),
-//! `syscall` and `clone` ([`trap`]). Forks are seen through libc's own fork handlers.
+//! Owns: the allocator of everything swaptide does inside a program ([`allocator`]), the thread
+//! that waits and becomes the fault handler ([`lifecycle`]), and the functions of libc it stands in
+//! front of: hints and new threads ([`hooks`]), everything that starts another program
+//! ([`exec`](crate::hooks::exec)), `mremap` ([`mremap`](crate::hooks::mremap)), where forked
+//! children begin that the kernel tells nobody of ([`trampoline`](crate::fork::trampoline)), shared
+//! memory ([`shmem`]), calls of which the kernel tells nobody enough
+//! ([`mappings`](crate::hooks::mappings)), `syscall` and `clone`
+//! ([`syscall`](crate::hooks::syscall)). Forks are seen through libc's own fork handlers.
 //!
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered,
 //!    read or counted.
-//! 2. The program's threads take one lock of swaptide's ([`start::FORK_LOCK`], in fork handlers
+//! 2. The program's threads take one lock of swaptide's ([`lifecycle::FORK_LOCK`], in fork handlers
 //!    only) and allocate nothing of it: a fork finds every other lock free.
 //! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor
 //!    closes none of swaptide's, and swaptide keeps none of the program's open.
@@ -21,21 +23,13 @@
 // A test build exports nothing to a program, so that most of it is called by nobody.
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
-mod arena;
-mod confined;
-mod cradle;
-mod ends;
-mod exec;
+mod allocator;
+mod exit_watch;
+pub mod fork;
 mod hooks;
+mod lifecycle;
 mod log;
-mod moves;
-mod pinned;
-mod pins;
+pub mod pages;
 mod probe;
-mod real;
-mod sends;
-mod shapes;
-mod shared;
-mod start;
-mod trap;
-mod words;
+mod seccomp;
+mod shmem;

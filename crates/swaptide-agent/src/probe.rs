@@ -11,7 +11,7 @@ use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::getpid;
 
-use crate::confined;
+use crate::seccomp;
 
 const SYS_PROCESS_VM_READV: u32 = 310;
 /// Ranges of one call.
@@ -47,7 +47,7 @@ fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
 /// Whether each string of a null-terminated array begins in memory that can be read, and the array
 /// lies there. True where it cannot be asked: under a filter of system calls, say.
 pub fn are_strings(array: *const *const c_char) -> bool {
-    if array.is_null() || !array.is_aligned() || confined::is() {
+    if array.is_null() || !array.is_aligned() || seccomp::is() {
         return true;
     }
     let mut at = array as usize;

@@ -13,7 +13,7 @@
 //!    zeros was empty.
 //! 2. If the supervisor changes its mind before, the engine goes on as it was.
 //! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd,
-//!    [`crate::bell::Bells`] all others.
+//!    [`crate::requests::Bells`] all others.
 //!
 //! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
 //! bus error.
@@ -26,13 +26,13 @@ use std::time::Duration;
 use swaptide_sys::lock::futex;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-use crate::admission::Came;
-use crate::fault::{GROUP_PAGES, LAST_PAGE};
-use crate::fork::shield;
-use crate::handler::Handler;
-use crate::ids::{ChunkNo, PageNo, range_of};
-use crate::pagetable::{PageState, PageTable};
-use crate::regions::Regions;
+use crate::event_loop::Handler;
+use crate::fault::path::{GROUP_PAGES, LAST_PAGE};
+use crate::mm::page_table::{PageState, PageTable};
+use crate::mm::types::{ChunkNo, PageNo, range_of};
+use crate::mm::vma_set::Regions;
+use crate::readahead::policy::Came;
+use crate::vma::dontfork;
 
 /// Groups that are brought in between two looks for faults.
 const GROUPS: usize = 4;
@@ -141,7 +141,7 @@ impl Handler {
             unsafe { engine.close_uffd() };
             mm.table = PageTable::new();
             if engine.followed {
-                shield::lift(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+                dontfork::lift(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
             }
             (mm.regions, mm.armed) = (Regions::default(), Regions::default());
         }

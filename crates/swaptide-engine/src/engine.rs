@@ -17,24 +17,24 @@ use swaptide_sys::thread::now;
 use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
-use crate::acceptance::{Acceptance, Answer};
-use crate::batch::Jobs;
-use crate::bell::Bells;
-use crate::charge::Charge;
-use crate::devices::{Devices, FILE, POOL};
-use crate::far::Far;
+use crate::backing::devices::{Devices, FILE, POOL};
+use crate::fault::remote::Far;
 use crate::fork::ForkControl;
 use crate::fork::layout::Change;
-use crate::grace::Grace;
-use crate::ids::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
-use crate::pagetable::{PageState, PageTable};
-use crate::queue::Queues;
-use crate::references::References;
-use crate::regions::Regions;
-use crate::small::Small;
-use crate::split::{Split, Standing};
-use crate::staging::{FrameNo, Staging};
-use crate::trail::ChildrensBook;
+use crate::memcg::acceptance::{Acceptance, Answer};
+use crate::memcg::charge::Charge;
+use crate::memcg::pool_sizing::{Split, Standing};
+use crate::mm::grace::Grace;
+use crate::mm::lru::Queues;
+use crate::mm::page_table::{PageState, PageTable};
+use crate::mm::references::References;
+use crate::mm::staging::{FrameNo, Staging};
+use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
+use crate::mm::vma_set::Regions;
+use crate::readahead::history::ChildrensBook;
+use crate::reclaim::swap_out::Jobs;
+use crate::requests::Bells;
+use crate::vma::small::Small;
 
 /// How long the swap file is left alone after it took nothing.
 const FILE_RESTS: Duration = Duration::from_millis(100);
@@ -81,7 +81,7 @@ pub struct Mm {
     pub table: PageTable,
     /// What is managed.
     pub regions: Regions,
-    /// What is registered, or about to be, and not listed in `regions` (see [`crate::adopt`]):
+    /// What is registered, or about to be, and not listed in `regions` (see [`crate::vma::adopt`]):
     /// nothing is taken out there.
     pub armed: Regions,
     /// Staging frames.
@@ -102,10 +102,11 @@ pub struct Mm {
     /// refuse moves for them any more, and where a word says that a page is, another may be.
     /// Nothing is taken out.
     pub behind: bool,
-    /// Changes of mappings that were read before one that happened earlier (see [`crate::events`]).
+    /// Changes of mappings that were read before one that happened earlier (see
+    /// [`crate::vma::events`]).
     pub late: Vec<Event>,
     /// Old places of moves that were read, until it was read as well that they were left (see
-    /// [`crate::events`]).
+    /// [`crate::vma::events`]).
     pub owed: Vec<VirtRange>,
     /// Changes that were applied since a moment in which no change was under way: a child whose
     /// fork is read later may not have them (see [`crate::fork::layout`]).
@@ -140,7 +141,7 @@ pub struct Engine {
     pub bells: Bells,
     /// Forks.
     pub fork: ForkControl,
-    /// The kernel tells nobody of forks: they are followed ([`crate::fork::shield`]).
+    /// The kernel tells nobody of forks: they are followed ([`crate::vma::dontfork`]).
     pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: Far,
@@ -164,9 +165,9 @@ pub struct Engine {
     pub handler_tid: AtomicU32,
     /// The program was let go: workers end where they stand still.
     pub retired: AtomicBool,
-    /// The program has had guard pages (see [`crate::guards`]).
+    /// The program has had guard pages (see [`crate::fault::guards`]).
     pub guarded: AtomicBool,
-    /// The CPU that workers keep away from (see [`crate::place`]).
+    /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
     /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
     pub turns: AtomicU32,
@@ -180,7 +181,7 @@ pub struct Engine {
     file_rests_until: AtomicU64,
     /// How pages are compressed.
     pub scheme: Scheme,
-    /// Where this process's children write which way they went ([`crate::trail`]).
+    /// Where this process's children write which way they went ([`crate::readahead::history`]).
     pub(crate) childrens_book: Lock<Option<ChildrensBook>>,
     /// Pages that compressed memory had populated when that was told last.
     pool_populated: AtomicU64,
@@ -228,7 +229,7 @@ impl Engine {
             header.pool_cap_bytes.load(Relaxed),
         );
         let charge = charge.with_acceptance(acceptance);
-        swaptide_sys::lock::on_late(crate::place::rescue);
+        swaptide_sys::lock::on_late(crate::sched::handler_cpu::rescue);
         Ok(Engine {
             mm: Lock::new(Mm {
                 table: PageTable::new(),
@@ -271,7 +272,7 @@ impl Engine {
             handler_tid: AtomicU32::new(0),
             retired: AtomicBool::new(false),
             guarded: AtomicBool::new(false),
-            handler_cpu: AtomicU32::new(crate::place::NO_CPU),
+            handler_cpu: AtomicU32::new(crate::sched::handler_cpu::NO_CPU),
             turns: AtomicU32::new(0),
             cancelled: (0..frames.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             swap_full: AtomicBool::new(false),
@@ -445,7 +446,8 @@ impl Engine {
     /// its CPU: then every microsecond that the two are parted counts, and what workers do has
     /// time.
     pub fn converses(&self) -> bool {
-        self.handler_cpu.load(Relaxed) != crate::place::NO_CPU && self.charge.is_sparse()
+        self.handler_cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
+            && self.charge.is_sparse()
     }
 
     /// Publishes what a supervisor shows.
@@ -576,7 +578,7 @@ impl Mm {
         if self.owner.len() < end {
             let frames = end.next_multiple_of(PAGES_PER_LEAF);
             self.owner.resize(frames, PageNo(0));
-            self.base.resize(frames, crate::devices::NO_ENTRY);
+            self.base.resize(frames, crate::backing::devices::NO_ENTRY);
             self.kept.resize(frames, None);
         }
     }

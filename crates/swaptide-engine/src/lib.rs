@@ -3,17 +3,19 @@
 //!
 //! One engine lives in each managed process. Its threads are made with raw clones and touch nothing
 //! of the program's own memory, which they might find swapped out:
-//! - the **handler** ([`handler`]) reads the program's userfaultfd: faults ([`fault`]), changes of
-//!   mappings ([`events`]), forks ([`fork`]) and the bells by which other threads ask it for
-//!   something ([`bell`]). It alone fills pages and adopts memory ([`adopt`]).
+//! - the **handler** ([`event_loop`]) reads the program's userfaultfd: faults
+//!   ([`fault`]), changes of mappings ([`events`](crate::vma::events)), forks ([`fork`]) and the
+//!   bells by which other threads ask it for something ([`requests`]). It alone
+//!   fills pages and adopts memory ([`adopt`](crate::vma::adopt)).
 //! - one or more **workers** ([`reclaim`]) move cold chunks to staging frames, compress them and
 //!   hand out the frames; worker 0 also looks after the accounts and moves the oldest compressed
-//!   pages to the file ([`writeback`]).
+//!   pages to the file ([`writeback`](crate::reclaim::writeback)).
 //!
 //! # A fault, in a minute
-//! [`handler::Handler::run`] reads the message, [`fault`] finds the page's word ([`pagetable`]):
-//! empty pages are grown, swapped ones are loaded from their slot ([`devices`]) into a buffer or
-//! into staging frames ([`staging`]), moved or copied in, and the thread is woken last.
+//! [`event_loop::Handler::run`] reads the message, [`fault`] finds
+//! the page's word ([`page_table`](crate::mm::page_table)): empty pages are grown, swapped ones are
+//! loaded from their slot ([`devices`](crate::backing::devices)) into a buffer or into staging
+//! frames ([`staging`](crate::mm::staging)), moved or copied in, and the thread is woken last.
 //!
 //! # Invariants
 //! 1. A page's data is in one of three places: the program (word `Present`), a worker's staging
@@ -34,54 +36,22 @@
 // The module docs lead a reader into the code, private parts too.
 #![allow(rustdoc::private_intra_doc_links)]
 
-pub mod acceptance;
-pub mod admission;
-pub mod adopt;
-pub mod batch;
-pub mod bell;
-mod calm;
-pub mod charge;
+pub mod backing;
 pub mod detach;
-pub mod devices;
-pub mod events;
-mod family;
-mod far;
+mod engine;
+pub mod event_loop;
 pub mod fault;
 pub mod fork;
-pub mod grace;
-mod guards;
-pub mod handler;
-mod hints;
-pub mod ids;
-mod library;
-mod load;
-pub mod locality;
-pub mod pagetable;
-pub mod patience;
-pub mod place;
-pub mod probe;
-pub mod queue;
+pub mod memcg;
+pub mod mm;
+pub mod readahead;
 pub mod reclaim;
-pub mod recompress;
-mod references;
-pub mod regions;
-mod room;
-pub mod sampling;
-pub mod small;
-pub mod split;
-pub mod squeeze;
-pub mod staging;
-mod stall;
-mod throttle;
-mod trail;
-mod unarmed;
-mod unmovable;
-pub mod writeback;
-
-mod engine;
+pub mod requests;
+pub mod sched;
+pub mod vma;
 
 pub use engine::{Engine, Mm, Start};
-pub use references::References;
+pub use mm::references::References;
 
 use swaptide_sys::Errno;
 use swaptide_sys::uffd::OpenError;

@@ -33,10 +33,10 @@ use serde::de::{Deserializer, Visitor};
 use swaptide_core::Tiers;
 use toml::Spanned;
 
-use crate::device::{self, Device};
-use crate::groups::{GroupError, GroupPath, Groups, Settings};
-use crate::size::parse_share;
-use crate::socket::Users;
+use crate::cgroup::tree::{GroupError, GroupPath, Groups, Settings};
+use crate::control::agent_api::Users;
+use crate::swap::spec::{self, Device};
+use crate::units::parse_share;
 
 /// A mistake in a file.
 #[derive(Debug)]
@@ -265,9 +265,8 @@ impl Config {
             config.ram = Some(budget.get_ref().0.clone());
         }
         for device in &file.swap {
-            let wrong =
-                |error: device::DeviceError| (line(device.span()), format!("swap: {error}"));
-            config.devices.push(device::parse(device.get_ref()).map_err(wrong)?);
+            let wrong = |error: spec::DeviceError| (line(device.span()), format!("swap: {error}"));
+            config.devices.push(spec::parse(device.get_ref()).map_err(wrong)?);
             config.swap.push(device.get_ref().clone());
         }
         let mut tiers = Tiers::new();

@@ -9,10 +9,10 @@ use std::path::Path;
 use serde::Serialize;
 use swaptide_sys::uffd::{Features, OpenError, Uffd};
 
-use crate::device::{default_places, free_space};
-use crate::followed;
-use crate::size::human;
-use crate::supervise::find_agent;
+use crate::control::fork_tracer;
+use crate::run::supervise::find_agent;
+use crate::swap::spec::{default_places, free_space};
+use crate::units::human;
 
 /// What the engine asks of a userfaultfd where it may.
 pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
@@ -172,7 +172,7 @@ fn fork() -> Finding {
             "the kernel tells of forks: programs may fork while they are swapped",
             "",
         ),
-        Ok(Forks::Followed) => match followed::is_permitted() {
+        Ok(Forks::Followed) => match fork_tracer::is_permitted() {
             Ok(()) if !std::arch::is_x86_feature_detected!("xsave") => Finding::new(
                 name,
                 false,
@@ -254,8 +254,8 @@ fn swap_space() -> Finding {
     let mend = "export TMPDIR=/a/directory/on/a/disk/with/space";
     let mut refused = String::from("no directory");
     for place in default_places() {
-        match crate::device::open(
-            &[crate::device::Device {
+        match crate::swap::spec::open(
+            &[crate::swap::spec::Device {
                 kind: file_in(&place),
                 priority: None,
                 mirror: None,
@@ -285,8 +285,8 @@ fn swap_space() -> Finding {
     Finding::new(name, false, refused, mend)
 }
 
-fn file_in(place: &Path) -> crate::device::DeviceKind {
-    crate::device::DeviceKind::File { path: place.to_owned(), bytes: None }
+fn file_in(place: &Path) -> crate::swap::spec::DeviceKind {
+    crate::swap::spec::DeviceKind::File { path: place.to_owned(), bytes: None }
 }
 
 fn agent() -> Finding {

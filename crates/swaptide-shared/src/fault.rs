@@ -16,8 +16,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::event::epoll;
-use swaptide_engine::ids::PageNo;
-use swaptide_engine::locality::SwapIn;
+use swaptide_engine::mm::types::PageNo;
+use swaptide_engine::readahead::locality::SwapIn;
 use swaptide_ipc::{Counter, LAST_ORDER, OfOrder};
 use swaptide_store::codec::Unpacker;
 use swaptide_store::{Page, Slot};

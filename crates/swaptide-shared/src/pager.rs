@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fs::FallocateFlags;
-use swaptide_engine::locality::Reading;
+use swaptide_engine::readahead::locality::Reading;
 use swaptide_ipc::shared::{Attached, HOLD, REGION_NAME, SETTLE};
 use swaptide_ipc::{Counter, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;

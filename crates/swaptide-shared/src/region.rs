@@ -16,8 +16,8 @@ use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 
-use swaptide_engine::ids::PAGES_PER_CHUNK;
-use swaptide_engine::locality::{Locality, Reading};
+use swaptide_engine::mm::types::PAGES_PER_CHUNK;
+use swaptide_engine::readahead::locality::{Locality, Reading};
 use swaptide_store::Slot;
 
 /// A region: the inode of its memory file.

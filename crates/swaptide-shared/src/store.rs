@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use swaptide_engine::acceptance::{Acceptance, Answer};
+use swaptide_engine::memcg::acceptance::{Acceptance, Answer};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
@@ -114,7 +114,7 @@ pub enum Put {
     Full,
     /// It does not compress and waits for [`Store::write`].
     Poor,
-    /// Compressed memory refuses it ([`swaptide_engine::acceptance`]); it waits for
+    /// Compressed memory refuses it ([`swaptide_engine::memcg::acceptance`]); it waits for
     /// [`Store::write`]. Whether its bound was met just now.
     Refused(bool),
 }

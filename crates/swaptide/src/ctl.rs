@@ -1,15 +1,16 @@
 //! `swaptide ctl`: questions to a run that is under way.
 //!
-//! Owns what is printed. Where a run is found and how it is asked is [`swaptide_host::control`]'s.
+//! Owns what is printed. Where a run is found and how it is asked is
+//! [`swaptide_host::control::server`]'s.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use swaptide_host::areas::AreaView;
-use swaptide_host::control;
-use swaptide_host::report::View;
-use swaptide_host::size::human;
+use swaptide_host::control::server;
+use swaptide_host::report::totals::View;
+use swaptide_host::swap::areas::AreaView;
+use swaptide_host::units::human;
 
 use crate::refuse;
 
@@ -165,36 +166,34 @@ pub fn main(args: &CtlArgs) -> ExitCode {
     let text = match &args.what {
         What::List => list(),
         What::Stats(args) => {
-            control::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
+            server::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
         }
-        What::Devices(args) => control::devices(args.pid).map(|devices| {
+        What::Devices(args) => server::devices(args.pid).map(|devices| {
             if args.json {
                 json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>())
             } else {
                 areas(&devices)
             }
         }),
-        What::Swapon(args) => control::add_device(args.pid, &args.device).map(|()| String::new()),
+        What::Swapon(args) => server::add_device(args.pid, &args.device).map(|()| String::new()),
         What::Swapoff(args) => swapoff(args).map(|()| String::new()),
-        What::Tiers(args) => control::run_tiers(args.pid, args.text.as_deref())
+        What::Tiers(args) => server::run_tiers(args.pid, args.text.as_deref())
             .map(|view| if args.json { json(&view.tiers) } else { view.table }),
         What::Group(args) => group(args),
         What::Readahead(args) => readahead(args),
         What::Reclaim(args) => return reclaim(args),
-        What::Freeze(args) => control::freeze_group(args.pid, &args.path)
+        What::Freeze(args) => server::freeze_group(args.pid, &args.path)
             .map(|bytes| format!("{} went out\n", human(bytes))),
-        What::Preload(args) => {
-            control::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
-                format!(
-                    "{} came back{}\n",
-                    human(bytes),
-                    if whole { "" } else { ", there is no room for more" }
-                )
-            })
-        }
-        What::Detach(args) => with_progress(|progress| control::detach_process(args.pid, progress))
+        What::Preload(args) => server::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
+            format!(
+                "{} came back{}\n",
+                human(bytes),
+                if whole { "" } else { ", there is no room for more" }
+            )
+        }),
+        What::Detach(args) => with_progress(|progress| server::detach_process(args.pid, progress))
             .map(|()| String::new()),
-        What::Reload => control::reload().map(|()| String::new()),
+        What::Reload => server::reload().map(|()| String::new()),
     };
     match text {
         Ok(text) => {
@@ -210,8 +209,8 @@ fn json(value: &impl serde::Serialize) -> String {
     serde_json::to_string_pretty(value).map_or_else(|error| error.to_string(), |text| text + "\n")
 }
 
-fn swapoff(args: &SwapoffArgs) -> Result<(), control::ControlError> {
-    with_progress(|progress| control::remove_device(args.pid, &args.name, progress))
+fn swapoff(args: &SwapoffArgs) -> Result<(), server::ControlError> {
+    with_progress(|progress| server::remove_device(args.pid, &args.name, progress))
 }
 
 /// Does what takes a while; how many bytes are left is shown on a terminal only.
@@ -253,10 +252,10 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
 }
 
 /// Reads or sets keys of a group; without keys, everything of it and of those below it.
-fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
-    let refused = |why: String| Err(control::ControlError::Refused(why));
+fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
+    let refused = |why: String| Err(server::ControlError::Refused(why));
     if args.remove {
-        return control::remove_group(args.pid, &args.path).map(|()| String::new());
+        return server::remove_group(args.pid, &args.path).map(|()| String::new());
     }
     let (set, read): (Vec<&String>, Vec<&String>) =
         args.keys.iter().partition(|key| key.contains('='));
@@ -271,7 +270,7 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
         .filter_map(|text| text.split_once('='))
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect();
-    let views = control::run_group(args.pid, &args.path, &pairs)?;
+    let views = server::run_group(args.pid, &args.path, &pairs)?;
     if !pairs.is_empty() {
         return Ok(String::new());
     }
@@ -296,7 +295,7 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
     if args.json {
         return Ok(json(&views));
     }
-    let one = |view: &swaptide_host::groups::GroupView| {
+    let one = |view: &swaptide_host::cgroup::tree::GroupView| {
         let lines: String =
             view.values.iter().map(|(key, value)| format!("  {key} {value}\n")).collect();
         format!("{}\n{lines}", view.path)
@@ -305,17 +304,17 @@ fn group(args: &GroupArgs) -> Result<String, control::ControlError> {
 }
 
 /// Shows what there is, or sets all that is given.
-fn readahead(args: &ReadaheadArgs) -> Result<String, control::ControlError> {
+fn readahead(args: &ReadaheadArgs) -> Result<String, server::ControlError> {
     let mut set = Vec::new();
     for text in &args.set {
         match text.split_once('=') {
             Some((key, value)) => set.push((key.to_owned(), value.to_owned())),
             None => {
-                return Err(control::ControlError::Refused(format!("{text:?} is not KEY=VALUE")));
+                return Err(server::ControlError::Refused(format!("{text:?} is not KEY=VALUE")));
             }
         }
     }
-    let values = control::readahead(args.pid, &set)?;
+    let values = server::readahead(args.pid, &set)?;
     let lines = |values: Vec<(String, String)>| {
         values.iter().map(|(key, value)| format!("{key} {value}\n")).collect()
     };
@@ -324,11 +323,11 @@ fn readahead(args: &ReadaheadArgs) -> Result<String, control::ControlError> {
 
 /// Like the write to a cgroup's memory.reclaim: a failure when less went out than was asked for.
 fn reclaim(args: &ReclaimArgs) -> ExitCode {
-    let bytes = match swaptide_host::size::parse_bytes(&args.size) {
+    let bytes = match swaptide_host::units::parse_bytes(&args.size) {
         Ok(bytes) => bytes,
         Err(error) => return refuse("ctl", &error.to_string()),
     };
-    match control::reclaim_group(args.pid, &args.path, bytes) {
+    match server::reclaim_group(args.pid, &args.path, bytes) {
         Ok((bytes, enough)) => {
             let _ = writeln!(std::io::stdout(), "{} went out", human(bytes));
             if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -338,11 +337,11 @@ fn reclaim(args: &ReclaimArgs) -> ExitCode {
 }
 
 /// A line for each run.
-fn list() -> Result<String, control::ControlError> {
+fn list() -> Result<String, server::ControlError> {
     let mut text = String::new();
-    for run in control::runs()?.into_iter().chain(control::daemon_runs()) {
+    for run in server::runs()?.into_iter().chain(server::daemon_runs()) {
         // One that ends just now is no run any more.
-        if let Ok(view) = control::stats(Some(run)) {
+        if let Ok(view) = server::stats(Some(run)) {
             text += &format!("{:>8}  {}\n", view.pid, line(&view));
         }
     }

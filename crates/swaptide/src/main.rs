@@ -16,10 +16,10 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use swaptide_host::daemon::{self, DaemonConfig};
+use swaptide_host::control::agent_api::Users;
+use swaptide_host::daemon::server::{self, DaemonConfig};
 use swaptide_host::doctor;
-use swaptide_host::socket::Users;
-use swaptide_host::supervise::{self, RunConfig};
+use swaptide_host::run::supervise::{self, RunConfig};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
@@ -147,7 +147,7 @@ impl Cli {
         match self.command {
             Command::Run(args) => run(args),
             Command::Daemon(DaemonArgs { config, state }) => {
-                match daemon::run(&DaemonConfig { config, state }) {
+                match server::run(&DaemonConfig { config, state }) {
                     Ok(status) => ExitCode::from(status),
                     Err(error) => refuse("daemon", &error.to_string()),
                 }

@@ -18,10 +18,10 @@ use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Row, Table, Widget};
-use swaptide_host::control::ControlError;
-use swaptide_host::report::ProcessView;
-use swaptide_host::size::{human, human_count};
-use swaptide_host::watch::{self, Rates, Scene};
+use swaptide_host::control::server::ControlError;
+use swaptide_host::report::totals::ProcessView;
+use swaptide_host::report::watch::{self, Rates, Scene};
+use swaptide_host::units::{human, human_count};
 
 /// Columns of a frame that is text.
 const TEXT_WIDTH: u16 = 110;
@@ -373,10 +373,10 @@ fn as_text(frame: &Frame<'_>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use swaptide_host::areas::AreaView;
-    use swaptide_host::control::TierRow;
-    use swaptide_host::groups::GroupView;
-    use swaptide_host::report::View;
+    use swaptide_host::cgroup::tree::GroupView;
+    use swaptide_host::control::server::TierRow;
+    use swaptide_host::report::totals::View;
+    use swaptide_host::swap::areas::AreaView;
 
     fn scene() -> Scene {
         let process = |pid, resident_bytes| ProcessView {

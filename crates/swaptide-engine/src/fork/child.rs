@@ -23,15 +23,17 @@ use swaptide_sys::thread::getpid;
 use swaptide_sys::uffd::{Event, Uffd};
 use swaptide_sys::{AsFd, AsRawFd, Errno, FromRawFd, OwnedFd};
 
-use super::control::NONE;
-use super::layout::Change;
-use super::wire::{DECLINED, Decline, MESSAGE_BYTES, NO_SLOT, OFF, OFF_TORN, TAKEN, decode};
 use crate::EngineError;
 use crate::engine::Engine;
-use crate::handler::Handler;
-use crate::ids::PageNo;
-use crate::pagetable::PageState;
-use crate::patience::Patience;
+use crate::event_loop::Handler;
+use crate::fork::control::NONE;
+use crate::fork::layout::Change;
+use crate::fork::protocol::{
+    DECLINED, Decline, MESSAGE_BYTES, NO_SLOT, OFF, OFF_TORN, TAKEN, decode,
+};
+use crate::mm::page_table::PageState;
+use crate::mm::types::PageNo;
+use crate::sched::deadline::Patience;
 
 /// What a child's handler got from its parent's.
 pub struct Inheritance {
@@ -231,7 +233,7 @@ impl Handler {
                 }
                 at = at.max(vma.start);
                 let end = vma.end.min(region.end);
-                crate::adopt::program_parts(VirtRange { start: at, end }, |part| {
+                crate::vma::adopt::program_parts(VirtRange { start: at, end }, |part| {
                     if at < part.start {
                         missing.push(VirtRange { start: at, end: part.start });
                     }

@@ -21,7 +21,7 @@ use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::{getpid, random_name};
 use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
-use crate::patience::{Patience, TURN, Waited};
+use crate::sched::deadline::{Patience, TURN, Waited};
 
 /// No fork is under way.
 pub const NONE: u32 = 0;

@@ -30,10 +30,10 @@ use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
 use swaptide_sys::uffd::Coverage;
 
-use crate::bell::{Hint, Ring};
+use crate::event_loop::Handler;
 use crate::fork::MOST_BROUGHT;
-use crate::handler::Handler;
-use crate::ids::PageNo;
+use crate::mm::types::PageNo;
+use crate::requests::{Hint, Ring};
 
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN: Duration = Duration::from_millis(20);

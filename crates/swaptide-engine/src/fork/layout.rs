@@ -40,7 +40,7 @@
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Coverage, Event};
 
-use crate::ids::{PageNo, range_of};
+use crate::mm::types::{PageNo, range_of};
 
 /// A change of mappings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -18,28 +18,29 @@
 //! handler copies every swapped page to it, and it goes on without an engine.
 //!
 //! No process waits for another one without a bound: a child that says nothing for a while gets its
-//! pages in the same way ([`handover`]), and where neither can be had the child is ended.
+//! pages in the same way ([`handoff`]), and where neither can be had the
+//! child is ended.
 //!
 //! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
 //! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
-//! is done the forking thread stands still in its fork. What this takes is the matter of [`shield`]
-//! and [`birth`].
+//! is done the forking thread stands still in its fork. What this takes is the matter of
+//! [`dontfork`](crate::vma::dontfork) and [`child_uffd`].
 //!
 //! The modules:
 //!
 //! | module | what |
 //! |---|---|
-//! | [`shield`] | without fork events: no fork but one that is followed copies managed memory |
-//! | [`birth`] | without fork events: how the parent's handler comes by the child's userfaultfd |
+//! | [`dontfork`](crate::vma::dontfork) | without fork events: no fork but one that is followed copies managed memory |
+//! | [`child_uffd`] | without fork events: how the parent's handler comes by the child's userfaultfd |
 //! | [`control`] | what the forking thread, the handler and the child share: phase and sockets |
 //! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
 //! | [`help`] | what other threads get from it meanwhile |
-//! | [`handover`] | the parent's handler while the child does not serve itself |
+//! | [`handoff`] | the parent's handler while the child does not serve itself |
 //! | [`child`] | the child |
-//! | [`gift`] | copying pages to a process that has none of its own: all of them, or those it asks for |
+//! | [`populate`] | copying pages to a process that has none of its own: all of them, or those it asks for |
 //! | [`layout`] | where the child has what the parent's table knows, when other threads changed mappings at the moment of the fork |
-//! | [`wire`] | what goes over the socket |
+//! | [`protocol`] | what goes over the socket |
 //!
 //! Invariants
 //! 1. From *prepared* to the hand-over nothing in the engine's memory changes but by the forking
@@ -60,21 +61,20 @@
 //! Locks: the memory lock, for one look or one page at a time. None is held while a child or the
 //! kernel is waited for.
 
-pub mod birth;
 pub mod child;
+pub mod child_uffd;
 pub mod control;
-mod gift;
-mod handover;
+mod handoff;
 mod help;
 pub mod layout;
+mod populate;
 mod prepare;
-pub mod shield;
-mod wire;
+pub mod protocol;
 
 pub use child::Inheritance;
 pub use control::{ForkControl, NONE};
-pub(crate) use gift::Recipient;
-pub use wire::Decline;
+pub(crate) use populate::Recipient;
+pub use protocol::Decline;
 
 /// Most pages that come in for other threads during a fork that is followed.
 pub(crate) const MOST_BROUGHT: usize = 1024;

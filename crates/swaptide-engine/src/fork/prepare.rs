@@ -17,11 +17,11 @@ use swaptide_sys::AsFd;
 use swaptide_sys::lock::futex;
 use swaptide_sys::uffd::Event;
 
-use super::control::{NONE, PREPARED, REFUSED};
-use super::help::Forker;
-use super::layout::Change;
-use crate::handler::Handler;
-use crate::trail::ChildrensBook;
+use crate::event_loop::Handler;
+use crate::fork::control::{NONE, PREPARED, REFUSED};
+use crate::fork::help::Forker;
+use crate::fork::layout::Change;
+use crate::readahead::history::ChildrensBook;
 
 /// Tests want the handler to stand still for good: before it is prepared, when it is, and while a
 /// child is served.

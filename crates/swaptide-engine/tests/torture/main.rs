@@ -30,10 +30,10 @@ use std::sync::atomic::{
 use std::sync::{OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
-use swaptide_engine::bell::{Hint, Ring};
+use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::{Decline, NONE};
-use swaptide_engine::handler::Handler;
-use swaptide_engine::reclaim::Worker;
+use swaptide_engine::reclaim::worker::Worker;
+use swaptide_engine::requests::{Hint, Ring};
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, NO_LIMIT, NewArea, ProcState, Segment};
 use swaptide_sys::lock::{Lock, futex};

@@ -128,7 +128,7 @@ pub fn map_anew(at: VirtAddr, pages: usize) {
 
 /// Moves an area, mapping by mapping: what was mapped over a part of it may be one of its own, and
 /// a call that moves several of which one is managed fails halfway (the preloaded library has the
-/// same, in `moves.rs`).
+/// same, in `hooks/mremap.rs`).
 fn move_pieces(base: VirtAddr, pages: usize, to: VirtAddr) {
     const MAYMOVE_FIXED: usize = 3;
     let maps = MapsFile::open_self().expect("/proc/self/maps");

@@ -8,11 +8,13 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use super::{Answer, ControlError, PATIENCE, Question, TiersView, directory, path_of};
-use crate::areas::AreaView;
-use crate::device;
-use crate::groups::GroupView;
-use crate::report::View;
+use crate::cgroup::tree::GroupView;
+use crate::control::server::{
+    Answer, ControlError, PATIENCE, Question, TiersView, directory, path_of,
+};
+use crate::report::totals::View;
+use crate::swap::areas::AreaView;
+use crate::swap::spec;
 
 /// The runs of this user, by the process that the user started, in ascending order. Doors that were
 /// left behind are removed.
@@ -196,7 +198,7 @@ pub fn devices(pid: Option<u32>) -> Result<Vec<(u8, AreaView)>, ControlError> {
 /// See [`ControlError`]; nothing has changed then.
 pub fn add_device(pid: Option<u32>, text: &str) -> Result<(), ControlError> {
     // The run is in another directory.
-    let text = device::absolute(text).map_err(|error| ControlError::Refused(error.to_string()))?;
+    let text = spec::absolute(text).map_err(|error| ControlError::Refused(error.to_string()))?;
     ask(find(pid)?, &Question::Swapon(text), |_| ()).map(drop)
 }
 
@@ -225,8 +227,8 @@ pub fn run_tiers(pid: Option<u32>, text: Option<&str>) -> Result<TiersView, Cont
     }
 }
 
-/// How much comes in for a fault of a run, by the keys of [`super::READAHEAD`]; with keys and
-/// values, after these were changed.
+/// How much comes in for a fault of a run, by the keys of [`crate::control::server::READAHEAD`];
+/// with keys and values, after these were changed.
 ///
 /// # Errors
 /// See [`ControlError`]; nothing has changed then.

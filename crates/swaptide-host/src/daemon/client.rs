@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::{AreaId, Segment, Transport};
 use swaptide_sys::sock::{Conn, poll_readable};
 
-use crate::areas::Open;
-use crate::control::{Answer, Join, Joined, PATIENCE, Question, daemon_path};
-use crate::report::Totals;
+use crate::control::server::{Answer, Join, Joined, PATIENCE, Question, daemon_path};
+use crate::report::totals::Totals;
+use crate::swap::areas::Open;
 
 /// What lies between two attempts to reach a daemon that is being started again.
 const PAUSE: Duration = Duration::from_millis(20);

@@ -18,12 +18,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::cgroup::tree::{Events, GroupPath, Usage};
 use crate::config::MetricsPlace;
-use crate::control::PATIENCE;
-use crate::groups::{Events, GroupPath, Usage};
-use crate::keeper::{self, Keeper};
-use crate::pressure::Pressure;
-use crate::report::View;
+use crate::control::server::PATIENCE;
+use crate::memctl::controller::{self, Keeper};
+use crate::memctl::psi::Pressure;
+use crate::report::totals::View;
 
 /// Longest request in bytes.
 const LONGEST: u64 = 8192;
@@ -58,7 +58,7 @@ type Gauges<L> = Family<L, Gauge<u64, AtomicU64>>;
 ///
 /// # Errors
 /// Why nobody can be answered there.
-pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io::Result<()> {
+pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) -> io::Result<()> {
     let spawn = |serve: Box<dyn FnOnce() + Send>| {
         std::thread::Builder::new().name("metrics".into()).spawn(serve).map(drop)
     };
@@ -94,14 +94,17 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<keeper::Request>) -> io:
     }
 }
 
-fn answer(mut client: impl Read + Write, keeper: &mpsc::Sender<keeper::Request>) -> io::Result<()> {
+fn answer(
+    mut client: impl Read + Write,
+    keeper: &mpsc::Sender<controller::Request>,
+) -> io::Result<()> {
     let mut reader = BufReader::new((&mut client).take(LONGEST));
     let mut line = String::new();
     // The request and its headers, of which nothing matters, up to the empty line.
     while reader.read_line(&mut line)? > 0 && !line.trim().is_empty() {
         line.clear();
     }
-    let (status, text) = match keeper::ask(keeper, Snapshot::of) {
+    let (status, text) = match controller::ask(keeper, Snapshot::of) {
         Some(snapshot) => ("200 OK", snapshot.text()),
         None => ("503 Service Unavailable", String::new()),
     };
@@ -136,7 +139,7 @@ struct Snapshot {
 
 impl Snapshot {
     fn of(keeper: &mut Keeper) -> Snapshot {
-        let runs: Vec<keeper::Run> = keeper.runs().cloned().collect();
+        let runs: Vec<controller::Run> = keeper.runs().cloned().collect();
         let runs =
             runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();
         let areas = keeper.areas().view().into_iter();
@@ -255,7 +258,7 @@ fn escaped(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pressure::Part;
+    use crate::memctl::psi::Part;
     use std::time::Duration;
 
     #[test]

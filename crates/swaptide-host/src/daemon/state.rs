@@ -22,13 +22,13 @@ use swaptide_ipc::{AreaId, AreaState, EXTENT_BYTES, ExportFacts, GroupIndex, Seg
 use swaptide_store::nbd::{Export, Flags};
 use swaptide_sys::process::start_time;
 
-use super::DaemonError;
-use super::kept::{self, SegmentId};
-use crate::areas::{Areas, Open};
-use crate::device::{self, Backing, BackingKind, Medium};
-use crate::groups::{GroupPath, Groups, KEYS};
-use crate::keeper::{Keeper, Run};
+use crate::cgroup::tree::{GroupPath, Groups, KEYS};
+use crate::daemon::segment::{self, SegmentId};
+use crate::daemon::server::DaemonError;
+use crate::memctl::controller::{Keeper, Run};
 use crate::nbd::Connector;
+use crate::swap::areas::{Areas, Open};
+use crate::swap::spec::{self, Backing, BackingKind, Medium};
 
 /// A state directory that this process has for itself.
 pub struct Directory {
@@ -157,12 +157,12 @@ impl Directory {
         known: Option<SegmentId>,
     ) -> io::Result<(&'static Segment, OwnedFd, bool)> {
         if let Some(file) = known.and_then(SegmentId::find)
-            && let Ok(map) = kept::map(&file)
+            && let Ok(map) = segment::map(&file)
             && let Ok(segment) = Segment::open(map)
         {
             return Ok((segment, file, false));
         }
-        let (segment, file) = kept::make()?;
+        let (segment, file) = segment::make()?;
         Ok((segment, file, true))
     }
 
@@ -178,7 +178,7 @@ impl Directory {
     /// Nothing is worth keeping.
     pub fn clear(&self) {
         let _ = std::fs::remove_file(self.path.join("state.json"));
-        kept::forget();
+        segment::forget();
     }
 }
 
@@ -291,7 +291,7 @@ impl KeptArea {
             _ => Err(error),
         })?;
         let is_same =
-            self.identity == Some(identity_of(&file.metadata()?)) && device::has_mark(&self.path)?;
+            self.identity == Some(identity_of(&file.metadata()?)) && spec::has_mark(&self.path)?;
         if is_same { Ok(file) } else { Err(other()) }
     }
 
@@ -299,7 +299,7 @@ impl KeptArea {
         let mut backing = match self.kind {
             Kind::Nbd => {
                 let url = self.path.to_str().unwrap_or_default();
-                let found = device::parse(url).and_then(|device| device::open_beyond(&device, 0));
+                let found = spec::parse(url).and_then(|device| spec::open_beyond(&device, 0));
                 let found = found.map_err(|error| io::Error::other(error.to_string()))?;
                 if found.extents < self.extents {
                     return Err(io::Error::other("is smaller than it was"));
@@ -338,7 +338,7 @@ impl KeptArea {
 impl KeptArea {
     /// An export whose server is away: what was agreed on with it stands in the segment.
     fn away(&self, segment: &Segment) -> Option<Backing> {
-        let device::DeviceKind::Nbd(url) = device::parse(self.path.to_str()?).ok()?.kind else {
+        let spec::DeviceKind::Nbd(url) = spec::parse(self.path.to_str()?).ok()?.kind else {
             return None;
         };
         let ExportFacts { bytes, flags, structured, longest, connections } =
@@ -424,7 +424,7 @@ impl State {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
                 Err(error) => match kept.away(segment) {
                     Some(backing) => areas.restore_away(AreaId(kept.id), backing),
-                    None => super::say(&format!(
+                    None => crate::daemon::server::say(&format!(
                         "swap area {}: takes no more pages: {error}",
                         kept.name
                     )),
@@ -539,9 +539,12 @@ mod tests {
         let scratch = Scratch::new("state-area");
         let segment = crate::testing::segment();
         let before = Areas::new(segment);
-        let device = crate::device::parse(&format!("file:{}:16M,prio=7", scratch.root().display()))
-            .expect("device");
-        before.add(crate::device::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
+        let device =
+            crate::swap::spec::parse(&format!("file:{}:16M,prio=7", scratch.root().display()))
+                .expect("device");
+        before
+            .add(crate::swap::spec::open_beyond(&device, 1 << 30).expect("a file"))
+            .expect("an area");
         let kept = areas(&before, segment);
         assert_eq!(
             (kept.len(), areas(&before, segment)[0].path == kept[0].path),

@@ -14,8 +14,8 @@ use rustix::net::{RecvFlags, SendFlags};
 use rustls::{ClientConfig, ClientConnection};
 use swaptide_sys::Errno;
 
-use super::tls;
-use super::{NbdError, Url};
+use crate::nbd::tls;
+use crate::nbd::{NbdError, Url};
 
 const HELLO: &[u8; 8] = b"NBDMAGIC";
 const OPTIONS: &[u8; 8] = b"IHAVEOPT";

@@ -20,8 +20,8 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 use swaptide_sys::Errno;
 
-use super::handshake::Wire;
-use super::{NbdError, Url};
+use crate::nbd::handshake::Wire;
+use crate::nbd::{NbdError, Url};
 
 /// The most of a file of certificates or keys that is read.
 const LONGEST_FILE: u64 = 4 << 20;

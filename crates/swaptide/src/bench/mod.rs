@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use swaptide_host::size::{SizeError, parse_bytes};
+use swaptide_host::units::{SizeError, parse_bytes};
 
 use peers::{Folios, Peer};
 use report::{Better, Pairing, Report, SWAPTIDE, Side, Stats, human};

@@ -10,7 +10,7 @@ use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use swaptide_host::report::ProcessView;
+use swaptide_host::report::totals::ProcessView;
 
 use super::cgroup::{Cgroup, Hierarchy};
 use super::peers::{Folios, Peer, Setup};
@@ -54,7 +54,7 @@ pub struct Held {
 
 /// What the processes of the run `pid` have in compressed memory; `None` when it cannot be asked.
 fn held_by(pid: u32) -> Option<Held> {
-    let view = swaptide_host::control::stats(Some(pid)).ok()?;
+    let view = swaptide_host::control::server::stats(Some(pid)).ok()?;
     let sum = |f: fn(&ProcessView) -> u64| view.processes.iter().map(f).sum();
     Some(Held {
         ram: sum(|process| process.pool_bytes),

@@ -88,7 +88,7 @@ impl Scratch {
     /// Why there is none.
     pub fn new(name: &str) -> Result<Scratch, String> {
         let place =
-            swaptide_host::device::default_places().into_iter().find(|place| place.is_dir());
+            swaptide_host::swap::spec::default_places().into_iter().find(|place| place.is_dir());
         let path = place
             .ok_or("no directory for temporary files")?
             .join(format!("swaptide-lab-{name}-{}", std::process::id()));

@@ -1,0 +1,3 @@
+//! fork where the kernel sends no event for it.
+
+pub(crate) mod trampoline;

@@ -1,0 +1,177 @@
+//! Without fork events: where a forked child begins.
+//!
+//! The supervisor follows the forking thread through its fork and has the child begin at [`entry`],
+//! on a stack of this library's, before it runs any code of the program's or libc's: what is
+//! swapped would be zeros there as long as the child has no userfaultfd. When it has one, every
+//! register is as fork(2) has left it, and the child goes on.
+//!
+//! Owns: the child's first stack, and the connection on which the supervisor waits. One fork at a
+//! time uses them, under [`crate::lifecycle::FORK_LOCK`]; what a child leaves in its copy is never
+//! read again.
+//!
+//! Locks: none.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicI32, Ordering::AcqRel, Ordering::Release};
+
+use swaptide_engine::Engine;
+use swaptide_engine::fork::child_uffd::STACK;
+use swaptide_sys::sock::Conn;
+use swaptide_sys::thread::{abort_with, gettid};
+use swaptide_sys::{FromRawFd, IntoRawFd, OwnedFd};
+
+use crate::lifecycle;
+
+/// Bytes for all registers that XSAVE keeps, whatever the CPU has.
+const REGISTERS: usize = 16 << 10;
+/// What the supervisor writes: where the child would have begun, and with which stack.
+const WORDS: usize = 64;
+
+#[repr(C, align(64))]
+struct Cradle {
+    registers: UnsafeCell<[u8; REGISTERS]>,
+    stack: UnsafeCell<[u8; STACK]>,
+    words: UnsafeCell<[u8; WORDS]>,
+}
+
+// SAFETY: written to by the supervisor and by the first and only thread of a child, in the child's
+// own copy.
+unsafe impl Sync for Cradle {}
+
+static CRADLE: Cradle = Cradle {
+    registers: UnsafeCell::new([0; REGISTERS]),
+    stack: UnsafeCell::new([0; STACK]),
+    words: UnsafeCell::new([0; WORDS]),
+};
+
+const NONE: i32 = -1;
+/// The connection to the supervisor, in the forking thread's table and in its child's.
+static FOLLOWER: AtomicI32 = AtomicI32::new(NONE);
+
+/// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not,
+/// or may not.
+pub fn follow(engine: &Engine) -> bool {
+    engine.fork.open_ends();
+    let conn = engine.fork.child_end().and_then(|_| {
+        let entry = entry as *const () as u64;
+        lifecycle::ask_to_follow(gettid().0, entry, CRADLE.words.get() as u64)
+    });
+    match conn {
+        Some(conn) => {
+            FOLLOWER.store(conn.into_fd().into_raw_fd(), Release);
+            true
+        }
+        None => {
+            engine.fork.close_end(false);
+            engine.fork.close_end(true);
+            false
+        }
+    }
+}
+
+fn take() -> Option<Conn> {
+    let number = Some(FOLLOWER.swap(NONE, AcqRel)).filter(|number| *number != NONE)?;
+    // SAFETY: opened by `follow` in this thread's table, or its parent's, and owned by nobody else.
+    Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
+}
+
+/// In the forking thread, after its fork: the supervisor need not follow it any more.
+pub fn leave() {
+    drop(take());
+}
+
+/// What the child does first.
+extern "C" fn begin() {
+    let Some(engine) = lifecycle::inherited_engine() else { return };
+    if let Err(errno) = engine.born() {
+        let mut why = [0u8; 64];
+        let len = {
+            use std::io::Write;
+            let mut rest = &mut why[..];
+            let _ = write!(rest, "{}", swaptide_sys::Why(errno));
+            64 - rest.len()
+        };
+        abort_with(&[
+            b"swaptide: a forked child got no userfaultfd of its own (",
+            &why[..len],
+            b"); it is stopped rather than given wrong data",
+        ]);
+    }
+    // Now the parent may go on.
+    if let Some(follower) = take() {
+        let _ = follower.send(b"B", &[]);
+    }
+}
+
+/// Where the supervisor has the child begin: no register but the stack's is another one than
+/// fork(2) has left.
+///
+/// # Safety
+/// Begun by nobody else, with the stack at [`Cradle::words`].
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn entry() {
+    core::arch::naked_asm!(
+        "push rax",
+        "push rbx",
+        "push rdx",
+        "push rsi",
+        "push rdi",
+        "push rbp",
+        "push r8",
+        "push r9",
+        "push r10",
+        "push r11",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "pushfq",
+        // Sixteen words, so that the stack is as a call wants it.
+        "push rcx",
+        "cld",
+        "mov eax, -1",
+        "mov edx, -1",
+        "xsave64 [rip + {cradle}]",
+        "call {begin}",
+        "mov eax, -1",
+        "mov edx, -1",
+        "xrstor64 [rip + {cradle}]",
+        "pop rcx",
+        "popfq",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop r11",
+        "pop r10",
+        "pop r9",
+        "pop r8",
+        "pop rbp",
+        "pop rdi",
+        "pop rsi",
+        "pop rdx",
+        "pop rbx",
+        "pop rax",
+        // A system call leaves rcx to be used.
+        "mov rcx, qword ptr [rip + {cradle} + {words}]",
+        "mov rsp, qword ptr [rip + {cradle} + {words} + 8]",
+        "jmp rcx",
+        cradle = sym CRADLE,
+        begin = sym begin,
+        words = const std::mem::offset_of!(Cradle, words),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stack_ends_where_the_words_begin() {
+        let end = CRADLE.stack.get() as usize + STACK;
+        assert_eq!(end, CRADLE.words.get() as usize);
+        assert!(end.is_multiple_of(64) && (CRADLE.registers.get() as usize).is_multiple_of(64));
+        assert!(take().is_none());
+    }
+}

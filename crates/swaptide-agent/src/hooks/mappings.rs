@@ -1,0 +1,397 @@
+//! System calls that change what memory is, and of which the kernel does not tell a userfaultfd, or
+//! not what is needed.
+//!
+//! | call | what the kernel leaves out | what is done here |
+//! |---|---|---|
+//! | `madvise(MADV_GUARD_INSTALL)` | no event | the contents are given up with `MADV_DONTNEED`, which sends one |
+//! | `madvise(MADV_FREE)` | the event does not say that the pages stay | the pages are freed at once |
+//! | `madvise(MADV_WIPEONFORK)`, `MADV_DONTFORK` | no event | brought in, and managed no more |
+//! | `shmat(SHM_REMAP)` | no event | attached elsewhere and moved there with `mremap`, which sends one |
+//! | `mlockall` | swaptide's memory is locked as well | that is unlocked |
+//! | `ioctl(UFFDIO_REGISTER)` | `EBUSY`: swaptide has the range | brought in, and let go first |
+//! | `ioctl(UFFDIO_MOVE)` | the source may be out | brought in, and let go first |
+//!
+//! The bare instruction goes past this module; `docs/limits.md` says what happens then.
+//!
+//! Owns: nothing. Locks: none. Nothing is allocated: all of this may run in a signal handler.
+
+use std::ffi::{c_int, c_ulong, c_void};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_engine::mm::types::MANAGED_END;
+use swaptide_engine::requests::Knock;
+use swaptide_sys::mem::unlock_own_ranges;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+use swaptide_sys::thread::sleep;
+
+use crate::hooks::real;
+use crate::lifecycle;
+use crate::pages::excluded;
+use crate::probe;
+use crate::seccomp;
+
+const SYS_IOCTL: u32 = 16;
+const SYS_MADVISE: u32 = 28;
+const SYS_SHMAT: u32 = 30;
+const SYS_SHMCTL: u32 = 31;
+const SYS_SHMDT: u32 = 67;
+const SYS_MREMAP: u32 = 25;
+const SYS_MMAP: u32 = 9;
+const SYS_MLOCKALL: u32 = 151;
+const SYS_PROCESS_MADVISE: u32 = 440;
+
+const DONTNEED: usize = 4;
+const FREE: c_int = 8;
+const GUARD_INSTALL: c_int = 102;
+/// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
+/// memory is not managed.
+const APART: c_int = 18;
+/// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
+/// is kept out of others (`shield`), so what the program keeps out itself is not managed.
+const KEPT: c_int = 10;
+const EAGAIN: c_int = 11;
+
+/// The pages of a range that can be managed; `None` where there are none.
+pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
+    let end = addr.checked_add(len)?.min(MANAGED_END.0);
+    (addr < end)
+        .then(|| VirtRange { start: VirtAddr(addr).page_down(), end: VirtAddr(end).page_up() })
+}
+
+/// Has a range brought in and let go. False when some of it could not be brought in: where a fork
+/// is under way it is tried again.
+pub fn let_range_go(range: VirtRange) -> bool {
+    const TRIES: usize = 200;
+    if seccomp::is() {
+        const KNOCKS: usize = 10_000;
+        return (0..KNOCKS).any(|_| {
+            lifecycle::engine_unasked()
+                .is_none_or(|engine| engine.bells.knock(Knock::Release, range))
+        });
+    }
+    (0..TRIES).any(|_| {
+        let is_gone = lifecycle::engine().is_none_or(|engine| engine.bells.release(range));
+        if !is_gone {
+            sleep(Duration::from_millis(1));
+        }
+        is_gone
+    })
+}
+
+/// True for advice that does more here than the call. All of it is for one's own process alone.
+fn matters(advice: c_int) -> bool {
+    matches!(advice, FREE | GUARD_INSTALL | APART)
+        || advice == KEPT && lifecycle::may_follow_forks()
+}
+
+/// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
+pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
+    let call =
+        |advice: usize| unsafe { syscall6(SYS_MADVISE, [addr, len, advice, 0, 0, 0]) as isize };
+    match advice {
+        _ if !matters(advice) => call(advice as usize),
+        // Under a filter no other advice may be given.
+        _ if advice == APART
+            || advice == KEPT
+            || seccomp::is() && lifecycle::engine_unasked().is_some() =>
+        {
+            if let Some(range) = pages(addr, len) {
+                excluded::exclude(range);
+                if !let_range_go(range) {
+                    return -EAGAIN as isize;
+                }
+            }
+            call(advice as usize)
+        }
+        _ => {
+            let engine = lifecycle::engine();
+            if let Some(engine) = engine.filter(|_| advice == GUARD_INSTALL) {
+                engine.guarded.store(true, Relaxed);
+            }
+            let result = call(advice as usize);
+            if result == 0 && engine.is_some() {
+                // Both have said that the contents may go at once: so nothing else is lost by this.
+                call(DONTNEED);
+                if advice == GUARD_INSTALL {
+                    // A page that was on its way may have come over the guard, and went again.
+                    return call(advice as usize);
+                }
+            }
+            result
+        }
+    }
+}
+
+#[repr(C)]
+struct IoVec {
+    start: usize,
+    len: usize,
+}
+
+/// process_madvise(2) with the same. Answers with the kernel's word.
+pub fn advise_process(
+    pidfd: usize,
+    iov: usize,
+    count: usize,
+    advice: c_int,
+    flags: usize,
+) -> isize {
+    // SAFETY: the arguments are the program's own.
+    let call = |count: usize| unsafe {
+        syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize
+    };
+    const MOST: usize = 1024;
+    if seccomp::is() && matters(advice) {
+        lifecycle::let_go();
+        return call(count);
+    }
+    // Of another process the kernel refuses such advice, of none of its ranges too.
+    if !matters(advice) || iov == 0 || count > MOST || call(0) != 0 {
+        return call(count);
+    }
+    // All of it before anything is done, as the kernel reads it.
+    let mut ranges = [const { IoVec { start: 0, len: 0 } }; MOST];
+    // SAFETY: any bytes are words.
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>())
+    };
+    if !probe::read(iov, bytes) {
+        return call(count);
+    }
+    let mut done = 0;
+    for IoVec { start, len } in ranges.into_iter().take(count) {
+        let result = advise(start, len, advice);
+        if result != 0 {
+            return if done > 0 { done as isize } else { result };
+        }
+        done += len;
+    }
+    done as isize
+}
+
+/// Stands in front of libc's `process_madvise`.
+///
+/// # Safety
+/// As for process_madvise(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn process_madvise(
+    pidfd: c_int,
+    iov: *const c_void,
+    count: usize,
+    advice: c_int,
+    flags: u32,
+) -> isize {
+    real::libc_result(advise_process(pidfd as usize, iov as usize, count, advice, flags as usize))
+        as isize
+}
+
+/// mlockall(2): what is there is locked as it is touched, and not filled at once. Filled at once,
+/// all the address space that swaptide has reserved and not used would become memory. Swaptide's
+/// own memory is not locked.
+pub fn lock_all(flags: usize) -> isize {
+    const ONFAULT: usize = 4;
+    // SAFETY: locking memory changes no data.
+    let result = unsafe { syscall6(SYS_MLOCKALL, [flags | ONFAULT, 0, 0, 0, 0, 0]) as isize };
+    if result == 0 && !seccomp::is() {
+        unlock_own_ranges();
+    }
+    result
+}
+
+/// Stands in front of libc's `mlockall`.
+///
+/// # Safety
+/// As for mlockall(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    real::libc_result(lock_all(flags as usize)) as c_int
+}
+
+const ENOMEM: isize = 12;
+const SHM_RND: usize = 0o20000;
+const SHM_REMAP: usize = 0o40000;
+
+/// Bytes of a segment of System V shared memory, as the caller may read them.
+fn segment_len(id: usize) -> Option<usize> {
+    const IPC_STAT: usize = 2;
+    /// `shm_segsz` in `struct shmid64_ds`, in words.
+    const SIZE_AT: usize = 6;
+    let mut about = [0usize; 32];
+    // SAFETY: the kernel writes 112 bytes.
+    let result = unsafe {
+        syscall6(SYS_SHMCTL, [id, IPC_STAT, about.as_mut_ptr() as usize, 0, 0, 0]) as isize
+    };
+    (result == 0 && about[SIZE_AT] > 0).then_some(about[SIZE_AT])
+}
+
+/// shmat(2), with the event that the kernel leaves out where a segment is put over managed memory.
+/// Answers with the kernel's word.
+pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
+    let call = |addr: usize, flags: usize| unsafe {
+        syscall6(SYS_SHMAT, [id, addr, flags, 0, 0, 0]) as isize
+    };
+    let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
+    if seccomp::is() {
+        if flags & SHM_REMAP != 0 {
+            lifecycle::let_go();
+        }
+        return call(addr, flags);
+    }
+    let is_over = flags & SHM_REMAP != 0
+        && at != 0
+        && at.is_multiple_of(PAGE_SIZE)
+        && lifecycle::engine().is_some();
+    let Some(range) = is_over.then(|| segment_len(id)).flatten().and_then(|len| pages(at, len))
+    else {
+        return call(addr, flags);
+    };
+    // Elsewhere first: refused, it leaves what is mapped here as it is.
+    let elsewhere = call(0, flags & !(SHM_REMAP | SHM_RND));
+    if elsewhere == -ENOMEM {
+        // A limit on address space, which the call itself may keep to: its pages go, and no more.
+        let _kept = excluded::exclude_for_now(range);
+        return if let_range_go(range) { call(addr, flags) } else { elsewhere };
+    }
+    if (-4095..0).contains(&elsewhere) {
+        return elsewhere;
+    }
+    const MAYMOVE_FIXED: usize = 1 | 2;
+    let (from, len) = (elsewhere as usize, range.len());
+    // SAFETY: the segment that was just attached moves to where the program wants it.
+    let moved = unsafe { syscall6(SYS_MREMAP, [from, len, len, MAYMOVE_FIXED, at, 0]) as isize };
+    if moved == at as isize {
+        return moved;
+    }
+    // SAFETY: that attachment is used by nobody.
+    unsafe { syscall6(SYS_SHMDT, [from, 0, 0, 0, 0, 0]) };
+    // The two overlap. What is there goes first, with an event; the segment can be attached, as was
+    // seen.
+    const PRIVATE_ANON_FIXED: usize = 0x2 | 0x20 | 0x10 | 0x4000;
+    // SAFETY: the program has asked for this range to be replaced.
+    unsafe { syscall6(SYS_MMAP, [at, len, 0, PRIVATE_ANON_FIXED, usize::MAX, 0]) };
+    call(addr, flags)
+}
+
+/// Stands in front of libc's `shmat`.
+///
+/// # Safety
+/// As for shmat(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn shmat(id: c_int, addr: *const c_void, flags: c_int) -> *mut c_void {
+    real::libc_result(attach(id as usize, addr as usize, flags as usize)) as *mut c_void
+}
+
+const UFFDIO_REGISTER: u32 = 0xc020_aa00;
+const UFFDIO_MOVE: u32 = 0xc028_aa05;
+
+/// The range that a call on a userfaultfd of the program's needs for itself: where it begins in its
+/// argument, and its length.
+fn needed(request: u32, arg: usize) -> Option<VirtRange> {
+    if !matches!(request, UFFDIO_REGISTER | UFFDIO_MOVE) || arg == 0 {
+        return None;
+    }
+    let words: [usize; 3] = if seccomp::is() {
+        // SAFETY: the program's own argument, which the kernel reads as well; to ask it is a call.
+        unsafe { (arg as *const [usize; 3]).read_unaligned() }
+    } else {
+        let mut words = [0usize; 3];
+        // SAFETY: any bytes are words.
+        let bytes = unsafe {
+            std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
+        };
+        // What cannot be read is the kernel's to refuse.
+        probe::read(arg, bytes).then_some(words)?
+    };
+    if request == UFFDIO_REGISTER { pages(words[0], words[1]) } else { pages(words[1], words[2]) }
+}
+
+/// Makes an ioctl after the memory that it needs was let go.
+#[inline]
+fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
+    const UFFD: u32 = 0xaa00;
+    let request = request as u32;
+    let engine = || if seccomp::is() { lifecycle::engine_unasked() } else { lifecycle::engine() };
+    if request & 0xff00 != UFFD || engine().is_none() {
+        return call();
+    }
+    let Some(range) = needed(request, arg) else { return call() };
+    // Afterwards the kernel refuses to give what is the program's to swaptide.
+    let _kept = excluded::exclude_for_now(range);
+    if !let_range_go(range) {
+        real::set_errno(EAGAIN);
+        return refused;
+    }
+    call()
+}
+
+/// ioctl(2). Answers with the kernel's word.
+pub fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
+    // SAFETY: the arguments are the program's own.
+    let call = || unsafe { syscall6(SYS_IOCTL, [fd, request, arg, 0, 0, 0]) as isize };
+    control(request, arg, call, -EAGAIN as isize)
+}
+
+type Ioctl = unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int;
+
+/// Stands in front of libc's `ioctl`: a program that pages memory itself gets it from swaptide
+/// first.
+///
+/// # Safety
+/// As for ioctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
+    let found = real::IOCTL.address();
+    if found.is_null() {
+        return real::libc_result(control_raw(fd as usize, request as usize, arg)) as c_int;
+    }
+    // SAFETY: the address is that of libc's function; its variable argument is passed as this one
+    // is.
+    let real: Ioctl = unsafe { std::mem::transmute(found) };
+    // SAFETY: the program's own arguments.
+    control(request as usize, arg, || unsafe { real(fd, request, arg) } as isize, -1) as c_int
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_end_where_management_does() {
+        assert_eq!(
+            pages(0x1001, 0x1000),
+            Some(VirtRange { start: VirtAddr(0x1000), end: VirtAddr(0x3000) })
+        );
+        assert_eq!(pages(0x1000, usize::MAX), None);
+        assert_eq!(pages(MANAGED_END.0, 4096), None);
+        assert_eq!(pages(usize::MAX - 100, 50), None);
+        assert_eq!(pages(MANAGED_END.0 - 4096, 1 << 40), pages(MANAGED_END.0 - 4096, 4096));
+        assert_eq!(pages(0x1000, 0), None);
+    }
+
+    #[test]
+    fn a_segment_tells_its_size() {
+        const SYS_SHMGET: u32 = 29;
+        // SAFETY: a segment of this test's own, which nobody attaches.
+        let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) } as usize;
+        assert_eq!(segment_len(id), Some(3 * PAGE_SIZE + 1));
+        // SAFETY: the same; 0 is IPC_RMID.
+        unsafe { syscall6(SYS_SHMCTL, [id, 0, 0, 0, 0, 0]) };
+        assert_eq!(segment_len(id), None);
+    }
+
+    #[test]
+    fn requests_are_those_of_the_kernel() {
+        let arg = [0x10_0000usize, 0x20_0000, 0x1000, 0, 0];
+        let range = |start: usize, len: usize| pages(start, len);
+        assert_eq!(needed(UFFDIO_REGISTER, arg.as_ptr() as usize), range(0x10_0000, 0x20_0000));
+        assert_eq!(needed(UFFDIO_MOVE, arg.as_ptr() as usize), range(0x20_0000, 0x1000));
+        assert_eq!(needed(UFFDIO_REGISTER, 0), None);
+        assert_eq!(needed(0x5401, arg.as_ptr() as usize), None);
+    }
+}

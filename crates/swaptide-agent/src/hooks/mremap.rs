@@ -1,0 +1,256 @@
+//! mremap over what swaptide has split.
+//!
+//! The kernel joins neighbouring anonymous mappings of a program, and `mremap` takes only one
+//! mapping. Management keeps a mapping apart from a newer neighbour that is not managed yet, and
+//! once both have pages of their own the kernel never joins them again. So a call that would
+//! succeed without swaptide is refused with `EFAULT`. It is then carried out piece by piece: the
+//! last piece grows in place, or all pieces move to a place that was reserved for them.
+//!
+//! Since Linux 6.17 a call that moves several mappings to a fixed place takes one after the other,
+//! and refuses those that are managed. Where one that is not managed comes first, that has moved
+//! when the call fails. So there the pieces are looked for before the call is made; but never for a
+//! call that the kernel refuses for its arguments, since what is carried out here gives up what is
+//! at the target first.
+//!
+//! Locks: none. Nothing is allocated; `/proc/self/maps` is open for a moment in the program's own
+//! table.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use swaptide_engine::requests::Knock;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+
+use crate::shmem;
+
+const SYS_MMAP: u32 = 9;
+const SYS_MUNMAP: u32 = 11;
+pub const SYS_MREMAP: u32 = 25;
+const EFAULT: isize = -14;
+const MAYMOVE: usize = 1;
+const FIXED: usize = 2;
+const PROT_NONE: usize = 0;
+const MAP_RESERVE: usize = 0x2 | 0x20 | 0x4000;
+const MAP_FIXED: usize = 0x10;
+/// Most pieces of one call.
+const PIECES: usize = 64;
+/// Times a call is tried that is refused although there is no reason to be seen.
+const TRIES: usize = 64;
+
+/// mremap(2) as the program meant it. Answers with the kernel's word.
+pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
+    const ENOMEM: isize = -12;
+    shmem::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to))
+        .unwrap_or(ENOMEM)
+}
+
+fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
+    let call = |a: [usize; 5]| unsafe { syscall6(SYS_MREMAP, [a[0], a[1], a[2], a[3], a[4], 0]) };
+    if crate::seccomp::is() {
+        let word = call([old, old_len, new_len, flags as usize, to]);
+        if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
+            settle(word as usize);
+        }
+        return word;
+    }
+    let flags = flags as usize;
+    let range =
+        VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
+    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
+    let len = VirtAddr(new_len).page_up().0;
+    let may_tear = flags == MAYMOVE | FIXED
+        && is_moved_whole(range, len, to)
+        && crate::lifecycle::engine().is_some();
+    let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
+        Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
+        _ => call([old, old_len, new_len, flags, to]),
+    };
+    for _ in 0..TRIES {
+        if word != EFAULT
+            || crate::lifecycle::engine().is_none()
+            || flags & !(MAYMOVE | FIXED) != 0
+            || old_len == 0
+        {
+            break;
+        }
+        // Management joins and splits mappings while they are looked at: what was refused for two
+        // may be one by now, and the other way round.
+        word = match pieces_of(range, &mut pieces) {
+            None => break,
+            Some(1) => call([old, old_len, new_len, flags, to]),
+            Some(count) => in_pieces(&pieces[..count], len, flags, to, call),
+        };
+    }
+    if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
+        settle(word as usize);
+    }
+    word
+}
+
+/// Whether a fixed move of a range to `len` bytes at `to` leaves its size as it is and has
+/// arguments that the kernel takes.
+fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
+    let aligned = (range.start.0 | to).is_multiple_of(PAGE_SIZE);
+    let apart = to.checked_add(len).is_some_and(|end| end <= range.start.0 || range.end.0 <= to);
+    len == range.len() && aligned && apart
+}
+
+/// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the
+/// engine knows. A program with one thread need not wait: its changes are told in their order.
+pub fn settle(at: usize) {
+    if crate::seccomp::is() {
+        if let Some(engine) = crate::lifecycle::engine_unasked().filter(|_| has_threads()) {
+            engine.bells.knock(Knock::Fence, VirtRange { start: VirtAddr(at), end: VirtAddr(at) });
+        }
+        return;
+    }
+    if let Some(engine) = crate::lifecycle::engine().filter(|_| has_threads()) {
+        engine.bells.fence(VirtAddr(at));
+    }
+}
+
+/// Whether somebody would have to wait in [`settle`].
+pub fn matter() -> bool {
+    let managed = if crate::seccomp::is() {
+        crate::lifecycle::engine_unasked()
+    } else {
+        crate::lifecycle::engine()
+    };
+    managed.is_some() && has_threads()
+}
+
+/// A task that shares this memory is about to begin, of which libc may know nothing.
+pub fn will_have_threads() {
+    CLONED.store(true, Relaxed);
+}
+
+static CLONED: AtomicBool = AtomicBool::new(false);
+
+/// Libc makes threads through other functions than `pthread_create` too, so it is asked.
+fn has_threads() -> bool {
+    CLONED.load(Relaxed) || crate::hooks::real::has_threads()
+}
+
+/// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where
+/// they are not.
+fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {
+    let maps = MapsFile::open_self().ok()?;
+    let mut count = 0;
+    let mut at = range.start;
+    let mut kind = None;
+    while at < range.end {
+        let info = maps.vma_at(at).ok()??;
+        let vma = info.vma();
+        let this = (vma.read, vma.write, vma.exec);
+        if !vma.is_private_anon() || *kind.get_or_insert(this) != this {
+            return None;
+        }
+        *pieces.get_mut(count)? = VirtRange { start: at, end: vma.range.end.min(range.end) };
+        count += 1;
+        at = vma.range.end;
+    }
+    Some(count)
+}
+
+fn in_pieces(
+    pieces: &[VirtRange],
+    new_len: usize,
+    flags: usize,
+    to: usize,
+    call: impl Fn([usize; 5]) -> isize,
+) -> isize {
+    let (first, last) = (pieces[0], pieces[pieces.len() - 1]);
+    let old = first.start.0;
+    let old_len = last.end.0 - old;
+    if flags & FIXED == 0 {
+        if new_len <= old_len {
+            return shrink(old, new_len, old_len);
+        }
+        let word = call([last.start.0, last.len(), last.len() + new_len - old_len, 0, 0]);
+        if word >= 0 {
+            return old as isize;
+        }
+        if flags & MAYMOVE == 0 {
+            return word;
+        }
+    }
+    // Reserved, so that nobody else's mapping comes in between the pieces.
+    let place = if flags & FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
+    // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named
+    // them to be mapped over.
+    let target = unsafe {
+        syscall6(SYS_MMAP, [place[0], new_len, PROT_NONE, MAP_RESERVE | place[1], usize::MAX, 0])
+    };
+    if target < 0 {
+        return target;
+    }
+    let target = target as usize;
+    for (at, piece) in pieces.iter().enumerate() {
+        let offset = piece.start.0 - old;
+        if offset >= new_len {
+            break;
+        }
+        let is_last = at + 1 == pieces.len() || piece.end.0 - old >= new_len;
+        let len = if is_last { new_len - offset } else { piece.len() };
+        let word = call([piece.start.0, piece.len(), len, MAYMOVE | FIXED, target + offset]);
+        settle(target + offset);
+        if word < 0 {
+            for moved in &pieces[..at] {
+                // What cannot go back stays where it is: the program is told of an error and its
+                // data is nowhere else.
+                let _ = call([
+                    target + moved.start.0 - old,
+                    moved.len(),
+                    moved.len(),
+                    MAYMOVE | FIXED,
+                    moved.start.0,
+                ]);
+            }
+            return word;
+        }
+    }
+    if new_len < old_len {
+        let word = shrink(old, new_len, old_len);
+        if word < 0 {
+            return word;
+        }
+    }
+    target as isize
+}
+
+/// Gives up what lies behind the first `new_len` bytes.
+fn shrink(old: usize, new_len: usize, old_len: usize) -> isize {
+    if new_len == old_len {
+        return old as isize;
+    }
+    // SAFETY: the program gives this part up.
+    match unsafe { syscall6(SYS_MUNMAP, [old + new_len, old_len - new_len, 0, 0, 0, 0]) } {
+        word if word < 0 => word,
+        _ => old as isize,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_refuses_is_not_begun() {
+        let range = VirtRange { start: VirtAddr(0x10_0000), end: VirtAddr(0x11_0000) };
+        let len = range.len();
+        for to in [0xf_0000, 0x11_0000, 0x40_0000] {
+            assert!(is_moved_whole(range, len, to), "{to:x}");
+        }
+        // Over itself, in part or whole; not at a page; past the end of addresses.
+        for to in [0xf_1000, 0x10_0000, 0x10_1000, 0x10_f000, 0x40_0001, usize::MAX - 0xfff] {
+            assert!(!is_moved_whole(range, len, to), "{to:x}");
+        }
+        assert!(!is_moved_whole(range, len + PAGE_SIZE, 0x40_0000), "it grows");
+        let odd = VirtRange { start: VirtAddr(0x10_0001), end: VirtAddr(0x11_0000) };
+        assert!(!is_moved_whole(odd, odd.len(), 0x40_0000));
+    }
+}

@@ -1,0 +1,322 @@
+//! Calls by which the kernel takes references to the program's pages that are no pins, or writes
+//! through such references.
+//!
+//! References for reading (`vmsplice`, `MSG_ZEROCOPY`, io_uring's `SEND_ZC`) are noted for the
+//! engine before the call is made ([`References`]): it writes to no frame from then on that came
+//! from the program. The note is per process and outlives forks, not exec.
+//!
+//! References for writing exist where a file system or a protocol takes the pages of a read without
+//! pinning them. What arrives on a page after that was taken out is lost. So the process is let go
+//! before it can read so ([`lifecycle::let_go`]): by a direct file on NFS or Ceph, or by kernel
+//! TLS.
+//!
+//! docs/kernel-references.md lists who takes which kind, and what goes past these hooks.
+//!
+//! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call
+//! libc's function, which is a cancellation point where ours would not be.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
+
+use rustix::fs::{Mode, OFlags, RawDir};
+use swaptide_engine::References;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::procfs::{parse_u64, read_file};
+use swaptide_sys::raw::syscall6;
+use swaptide_sys::thread::gettid;
+
+use crate::exit_watch;
+use crate::hooks::real;
+use crate::lifecycle;
+use crate::pages::excluded;
+use crate::seccomp;
+
+/// Read by the engine; see [`References`].
+pub static REFERENCES: References = References::new();
+
+const ENOSYS: c_int = 38;
+const MSG_ZEROCOPY: c_int = 0x400_0000;
+const SOL_SOCKET: c_int = 1;
+const SO_ZEROCOPY: c_int = 60;
+const SOL_TLS: c_int = 282;
+const TLS_TX: c_int = 1;
+const TLS_RX: c_int = 2;
+
+const O_DIRECT: c_int = 0o40000;
+const F_SETFL: c_int = 4;
+/// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
+const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
+
+pub const SYS_OPEN: usize = 2;
+pub const SYS_FCNTL: usize = 72;
+pub const SYS_OPENAT: usize = 257;
+pub const SYS_OPENAT2: usize = 437;
+pub const SYS_SENDTO: usize = 44;
+pub const SYS_SENDMSG: usize = 46;
+pub const SYS_SETSOCKOPT: usize = 54;
+pub const SYS_VMSPLICE: usize = 278;
+pub const SYS_SENDMMSG: usize = 307;
+pub const SYS_IO_URING_SETUP: usize = 425;
+pub const SYS_IO_URING_ENTER: usize = 426;
+
+/// Called before a system call that the program makes through libc's `syscall`.
+pub fn before(number: usize, second: usize, third: usize, fourth: usize) {
+    match number {
+        SYS_VMSPLICE => REFERENCES.note(),
+        // The engine reads swap areas by a ring of its own, whose calls come through here as well.
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER
+            if REFERENCES.are_possible() || exit_watch::is_ours(gettid()) => {}
+        SYS_IO_URING_SETUP | SYS_IO_URING_ENTER => REFERENCES.note(),
+        SYS_SENDTO | SYS_SENDMMSG => with_flags(fourth as c_int),
+        SYS_SENDMSG => with_flags(third as c_int),
+        SYS_SETSOCKOPT => option(second as c_int, third as c_int),
+        _ => {}
+    }
+}
+
+#[inline]
+fn with_flags(flags: c_int) {
+    if flags & MSG_ZEROCOPY != 0 {
+        REFERENCES.note();
+    }
+}
+
+#[inline]
+fn option(level: c_int, name: c_int) {
+    match (level, name) {
+        // Records are encrypted from the sender's pages.
+        (SOL_SOCKET, SO_ZEROCOPY) | (SOL_TLS, TLS_TX) => REFERENCES.note(),
+        // Records are decrypted into the reader's pages, which are not pinned.
+        (SOL_TLS, TLS_RX) => keep_all(),
+        _ => {}
+    }
+}
+
+/// Pages may be written to through references from now on: nothing is taken out of this process.
+fn keep_all() {
+    // A process that is not engaged yet will find nothing to manage.
+    excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+    lifecycle::let_go();
+}
+
+fn is_unpinned(fd: c_int) -> bool {
+    const SYS_FSTATFS: u32 = 138;
+    let mut buf = [0u64; 16];
+    // SAFETY: the buffer is longer than the structure, whose first word is the type.
+    let result =
+        unsafe { syscall6(SYS_FSTATFS, [fd as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0]) };
+    result == 0 && UNPINNED.contains(&buf[0])
+}
+
+/// A descriptor that was opened, or -1: nobody has read by it yet.
+#[inline]
+fn opened(fd: c_int, flags: c_int) -> c_int {
+    // Under a filter nobody may ask.
+    if flags & O_DIRECT != 0 && fd >= 0 && (seccomp::is() || is_unpinned(fd)) {
+        keep_all();
+    }
+    fd
+}
+
+/// The descriptors that a process has from before its first hook: notes rings of io_uring. False if
+/// there is one for direct reads that pin nothing, with which the process must not be managed.
+pub fn look_at_inherited() -> bool {
+    // This thread's own table is another one: the paths mean the program's.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(dir) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return true };
+    let mut buf = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(dir, &mut buf);
+    while let Some(Ok(entry)) = entries.next() {
+        let Some(fd) = parse_u64(entry.file_name().to_bytes()) else { continue };
+        let mut path = Path::EMPTY;
+        path.add(b"/proc/self/fd/").add(entry.file_name().to_bytes());
+        let mut target = [0u8; 32];
+        // SAFETY: the path ends with a zero, the buffer is as long as said.
+        let len = unsafe {
+            const SYS_READLINK: u32 = 89;
+            syscall6(
+                SYS_READLINK,
+                [path.0.as_ptr() as usize, target.as_mut_ptr() as usize, target.len(), 0, 0, 0],
+            )
+        } as isize;
+        let target = &target[..len.clamp(0, 32) as usize];
+        if target == b"anon_inode:[io_uring]" {
+            REFERENCES.note();
+        }
+        if target.first() == Some(&b'/') && is_direct(fd) && is_unpinned_path(&path) {
+            return false;
+        }
+    }
+    true
+}
+
+/// A path of /proc that ends with a zero.
+struct Path([u8; 48], usize);
+
+impl Path {
+    const EMPTY: Path = Path([0; 48], 0);
+
+    fn add(&mut self, part: &[u8]) -> &mut Path {
+        let n = part.len().min(self.0.len() - 1 - self.1);
+        self.0[self.1..self.1 + n].copy_from_slice(&part[..n]);
+        self.1 += n;
+        self
+    }
+}
+
+fn is_direct(fd: u64) -> bool {
+    let mut path = Path::EMPTY;
+    let mut digits = [0u8; 20];
+    let mut at = digits.len();
+    let mut rest = fd;
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    path.add(b"/proc/self/fdinfo/").add(&digits[at..]);
+    let mut text = [0u8; 256];
+    let Ok(path) = CStr::from_bytes_until_nul(&path.0) else { return false };
+    let Ok(text) = read_file(path, &mut text) else { return false };
+    let line = text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"flags:"));
+    let octal = |flags: u64, byte: &u8| {
+        if byte.is_ascii_digit() { flags << 3 | u64::from(byte - b'0') } else { flags }
+    };
+    line.is_some_and(|line| line.iter().fold(0, octal) & O_DIRECT as u64 != 0)
+}
+
+fn is_unpinned_path(path: &Path) -> bool {
+    const SYS_STATFS: u32 = 137;
+    let mut buf = [0u64; 16];
+    // SAFETY: the path ends with a zero; the buffer is longer than the structure.
+    let result = unsafe {
+        syscall6(SYS_STATFS, [path.0.as_ptr() as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0])
+    };
+    result == 0 && UNPINNED.contains(&buf[0])
+}
+
+/// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's
+/// word.
+pub fn instead(number: usize, words: [usize; 6]) -> isize {
+    // SAFETY: the program's own call.
+    let result = unsafe { syscall6(number as u32, words) } as isize;
+    let (fd, flags) = match number {
+        SYS_OPEN => (result, words[1]),
+        SYS_OPENAT => (result, words[2]),
+        // SAFETY: the kernel has just read the structure, whose first word holds the flags.
+        SYS_OPENAT2 if result >= 0 => (result, unsafe { *(words[2] as *const usize) }),
+        SYS_FCNTL if words[1] == F_SETFL as usize && result == 0 => (words[0] as isize, words[2]),
+        _ => return result,
+    };
+    opened(fd as c_int, flags as c_int);
+    result
+}
+
+/// Defines a function in front of libc's of the same name and type: `$before` runs first.
+macro_rules! in_front {
+    ($name:ident, $real:ident, ($($arg:ident: $type:ty),*) -> $result:ty, $before:expr) => {
+        #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        /// As for the function of libc.
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
+            $before;
+            let real = real::$real.address();
+            if real.is_null() {
+                real::set_errno(ENOSYS);
+                return -1;
+            }
+            // SAFETY: the address is that of libc's function of this type.
+            let real: unsafe extern "C" fn($($type),*) -> $result = unsafe { std::mem::transmute(real) };
+            // SAFETY: the program's own arguments.
+            unsafe { real($($arg),*) }
+        }
+    };
+}
+
+/// The same for a function that opens a descriptor. The variable part of libc's type is one word.
+macro_rules! opens {
+    ($name:ident, $real:ident, ($($arg:ident: $type:ty),*), $flags:ident) => {
+        #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        /// As for the function of libc.
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+            let real = real::$real.address();
+            if real.is_null() {
+                real::set_errno(ENOSYS);
+                return -1;
+            }
+            // SAFETY: the address is that of libc's function of this type.
+            let real: unsafe extern "C" fn($($type),*) -> c_int = unsafe { std::mem::transmute(real) };
+            // SAFETY: the program's own arguments.
+            opened(unsafe { real($($arg),*) }, $flags)
+        }
+    };
+}
+
+type Name = *const c_char;
+
+opens!(open, OPEN, (path: Name, flags: c_int, mode: c_uint), flags);
+opens!(open64, OPEN64, (path: Name, flags: c_int, mode: c_uint), flags);
+opens!(openat, OPENAT, (at: c_int, path: Name, flags: c_int, mode: c_uint), flags);
+opens!(openat64, OPENAT64, (at: c_int, path: Name, flags: c_int, mode: c_uint), flags);
+opens!(__open_2, OPEN_2, (path: Name, flags: c_int), flags);
+opens!(__open64_2, OPEN64_2, (path: Name, flags: c_int), flags);
+opens!(__openat_2, OPENAT_2, (at: c_int, path: Name, flags: c_int), flags);
+opens!(__openat64_2, OPENAT64_2, (at: c_int, path: Name, flags: c_int), flags);
+
+/// Defines a function in front of libc's `fcntl` or its 64-bit name. Its variable part is one word.
+macro_rules! changes_flags {
+    ($name:ident, $real:ident) => {
+        #[doc = concat!("Stands in front of libc's `", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        /// As for fcntl(2).
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
+            let real = real::$real.address();
+            if real.is_null() {
+                real::set_errno(ENOSYS);
+                return -1;
+            }
+            type Real = unsafe extern "C" fn(c_int, c_int, ...) -> c_int;
+            // SAFETY: the address is that of libc's function; its third argument is read as one
+            // word.
+            let real: Real = unsafe { std::mem::transmute(real) };
+            // SAFETY: the program's own arguments.
+            let result = unsafe { real(fd, command, argument) };
+            if command == F_SETFL && result == 0 {
+                opened(fd, argument as c_int);
+            }
+            result
+        }
+    };
+}
+
+changes_flags!(fcntl, FCNTL);
+changes_flags!(fcntl64, FCNTL64);
+
+type Bytes = *const c_void;
+
+in_front!(vmsplice, VMSPLICE, (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize, REFERENCES.note());
+in_front!(send, SEND, (fd: c_int, bytes: Bytes, len: usize, flags: c_int) -> isize, with_flags(flags));
+in_front!(
+    sendto,
+    SENDTO,
+    (fd: c_int, bytes: Bytes, len: usize, flags: c_int, to: Bytes, to_len: c_uint) -> isize,
+    with_flags(flags)
+);
+in_front!(sendmsg, SENDMSG, (fd: c_int, message: Bytes, flags: c_int) -> isize, with_flags(flags));
+in_front!(sendmmsg, SENDMMSG, (fd: c_int, messages: Bytes, count: c_uint, flags: c_int) -> c_int, with_flags(flags));
+in_front!(
+    setsockopt,
+    SETSOCKOPT,
+    (fd: c_int, level: c_int, name: c_int, value: Bytes, len: c_uint) -> c_int,
+    option(level, name)
+);

@@ -1,0 +1,389 @@
+//! libc's ways past its own fork handlers, `syscall`, `clone` and `_Fork`. The first two pass
+//! through untouched but for the few calls that concern swaptide.
+//!
+//! Both go on by a jump with every register and the stack as they were, because what they start may
+//! return twice, or on another stack.
+//!
+//! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live
+//! longer. The engine ends with its process, and what is swapped then would read as zeros in the
+//! other: so everything is brought back first, and stays unmanaged. Where forks are followed (see
+//! [`crate::fork::trampoline`]), so it is before a fork of this kind, which nobody follows.
+//!
+//! A filter of system calls for all threads binds the engine's, and may end them. With the last of
+//! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
+//! the process is let go ([`lifecycle::let_go`]).
+
+use std::ffi::{c_char, c_int, c_long, c_void};
+
+use swaptide_engine::vma::adopt::program_parts;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+
+use crate::exit_watch;
+use crate::hooks::exec;
+use crate::hooks::libc;
+use crate::hooks::mappings;
+use crate::hooks::mremap;
+use crate::hooks::real;
+use crate::hooks::sends;
+use crate::lifecycle;
+use crate::pages::excluded;
+use crate::pages::kernel_words;
+use crate::probe;
+use crate::seccomp;
+
+const SYS_EXECVE: usize = 59;
+const SYS_EXECVEAT: usize = 322;
+const SYS_CLONE: usize = 56;
+const SYS_FORK: usize = 57;
+const SYS_CLONE3: usize = 435;
+const SYS_EXIT: usize = 60;
+const SYS_PRCTL: usize = 157;
+const SYS_SECCOMP: usize = 317;
+
+const SYS_SET_TID_ADDRESS: usize = 218;
+const SYS_SET_ROBUST_LIST: usize = 273;
+const SYS_RSEQ: usize = 334;
+
+const SYS_MADVISE: usize = 28;
+const SYS_MREMAP: usize = mremap::SYS_MREMAP as usize;
+const SYS_IOCTL: usize = 16;
+const SYS_SHMAT: usize = 30;
+const SYS_MLOCKALL: usize = 151;
+const SYS_PROCESS_MADVISE: usize = 440;
+
+/// System calls that [`KINDS`] covers; higher numbers pass through.
+const CALLS: usize = 512;
+/// [`hooked`] makes the call in the place of libc's function.
+const INSTEAD: u8 = 1;
+/// [`syscall_next`] is told, and libc's function makes the call.
+const BEFORE: u8 = 2;
+
+/// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
+static KINDS: [u8; CALLS] = {
+    let mut kinds = [0; CALLS];
+    let instead = [
+        SYS_MADVISE,
+        SYS_MREMAP,
+        SYS_EXECVE,
+        SYS_EXECVEAT,
+        SYS_IOCTL,
+        SYS_SHMAT,
+        SYS_MLOCKALL,
+        SYS_PROCESS_MADVISE,
+        SYS_PRCTL,
+        SYS_SECCOMP,
+        kernel_words::SYS_FUTEX,
+    ];
+    let before = [
+        SYS_CLONE,
+        SYS_FORK,
+        SYS_CLONE3,
+        SYS_EXIT,
+        SYS_SET_TID_ADDRESS,
+        SYS_SET_ROBUST_LIST,
+        SYS_RSEQ,
+    ];
+    let sends = [
+        sends::SYS_VMSPLICE,
+        sends::SYS_SENDTO,
+        sends::SYS_SENDMSG,
+        sends::SYS_SENDMMSG,
+        sends::SYS_SETSOCKOPT,
+        sends::SYS_IO_URING_SETUP,
+        sends::SYS_IO_URING_ENTER,
+    ];
+    let mut i = 0;
+    while i < sends.len() {
+        kinds[sends[i]] = BEFORE;
+        i += 1;
+    }
+    let opens = [sends::SYS_OPEN, sends::SYS_OPENAT, sends::SYS_OPENAT2, sends::SYS_FCNTL];
+    let mut i = 0;
+    while i < opens.len() {
+        kinds[opens[i]] = INSTEAD;
+        i += 1;
+    }
+    let mut i = 0;
+    while i < instead.len() {
+        kinds[instead[i]] = INSTEAD;
+        i += 1;
+    }
+    let mut i = 0;
+    while i < before.len() {
+        kinds[before[i]] = BEFORE;
+        i += 1;
+    }
+    kinds
+};
+
+const CLONE_VM: u64 = 0x100;
+const CLONE_VFORK: u64 = 0x4000;
+const CLONE_THREAD: u64 = 0x1_0000;
+
+/// Before a new task: if it will share the memory and not end with this process, nothing may be
+/// swapped any more.
+fn before_clone(flags: u64) {
+    if flags & CLONE_VM != 0 {
+        mremap::will_have_threads();
+    }
+    if seccomp::is() {
+        // Only threads share all that there is.
+        if flags & (CLONE_VFORK | CLONE_THREAD) == 0 {
+            lifecycle::let_go();
+        }
+        return;
+    }
+    if flags & CLONE_VM == 0 && lifecycle::engine().is_some_and(|engine| engine.followed) {
+        // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
+        lifecycle::let_go();
+    }
+    if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
+        return;
+    }
+    if lifecycle::engine().is_none() {
+        return;
+    }
+    excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+    let Ok(maps) = MapsFile::open_self() else {
+        swaptide_sys::thread::abort_with(&[
+            b"swaptide: a process that shares this one's memory needs all of it in RAM, and \
+            /proc/self/maps cannot be read; stopped \
+              rather than given wrong data",
+        ])
+    };
+    let mut at = VirtAddr(0);
+    while let Ok(Some(info)) = maps.vma_at_or_next(at) {
+        let vma = info.vma();
+        if vma.is_private_anon() {
+            program_parts(vma.range, |part| {
+                if !mappings::let_range_go(part) {
+                    swaptide_sys::thread::abort_with(&[
+                        b"swaptide: a process that shares this one's memory needs all of it in \
+                        RAM, and some cannot be brought back; \
+                          stopped rather than given wrong data",
+                    ])
+                }
+            });
+        }
+        if vma.range.end <= at {
+            break;
+        }
+        at = vma.range.end;
+    }
+}
+
+/// The word that the kernel clears when a new thread ends, or writes when it begins.
+fn before_thread(flags: u64, child_tid: usize) {
+    const CLEARS: u64 = 0x20_0000;
+    const SETS: u64 = 0x100_0000;
+    if flags & CLONE_VM != 0 && flags & (CLEARS | SETS) != 0 {
+        kernel_words::named(child_tid, 4);
+    }
+}
+
+/// Called by [`clone`]; answers with what it goes on to.
+extern "C" fn clone_next(flags: u64, child_tid: usize) -> *mut c_void {
+    before_clone(flags & 0xffff_ffff);
+    before_thread(flags, child_tid);
+    real::CLONE.address()
+}
+
+/// Called by [`syscall`] for the calls that make a task or end one, or confine it; answers with
+/// what it goes on to.
+extern "C" fn syscall_next(
+    number: usize,
+    first: usize,
+    second: usize,
+    third: usize,
+    fourth: usize,
+) -> *mut c_void {
+    match number {
+        SYS_CLONE => {
+            before_clone(first as u64 & 0xffff_ffff);
+            before_thread(first as u64, fourth);
+        }
+        SYS_FORK => before_clone(0),
+        SYS_CLONE3 => {
+            // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's
+            // to refuse; under a filter the read itself may be one call too many.
+            let mut words = [0u64; 3];
+            let is_read = if seccomp::is() && first != 0 {
+                // SAFETY: the program's argument, which the kernel is about to read as well.
+                words = unsafe { (first as *const [u64; 3]).read_unaligned() };
+                true
+            } else {
+                // SAFETY: any bytes are words.
+                probe::read(first, unsafe {
+                    std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
+                })
+            };
+            if is_read {
+                before_clone(words[0]);
+                before_thread(words[0], words[2] as usize);
+            }
+        }
+        SYS_EXIT => {
+            exit_watch::ending(first);
+            kernel_words::ending();
+        }
+        SYS_SET_TID_ADDRESS => kernel_words::named(first, 4),
+        SYS_SET_ROBUST_LIST => kernel_words::named_list(first),
+        SYS_RSEQ => kernel_words::named(first, second.clamp(32, 4096)),
+        _ => sends::before(number, second, third, fourth),
+    }
+    real::SYSCALL.address()
+}
+
+/// Called by [`syscall`] for the calls that have a hook of their own ([`INSTEAD`]), which
+/// goes there by a jump: the seventh parameter is the call's sixth argument.
+unsafe extern "C" fn hooked(
+    number: usize,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    real::libc_result(match number {
+        SYS_PRCTL | SYS_SECCOMP => {
+            // SAFETY: the program's own arguments.
+            let call = || unsafe { syscall6(number as u32, [a, b, c, d, e, f]) } as isize;
+            const ALL_THREADS: usize = 1;
+            // Without a filter the call only asks whether the kernel knows it.
+            if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
+                lifecycle::let_go();
+            }
+            let sets = if number == SYS_PRCTL {
+                a == seccomp::PR_SET_SECCOMP as usize
+            } else {
+                seccomp::SETS.contains(&a)
+            };
+            if sets { seccomp::set(call) } else { call() }
+        }
+        kernel_words::SYS_FUTEX => kernel_words::futex([a, b, c, d, e, f]),
+        SYS_MADVISE => -(libc::advise(a, b, c as c_int) as isize),
+        SYS_MREMAP => mremap::remap(a, b, c, d as c_int, e),
+        sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => {
+            sends::instead(number, [a, b, c, d, e, 0])
+        }
+        SYS_IOCTL => mappings::control_raw(a, b, c),
+        SYS_SHMAT => mappings::attach(a, b, c),
+        SYS_MLOCKALL => mappings::lock_all(a),
+        SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
+        // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
+        SYS_EXECVE => unsafe {
+            exec::with_environment(c as *const *const c_char, |envp| {
+                syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int
+            }) as isize
+        },
+        // SAFETY: as above.
+        _ => unsafe {
+            exec::with_environment(d as *const *const c_char, |envp| {
+                syscall6(322, [a, b, c, envp as usize, e, 0]) as c_int
+            }) as isize
+        },
+    })
+}
+
+/// Stands in front of libc's `syscall`.
+///
+/// # Safety
+/// As for the system call.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn syscall() {
+    core::arch::naked_asm!(
+        "cmp rdi, {calls}",
+        "jae 1f",
+        "lea rax, [rip + {kinds}]",
+        "movzx eax, byte ptr [rax + rdi]",
+        "cmp eax, {instead}",
+        "je 2f",
+        "cmp eax, {before}",
+        "je 3f",
+        "1:",
+        "mov rax, qword ptr [rip + {real} + {found}]",
+        "test rax, rax",
+        "jz 3f",
+        "jmp rax",
+        "2:",
+        "jmp {hooked}",
+        "3:",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8",
+        "call {next}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        calls = const CALLS,
+        kinds = sym KINDS,
+        instead = const INSTEAD,
+        before = const BEFORE,
+        real = sym real::SYSCALL,
+        found = const real::FOUND,
+        hooked = sym hooked,
+        next = sym syscall_next,
+    )
+}
+
+/// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not
+/// be managed.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[allow(non_snake_case, reason = "libc's name")]
+pub extern "C" fn _Fork() -> c_int {
+    const ENOSYS: c_int = 38;
+    let found = real::PLAIN_FORK.address();
+    if found.is_null() {
+        real::set_errno(ENOSYS);
+        return -1;
+    }
+    // SAFETY: libc's function of that name, which takes nothing.
+    let fork: extern "C" fn() -> c_int = unsafe { std::mem::transmute(found) };
+    lifecycle::with_handlers(|| fork())
+}
+
+/// Stands in front of libc's `clone`.
+///
+/// # Safety
+/// As for clone(2).
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn clone() {
+    core::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "sub rsp, 8",
+        "mov rdi, rdx",
+        // The seventh argument, behind the return address and what was pushed.
+        "mov rsi, qword ptr [rsp + 64]",
+        "call {next}",
+        "add rsp, 8",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        next = sym clone_next,
+    )
+}

@@ -1,0 +1,231 @@
+//! Ranges that a program wants treated apart at a fork: they are not managed.
+//!
+//! Owns: a table of ranges. Locks: none.
+//!
+//! Invariant: what was excluded stays covered by some place of the table while it is mapped, so
+//! that whoever looks finds it. A place only grows. It is freed only if nothing was mapped in its
+//! range and no thread has named it since that look: its count tells.
+
+use std::sync::atomic::{
+    AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
+
+use swaptide_engine::mm::types::MANAGED_END;
+use swaptide_sys::maps::MapsFile;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+
+/// Ranges that are kept out at a time. More of them are joined with their neighbours.
+const RANGES: usize = 256;
+/// Ranges that are kept out for the time of one call.
+const FOR_NOW: usize = 16;
+
+/// A range that is kept out. It only grows, until it is free again.
+struct Apart {
+    start: AtomicUsize,
+    /// The end, with a count of the calls that named the range in the bits below a page; 0: free.
+    end: AtomicUsize,
+}
+
+const COUNT: usize = 0xfff;
+/// The end of a place that was taken a moment ago and covers nothing yet.
+const TAKEN: usize = usize::MAX & !COUNT;
+
+impl Apart {
+    const fn free() -> Apart {
+        Apart { start: AtomicUsize::new(usize::MAX), end: AtomicUsize::new(0) }
+    }
+
+    /// What it covers; `None` while it is free, or about to be taken.
+    fn range(&self) -> Option<VirtRange> {
+        let end = self.end.load(Acquire) & !COUNT;
+        let start = self.start.load(Acquire);
+        (start < end && end != TAKEN)
+            .then_some(VirtRange { start: VirtAddr(start), end: VirtAddr(end) })
+    }
+
+    /// Takes it for a range, if it is free.
+    fn claim(&self, range: VirtRange) -> bool {
+        if self.end.compare_exchange(0, TAKEN, AcqRel, Relaxed).is_err() {
+            return false;
+        }
+        self.start.store(range.start.0, Release);
+        self.end.store(range.end.0, Release);
+        true
+    }
+
+    /// Makes it cover a range as well. False if it was freed meanwhile.
+    fn grow(&self, range: VirtRange) -> bool {
+        self.start.fetch_min(range.start.0, AcqRel);
+        let grown = |word: usize| {
+            let end = (word & !COUNT).max(range.end.0);
+            (word != 0 && word != TAKEN).then_some(end | word.wrapping_add(1) & COUNT)
+        };
+        // It may have been freed and taken for another range in between.
+        self.end.fetch_update(AcqRel, Acquire, grown).is_ok()
+            && self.start.load(Acquire) <= range.start.0
+    }
+
+    /// Frees it if nothing is mapped there, and nobody has named it since that was looked at.
+    fn free_if_unmapped(&self, maps: &MapsFile) {
+        let word = self.end.load(Acquire);
+        let Some(range) = self.range() else { return };
+        let next = maps.vma_at_or_next(range.start);
+        let is_unmapped = matches!(&next, Ok(next) if next.as_ref().is_none_or(|info| info.vma().range.start >= range.end));
+        if is_unmapped {
+            let _ = self.end.compare_exchange(word, 0, AcqRel, Relaxed);
+        }
+    }
+}
+
+static APART: [Apart; RANGES] = [const { Apart::free() }; RANGES];
+static PASSING: [Apart; FOR_NOW] = [const { Apart::free() }; FOR_NOW];
+
+fn overlap(a: VirtRange, b: VirtRange) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// How far two ranges are apart: 0 where they touch.
+fn distance(a: VirtRange, b: VirtRange) -> usize {
+    a.start.0.saturating_sub(b.end.0).max(b.start.0.saturating_sub(a.end.0))
+}
+
+/// Keeps a range out of management from now on. A range that is known, or touches a known one,
+/// takes no place. Where all places are taken those go whose memory is unmapped; then the nearest
+/// range grows to hold this one as well, and what lies between them is kept out, too.
+pub fn exclude(range: VirtRange) {
+    exclude_in(&APART, range);
+}
+
+fn exclude_in(places: &[Apart], range: VirtRange) {
+    let range = VirtRange {
+        start: range.start.page_down(),
+        end: VirtAddr(range.end.0.min(MANAGED_END.0)).page_up(),
+    };
+    if range.start >= range.end {
+        return;
+    }
+    let touches = |place: &&Apart| place.range().is_some_and(|known| distance(known, range) == 0);
+    for is_tidy in [false, true] {
+        if places.iter().filter(touches).any(|place| place.grow(range))
+            || places.iter().any(|place| place.claim(range))
+        {
+            return;
+        }
+        if !is_tidy
+            && !crate::seccomp::is()
+            && let Ok(maps) = MapsFile::open_self()
+        {
+            places.iter().for_each(|place| place.free_if_unmapped(&maps));
+        }
+    }
+    let known = |place: &Apart| place.range().map_or(usize::MAX, |known| distance(known, range));
+    while !places.iter().min_by_key(|place| known(place)).is_some_and(|place| place.grow(range)) {
+        if places.iter().any(|place| place.claim(range)) {
+            return;
+        }
+    }
+}
+
+/// A range that is kept out until this is dropped.
+pub struct ForNow(Option<&'static Apart>);
+
+impl Drop for ForNow {
+    fn drop(&mut self) {
+        if let Some(place) = self.0 {
+            place.end.store(0, Release);
+        }
+    }
+}
+
+/// Keeps a range out of management for the time of a call; for good where more than [`FOR_NOW`]
+/// threads make one.
+pub fn exclude_for_now(range: VirtRange) -> ForNow {
+    let place = PASSING.iter().find(|place| place.claim(range));
+    if place.is_none() {
+        exclude(range);
+    }
+    ForNow(place)
+}
+
+/// True for a range that touches an excluded one.
+pub fn is_excluded(range: VirtRange) -> bool {
+    APART
+        .iter()
+        .chain(&PASSING)
+        .any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(start: usize, len: usize) -> VirtRange {
+        VirtRange { start: VirtAddr(start), end: VirtAddr(start + len) }
+    }
+
+    fn is_apart(places: &[Apart], range: VirtRange) -> bool {
+        places.iter().any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
+    }
+
+    #[test]
+    fn a_range_named_again_takes_no_place() {
+        let places = [const { Apart::free() }; 4];
+        for _ in 0..10_000 {
+            exclude_in(&places, range(0x7000, 0x1000));
+        }
+        exclude_in(&places, range(0x8000, 0x2000));
+        exclude_in(&places, range(0x6000, 0x1000));
+        assert_eq!(
+            places.iter().filter_map(Apart::range).collect::<Vec<_>>(),
+            [range(0x6000, 0x4000)]
+        );
+        assert!(
+            !is_apart(&places, range(0x5000, 0x1000)) && !is_apart(&places, range(0xa000, 0x1000))
+        );
+    }
+
+    #[test]
+    fn full_places_are_freed_of_what_is_unmapped_and_then_joined() {
+        let places = [const { Apart::free() }; 4];
+        // Page 16 and so on: no program has anything there.
+        for n in 0..64 {
+            exclude_in(&places, range(0x1_0000 + n * 0x2000, 0x1000));
+        }
+        assert!(is_apart(&places, range(0x1_0000 + 63 * 0x2000, 0x1000)));
+        assert!(
+            !is_apart(&places, range(0x1_0000, 0x1000)),
+            "it is not mapped, and another one needed the place"
+        );
+        let map = swaptide_sys::mem::Mapping::reserve(64 * 0x1000).expect("memory");
+        let base = map.range().start.0;
+        for n in 0..32 {
+            exclude_in(&places, range(base + n * 0x2000, 0x1000));
+        }
+        assert!(
+            (0..32).all(|n| is_apart(&places, range(base + n * 0x2000, 0x1000))),
+            "what is mapped is never dropped"
+        );
+        assert!(
+            !is_apart(&places, range(base + 64 * 0x1000, 0x1000))
+                && !is_apart(&places, range(base - 0x1000, 0x1000))
+        );
+    }
+
+    #[test]
+    fn a_range_out_of_management_for_a_call_is_back_afterwards() {
+        let far = range(0x5000_0000_0000, 0x1000);
+        let held = exclude_for_now(far);
+        assert!(is_excluded(far));
+        drop(held);
+        assert!(!is_excluded(far));
+    }
+
+    #[test]
+    fn ranges_are_bounded_by_what_can_be_managed() {
+        let places = [const { Apart::free() }; 2];
+        exclude_in(&places, VirtRange { start: VirtAddr(1 << 50), end: VirtAddr(1 << 51) });
+        assert!(places.iter().all(|place| place.range().is_none()));
+        exclude_in(&places, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+        assert_eq!(places[0].range(), Some(VirtRange { start: VirtAddr(0), end: MANAGED_END }));
+    }
+}

@@ -1,0 +1,130 @@
+//! Programs that put themselves under a filter of system calls (seccomp).
+//!
+//! A filter may end the thread, the process, or fail a call, for any system call that the program
+//! itself does not make. So from the moment at which one is set, hooks make no system call but the
+//! program's own:
+//!
+//! | elsewhere | here |
+//! |---|---|
+//! | hints, and management of large mappings before they fill | left out: such mappings are found later |
+//! | waiting until a moved mapping is known; memory that must not be managed any more | by a knock ([`swaptide_engine::requests::Knock`]), which is a page fault |
+//! | `process_madvise`, `shmat` over managed memory, a file that is opened with `O_DIRECT` | the process is let go first |
+//! | a fork, a raw clone that shares memory or forks | the process is let go first, also by a knock; its child is not managed |
+//! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
+//!
+//! Owns: the flag. It is the process's: a thread that makes another one passes its filter on, and
+//! which threads have one is not known. A filter that is set by a bare instruction is looked for
+//! when management begins, and not seen later.
+//!
+//! Locks: none.
+
+use std::ffi::c_int;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+
+use rustix::fs::{Mode, OFlags, RawDir};
+use swaptide_sys::procfs::{PathBuf, parse_u64, read_file};
+use swaptide_sys::thread::{Tid, gettid};
+
+use crate::hooks::real;
+use crate::lifecycle;
+
+static CONFINED: AtomicBool = AtomicBool::new(false);
+/// Offset of the thread id in a control block of this libc; 0: not known.
+static TID_AT: AtomicU32 = AtomicU32::new(0);
+
+/// Whether a filter was set in this process.
+#[inline]
+pub fn is() -> bool {
+    CONFINED.load(Relaxed)
+}
+
+/// Makes a system call that sets a filter. If it fails, all is as before.
+pub fn set(call: impl FnOnce() -> isize) -> isize {
+    if is() {
+        return call();
+    }
+    // The child of a vfork has its parent's memory: what it does to itself does not concern the
+    // parent.
+    let ours = lifecycle::is_own_process();
+    if ours {
+        CONFINED.store(true, Relaxed);
+    }
+    let word = call();
+    if ours && (-4095..0).contains(&word) {
+        CONFINED.store(false, Relaxed);
+    }
+    word
+}
+
+/// Where libc keeps a thread's id. Called by the constructor.
+pub fn find() {
+    const GLIBC: usize = 0x2d0;
+    let block = real::thread_pointer();
+    // SAFETY: within the first thread's control block.
+    if unsafe { ((block + GLIBC) as *const u32).read_volatile() } == gettid().0 {
+        TID_AT.store(GLIBC as u32, Relaxed);
+    }
+}
+
+/// The calling thread's id, from libc's record of it where no call may be made.
+pub fn own_tid() -> Tid {
+    match TID_AT.load(Relaxed) {
+        at if at != 0 && is() => {
+            // SAFETY: within this thread's control block.
+            Tid(unsafe { ((real::thread_pointer() + at as usize) as *const u32).read_volatile() })
+        }
+        _ => gettid(),
+    }
+}
+
+/// The number in the line of a status file that begins with `name`.
+fn number_of(text: &[u8], name: &[u8]) -> Option<u64> {
+    let line = text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name))?;
+    parse_u64(line.trim_ascii())
+}
+
+/// Looks for a thread that is under more filters than the calling one, which is swaptide's own.
+pub fn look() {
+    let filters = |tid: u32| {
+        let mut text = [0u8; 4096];
+        let text = read_file(PathBuf::task(tid, "status").as_c_str(), &mut text).ok()?;
+        // A kernel before 5.9 does not give the number.
+        Some((number_of(text, b"Seccomp:")?, number_of(text, b"Seccomp_filters:")))
+    };
+    let own = filters(gettid().0);
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(dir) = rustix::fs::open(c"/proc/self/task", flags, Mode::empty()) else { return };
+    let mut buf = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(dir, &mut buf);
+    while let Some(Ok(entry)) = entries.next() {
+        let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
+        if filters(tid as u32).is_some_and(|theirs| Some(theirs) != own) {
+            CONFINED.store(true, Relaxed);
+        }
+    }
+}
+
+/// Option of `prctl` that sets a filter.
+pub const PR_SET_SECCOMP: c_int = 22;
+/// Operations of `seccomp` that set one.
+pub const SETS: std::ops::RangeInclusive<usize> = 0..=1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_found_by_name() {
+        let old = b"NoNewPrivs:\t0\nSeccomp:\t2\nSpeculation_Store_Bypass:\tvulnerable\nCpus_allowed:\t3\n";
+        assert_eq!(
+            (number_of(old, b"Seccomp:"), number_of(old, b"Seccomp_filters:")),
+            (Some(2), None)
+        );
+        let new = b"Seccomp:\t0\nSeccomp_filters:\t12\nCpus_allowed:\t3\n";
+        assert_eq!(
+            (number_of(new, b"Seccomp:"), number_of(new, b"Seccomp_filters:")),
+            (Some(0), Some(12))
+        );
+    }
+}

@@ -1,0 +1,253 @@
+//! Shared memory of the program: what it asks for becomes a region of the run's pager.
+//!
+//! Large mappings that are `MAP_SHARED|MAP_ANONYMOUS` are made of a memory file that comes from the
+//! supervisor and that the program has no descriptor of. This process registers them, and keeps a
+//! guard: a thread that holds the userfaultfd open, so that what is out is waited for, and that
+//! stops the process when the supervisor ends with some of it ([`swaptide_ipc::shared`]).
+//!
+//! Owns: the ranges that were ever mapped so, and the guard. What fails here fails quietly: the
+//! memory is then the program's as without swaptide.
+//!
+//! Locks: none; nothing is allocated. Descriptors are open in the program's table for moments only,
+//! and closed when it executes another program.
+
+use std::ffi::c_int;
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
+use std::time::Duration;
+
+use swaptide_ipc::ProcState;
+use swaptide_ipc::shared::{self, HOLD, Reach, SETTLE, SMALLEST_REGION};
+use swaptide_sys::lock::futex;
+use swaptide_sys::mem::{Advice, advise};
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::{abort_with, exit_thread, getpid, set_name};
+use swaptide_sys::{AsFd, AsRawFd};
+
+use crate::hooks::exec;
+use crate::lifecycle;
+use crate::seccomp;
+
+const SHARED: c_int = 0x01;
+const KIND: c_int = 0x0f;
+const ANONYMOUS: c_int = 0x20;
+const GROWSDOWN: c_int = 0x100;
+const LOCKED: c_int = 0x2000;
+const POPULATE: c_int = 0x8000;
+const HUGETLB: c_int = 0x4_0000;
+const PROT_EXEC: c_int = 4;
+
+const RANGES: usize = 128;
+
+/// A range that has regions mapped, or had.
+struct Known {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+static KNOWN: [Known; RANGES] =
+    [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// The process that the guard stands for; 0 while there is none.
+static GUARDED: AtomicU32 = AtomicU32::new(0);
+/// Futex word: what became of the guard.
+static GUARD: AtomicU32 = AtomicU32::new(NONE);
+const NONE: u32 = 0;
+const STANDS: u32 = 1;
+const FAILED: u32 = 2;
+/// One more than the pager's slot, once that is known.
+static PAGER: AtomicU32 = AtomicU32::new(0);
+/// The run does not swap shared memory, or cannot: nobody is asked again.
+static REFUSED: AtomicBool = AtomicBool::new(false);
+fn note(range: VirtRange) {
+    let at = COUNT.fetch_add(1, Relaxed);
+    // One too many stands with the last one: more is asked about than need be.
+    let known = &KNOWN[at.min(RANGES - 1)];
+    if at < RANGES {
+        known.end.store(range.end.0, Relaxed);
+        known.start.store(range.start.0, Release);
+    } else {
+        known.start.fetch_min(range.start.0, Relaxed);
+        known.end.fetch_max(range.end.0, Relaxed);
+    }
+}
+
+/// True where a range may be of a region.
+fn concerns(start: usize, len: usize) -> bool {
+    let end = start.saturating_add(len.max(1));
+    let known = &KNOWN[..COUNT.load(Acquire).min(RANGES)];
+    known.iter().any(|known| known.start.load(Acquire) < end && start < known.end.load(Relaxed))
+}
+
+/// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel
+/// shall do it.
+pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
+    const SYS_MMAP: u32 = 9;
+    let kind = flags & KIND == SHARED
+        && flags & ANONYMOUS != 0
+        && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
+    // The child of a vfork has its parent's memory, and is not the process that the supervisor
+    // would see.
+    let ours = lifecycle::is_own_process() && !seccomp::is() && !REFUSED.load(Relaxed);
+    if !kind || (len as u64) < SMALLEST_REGION || prot & PROT_EXEC != 0 || !ours {
+        return None;
+    }
+    let socket = exec::socket()?;
+    let Some(memory) = shared::region(socket, len as u64) else {
+        REFUSED.store(true, Relaxed);
+        return None;
+    };
+    // Filled at once it would be there before anybody could manage it.
+    let flags = flags & !(ANONYMOUS | POPULATE);
+    // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
+    let at = unsafe {
+        syscall6(
+            SYS_MMAP,
+            [addr, len, prot as usize, flags as usize, memory.as_fd().as_raw_fd() as usize, 0],
+        ) as isize
+    };
+    if (-4095..0).contains(&at) {
+        return None;
+    }
+    let start = VirtAddr(at as usize);
+    let range = VirtRange { start, end: start.offset(len).page_up() };
+    // A part of a huge page could not go out.
+    // SAFETY: the advice changes no data.
+    let _ = unsafe { advise(range, Advice::NoHugePage) };
+    // Refused, it is memory like any other.
+    if shared::attach(socket, Reach::Whole).is_some() {
+        note(range);
+        let pid = getpid().0;
+        if GUARDED.swap(pid, Relaxed) != pid {
+            GUARD.store(NONE, Relaxed);
+            if !lifecycle::spawn_guard(guard) {
+                GUARD.store(FAILED, Relaxed);
+            }
+        }
+    }
+    Some(at)
+}
+
+/// Says what the program says of a range that may be of a region.
+pub fn hint(addr: usize, len: usize, advice: c_int) {
+    if matches!(advice, 0..=3 | 9 | 20 | 21)
+        && concerns(addr, len)
+        && !seccomp::is()
+        && let Some(socket) = exec::socket()
+    {
+        let _ = shared::advise(socket, addr, len, advice);
+    }
+}
+
+/// Runs `change`, which moves or grows a mapping, with nothing going out of regions meanwhile.
+/// `None`: it must not run.
+pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option<isize> {
+    if !concerns(addr, len) {
+        return Some(change());
+    }
+    let socket = exec::socket().filter(|_| !seccomp::is())?;
+    let held = shared::advise(socket, addr, len, HOLD)?;
+    let word = change();
+    if held {
+        if !(-4095..0).contains(&word) {
+            let start = VirtAddr(word as usize);
+            note(VirtRange { start, end: start.offset(len.max(1)).page_up() });
+        }
+        let _ = shared::advise(socket, addr, len, SETTLE);
+    }
+    Some(word)
+}
+
+/// In a forked child, before it goes on: nothing that is out may be lost to it.
+pub fn forked() {
+    if GUARDED.load(Relaxed) == 0 || seccomp::is() {
+        // Without regions; or it is brought all that is out by and by, as one that comes through no
+        // hook.
+        return;
+    }
+    GUARDED.store(getpid().0, Relaxed);
+    GUARD.store(NONE, Relaxed);
+    if !lifecycle::spawn_guard(guard) {
+        GUARD.store(FAILED, Relaxed);
+    }
+    let pager = PAGER.load(Relaxed).checked_sub(1);
+    let idle = pager.zip(lifecycle::known_segment()).is_some_and(|(index, segment)| {
+        segment.slot(swaptide_ipc::SlotIndex(index)).state() != ProcState::Engaged
+    });
+    if idle {
+        // Nothing goes out before the guard stands.
+        return;
+    }
+    while GUARD.load(Acquire) == NONE {
+        futex::wait(&GUARD, NONE, Some(Duration::from_millis(100)), futex::Scope::Private);
+    }
+    if GUARD.load(Acquire) == FAILED && pager.is_some() {
+        abort_with(&[
+            b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
+            not answer; it is stopped rather than given \
+              wrong data",
+        ]);
+    }
+}
+
+/// The guard's thread.
+extern "C" fn guard(_: usize) {
+    let tell = |what: u32| {
+        GUARD.store(what, Release);
+        futex::wake(&GUARD, i32::MAX as u32, futex::Scope::Private);
+    };
+    let guard = match lifecycle::own_table().and_then(|()| exec::socket()).and_then(shared::guard) {
+        Some(guard) => guard,
+        None => {
+            tell(FAILED);
+            exit_thread();
+        }
+    };
+    set_name(c"swaptide-guard");
+    let Some(segment) = lifecycle::segment() else {
+        tell(FAILED);
+        exit_thread();
+    };
+    PAGER.store(guard.slot.0 + 1, Relaxed);
+    tell(STANDS);
+    loop {
+        match poll_readable(&[guard.conn.as_fd()], None) {
+            Ok(0) => {}
+            Ok(_)
+                if guard.conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) => {}
+            _ => break,
+        }
+    }
+    if guard.has_lost(segment) {
+        abort_with(&[
+            b"swaptide: the supervisor was killed, and shared memory of this process that was \
+            swapped with it; the process is stopped rather \
+              than given wrong data",
+        ]);
+    }
+    // Nothing was out: the memory is the kernel's again.
+    drop(guard);
+    exit_thread()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_mapped_once_is_asked_about_and_too_much_rather_than_too_little() {
+        let range =
+            |n: usize| VirtRange { start: VirtAddr(n << 32), end: VirtAddr((n << 32) + (1 << 20)) };
+        assert!(!concerns(1 << 32, 4096));
+        for n in 1..=RANGES + 10 {
+            note(range(n));
+        }
+        for n in 1..=RANGES + 10 {
+            assert!(concerns((n << 32) + 4096, 4096) && concerns((n << 32) - 1, 2), "{n}");
+        }
+        assert!(!concerns((5 << 32) + (1 << 20), 4096) && !concerns(4096, 0));
+    }
+}

@@ -1,0 +1,5 @@
+//! Where pages are that are out: the devices of a process, and what a look at a range of them
+//! found.
+
+pub mod devices;
+pub mod snapshot;

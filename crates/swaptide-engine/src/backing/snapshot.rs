@@ -1,0 +1,305 @@
+//! What backs a range of pages: compressed memory, the swap file, zeros, the swap cache, or several
+//! of them.
+//!
+//! Owns: [`Snapshot`], what the words and the slots of up to [`MOST`] neighbouring pages said at a
+//! moment.
+//!
+//! Rules
+//! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at
+//!    without it, and without any lock of theirs ([`Snapshot::look`]). So a snapshot may be out of
+//!    date as soon as it is taken.
+//! 2. Whoever loads by a snapshot looks again under the memory lock before anything is put in place
+//!    ([`Snapshot::stands`]). A swapped word that is found again stands for the same data: while it
+//!    stands, only write-back touches its slot, and that gives the word another entry.
+
+use swaptide_core::{Slot as TableSlot, SwapEntry};
+
+use crate::backing::devices::{Devices, FILE, NO_ENTRY};
+use crate::mm::page_table::{PageState, PageTable};
+use crate::mm::types::PageNo;
+
+/// Most pages of a snapshot.
+pub const MOST: usize = 64;
+
+/// Where one page is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// Not swapped: the program has it, or nobody.
+    Absent,
+    /// In compressed memory.
+    Pool,
+    /// In the swap file.
+    File,
+    /// On a server alone.
+    Far,
+    /// It is all zeros; there is nothing to load.
+    Zero,
+    /// On its way out, in a staging frame.
+    Cached,
+    /// Its slot is not what a swapped page's is: it changed between the two looks.
+    Changed,
+}
+
+impl Place {
+    /// There is data to bring from a device that answers soon.
+    pub fn is_stored(self) -> bool {
+        matches!(self, Place::Pool | Place::File | Place::Zero)
+    }
+}
+
+/// What backs a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backing {
+    /// Nothing of it is swapped.
+    Nothing,
+    /// All that is swapped is in compressed memory (and zeros).
+    Pool,
+    /// All is in the swap file (and zeros).
+    File,
+    /// All is zeros.
+    Zero,
+    /// All is in the swap cache.
+    Cached,
+    /// So many pages in compressed memory and so many in the file, or some of them on their way.
+    Mixed {
+        /// Pages in compressed memory.
+        pool: usize,
+        /// Pages in the file.
+        file: usize,
+    },
+}
+
+/// See the module's description.
+pub struct Snapshot {
+    first: PageNo,
+    len: usize,
+    entries: [SwapEntry; MOST],
+    places: [Place; MOST],
+}
+
+impl Snapshot {
+    /// Copies the words of `n` pages (at most [`MOST`]) from `first` on.
+    pub fn note(table: &PageTable, first: PageNo, n: usize) -> Snapshot {
+        let mut snapshot = Snapshot {
+            first,
+            len: n.min(MOST),
+            entries: [NO_ENTRY; MOST],
+            places: [Place::Absent; MOST],
+        };
+        for k in 0..snapshot.len {
+            if let PageState::Swapped(entry) = table.get(first.plus(k)) {
+                snapshot.entries[k] = entry;
+                // Until its slot is looked at.
+                snapshot.places[k] = Place::Changed;
+            }
+        }
+        snapshot
+    }
+
+    /// Looks at the slots of the words that were copied.
+    pub fn look(&mut self, devices: &Devices) {
+        for (entry, place) in self.entries.iter().zip(&mut self.places).take(self.len) {
+            if *place == Place::Absent {
+                continue;
+            }
+            *place = match devices.slots(entry.ty()).lookup(entry.offset()) {
+                TableSlot::Folio(_) => Place::Cached,
+                TableSlot::Shadow { zero: true, .. } => Place::Zero,
+                TableSlot::Shadow { .. } if entry.ty() == FILE && devices.file.is_far(*entry) => {
+                    Place::Far
+                }
+                TableSlot::Shadow { .. } if entry.ty() == FILE => Place::File,
+                TableSlot::Shadow { .. } => Place::Pool,
+                TableSlot::Free | TableSlot::Bad => Place::Changed,
+            };
+        }
+    }
+
+    /// A chunk as a test wants it: a page is in the file, in compressed memory, or not swapped.
+    #[cfg(test)]
+    pub(crate) fn made_up(first: PageNo, is_in_file: impl Fn(usize) -> Option<bool>) -> Snapshot {
+        let mut snapshot =
+            Snapshot::note(&PageTable::new(), first, crate::mm::types::PAGES_PER_CHUNK);
+        for k in 0..snapshot.len {
+            snapshot.places[k] = match is_in_file(k) {
+                Some(true) => Place::File,
+                Some(false) => Place::Pool,
+                None => Place::Absent,
+            };
+        }
+        snapshot
+    }
+
+    /// The first page.
+    pub fn first(&self) -> PageNo {
+        self.first
+    }
+
+    /// Where the `k`-th page is.
+    pub fn place(&self, k: usize) -> Place {
+        self.places[k]
+    }
+
+    /// The entries from the first page on.
+    pub fn entries(&self) -> &[SwapEntry] {
+        &self.entries[..self.len]
+    }
+
+    /// How many pages from the first on can be loaded from the devices.
+    pub fn stored(&self) -> usize {
+        self.places[..self.len].iter().take_while(|place| place.is_stored()).count()
+    }
+
+    /// How many pages from the first on are far.
+    pub fn far(&self) -> usize {
+        self.places[..self.len].iter().take_while(|place| **place == Place::Far).count()
+    }
+
+    /// Far pages count as near: they are to be waited for.
+    pub fn bring_near(&mut self) {
+        self.places[..self.len]
+            .iter_mut()
+            .filter(|place| **place == Place::Far)
+            .for_each(|place| *place = Place::File);
+    }
+
+    /// What backs `n` pages from the `k`-th on.
+    pub fn backing(&self, k: usize, n: usize) -> Backing {
+        let (mut pool, mut file, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
+        for place in self.places[..self.len].iter().skip(k).take(n) {
+            match place {
+                Place::Absent => {}
+                Place::Pool => pool += 1,
+                Place::File | Place::Far => file += 1,
+                Place::Zero => zero += 1,
+                Place::Cached => cached += 1,
+                Place::Changed => other += 1,
+            }
+        }
+        match (pool, file, zero, cached, other) {
+            (0, 0, 0, 0, 0) => Backing::Nothing,
+            (0, 0, 0, _, 0) => Backing::Cached,
+            (0, 0, _, 0, 0) => Backing::Zero,
+            (_, 0, _, 0, 0) => Backing::Pool,
+            (0, _, _, 0, 0) => Backing::File,
+            _ => Backing::Mixed { pool, file },
+        }
+    }
+
+    /// The second look: how many of `n` pages from the first on still have the word they had.
+    pub fn stands(&self, table: &PageTable, n: usize) -> usize {
+        let same = |k: &usize| match (self.places[*k], table.get(self.first.plus(*k))) {
+            (Place::Absent, state) => !matches!(state, PageState::Swapped(_)),
+            (_, PageState::Swapped(entry)) => entry == self.entries[*k],
+            _ => false,
+        };
+        (0..n.min(self.len)).take_while(same).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU32;
+
+    use swaptide_core::{FolioId, Shadow};
+    use swaptide_ipc::{NewArea, Segment};
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+
+    const FOLIO: FolioId = FolioId(7);
+
+    /// Devices with a swap file of a few extents, and a table.
+    fn devices() -> (Devices, PageTable) {
+        let fd = memfd_create(c"segment", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        let area = NewArea::of_file(0, 8);
+        segment.add_area(area).expect("an area");
+        let index = segment.claim(10, 0).expect("slot");
+        let devices = Devices::new(
+            segment,
+            Arc::new(AtomicU32::new(index.0)),
+            |_| memfd_create(c"swap", 16 << 20).ok(),
+            1,
+        )
+        .expect("devices");
+        (devices, PageTable::new())
+    }
+
+    fn pooled(devices: &Devices, zero: bool) -> SwapEntry {
+        let entry = devices.alloc_pool(0, FOLIO).expect("a slot");
+        devices.to_shadow_with_zeros(entry, 1, FOLIO, Shadow(1), u64::from(zero));
+        entry
+    }
+
+    fn filed(devices: &Devices) -> SwapEntry {
+        let entry = devices.alloc_file(FOLIO).expect("a slot");
+        devices.to_shadow(entry, 1, FOLIO, Shadow(1));
+        entry
+    }
+
+    fn look(devices: &Devices, table: &PageTable, first: PageNo, n: usize) -> Snapshot {
+        let mut snapshot = Snapshot::note(table, first, n);
+        snapshot.look(devices);
+        snapshot
+    }
+
+    #[test]
+    fn every_backing_of_a_range_is_told_from_the_others() {
+        let (devices, mut table) = devices();
+        let first = PageNo(0x7000_0000);
+        let mut set = |k: usize, state| {
+            table.set(first.plus(k), state);
+        };
+        for k in 0..4 {
+            set(k, PageState::Swapped(pooled(&devices, false)));
+            set(4 + k, PageState::Swapped(filed(&devices)));
+            set(8 + k, PageState::Swapped(pooled(&devices, true)));
+            set(12 + k, PageState::Swapped(devices.alloc_pool(0, FOLIO).expect("a slot")));
+        }
+        set(20, PageState::Present);
+        let all = look(&devices, &table, first, MOST);
+        assert_eq!(all.backing(0, 4), Backing::Pool);
+        assert_eq!(all.backing(4, 4), Backing::File);
+        assert_eq!(all.backing(8, 4), Backing::Zero);
+        assert_eq!(all.backing(12, 4), Backing::Cached);
+        assert_eq!(all.backing(16, 8), Backing::Nothing);
+        assert_eq!(all.backing(2, 4), Backing::Mixed { pool: 2, file: 2 });
+        assert_eq!(all.backing(4, 8), Backing::File, "zeros belong to whatever they lie beside");
+        assert_eq!(all.backing(10, 4), Backing::Mixed { pool: 0, file: 0 });
+        assert_eq!(all.stored(), 12);
+    }
+
+    #[test]
+    fn the_second_look_sees_a_page_that_moved_to_the_file_went_or_came() {
+        let (devices, mut table) = devices();
+        let first = PageNo(0x7000_0000);
+        for k in 0..8 {
+            table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
+        }
+        let before = look(&devices, &table, first, 8);
+        assert_eq!(before.stands(&table, 8), 8);
+        let old = table.set(first.plus(5), PageState::Swapped(filed(&devices)));
+        assert_eq!(before.stands(&table, 8), 5, "write-back moved it");
+        table.set(first.plus(5), old);
+        assert_eq!(before.stands(&table, 8), 8);
+        table.set(first.plus(2), PageState::Empty);
+        assert_eq!(before.stands(&table, 8), 2, "the program gave it up");
+        table.set(first.plus(2), PageState::Present);
+        assert_eq!(before.stands(&table, 8), 2, "it came in otherwise");
+    }
+
+    #[test]
+    fn a_slot_that_is_freed_between_the_looks_is_no_place_to_load_from() {
+        let (devices, mut table) = devices();
+        let first = PageNo(0x7000_0000);
+        let entry = pooled(&devices, false);
+        table.set(first, PageState::Swapped(entry));
+        let mut snapshot = Snapshot::note(&table, first, 1);
+        devices.free_slot(entry, swaptide_core::Expect::Shadow);
+        snapshot.look(&devices);
+        assert_eq!((snapshot.place(0), snapshot.stored()), (Place::Changed, 0));
+        assert!(matches!(snapshot.backing(0, 1), Backing::Mixed { .. }));
+    }
+}

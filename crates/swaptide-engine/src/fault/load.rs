@@ -1,0 +1,201 @@
+//! From the devices into the handler's buffers: what a snapshot says is on them.
+//!
+//! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on
+//! disks that turn, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here touches
+//! the program or its words: whoever put pages into a buffer looks again whether they are still
+//! meant.
+//!
+//! Rules
+//! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
+//!    is read in one go.
+//! 2. A page that is read alone from a disk that turns brings along what was written beside it:
+//!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
+//!    the last ones proved worth it. None where the program is past its limit: then what is held is
+//!    given up. (kernel-facts G, cluster readahead. The windows of streams are
+//!    [`crate::readahead::locality`]'s.)
+//! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned;
+//!    so is one that came over a network and is not what was written. What is wrong on a disk is
+//!    poisoned at once, and so is what a server was asked for that does not answer.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_core::SwapEntry;
+use swaptide_ipc::Counter;
+use swaptide_store::codec::Codec;
+use swaptide_store::file::{Ahead, MOST_AHEAD, ReadError, ReadErrorKind};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::thread::{now, sleep};
+
+use crate::backing::snapshot::{Place, Snapshot};
+use crate::engine::Mm;
+use crate::event_loop::Handler;
+use crate::memcg::pool_sizing::Loads;
+use crate::mm::types::PageNo;
+use crate::readahead::policy::Gate;
+
+/// What lies between the attempts to read a page before it is given up, but for the first two,
+/// which follow each other.
+pub(crate) const PAUSES: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
+/// `page-cluster` where nothing is said.
+const PAGE_CLUSTER: u8 = 3;
+
+impl Handler {
+    /// Loads pages from compressed memory. Gives how many came before the first that could not be.
+    pub(crate) fn load_pool(&mut self, entries: &[SwapEntry], out: &mut [Page]) -> usize {
+        let pool = &self.engine.devices.pool;
+        // Nobody wants to know what it takes where nothing is compressed so.
+        let began = self.loads.any_zstd.then(now);
+        let (mut loaded, mut zstd) = (0, 0);
+        for (entry, out) in entries.iter().zip(out) {
+            let Ok(codec) = pool.load(Slot(entry.offset().0), out, &mut self.unpacker) else {
+                break;
+            };
+            loaded += 1;
+            zstd += u32::from(codec == Some(Codec::Zstd));
+        }
+        self.loads.pages += loaded as u32;
+        self.loads.zstd += zstd;
+        // What came of one codec alone tells what that costs.
+        if zstd > 0 && zstd as usize == loaded {
+            self.loads.any_zstd = true;
+            if let Some(began) = began {
+                self.loads.zstd_ns += now().since(began).as_nanos() as u64;
+                self.loads.timed += zstd;
+            }
+        }
+        loaded
+    }
+
+    /// Now and then, tells the division what loads cost.
+    pub(crate) fn tell_loads(&mut self, mm: &mut Mm) {
+        if self.loads.pages >= 64 {
+            let any_zstd = self.loads.zstd > 0;
+            mm.split
+                .loaded(std::mem::replace(&mut self.loads, Loads { any_zstd, ..Loads::default() }));
+        }
+    }
+
+    /// Loads the pages at the front of a snapshot. Gives how many came before the first that could
+    /// not be.
+    pub(crate) fn load(&mut self, snapshot: &Snapshot, out: &mut [Page]) -> usize {
+        let entries = snapshot.entries();
+        self.held_hits = 0;
+        let mut loaded = out.len();
+        let mut in_file = 0;
+        let mut at = 0;
+        while at < loaded {
+            let place = snapshot.place(at);
+            let run = (at..loaded).take_while(|k| snapshot.place(*k) == place).count();
+            match place {
+                Place::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
+                Place::File => in_file += run,
+                _ => {
+                    let good = self.load_pool(&entries[at..at + run], &mut out[at..at + run]);
+                    if good < run {
+                        loaded = at + good;
+                    }
+                }
+            }
+            at += run;
+        }
+        if in_file == 0 {
+            return loaded;
+        }
+        let is_in_file = |k: &usize| snapshot.place(*k) == Place::File;
+        let mut requests: Vec<(usize, Slot, &mut Page)> = out[..loaded]
+            .iter_mut()
+            .enumerate()
+            .filter(|(k, _)| is_in_file(k))
+            .map(|(k, out)| (k, Slot(entries[k].offset().0), out))
+            .collect();
+        self.read_file(snapshot.first(), &mut requests).unwrap_or(loaded)
+    }
+
+    /// Reads pages from the file: each with its place from `first` on. Gives the first place that
+    /// could not be read.
+    fn read_file(
+        &mut self,
+        first: PageNo,
+        pages: &mut [(usize, Slot, &mut Page)],
+    ) -> Option<usize> {
+        let engine = self.engine;
+        let file = &engine.devices.file;
+        let began = now();
+        let most = self.cluster_window();
+        let mut requests: Vec<(Slot, &mut Page)> =
+            pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
+        let (place, ahead) = (&mut self.place, &mut self.ahead);
+        let error = match place.normally(|| ahead.read(&file.device, &mut requests, most)) {
+            Ok(Ahead { hits, ahead }) => {
+                engine.count(Counter::SwapRaHit, hits);
+                engine.count(Counter::SwapRa, ahead);
+                engine.count(Counter::Pswpin, ahead);
+                self.held_hits = hits;
+                let read = pages.len() - hits + ahead;
+                if read > 0 {
+                    let ns = now().since(began).as_nanos() as u64;
+                    self.read_ns = (self.read_ns * 15 + ns / read as u64) / 16;
+                    engine.mm.lock().split.read(read, ns);
+                }
+                return None;
+            }
+            Err(error) => error,
+        };
+        // One by one, to have those that can be read.
+        drop(requests);
+        (engine.start.log)(&format!("reading from the swap file failed: {error}"));
+        for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
+            let mut result = file.device.read(&mut [(*slot, &mut **out)]);
+            for pause in PAUSES {
+                // What is wrong on a disk stays so, and a server that does not answer was waited
+                // for. What could not be read may be read a little later, and what is wrong on its
+                // way here may be right then.
+                let is_worth_it = match &result {
+                    Err(ReadError { kind: ReadErrorKind::Io(errno), .. }) => {
+                        *errno != Errno::TIMEDOUT
+                    }
+                    Err(ReadError { kind: ReadErrorKind::Authentication, .. }) => {
+                        file.device.server_of(*slot).is_some()
+                    }
+                    _ => false,
+                };
+                if !is_worth_it {
+                    break;
+                }
+                sleep(pause);
+                result = file.device.read(&mut [(*slot, &mut **out)]);
+            }
+            if let Err(error) = result {
+                if at == 0 {
+                    (engine.start.log)(&format!(
+                        "page {:?} cannot be read from the swap file: {error}",
+                        first.plus(*k).addr()
+                    ));
+                }
+                return Some(*k);
+            }
+        }
+        None
+    }
+
+    /// Pages that one from a disk that turns may come with, itself among them.
+    fn cluster_window(&mut self) -> usize {
+        let charge = &self.engine.charge;
+        let cluster = self.gate().page_cluster.unwrap_or(PAGE_CLUSTER);
+        if charge.room() < 0 {
+            self.ahead.clear();
+            return 1;
+        }
+        (1 << cluster).min(MOST_AHEAD).min(charge.window_pages() / 2)
+    }
+
+    /// How much may come in at a time. Read anew each time: it may be changed while the run is
+    /// under way.
+    pub(crate) fn gate(&self) -> Gate {
+        let header = &self.engine.start.segment.header;
+        Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed))
+    }
+}

@@ -1,0 +1,366 @@
+//! The parent's handler from the fork event until the child serves itself.
+//!
+//! Owns: the child's userfaultfd until it is handed over, and what the child was given meanwhile.
+//!
+//! Invariants
+//! 1. The engine's memory is not changed but for faults of the forking thread, whose pages the
+//!    child gets first.
+//! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the
+//!    parent goes on.
+//! 3. Until then every fault of the child is answered, whatever the child has changed of its
+//!    mappings.
+//! 4. A child that says nothing for [`SILENT`] is given all its memory and goes on without an
+//!    engine. One that was sent its userfaultfd and says nothing for [`ANSWERS_WITHIN`] is killed
+//!    before what it shares is given up.
+//! 5. What a child says is looked at before it is used: a process slot is one that the child has
+//!    claimed.
+//!
+//! Locks: the memory lock, for one page at a time.
+
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
+use std::time::Duration;
+
+use swaptide_ipc::{Counter, ExtentId, MAX_PROCS, SlotIndex};
+use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info, processes};
+use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::thread::{getpid, sleep};
+use swaptide_sys::uffd::{Message, Uffd};
+use swaptide_sys::{AsFd, BorrowedFd, Errno};
+
+use crate::event_loop::Handler;
+use crate::fork::populate::Recipient;
+use crate::fork::prepare::FAIL_HANDING_OVER;
+use crate::fork::protocol::{Decline, MESSAGE_BYTES, OFF, OFF_TORN, TAKEN, encode};
+use crate::mm::types::{PageNo, range_of};
+use crate::sched::deadline::Patience;
+
+/// How long a child may run before it says hello: libc and other libraries do their part first.
+const SILENT: Duration = Duration::from_secs(15);
+/// How long it may take to take over when it has everything.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+/// The same where a test wants to see what happens then.
+const IN_TESTS: Duration = Duration::from_secs(2);
+const SIGKILL: i32 = 9;
+
+/// Of the children of this process the one that was born last is stopped.
+fn newborn_is_stopped() -> bool {
+    let this = getpid().0;
+    let all = processes().unwrap_or_default();
+    all.iter()
+        .filter(|process| process.ppid == this)
+        .max_by_key(|process| process.start_time)
+        .is_some_and(|process| process.stopped)
+}
+
+/// Whether a process is a child of this one, and stopped.
+fn is_stopped(pid: u32) -> bool {
+    proc_info(pid).is_some_and(|process| process.stopped)
+}
+
+/// Kills a child of this process. Nothing else is: the number came over a socket.
+fn kill_child(pid: u32) -> Result<(), Errno> {
+    let child = pidfd_open(pid)?;
+    // After the descriptor is there: the number cannot come to mean another process any more.
+    if proc_info(pid).is_none_or(|process| process.ppid != getpid().0) {
+        return Err(Errno::SRCH);
+    }
+    pidfd_send_signal(child.as_fd(), SIGKILL)
+}
+
+impl Handler {
+    fn bound(&self, usual: Duration) -> Duration {
+        if self.engine.start.segment.header.fail.load(Relaxed) == 0 { usual } else { IN_TESTS }
+    }
+
+    /// Serves the child until it serves itself, and gives it what it needs for that. Without a way
+    /// to it (`door`) it gets all its memory.
+    ///
+    /// Another thread may fork past the hook at the same time. Then nobody can tell whose child is
+    /// whose: all are served, and when the one that came through the hook says hello, all get
+    /// everything.
+    pub(super) fn hand_over(&mut self, child: Uffd, mut door: Option<Conn>) {
+        let mut children = vec![self.recipient(child, !self.torn)];
+        let mut served: Vec<u64> = Vec::new();
+        let mut patience = Patience::new(self.bound(SILENT));
+        self.stand_still_as_told(FAIL_HANDING_OVER);
+        if door.is_none() {
+            (self.engine.start.log)(
+                "there is no way to a forked child: it gets all its memory at once and is not \
+                managed",
+            );
+            return self.abandon(&mut children, None);
+        }
+        loop {
+            self.wait_for_child(&children, door.as_ref());
+            self.drain_events();
+            self.attend_hints();
+            self.serve_forker(&mut children, &mut served);
+            if let Some(another) = self.child.take() {
+                children.push(self.recipient(another, false));
+                self.torn = true;
+            }
+            for child in &mut children {
+                self.read_child(child, &mut served);
+            }
+            let knocks = |conn: &Conn| matches!(poll_readable(&[conn.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+            if let Some(conn) = door.take_if(|conn| knocks(conn)) {
+                match self.send(&conn, &mut children, &served) {
+                    Ok(()) => return,
+                    Err(errno) => (self.engine.start.log)(&format!(
+                        "handing over to a child failed: {}",
+                        swaptide_sys::Why(errno)
+                    )),
+                }
+            }
+            children.retain(|child| !child.is_gone());
+            if children.is_empty() {
+                if self.fork_done {
+                    return;
+                }
+                // It was another thread's; this one's fork is yet to come, and the engine's memory
+                // has changed meanwhile.
+                self.torn = true;
+                patience = Patience::new(self.bound(SILENT));
+            }
+            if patience.is_over(newborn_is_stopped) {
+                (self.engine.start.log)(
+                    "a forked child does not say that it is there: it gets all its memory and is \
+                    not managed",
+                );
+                return self.abandon(&mut children, door);
+            }
+        }
+    }
+
+    /// Gives all children everything, and leaves word of that for the one that comes to the door
+    /// later.
+    fn abandon(&mut self, children: &mut [Recipient], door: Option<Conn>) {
+        let hooked = !self.torn && children.len() == 1;
+        for child in children {
+            self.lay_out(child, hooked);
+            self.give_all(child);
+        }
+        if let Some(conn) = door {
+            // It lies there when this end is closed.
+            let _ =
+                conn.set_nonblocking(true).and_then(|()| conn.send(&OFF_TORN.to_le_bytes(), &[]));
+        }
+    }
+
+    /// Waits a moment for whoever may have something to say.
+    fn wait_for_child(&self, children: &[Recipient], door: Option<&Conn>) {
+        let mut fds = vec![self.uffd.as_fd()];
+        fds.extend(door.map(|conn| conn.as_fd()));
+        fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
+        // What cannot be waited for is looked at again.
+        let _ = poll_readable(&fds, Some(Duration::from_millis(2)));
+    }
+
+    /// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
+    /// forked past the hook and this is that one's child, not yet in it, and then it must go on.
+    /// The children get the page first.
+    fn serve_forker(&mut self, children: &mut [Recipient], served: &mut Vec<u64>) {
+        let forker = self.engine.fork.forker.load(Acquire);
+        let Some(at) = self.pending.iter().position(|fault| fault.tid == forker) else { return };
+        let page = PageNo::of(self.pending[at].addr);
+        if !self.can_answer(page) {
+            return;
+        }
+        let Some(fault) = self.pending.remove(at) else { return };
+        for child in children {
+            served.extend(self.give(child, page).map(|place| place.0 as u64));
+        }
+        self.answer(fault);
+    }
+
+    /// The child's next message, if it lives to send one. `ETIMEDOUT` when it does not for too
+    /// long.
+    fn hear(
+        &self,
+        conn: &Conn,
+        children: &[Recipient],
+        pid: u32,
+        message: &mut [u8],
+    ) -> Result<(), Errno> {
+        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
+        while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
+            if children.iter().all(Recipient::is_gone) {
+                return Err(Errno::SRCH);
+            }
+            if patience.is_over(|| is_stopped(pid)) {
+                return Err(Errno::TIMEDOUT);
+            }
+        }
+        let (n, _) = conn.recv(message, &mut [])?;
+        if n == message.len() { Ok(()) } else { Err(Errno::PROTO) }
+    }
+
+    /// Says something to the child. `ETIMEDOUT` when it does not read for too long.
+    fn say(
+        &self,
+        conn: &Conn,
+        pid: u32,
+        bytes: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), Errno> {
+        conn.set_nonblocking(true)?;
+        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
+        loop {
+            match conn.send(bytes, fds) {
+                Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => {
+                    return Err(Errno::TIMEDOUT);
+                }
+                Err(Errno::AGAIN) => sleep(Duration::from_millis(1)),
+                said => return said,
+            }
+        }
+    }
+
+    /// Answers the child's faults, and notes what else it tells.
+    fn read_child(&mut self, child: &mut Recipient, served: &mut Vec<u64>) {
+        let mut messages = Message::buffer::<8>();
+        if let Ok(n) = child.uffd.read(&mut messages) {
+            for message in &mut messages[..n] {
+                child.note(message.decode());
+            }
+        }
+        // One at a time: more may be read while one is answered.
+        while let Some(place) = child.take_fault() {
+            if let Some(place) = self.copy_at(child, place) {
+                served.push(place.0 as u64);
+                self.engine.count(Counter::ForkServed, 1);
+            }
+            let _ = child.uffd.wake(range_of(place, 1));
+        }
+        self.give_to_its_children(child);
+    }
+
+    /// Parent and child have together what the parent had, until the supervisor has seen the child:
+    /// what they share now is two pages as soon as one of them writes to it, and no fault tells of
+    /// that. Where there is much to keep they take it over a little later
+    /// ([`crate::memcg::charge::Charge::part_with`]).
+    fn share_limit(&self, child: SlotIndex) {
+        let engine = self.engine;
+        let half = engine.charge.part_with();
+        for slot in [engine.slot(), engine.start.segment.slot(child)] {
+            slot.limit_bytes.store(half, Relaxed);
+        }
+        engine.charge.take_limit(engine.slot());
+    }
+
+    /// Answers a child's hello: `[process slot, process id, token]`.
+    fn send(
+        &mut self,
+        conn: &Conn,
+        children: &mut [Recipient],
+        served: &[u64],
+    ) -> Result<(), Errno> {
+        let engine = self.engine;
+        let mut hello = [0u8; 16];
+        self.hear(conn, children, 0, &mut hello)?;
+        let word =
+            |at: usize| u32::from_le_bytes(hello[at..at + 4].try_into().expect("four bytes"));
+        let token = u64::from_le_bytes(hello[8..16].try_into().expect("eight bytes"));
+        if token != engine.fork.token.load(Relaxed) {
+            return Err(Errno::PROTO);
+        }
+        let pid = word(4);
+        let declined = Decline::of(word(0));
+        let has_claimed = || {
+            let index = SlotIndex(word(0));
+            ((index.0 as usize) < MAX_PROCS
+                && engine.start.segment.slot(index).pid.load(Relaxed) == pid)
+                .then_some(index)
+        };
+        let why = match declined {
+            Some(decline) => Some(decline.why()),
+            None if has_claimed().is_none() => Some("it says a process slot that is not its own"),
+            None if children.iter().any(Recipient::has_moved) => {
+                Some("other libraries have moved memory in it")
+            }
+            None => None,
+        };
+        if let Some(why) = why {
+            (engine.start.log)(&format!(
+                "forked child {pid} gets all its memory and is not managed: {why}"
+            ));
+        }
+        let [child] = children else {
+            for child in children.iter_mut() {
+                self.lay_out(child, false);
+                self.give_all(child);
+            }
+            return self.say(conn, pid, &OFF_TORN.to_le_bytes(), &[]);
+        };
+        let Some(index) = has_claimed().filter(|_| why.is_none() && !self.torn) else {
+            // It may be another thread's after all.
+            self.lay_out(child, !self.torn);
+            self.give_all(child);
+            return self.say(conn, pid, &if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
+        };
+        self.share_limit(index);
+        let own = engine.slot_index();
+        let file = &engine.devices.file;
+        file.device
+            .leased(|extent| engine.start.segment.share_charged(own, index, ExtentId(extent.0)));
+        let taken = self.pass_on(conn, child, pid, served);
+        match taken {
+            Ok(true) => return Ok(()),
+            Err(Errno::TIMEDOUT) => {
+                (engine.start.log)(&format!(
+                    "forked child {pid} does not take its memory over: it is killed"
+                ));
+                if kill_child(pid).is_err() {
+                    crate::fatal(
+                        "a forked child does not take its memory over, and cannot be ended",
+                    );
+                }
+                engine.fork.tell_of_kill();
+                while !child.is_gone() {
+                    sleep(Duration::from_millis(1));
+                }
+            }
+            Err(errno) => return Err(errno),
+            Ok(false) => self.give_all(child),
+        }
+        file.device.leased(|extent| {
+            engine.start.segment.release_charged(own, index, ExtentId(extent.0));
+        });
+        match taken {
+            Ok(_) => self.say(conn, pid, &OFF.to_le_bytes(), &[]),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Sends a child all it needs; false if it cannot take over.
+    fn pass_on(
+        &self,
+        conn: &Conn,
+        child: &Recipient,
+        pid: u32,
+        served: &[u64],
+    ) -> Result<bool, Errno> {
+        let areas = self.engine.devices.file.device.shared();
+        let mut words: Vec<u64> = vec![areas.len() as u64];
+        words.extend(
+            areas.iter().map(|handed| u64::from(handed.area) << 32 | u64::from(handed.generation)),
+        );
+        words.push(served.len() as u64);
+        words.extend_from_slice(served);
+        words.extend(child.layout().done().iter().chain(child.own()).filter_map(encode).flatten());
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let total = (bytes.len() as u64).to_le_bytes();
+        let descriptors: Vec<_> = [child.uffd.as_fd()]
+            .into_iter()
+            .chain(areas.iter().filter_map(|handed| handed.opened.shareable()))
+            .collect();
+        self.say(conn, pid, &total, &descriptors)?;
+        drop(descriptors);
+        for part in bytes.chunks(MESSAGE_BYTES) {
+            self.say(conn, pid, part, &[])?;
+        }
+        let mut answer = [0u8];
+        self.hear(conn, std::slice::from_ref(child), pid, &mut answer)?;
+        Ok(answer == [TAKEN])
+    }
+}

@@ -1,0 +1,563 @@
+//! Pages for a process that has no engine: copied to it through its userfaultfd.
+//!
+//! Owns: the userfaultfd of such a process, and what is known of its mappings.
+//!
+//! Invariants
+//! 1. A process's userfaultfd is closed only when all that was swapped at its fork is there, and
+//!    what it has forked until then has all of it too.
+//! 2. A page goes where the process has it at that moment: the kernel refuses the copy while a
+//!    change of its mappings is unread, and the place is looked up again when that was read.
+//!
+//! Locks: the memory lock, for one page at a time; not while the process is waited for.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use swaptide_core::{Slot as TableSlot, SwapEntry};
+use swaptide_ipc::Counter;
+use swaptide_store::file::{FileDevice, Stamp};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::mem::Mapping;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::process::read_memory;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::{getpid, now, yield_now};
+use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
+use swaptide_sys::{AsFd, Errno};
+
+use crate::backing::devices::POOL;
+use crate::event_loop::{Handler, LATEST};
+use crate::fork::layout::{Change, Layout, is_armed};
+use crate::mm::page_table::PageState;
+use crate::mm::types::{PageNo, pages_of, range_of};
+
+/// How long a moment is waited for in which no thread changes mappings, before it is enough that
+/// the child has everything where it is expected.
+const BUSY: Duration = Duration::from_millis(20);
+/// So many pages of a stranger's come between two looks at this process's own faults, of which so
+/// many are answered at a time.
+const ATTEND_EVERY: usize = 256;
+const ATTENDED: usize = 16;
+/// Strangers that are taken in before what was noted is applied, and those can go on whom that
+/// concerns.
+const MOST_MET: usize = 4;
+/// Between two looks.
+const LOOK: Duration = Duration::from_micros(50);
+
+/// Pages of swap areas that are read at a time for one who gets everything.
+const AHEAD: usize = 64;
+
+/// Pages that were read from swap areas before their turn: one at a time, each would take as long
+/// as its device takes to answer.
+struct Ahead {
+    buffer: Option<Mapping>,
+    /// Whose the pages in the buffer are, and what their slots held.
+    read: Vec<(SwapEntry, Option<Stamp>)>,
+    /// What comes before was in it, as far as it could be.
+    next: PageNo,
+}
+
+impl Ahead {
+    fn new() -> Ahead {
+        Ahead { buffer: None, read: Vec::new(), next: PageNo(0) }
+    }
+
+    /// A page's contents, if they were read and nothing else is there by now.
+    fn find(&self, entry: SwapEntry, device: &FileDevice) -> Option<&Page> {
+        let at = self.read.iter().position(|(of, _)| *of == entry)?;
+        let stamp = device.stamp(Slot(entry.offset().0));
+        let buffer =
+            self.buffer.as_ref().filter(|_| stamp.is_some() && stamp == self.read[at].1)?;
+        // SAFETY: as many pages as `read` is long lie in the buffer, and it is written to with
+        // `self` borrowed for that alone.
+        Some(unsafe { &*buffer.as_ptr().add(at * PAGE_SIZE).cast::<Page>() })
+    }
+}
+
+/// A process that is given pages.
+pub(crate) struct Recipient {
+    pub(super) uffd: Uffd,
+    /// Where it had, at its fork, what the parent's table knows.
+    layout: Layout,
+    /// What it has changed itself since.
+    own: Vec<Change>,
+    /// The same, to follow a page.
+    since: Layout,
+    /// What it has forked.
+    forked: Vec<Uffd>,
+    /// Its faults that were read and not answered. Where its userfaultfd is closed before they are,
+    /// the kernel answers them.
+    faults: VecDeque<PageNo>,
+}
+
+impl Recipient {
+    fn new(uffd: Uffd) -> Recipient {
+        Recipient {
+            uffd,
+            layout: Layout::default(),
+            own: Vec::new(),
+            since: Layout::default(),
+            forked: Vec::new(),
+            faults: VecDeque::new(),
+        }
+    }
+
+    /// How it differed from the table at its fork.
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// What it has changed of its mappings since.
+    pub(super) fn own(&self) -> &[Change] {
+        &self.own
+    }
+
+    /// It has moved a mapping since. What was given to it before is not where it was given to.
+    pub(super) fn has_moved(&self) -> bool {
+        self.own.iter().any(|change| matches!(change, Change::Moved { .. }))
+    }
+
+    /// A fault that was not answered yet.
+    pub(super) fn take_fault(&mut self) -> Option<PageNo> {
+        self.faults.pop_front()
+    }
+
+    /// It has ended or executed another program.
+    pub(super) fn is_gone(&self) -> bool {
+        self.uffd.coverage(range_of(PageNo(1), 1)) == Coverage::Gone
+    }
+
+    /// Where it has a page of the table now.
+    fn place(&self, page: PageNo) -> Option<PageNo> {
+        self.since.place(self.layout.place(page)?)
+    }
+
+    /// Takes in what it tells.
+    pub(super) fn note(&mut self, event: Event) {
+        match event {
+            Event::Fork { uffd } => return self.forked.push(uffd),
+            Event::Fault { addr, .. } => return self.faults.push_back(PageNo::of(addr)),
+            _ => {}
+        }
+        let Some(change) = Change::of(&event) else { return };
+        let ends_a_move = |c: &Change| matches!((c, change), (Change::Moved { from, .. }, Change::Gone(range)) if *from == range.start);
+        if !self.own.iter().any(ends_a_move) {
+            self.own.push(change);
+            self.since.changed(change);
+        }
+    }
+
+    /// Reads what it tells.
+    fn read(&mut self) {
+        let mut messages = Message::buffer::<8>();
+        while let Ok(n @ 1..) = self.uffd.read(&mut messages) {
+            for message in &mut messages[..n] {
+                self.note(message.decode());
+            }
+        }
+    }
+
+    /// Whether it had an armed mapping at a page at its fork.
+    fn had(&mut self, page: PageNo) -> bool {
+        loop {
+            let at = range_of(page, 1);
+            match is_armed(&self.uffd, page) {
+                Some(has) => {
+                    return self.own.iter().find_map(|c| c.tells_of(at)).unwrap_or(has);
+                }
+                None => {
+                    self.read();
+                    yield_now();
+                }
+            }
+        }
+    }
+}
+
+impl Handler {
+    /// The child of a fork event that was just read, when all is known of where it has its pages.
+    /// `hooked`: what the table has happened before the fork, for the forking thread waited until
+    /// it was read.
+    pub(super) fn recipient(&mut self, uffd: Uffd, hooked: bool) -> Recipient {
+        let mut child = Recipient::new(uffd);
+        let began = now();
+        // The forking thread itself counts as a change until it has run again.
+        while self.uffd.coverage(self.engine.bells.range()) == Coverage::Changing {
+            let waited = now().since(began);
+            if waited > BUSY {
+                self.lay_out(&mut child, hooked);
+                if waited > LATEST || self.accounts_for(&mut child) {
+                    return child;
+                }
+            }
+            let _ = poll_readable(&[self.uffd.as_fd()], Some(LOOK));
+            self.read_noting();
+        }
+        self.lay_out(&mut child, hooked);
+        child
+    }
+
+    /// Looks where a child has its pages. See [`Handler::recipient`].
+    pub(super) fn lay_out(&self, child: &mut Recipient, hooked: bool) {
+        let (regions, applied, mut noted): (Vec<VirtRange>, Vec<Change>, Vec<Change>) = {
+            let mm = self.engine.mm.lock();
+            (
+                mm.regions.iter().collect(),
+                if hooked { Vec::new() } else { mm.recent.clone() },
+                mm.late.iter().filter_map(Change::of).collect(),
+            )
+        };
+        noted.extend_from_slice(&self.noted);
+        if applied.is_empty() && noted.is_empty() {
+            child.layout = Layout::default();
+            return;
+        }
+        child.layout =
+            Layout::judge(&applied, &noted, |page| child.had(page), |addr| is_in(&regions, addr));
+    }
+
+    /// True when the child has an armed mapping wherever something swapped is expected.
+    fn accounts_for(&self, child: &mut Recipient) -> bool {
+        let mut at = PageNo(0);
+        loop {
+            let next = {
+                let mm = self.engine.mm.lock();
+                let next = mm.table.next_used(at, PageNo(usize::MAX / PAGE_SIZE));
+                next.map(|page| (page, matches!(mm.table.get(page), PageState::Swapped(_))))
+            };
+            let Some((page, is_swapped)) = next else { return true };
+            // Mappings move as a whole: one page in a chunk tells of the others.
+            if is_swapped && child.layout.place(page).is_some_and(|place| !child.had(place)) {
+                return false;
+            }
+            at = if is_swapped { page.chunk().plus(1).first() } else { page.plus(1) };
+        }
+    }
+
+    /// Forks that came through no hook: the children get everything.
+    pub(crate) fn serve_strangers(&mut self) {
+        if self.strangers.is_empty() {
+            return;
+        }
+        self.giving = true;
+        self.met = 0;
+        self.meet_strangers();
+        while !self.recipients.is_empty() {
+            let mut child = self.recipients.remove(0);
+            self.give_all(&mut child);
+            self.meet_strangers();
+        }
+        self.giving = false;
+        if !self.deferring {
+            self.apply_noted();
+        }
+    }
+
+    /// Finds out where those have their pages that were told of.
+    fn meet_strangers(&mut self) {
+        while !self.strangers.is_empty() {
+            let uffd = self.strangers.remove(0);
+            (self.engine.start.log)(
+                "a fork came through no hook of libc: the child gets all its memory at once and is \
+                not managed",
+            );
+            self.engine.is_shared_anew();
+            self.engine.count(Counter::Forks, 1);
+            let child = self.recipient(uffd, false);
+            self.recipients.push(child);
+            self.met += 1;
+        }
+    }
+
+    /// Between two pages for a stranger: threads of this process that wait for a page get it, after
+    /// all strangers. Where threads fork without pause their turn would never come otherwise.
+    fn attend(&mut self, child: &mut Recipient) {
+        if self.deferring {
+            return;
+        }
+        for _ in 0..ATTENDED {
+            if self.met < MOST_MET {
+                self.read_noting();
+            }
+            // Nothing leaves the table before all know of it.
+            self.meet_strangers();
+            let Some(at) =
+                self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr)))
+            else {
+                return;
+            };
+            let Some(fault) = self.pending.remove(at) else { return };
+            let page = PageNo::of(fault.addr);
+            self.give(child, page);
+            let mut others = std::mem::take(&mut self.recipients);
+            for other in &mut others {
+                self.give(other, page);
+            }
+            self.recipients = others;
+            self.answer(fault);
+        }
+    }
+
+    /// True when nothing that was noted concerns a managed page, so that the table knows what it
+    /// is.
+    pub(super) fn can_answer(&self, page: PageNo) -> bool {
+        !self.noted.iter().any(|change| change.concerns(range_of(page, 1)))
+            && self.engine.mm.lock().regions.find(page.addr()).is_some()
+    }
+
+    /// Gives a process everything that is swapped, and those that it forks meanwhile: they have
+    /// what it had at that moment.
+    pub(super) fn give_all(&mut self, child: &mut Recipient) {
+        let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
+        let mut copied = 0;
+        let mut ahead = Ahead::new();
+        for region in regions {
+            let pages = pages_of(region);
+            let end = PageNo(pages.end);
+            let mut at = PageNo(pages.start);
+            loop {
+                let next = self.engine.mm.lock().table.next_used(at, end);
+                let Some(page) = next.filter(|p| *p < end) else { break };
+                let state = self.engine.mm.lock().table.get(page);
+                if let PageState::Swapped(entry) = state
+                    && entry.ty() != POOL
+                    && page >= ahead.next
+                {
+                    self.read_ahead(&mut ahead, page, end);
+                }
+                if matches!(state, PageState::Swapped(_) | PageState::Poisoned) {
+                    self.copy_read(child, page, &ahead);
+                    copied += 1;
+                    if self.giving && copied % ATTEND_EVERY == 0 {
+                        self.attend(child);
+                    }
+                }
+                at = page.plus(1);
+            }
+        }
+        for at in 0..self.brought.len() {
+            self.copy_read(child, self.brought[at], &ahead);
+        }
+        self.give_to_its_children(child);
+    }
+
+    /// Gives a page that has come in during the fork.
+    fn copy_brought(
+        &mut self,
+        child: &mut Recipient,
+        page: PageNo,
+        mut place: PageNo,
+    ) -> Option<PageNo> {
+        let is_read = self.read_own(page);
+        loop {
+            let progress = if is_read {
+                // SAFETY: the buffer is the handler's own; the destination is another process's
+                // missing page.
+                unsafe {
+                    child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false)
+                }
+            } else {
+                child.uffd.poison(range_of(place, 1))
+            };
+            match progress.error {
+                None => return Some(place),
+                Some(Errno::AGAIN | Errno::NOMEM) => {
+                    child.read();
+                    yield_now();
+                    place = child.place(page)?;
+                }
+                // It has what the parent had at the fork.
+                Some(_) => return None,
+            }
+        }
+    }
+
+    /// Copies a page of the parent's memory to the handler's buffer. False where its mapping has
+    /// changed, or may have, since it came in.
+    fn read_own(&mut self, page: PageNo) -> bool {
+        // The page is there: what gives it up waits until its event was read, or takes the whole
+        // mapping away. So this is no fault that the handler would wait for itself.
+        if !self.can_answer(page) {
+            return false;
+        }
+        // SAFETY: the buffer is the handler's own.
+        let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
+        let is_read =
+            read_memory(getpid().0, page.addr(), buffer).is_ok_and(|bytes| bytes == PAGE_SIZE);
+        is_read && self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing
+    }
+
+    /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
+    /// when it is its turn.
+    fn read_ahead(&self, ahead: &mut Ahead, page: PageNo, end: PageNo) {
+        let devices = &self.engine.devices;
+        ahead.read.clear();
+        if ahead.buffer.is_none() {
+            ahead.buffer = Mapping::reserve(AHEAD * PAGE_SIZE).ok();
+        }
+        let Some(buffer) = &mut ahead.buffer else { return };
+        {
+            let mm = self.engine.mm.lock();
+            let mut at = page;
+            while let Some(page) =
+                mm.table.next_used(at, end).filter(|page| *page < end && ahead.read.len() < AHEAD)
+            {
+                if let PageState::Swapped(entry) = mm.table.get(page)
+                    && entry.ty() != POOL
+                    && matches!(devices.file.slots.lookup(entry.offset()), TableSlot::Shadow { .. })
+                {
+                    ahead.read.push((entry, devices.file.device.stamp(Slot(entry.offset().0))));
+                }
+                at = page.plus(1);
+            }
+            ahead.next = at;
+        }
+        // SAFETY: the buffer is this call's alone while it is borrowed.
+        let pages = unsafe { buffer.slice_mut(0, ahead.read.len() * PAGE_SIZE) };
+        let pages =
+            pages.chunks_exact_mut(PAGE_SIZE).map(|page| page.try_into().expect("a page's bytes"));
+        let mut wanted: Vec<(Slot, &mut Page)> =
+            ahead.read.iter().map(|(entry, _)| Slot(entry.offset().0)).zip(pages).collect();
+        if devices.file.device.read(&mut wanted).is_err() {
+            ahead.read.clear();
+        }
+    }
+
+    /// Gives everything to what a process has forked. A fork that began before the last page was
+    /// there is told of only after it; while one is under way the kernel says so.
+    pub(super) fn give_to_its_children(&mut self, child: &mut Recipient) {
+        loop {
+            child.read();
+            match child.uffd.coverage(self.engine.bells.range()) {
+                Coverage::Changing => yield_now(),
+                _ if child.forked.is_empty() => return,
+                _ => {
+                    let mut grandchild = Recipient::new(child.forked.remove(0));
+                    let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
+                    let known = |addr| {
+                        child
+                            .layout
+                            .origin(PageNo::of(addr))
+                            .is_some_and(|page| is_in(&regions, page.addr()))
+                    };
+                    let own = Layout::judge(&[], &child.own, |page| grandchild.had(page), known);
+                    grandchild.layout = child.layout.clone();
+                    own.done().iter().for_each(|change| grandchild.layout.changed(*change));
+                    self.give_all(&mut grandchild);
+                }
+            }
+        }
+    }
+
+    /// Answers a child's own fault. The page's place, if it is there now and was not before.
+    pub(super) fn copy_at(&mut self, child: &mut Recipient, place: PageNo) -> Option<PageNo> {
+        // Where it was at the fork, and where the table has that.
+        match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
+            Some(page) => self.copy_to(child, page),
+            // What it has given up, or has from elsewhere, is empty.
+            None => {
+                child.uffd.zero_pages(range_of(place, 1), true).complete().is_ok().then_some(place)
+            }
+        }
+    }
+
+    /// Copies a page to another process that is about to leave the table. Its place there, if it is
+    /// there now and was not before. What is not swapped the other has itself, or nobody has.
+    pub(super) fn give(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+        let state = self.engine.mm.lock().table.get(page);
+        matches!(state, PageState::Swapped(_) | PageState::Poisoned)
+            .then(|| self.copy_to(child, page))?
+    }
+
+    /// Copies what this process has for a page to another one. Its place there, if it is there now
+    /// and was not before.
+    fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+        self.copy_read(child, page, &Ahead::new())
+    }
+
+    /// The same where some was read ahead.
+    fn copy_read(&mut self, child: &mut Recipient, page: PageNo, ahead: &Ahead) -> Option<PageNo> {
+        let engine = self.engine;
+        loop {
+            let place = child.place(page)?;
+            let mm = engine.mm.lock();
+            let range = range_of(place, 1);
+            let state = mm.table.get(page);
+            let is_out = matches!(state, PageState::Swapped(_) | PageState::Poisoned);
+            if !is_out && self.brought.contains(&page) {
+                drop(mm);
+                return self.copy_brought(child, page, place);
+            }
+            let progress = match state {
+                PageState::Swapped(entry) => {
+                    // SAFETY: the buffer is the handler's own.
+                    let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
+                    let out: &mut Page = buffer.try_into().expect("a page's bytes");
+                    let loaded = match engine.devices.slots(entry.ty()).lookup(entry.offset()) {
+                        TableSlot::Folio(folio) => {
+                            let frame = mm.frame_of(entry, folio);
+                            // SAFETY: the frame is full while the memory lock is held.
+                            out.copy_from_slice(unsafe {
+                                &*mm.staging.addr(frame).as_ptr::<Page>()
+                            });
+                            true
+                        }
+                        _ if entry.ty() == POOL => engine
+                            .devices
+                            .pool
+                            .load(Slot(entry.offset().0), out, &mut self.unpacker)
+                            .is_ok(),
+                        _ => match ahead.find(entry, &engine.devices.file.device) {
+                            Some(page) => {
+                                out.copy_from_slice(page);
+                                true
+                            }
+                            None => engine
+                                .devices
+                                .file
+                                .device
+                                .read(&mut [(Slot(entry.offset().0), out)])
+                                .is_ok(),
+                        },
+                    };
+                    if loaded {
+                        // SAFETY: the buffer is the handler's own; the destination is another
+                        // process's missing page.
+                        unsafe {
+                            child.uffd.copy_pages(
+                                place.addr(),
+                                self.copy.as_ptr(),
+                                PAGE_SIZE,
+                                true,
+                                false,
+                            )
+                        }
+                    } else {
+                        engine.count(Counter::PagesPoisoned, 1);
+                        child.uffd.poison(range)
+                    }
+                }
+                PageState::Poisoned => child.uffd.poison(range),
+                PageState::Empty | PageState::Present | PageState::Kept(_) => {
+                    child.uffd.zero_pages(range, true)
+                }
+            };
+            match progress.error {
+                None => return Some(place),
+                Some(Errno::AGAIN | Errno::NOMEM) => {
+                    // The child changes its mappings: its events must be read before anything can
+                    // be copied.
+                    drop(mm);
+                    child.read();
+                    swaptide_sys::thread::yield_now();
+                }
+                // There already, its mapping gone, or the child gone.
+                Some(_) => return None,
+            }
+        }
+    }
+}
+
+fn is_in(regions: &[VirtRange], addr: VirtAddr) -> bool {
+    regions.iter().any(|region| region.contains(addr))
+}

@@ -1,0 +1,100 @@
+//! What goes over the socket between a parent's handler and a forked child's.
+//!
+//! | from | message |
+//! |---|---|
+//! | child | hello: its process slot, or a [`Decline`]; its process id; the fork's token |
+//! | parent | the length of what follows, with the userfaultfd and a descriptor for each swap area; or [`OFF`] or [`OFF_TORN`] |
+//! | parent | in parts of [`MESSAGE_BYTES`]: how many swap areas, their numbers and generations; how many pages were copied, their numbers; the changes of
+//! mappings that the child has |
+//! | child | [`TAKEN`], or [`DECLINED`] and then waits for [`OFF`] |
+//!
+//! Locks: none.
+
+use swaptide_sys::page::{VirtAddr, VirtRange};
+
+use crate::fork::layout::Change;
+
+/// Instead of a length: the child shall go on without an engine; all its memory is there.
+pub(super) const OFF: u64 = u64::MAX;
+/// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from
+/// it any more.
+pub(super) const OFF_TORN: u64 = u64::MAX - 1;
+/// The child's word at the end: it serves itself.
+pub(super) const TAKEN: u8 = b'T';
+/// Or it cannot.
+pub(super) const DECLINED: u8 = b'D';
+/// In a child's hello instead of its slot: a [`Decline`] less than this.
+pub(super) const NO_SLOT: u32 = u32::MAX;
+/// Bytes of one message of the hand-over.
+pub(super) const MESSAGE_BYTES: usize = 32 << 10;
+
+/// Why a forked child goes on without an engine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Decline {
+    /// The supervisor's table of processes is full.
+    TableFull = 0,
+    /// It has a process-id namespace of its own.
+    Namespace = 1,
+    /// It got no thread.
+    NoThread = 2,
+}
+
+impl Decline {
+    pub(super) fn why(self) -> &'static str {
+        match self {
+            Decline::TableFull => "the supervisor's table of processes is full",
+            Decline::Namespace => "it has a process-id namespace of its own",
+            Decline::NoThread => "it got no thread (see the limits on processes)",
+        }
+    }
+
+    pub(super) fn of(word: u32) -> Option<Decline> {
+        [Decline::TableFull, Decline::Namespace, Decline::NoThread]
+            .into_iter()
+            .find(|d| NO_SLOT - *d as u32 == word)
+    }
+}
+
+/// A change of mappings as it goes over the socket; nothing for one that is the table's alone.
+pub(super) fn encode(change: &Change) -> Option<[u64; 4]> {
+    match change {
+        Change::Gone(r) => Some([1, r.start.0 as u64, r.end.0 as u64, 0]),
+        Change::Moved { from, to, len } => Some([2, from.0 as u64, to.0 as u64, *len as u64]),
+        Change::Dropped(r) => Some([3, r.start.0 as u64, r.end.0 as u64, 0]),
+        Change::Armed(_) => None,
+    }
+}
+
+/// The same back.
+pub(super) fn decode(words: &[usize]) -> Option<Change> {
+    let &[kind, a, b, len] = words else { return None };
+    let range = VirtRange { start: VirtAddr(a), end: VirtAddr(b) };
+    match kind {
+        1 => Some(Change::Gone(range)),
+        2 => Some(Change::Moved { from: VirtAddr(a), to: VirtAddr(b), len }),
+        3 => Some(Change::Dropped(range)),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_come_over_as_they_were() {
+        let range = VirtRange { start: VirtAddr(0x7000), end: VirtAddr(0x9000) };
+        for change in [
+            Change::Gone(range),
+            Change::Dropped(range),
+            Change::Moved { from: range.start, to: range.end, len: 0x2000 },
+        ] {
+            assert_eq!(
+                encode(&change).and_then(|words| decode(&words.map(|word| word as usize))),
+                Some(change)
+            );
+        }
+        assert_eq!(decode(&[0; 4]), None);
+    }
+}

@@ -1,0 +1,10 @@
+//! What a process may cost and what it costs: its charge against its limit, the share of compressed
+//! memory, `swap.high`, stall time, and groups of processes that share pages since a fork.
+
+pub mod acceptance;
+pub mod charge;
+pub(crate) mod cow_group;
+pub mod pool_sizing;
+pub(crate) mod psi;
+pub(crate) mod swap_high;
+pub mod thrash;

@@ -1,0 +1,395 @@
+//! How a process's limit is divided between resident and compressed memory.
+//!
+//! A larger pool keeps more pages from the file; a smaller one leaves more of them in the program.
+//! Which is better shows in when pages come back: the shadow of a page tells how many others were
+//! taken out since it went (its *distance*).
+//! - A refault of small distance would not have happened had the resident part been a step larger.
+//!   Of the smallest distances that is half the truth: a page in constant use goes out when its
+//!   turn comes, whatever the size, and comes back at once; only its turn comes later in a larger
+//!   part. So those count in the ratio of the step to the whole, or, if that is more, what came
+//!   back at the distance of the second step counts.
+//! - A refault from compressed memory of a distance near the age of its oldest page would come from
+//!   the file had the pool been a step smaller.
+//! - A refault from the file of a distance a little beyond that age would have come from compressed
+//!   memory had it been a step larger.
+//!
+//! Each is weighed with what it costs in time (a page that has been in compressed memory for long
+//! may be compressed with zstd, which costs more to load); the heavier side gets a step. A step
+//! away from compressed memory has its pages written, whether they are ever wanted or not: so it is
+//! made only when what it would have saved has come to what that costs (a program that grows, and
+//! now and then touches what it had, loses more by it than it gains). What the resident part would
+//! lose is not seen (hits leave no trace), and is taken to be what it would gain.
+//!
+//! Owns: the counts since the last decisions, the costs, the marks between the kinds. Lies inside
+//! the memory lock; the share it decides on is kept in [`crate::memcg::charge::Charge`].
+
+/// Smallest share of compressed memory, in 1/1024 of what there is to divide.
+pub const LEAST: u32 = 48;
+/// Largest share.
+pub const MOST: u32 = 700;
+/// One step.
+const STEP: u32 = 16;
+/// Refaults that say something.
+const ENOUGH: u64 = 48;
+/// Refaults from the file that are remembered.
+const REMEMBERED: u64 = 4096;
+/// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
+const FAULT_NS: u64 = 8_000;
+/// What bringing one page in from compressed memory and taking another one out costs.
+const POOL_NS: u64 = 6_000;
+/// What a page costs that goes to the file and comes back, besides the reading.
+const WRITE_NS: u64 = 8_000;
+/// Pages that compressed memory keeps in one, as a rule.
+const PAGES_FOR_ONE: u64 = 3;
+
+/// See the module's description. Distances and ages are in pages taken out.
+pub struct Split {
+    near: u64,
+    next: u64,
+    tail: u64,
+    missed: u64,
+    seen: u64,
+    /// Smoothed cost of reading a page from the file.
+    file_ns: u64,
+    /// Smoothed cost of loading a page that is compressed with zstd.
+    zstd_ns: u64,
+    /// Of all loads from compressed memory, how many are such, smoothed, in 1/1024.
+    zstd_part: u64,
+    /// Smoothed pages that a swap-in fault brings, in 1/16.
+    pages_16: u64,
+    near_below: u64,
+    tail_from: u64,
+    missed_below: u64,
+    /// The distance of the oldest page of compressed memory.
+    age: u64,
+    /// Refaults from the file of distances below twice that age, and of larger ones; smoothed.
+    soon: u64,
+    late: u64,
+    /// What a larger resident part would have saved so far, in nanoseconds.
+    regret: u64,
+}
+
+impl Default for Split {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What loads from compressed memory came to.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Loads {
+    /// Pages loaded.
+    pub pages: u32,
+    /// Of those, pages compressed with zstd.
+    pub zstd: u32,
+    /// There were some, lately: they are timed.
+    pub any_zstd: bool,
+    /// Nanoseconds that those took which were timed, and how many they are.
+    pub zstd_ns: u64,
+    /// See there.
+    pub timed: u32,
+}
+
+/// What the division is decided upon.
+#[derive(Clone, Copy, Debug)]
+pub struct Standing {
+    /// The share of compressed memory, in 1/1024 of the limit.
+    pub share: u32,
+    /// What there is to divide: the limit less what is not under management, in bytes.
+    pub limit: u64,
+    /// Pages that the program has under management.
+    pub resident: u64,
+    /// Bytes of compressed memory.
+    pub pool: u64,
+    /// The distance of the page that went to compressed memory longest ago.
+    pub oldest: u64,
+    /// True when the oldest pages were compressed again with zstd.
+    pub settled: bool,
+}
+
+impl Split {
+    /// Nothing seen.
+    pub fn new() -> Split {
+        Split {
+            near: 0,
+            next: 0,
+            tail: 0,
+            missed: 0,
+            seen: 0,
+            file_ns: 60_000,
+            zstd_ns: 10_000,
+            zstd_part: 0,
+            pages_16: 16,
+            near_below: 0,
+            tail_from: u64::MAX,
+            missed_below: 0,
+            age: 0,
+            soon: 0,
+            late: 0,
+            regret: 0,
+        }
+    }
+
+    /// Forgets what came back since the last decision, and what a larger resident part would have
+    /// saved.
+    pub fn forget(&mut self) {
+        for count in [
+            &mut self.near,
+            &mut self.next,
+            &mut self.tail,
+            &mut self.missed,
+            &mut self.seen,
+            &mut self.regret,
+        ] {
+            *count = 0;
+        }
+    }
+
+    /// A page came back after `distance` pages were taken out, from the file or from compressed
+    /// memory.
+    pub fn refault(&mut self, distance: u64, from_file: bool) {
+        self.seen += 1;
+        if distance < self.near_below {
+            self.near += 1;
+        } else if distance < 2 * self.near_below {
+            self.next += 1;
+        }
+        if from_file && distance >= self.age {
+            *(if distance < 2 * self.age { &mut self.soon } else { &mut self.late }) += 1;
+            if self.soon + self.late > REMEMBERED {
+                (self.soon, self.late) = (self.soon / 2, self.late / 2);
+            }
+        }
+        match from_file {
+            true if (self.age..self.missed_below).contains(&distance) => self.missed += 1,
+            false if distance >= self.tail_from => self.tail += 1,
+            _ => {}
+        }
+    }
+
+    /// True for a page that comes back from the file later than compressed memory would have kept
+    /// it: should it go out again unchanged, it goes where it came from. One that comes back sooner
+    /// is wanted often, and belongs into compressed memory.
+    pub fn belongs_to_file(&self, distance: u64) -> bool {
+        distance >= self.age
+    }
+
+    /// False when the pages that come back from the file had been out for much longer than
+    /// compressed memory could have kept them, however tightly it packs them.
+    pub fn tighter_helps(&self) -> bool {
+        self.soon * 8 >= self.late || self.soon + self.late < ENOUGH
+    }
+
+    /// A fault brought in `pages`.
+    pub fn fault(&mut self, pages: usize) {
+        self.pages_16 = (self.pages_16 * 63 + 16 * pages as u64) / 64;
+    }
+
+    /// `pages` were read from the file in `ns` nanoseconds.
+    pub fn read(&mut self, pages: usize, ns: u64) {
+        self.file_ns = (self.file_ns * 31 + ns / pages.max(1) as u64) / 32;
+    }
+
+    /// Pages were loaded from compressed memory.
+    pub fn loaded(&mut self, loads: Loads) {
+        if loads.pages > 0 {
+            let part = u64::from(loads.zstd) * 1024 / u64::from(loads.pages);
+            self.zstd_part = (self.zstd_part * 15 + part) / 16;
+        }
+        if loads.timed > 0 {
+            self.zstd_ns = (self.zstd_ns * 31 + loads.zstd_ns / u64::from(loads.timed)) / 32;
+        }
+    }
+
+    /// The share from now on. Called every some ten milliseconds.
+    pub fn decide(&mut self, at: Standing) -> u32 {
+        let step_bytes = at.limit / 1024 * u64::from(STEP);
+        let share = if self.seen < ENOUGH { at.share } else { self.choose(&at) };
+        if self.seen >= ENOUGH {
+            for count in
+                [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen]
+            {
+                *count /= 2;
+            }
+        }
+        self.near_below = step_bytes / 4096;
+        // A step's worth of the pool, as a part of its age.
+        let part = (at.oldest as u128 * u128::from(step_bytes)
+            / u128::from(at.pool.max(step_bytes))) as u64;
+        self.tail_from = at.oldest - part.min(at.oldest);
+        self.missed_below = at.oldest + part;
+        self.age = at.oldest;
+        share
+    }
+
+    fn choose(&mut self, at: &Standing) -> u32 {
+        let step_pages = at.limit / 1024 * u64::from(STEP) / 4096;
+        let delivery = FAULT_NS * 16 / self.pages_16.max(16);
+        let from_pool = delivery + POOL_NS + self.zstd_ns * self.zstd_part / 1024;
+        let from_old = POOL_NS / 2 + if at.settled { self.zstd_ns } else { 0 };
+        let more_from_file = (self.file_ns + WRITE_NS).saturating_sub(from_old).max(1000);
+        let near =
+            self.next.max(self.near * self.near_below / (at.resident + self.near_below).max(1));
+        let resident = near * from_pool;
+        let shrinking_costs = self.tail * more_from_file;
+        let growing_gains = self.missed * more_from_file;
+        // A quarter more is worth a move; less is chance.
+        // What was decided last is not done yet: write-back takes its time.
+        let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * STEP);
+        if !behind
+            && resident > shrinking_costs + shrinking_costs / 4
+            && near * 64 > self.seen
+            && resident > growing_gains
+        {
+            // Half of what is counted was counted before.
+            self.regret += resident / 2;
+            if self.regret < step_pages * PAGES_FOR_ONE * WRITE_NS {
+                return at.share;
+            }
+            self.regret = 0;
+            // The share may lie above what the pool holds: what counts is to be below that.
+            let holds = (u128::from(at.pool) * 1024 / u128::from(at.limit.max(1))) as u32;
+            return at.share.min(holds.max(LEAST)).saturating_sub(STEP).max(LEAST);
+        }
+        self.regret -= self.regret / 8;
+        if growing_gains > resident + resident / 4 && self.missed * 64 > self.seen {
+            return (at.share + STEP).min(MOST);
+        }
+        at.share
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Standing = Standing {
+        share: 512,
+        limit: 64 << 20,
+        resident: 8192,
+        pool: 32 << 20,
+        oldest: 20_000,
+        settled: false,
+    };
+
+    fn ready() -> Split {
+        let mut split = Split::new();
+        assert_eq!(split.decide(AT), 512, "nothing is known yet");
+        split
+    }
+
+    /// What is decided after a hundred refaults of one kind.
+    fn decided(split: &mut Split, at: Standing, distance: u64, from_file: bool) -> u32 {
+        (0..100).for_each(|_| split.refault(distance, from_file));
+        split.decide(at)
+    }
+
+    #[test]
+    fn pages_that_come_back_at_once_make_the_pool_smaller() {
+        let mut split = ready();
+        assert!(
+            decided(&mut split, AT, 300, false) == 512,
+            "what it saved is not yet what it costs"
+        );
+        let steps = (0..100)
+            .find(|_| decided(&mut split, AT, 300, false) == 512 - STEP)
+            .expect("a step in the end");
+        assert!(steps < 20, "{steps}");
+        assert_eq!(decided(&mut split, AT, 300, false), 512, "the next one has its own price");
+    }
+
+    #[test]
+    fn what_would_have_been_saved_long_ago_does_not_count() {
+        let mut split = ready();
+        while split.regret == 0 {
+            assert_eq!(decided(&mut split, AT, 300, false), 512);
+        }
+        let before = split.regret;
+        // Refaults at no distance that says anything.
+        for _ in 0..20 {
+            decided(&mut split, AT, 10_000, false);
+        }
+        assert!(split.regret < before / 4, "{} of {before}", split.regret);
+    }
+
+    #[test]
+    fn pages_that_the_file_gives_back_soon_after_they_went_there_make_it_larger() {
+        let mut split = ready();
+        for _ in 0..100 {
+            split.refault(20_100, true);
+        }
+        assert_eq!(split.decide(AT), 512 + STEP);
+    }
+
+    #[test]
+    fn what_zstd_costs_speaks_for_pages_in_the_program() {
+        // Refaults of small distance, and some that a smaller pool would have turned into readings:
+        // as many as just keep it as it is.
+        let share = |slow: bool| {
+            let mut split = ready();
+            let at = Standing { settled: slow, ..AT };
+            for _ in 0..64 {
+                let zstd_ns = if slow { 64 * 40_000 } else { 0 };
+                split.loaded(Loads {
+                    pages: 64,
+                    zstd: if slow { 64 } else { 0 },
+                    any_zstd: slow,
+                    zstd_ns,
+                    timed: 64,
+                });
+            }
+            (0..40)
+                .map(|_| {
+                    (0..18).for_each(|_| split.refault(19_990, false));
+                    decided(&mut split, at, 300, false)
+                })
+                .min()
+        };
+        assert_eq!((share(false), share(true)), (Some(512), Some(512 - STEP)));
+    }
+
+    #[test]
+    fn refaults_without_order_leave_it_as_it_is_while_the_file_is_slow() {
+        let mut split = ready();
+        for i in 0..20_000u64 {
+            split.refault(i, false);
+        }
+        assert_eq!(split.decide(AT), 512);
+    }
+
+    #[test]
+    fn packing_tighter_helps_unless_pages_come_back_from_the_file_very_late() {
+        let mut split = ready();
+        assert!(split.tighter_helps(), "nothing is known yet");
+        (0..100).for_each(|_| split.refault(90_000, true));
+        assert!(!split.tighter_helps());
+        (0..20).for_each(|_| split.refault(30_000, true));
+        assert!(split.tighter_helps());
+        (0..10_000).for_each(|_| split.refault(90_000, true));
+        assert!(!split.tighter_helps(), "what was long ago is forgotten");
+    }
+
+    #[test]
+    fn the_share_stays_within_its_bounds() {
+        let mut split = ready();
+        let mut share = 512;
+        for _ in 0..2000 {
+            share = decided(
+                &mut split,
+                Standing { share, pool: u64::from(share) << 16, ..AT },
+                300,
+                false,
+            );
+        }
+        assert_eq!(share, LEAST);
+        for _ in 0..200 {
+            share = decided(
+                &mut split,
+                Standing { share, pool: u64::from(share) << 16, ..AT },
+                20_001,
+                true,
+            );
+        }
+        assert_eq!(share, MOST);
+    }
+}

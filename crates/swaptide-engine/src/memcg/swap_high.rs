@@ -1,0 +1,132 @@
+//! `swap.high`: who grows in a group that has more on swap areas than that is slowed down.
+//!
+//! The supervisor says in the process's slot what so many fresh pages cost in waiting time; the
+//! pages are there at once, and the thread that asked for them is woken when the time is over. So
+//! only who grows waits, nobody waits longer than [`LONGEST`] for a fault, and nobody is ended.
+//!
+//! Invariants
+//! 1. A thread that is held is woken when its time is over, at the latest before the handler waits
+//!    without a bound.
+//! 2. During a fork nobody is held: who forks must come to its end.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_ipc::{Counter, THROTTLE_PAGES};
+use swaptide_sys::thread::{Nanos, now};
+
+use crate::event_loop::Handler;
+use crate::mm::types::{PageNo, range_of};
+
+/// The longest that one fault waits.
+const LONGEST: Duration = Duration::from_secs(2);
+/// What is less is owed until more comes together.
+const SHORTEST: Duration = Duration::from_millis(1);
+
+/// See the module's description.
+pub(crate) struct Throttle {
+    /// Threads that wait, by the pages they wait for, and until when.
+    held: VecDeque<(Nanos, PageNo)>,
+    /// What growth cost that nobody has waited for yet.
+    owed: Duration,
+}
+
+impl Throttle {
+    pub(crate) fn new() -> Throttle {
+        Throttle { held: VecDeque::with_capacity(64), owed: Duration::ZERO }
+    }
+
+    /// `pages` fresh ones are in, at `price_us` for [`THROTTLE_PAGES`] of them.
+    pub(crate) fn grew(&mut self, pages: usize, price_us: u32) {
+        if price_us == 0 {
+            self.owed = Duration::ZERO;
+            return;
+        }
+        let cost = Duration::from_nanos(u64::from(price_us) * 1000 * pages as u64 / THROTTLE_PAGES);
+        self.owed = (self.owed + cost).min(LONGEST);
+    }
+
+    /// The time that is owed, if it is worth a wait.
+    fn due(&mut self) -> Option<Duration> {
+        (self.owed >= SHORTEST).then(|| std::mem::take(&mut self.owed))
+    }
+
+    /// True while a thread waits.
+    pub(crate) fn holds(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// How long the handler may wait for a message.
+    pub(crate) fn patience(&self) -> Option<Duration> {
+        let (first, _) = self.held.iter().min_by_key(|(until, _)| until.0)?;
+        Some(Duration::from_nanos(first.0.saturating_sub(now().0)))
+    }
+}
+
+impl Handler {
+    /// Has the thread wait that asked for a page, which is there, if it is its turn to. False if it
+    /// is to be woken at once.
+    pub(crate) fn is_held(&mut self, page: PageNo) -> bool {
+        let free = self.forking
+            || self.deferring
+            || self.giving
+            || self.throttle.held.len() == self.throttle.held.capacity();
+        match self.throttle.due() {
+            Some(time) if !free => {
+                self.throttle.held.push_back((Nanos(now().0 + time.as_nanos() as u64), page));
+                self.engine.count(Counter::SwapHighWaits, 1);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Wakes those whose time is over.
+    pub(crate) fn wake_held(&mut self) {
+        if self.throttle.held.is_empty() {
+            return;
+        }
+        let (now, uffd) = (now(), self.uffd);
+        let at_once = self.engine.slot().throttle_us.load(Relaxed) == 0;
+        self.throttle.held.retain(|(until, page)| {
+            let over = at_once || until.0 <= now.0;
+            if over {
+                let _ = uffd.wake(range_of(*page, 1));
+            }
+            !over
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_costs_by_the_page_and_never_more_than_the_longest_wait() {
+        let mut throttle = Throttle::new();
+        throttle.grew(THROTTLE_PAGES as usize / 4, 2000);
+        assert_eq!(throttle.due(), None, "half a millisecond");
+        throttle.grew(THROTTLE_PAGES as usize / 4, 2000);
+        assert_eq!((throttle.due(), throttle.due()), (Some(SHORTEST), None));
+        throttle.grew(1 << 20, 1_000_000);
+        assert_eq!(throttle.due(), Some(LONGEST));
+        throttle.grew(THROTTLE_PAGES as usize, 500);
+        throttle.grew(1, 0);
+        throttle.grew(THROTTLE_PAGES as usize, 600);
+        assert_eq!(throttle.due(), None, "what was owed before it sank below is forgotten");
+    }
+
+    #[test]
+    fn the_handler_waits_no_longer_than_the_first_of_those_that_are_held() {
+        let mut throttle = Throttle::new();
+        assert_eq!(throttle.patience(), None);
+        let now = now().0;
+        throttle.held.push_back((Nanos(now + 900_000_000), PageNo(1)));
+        throttle.held.push_back((Nanos(now + 500_000_000), PageNo(2)));
+        assert!(throttle.patience().expect("a bound") <= Duration::from_millis(500));
+        throttle.held.push_back((Nanos(0), PageNo(3)));
+        assert_eq!(throttle.patience(), Some(Duration::ZERO));
+    }
+}

@@ -1,0 +1,250 @@
+//! The order in which chunks are looked at.
+//!
+//! Owns: the queue of resident chunks, in the order in which they came, and, oldest first, the logs
+//! of chunks that went to compressed memory, of those that have been there for long, of chunks that
+//! came from it while the copy there was kept, of chunks with pages that could not go because
+//! another process has them, too; and, in no order, the list of those with pages that have been
+//! made this process's own since. A chunk stands in each at most once, which its flags say (so one
+//! of which nothing is known is not put there: it has none); an entry whose chunk has nothing left
+//! in that place is dropped when met.
+//!
+//! Locks: none; inside the engine's memory lock.
+
+use std::collections::VecDeque;
+
+use crate::mm::page_table::{
+    KEPT_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED,
+};
+use crate::mm::types::ChunkNo;
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Queues {
+    resident: VecDeque<ChunkNo>,
+    pool: VecDeque<ChunkNo>,
+    settled: VecDeque<ChunkNo>,
+    kept: VecDeque<ChunkNo>,
+    shared: VecDeque<ChunkNo>,
+    own: Vec<ChunkNo>,
+}
+
+impl Queues {
+    /// A page of the chunk became present.
+    pub fn arrived(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & QUEUED == 0 {
+            table.update(chunk, |c| c.flags |= QUEUED);
+            self.resident.push_back(chunk);
+        }
+    }
+
+    /// Pages of the chunk went to compressed memory.
+    pub fn pooled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & POOL_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= POOL_LOGGED);
+            self.pool.push_back(chunk);
+        }
+    }
+
+    /// Copies of pages of the chunk are kept.
+    pub fn copied(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & KEPT_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= KEPT_LOGGED);
+            self.kept.push_back(chunk);
+        }
+    }
+
+    /// Takes the chunk of which copies have been kept longest.
+    pub fn next_copied(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.kept.pop_front()?;
+        table.update(chunk, |c| c.flags &= !KEPT_LOGGED);
+        Some(chunk)
+    }
+
+    /// Pages of the chunk are shared.
+    pub fn shared(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & SHARED_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= SHARED_LOGGED);
+            self.shared.push_back(chunk);
+        }
+    }
+
+    /// Takes the chunk of which pages have been known to be shared longest.
+    pub fn next_shared(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.shared.pop_front()?;
+        table.update(chunk, |c| c.flags &= !SHARED_LOGGED);
+        Some(chunk)
+    }
+
+    /// Chunks of which pages are known to be shared, or were.
+    pub fn shared_len(&self) -> usize {
+        self.shared.len()
+    }
+
+    /// Pages of the chunk were faulted for writing: what keeps one of them from going is no sharing
+    /// ([`PageTable::make_own`]). It is the next to be looked at.
+    pub fn made_own(&mut self, table: &mut PageTable, chunk: ChunkNo, pages: u16) {
+        if !table.is_used(chunk) {
+            return;
+        }
+        table.make_own(chunk, pages);
+        if table.chunk(chunk).flags & OWN_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= OWN_LOGGED);
+            if self.own.len() == self.own.capacity() {
+                // Before it grows, those go that have none of these pages any more.
+                self.own.retain(|chunk| {
+                    let keeps = table.chunk(*chunk).own != 0;
+                    if !keeps {
+                        table.update(*chunk, |c| c.flags &= !OWN_LOGGED);
+                    }
+                    keeps
+                });
+            }
+            self.own.push(chunk);
+        }
+        self.first_to_go(table, chunk);
+    }
+
+    /// A fork shares all that was made own.
+    pub fn forget_own(&mut self, table: &mut PageTable) {
+        for chunk in std::mem::take(&mut self.own) {
+            table.forget_own(chunk);
+            table.update(chunk, |c| c.flags &= !OWN_LOGGED);
+        }
+    }
+
+    /// The chunk is the next to be looked at.
+    pub fn first_to_go(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        let info = table.chunk(chunk);
+        if info.present == 0 {
+            return;
+        }
+        table.update(chunk, |c| {
+            c.flags |= QUEUED;
+            c.hot = 0;
+        });
+        self.resident.push_front(chunk);
+    }
+
+    /// Entries in the queue of resident chunks.
+    pub fn resident_len(&self) -> usize {
+        self.resident.len()
+    }
+
+    /// Takes the chunk that has been resident longest.
+    pub fn next_resident(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        loop {
+            let chunk = self.resident.pop_front()?;
+            // A chunk that was called to the front stands in the queue a second time, without its
+            // flag.
+            if table.chunk(chunk).flags & QUEUED != 0 {
+                table.update(chunk, |c| c.flags &= !QUEUED);
+                return Some(chunk);
+            }
+        }
+    }
+
+    /// Pages of the chunk have been in compressed memory for long, and were looked at for it.
+    pub fn settled(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & SETTLED_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= SETTLED_LOGGED);
+            self.settled.push_back(chunk);
+        }
+    }
+
+    /// The first few chunks of those that went to compressed memory longest ago.
+    pub fn oldest_pooled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        self.settled.iter().take(8).chain(self.pool.iter().take(8)).copied()
+    }
+
+    /// True when there are chunks that have been in compressed memory for long and were looked at
+    /// for it.
+    pub fn any_settled(&self) -> bool {
+        !self.settled.is_empty()
+    }
+
+    /// The first few chunks of those that went to compressed memory longest ago and have not been
+    /// looked at.
+    pub fn oldest_unsettled(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        self.pool.iter().take(4).copied()
+    }
+
+    /// A few of the chunks that have not been looked at, from all over their log.
+    pub fn unsettled_further_back(&self) -> impl Iterator<Item = ChunkNo> + '_ {
+        (1..8).filter_map(|eighth| self.pool.get(self.pool.len() * eighth / 8).copied())
+    }
+
+    /// Puts the first chunk of those that have not been looked at behind the others.
+    pub fn put_back_first(&mut self) {
+        self.pool.rotate_left(usize::from(!self.pool.is_empty()));
+    }
+
+    /// Takes the chunk that is the next to go to the file.
+    pub fn next_to_file(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let Some(chunk) = self.settled.pop_front() else { return self.next_pooled(table) };
+        table.update(chunk, |c| c.flags &= !SETTLED_LOGGED);
+        Some(chunk)
+    }
+
+    /// Takes the chunk that went to compressed memory longest ago and has not been looked at.
+    pub fn next_pooled(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+        let chunk = self.pool.pop_front()?;
+        table.update(chunk, |c| c.flags &= !POOL_LOGGED);
+        Some(chunk)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mm::page_table::PageState;
+    use crate::mm::types::PageNo;
+
+    #[test]
+    fn a_chunk_of_which_nothing_is_known_is_not_logged_and_no_chunk_is_logged_twice() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let page = PageNo(1600);
+        queues.pooled(&mut table, page.chunk());
+        table.set(page, PageState::Present);
+        queues.pooled(&mut table, page.chunk());
+        queues.pooled(&mut table, page.chunk());
+        assert_eq!(queues.next_pooled(&mut table), Some(page.chunk()));
+        assert_eq!(queues.next_pooled(&mut table), None);
+    }
+
+    #[test]
+    fn a_chunk_is_put_behind_the_others() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        queues.put_back_first();
+        assert_eq!(queues.unsettled_further_back().count(), 0);
+        let chunks = [1600, 3200, 4800].map(|page| PageNo(page).chunk());
+        for chunk in chunks {
+            table.set(chunk.first(), PageState::Present);
+            queues.pooled(&mut table, chunk);
+        }
+        assert!(queues.unsettled_further_back().any(|chunk| chunk == chunks[2]));
+        queues.put_back_first();
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_pooled(&mut table)).collect();
+        assert_eq!(order, [chunks[1], chunks[2], chunks[0]]);
+    }
+
+    #[test]
+    fn what_was_settled_goes_to_the_file_first_and_stands_there_once() {
+        let (mut table, mut queues) = (PageTable::new(), Queues::default());
+        let (one, two) = (PageNo(1600), PageNo(3200));
+        for page in [one, two] {
+            table.set(page, PageState::Present);
+            queues.pooled(&mut table, page.chunk());
+        }
+        assert!(!queues.any_settled());
+        // The younger one alone, and then the older one again, as when some of its pages went out
+        // anew.
+        queues.settled(&mut table, two.chunk());
+        queues.settled(&mut table, two.chunk());
+        assert!(queues.any_settled());
+        assert_eq!(queues.oldest_pooled().next(), Some(two.chunk()));
+        assert_eq!(queues.oldest_unsettled().next(), Some(one.chunk()));
+        let order: Vec<_> = std::iter::from_fn(|| queues.next_to_file(&mut table)).collect();
+        assert_eq!(order, [two.chunk(), one.chunk(), two.chunk()]);
+        assert_eq!(table.chunk(two.chunk()).flags, 0);
+    }
+}

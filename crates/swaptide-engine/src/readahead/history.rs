@@ -1,0 +1,626 @@
+//! What was asked for after what: a program that goes the same way again finds its pages there.
+//!
+//! Streams ([`crate::readahead::locality`]) are known by their addresses. Much of what programs do
+//! over and over has an order all the same: a walk along lists, trees or a hash table, a step of
+//! training, the dump that a server's child writes. So the pages that faults without a stream ask
+//! for are written down, in a *book*. Where two faults come one soon after the other as they did
+//! before, the *trail* is found: the entries that follow are brought in before they are asked for,
+//! at first one, then twice as many each time the next fault comes where they end.
+//!
+//! Owns: the book of this process, or, in a fork, the one that its parent's children write one
+//! after the other: who saves its parent's memory finds the way that the last one went.
+//!
+//! Rules
+//! 1. A trail is only a guess of what to bring in. A page in it that is not swapped is passed over.
+//! 2. What a fault asks for, and what of the trail it passed, is written down anew: so the book
+//!    holds the way as it was gone last, also where it changes a little. What was not brought and
+//!    not asked for either is left out, and less is brought next time.
+//! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
+//!    program went another way. So a trail that is left costs what was brought for one fault, and
+//!    less each time; after [`LOST`] faults elsewhere it is lost.
+//! 4. A book that was of no use from end to end is given back, and begun anew after some time,
+//!    which doubles.
+//! 5. The book takes 12 bytes an entry, [`PART`] of the limit at most; what of a child's lies in
+//!    shared memory is charged to its parent.
+//!
+//! Locks: none; the handler alone has it. Two processes never write one book: a child claims it;
+//! and were it so, the entries would be nonsense, no more.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxed};
+use std::time::Duration;
+
+use swaptide_ipc::Counter;
+use swaptide_sys::mem::{Mapping, SharedMap, bring_near, memfd_create};
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::pidfd_open;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::getpid;
+use swaptide_sys::{AsFd, Errno};
+
+use crate::event_loop::Handler;
+use crate::mm::page_table::PageState;
+use crate::mm::types::PageNo;
+use crate::readahead::locality::Reading;
+
+/// The part of the limit that a book may take.
+const PART: u64 = 64;
+const ENTRY_BYTES: u64 = 12;
+/// Entries of the smallest and of the largest book.
+const FEWEST: u64 = 1 << 12;
+const MOST: u64 = 1 << 22;
+/// Most pages that are brought ahead for a fault.
+const DEEPEST: usize = 64;
+/// How far beyond what was brought a fault may come and be on the trail: what lies between was
+/// there already.
+const SLACK: u32 = 64;
+/// The same for the second fault by which a trail is found.
+const NEAR: u32 = 8;
+/// Faults elsewhere after which a trail is lost.
+const LOST: u32 = 32;
+/// Of so many faults one at least must have been on a trail, or the book is of no use.
+const WORTH: u32 = 32;
+/// So many books' lengths at most pass until it is tried again.
+const LONGEST_REST: u32 = 64;
+
+/// What stands before the entries.
+#[repr(C)]
+struct Head {
+    /// The process that writes it; 0: nobody yet.
+    writer: AtomicU32,
+    /// Entries written so far, wrapping.
+    written: AtomicU32,
+}
+
+/// Where a book lies.
+enum Memory {
+    Own(Mapping),
+    Shared(SharedMap),
+}
+
+/// Pages in the order in which they were asked for, the last so many; and where each stands last.
+struct Book {
+    memory: Memory,
+    entries: u32,
+}
+
+impl Book {
+    fn bytes(entries: u32) -> usize {
+        PAGE_SIZE + entries as usize * ENTRY_BYTES as usize
+    }
+
+    /// One that no child gets to see.
+    fn own(entries: u32) -> Result<Book, Errno> {
+        Ok(Book { memory: Memory::Own(Mapping::reserve(Book::bytes(entries))?), entries })
+    }
+
+    fn shared(entries: u32) -> Result<Book, Errno> {
+        let bytes = Book::bytes(entries);
+        let fd = memfd_create(c"swaptide-trail", bytes as u64)?;
+        Ok(Book { memory: Memory::Shared(SharedMap::map(fd.as_fd(), bytes)?), entries })
+    }
+
+    fn start(&self) -> *mut u8 {
+        match &self.memory {
+            Memory::Own(mapping) => mapping.as_ptr(),
+            Memory::Shared(map) => map.as_ptr(),
+        }
+    }
+
+    fn head(&self) -> &Head {
+        // SAFETY: the first page of the memory is the head's; all zeros is one; it consists of
+        // atomics, and lives as long as `self`.
+        unsafe { &*self.start().cast::<Head>() }
+    }
+
+    fn pages(&self) -> &[AtomicU64] {
+        // SAFETY: so many words follow the first page, which are changed only as atomics, also by
+        // other processes.
+        unsafe {
+            std::slice::from_raw_parts(self.start().add(PAGE_SIZE).cast(), self.entries as usize)
+        }
+    }
+
+    /// By a page's hash: one more than where it stands.
+    fn places(&self) -> &[AtomicU32] {
+        // SAFETY: so many words follow those of `pages`, and are changed only as atomics.
+        unsafe {
+            std::slice::from_raw_parts(
+                self.start().add(PAGE_SIZE + 8 * self.entries as usize).cast(),
+                self.entries as usize,
+            )
+        }
+    }
+
+    fn place_of(&self, page: PageNo) -> &AtomicU32 {
+        let hash = (page.0 as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        &self.places()[hash as usize & (self.entries as usize - 1)]
+    }
+
+    fn written(&self) -> u32 {
+        self.head().written.load(Relaxed)
+    }
+
+    /// What stands at a place, if it was written and is not overwritten.
+    fn page_at(&self, at: u32) -> Option<PageNo> {
+        let age = self.written().wrapping_sub(at);
+        if age == 0 || age > self.entries {
+            return None;
+        }
+        Some(PageNo(self.pages()[(at & (self.entries - 1)) as usize].load(Relaxed) as usize))
+    }
+
+    /// Where a page stands last.
+    fn last(&self, page: PageNo) -> Option<u32> {
+        let at = self.place_of(page).load(Relaxed).checked_sub(1)?;
+        (self.page_at(at)? == page).then_some(at)
+    }
+
+    fn write(&self, page: PageNo) {
+        let at = self.written();
+        self.pages()[(at & (self.entries - 1)) as usize].store(page.0 as u64, Relaxed);
+        // One in four thousand million is not found again.
+        self.place_of(page).store(at.wrapping_add(1), Relaxed);
+        self.head().written.store(at.wrapping_add(1), Relaxed);
+    }
+
+    /// Bytes of it that are in use.
+    fn used_bytes(&self) -> u64 {
+        match self.written() {
+            0 => 0,
+            written => {
+                PAGE_SIZE as u64
+                    + u64::from(written.min(self.entries)) * 8
+                    + u64::from(self.entries) * 4
+            }
+        }
+    }
+}
+
+/// A book that a process has for its children.
+pub(crate) struct ChildrensBook(Book);
+
+impl ChildrensBook {
+    /// An empty one, for processes with a limit of `limit` bytes.
+    ///
+    /// # Errors
+    /// When there is no memory or no descriptor for it.
+    pub(crate) fn new(limit: u64) -> Result<ChildrensBook, Errno> {
+        Book::shared(entries_for(limit)).map(ChildrensBook)
+    }
+
+    /// Bytes of it that are in use.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.0.used_bytes()
+    }
+}
+
+/// Whether a process is no more, or nothing but its number is.
+fn has_ended(pid: u32) -> bool {
+    match pidfd_open(pid) {
+        Ok(pidfd) => {
+            poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+        }
+        Err(errno) => errno == Errno::SRCH,
+    }
+}
+
+/// As many entries as a limit bears, a power of two.
+fn entries_for(limit: u64) -> u32 {
+    let entries = (limit / PART / ENTRY_BYTES).clamp(FEWEST, MOST);
+    1 << entries.ilog2()
+}
+
+/// See the module's description.
+pub(crate) struct Trail {
+    book: Option<Book>,
+    /// The entry that is expected next, on a trail.
+    next: Option<u32>,
+    /// What of the trail from there on was looked at: up to this entry.
+    shown: u32,
+    /// The first entry that is not to be looked at for this fault, and the pages that may still be
+    /// brought for it.
+    bound: u32,
+    left: usize,
+    /// Pages that are brought for the next fault on the trail.
+    depth: usize,
+    /// Faults elsewhere since the last one on the trail.
+    missed: u32,
+    /// Behind where the last faults stood before: a trail may begin there.
+    begins: [Option<u32>; 2],
+    /// Faults since it was last asked whether the book is of any use, and how many of them were on
+    /// a trail.
+    asked: u32,
+    hits: u32,
+    /// Pages that were read for this and brought in since the fault that was on the trail last; and
+    /// those before, which the program went over.
+    came: u32,
+    gone_over: usize,
+    /// Faults that are still let pass, and how many books' lengths that were at first.
+    rests: u32,
+    rested: u32,
+}
+
+impl Trail {
+    /// One that knows nothing.
+    pub(crate) fn new() -> Trail {
+        Trail {
+            book: None,
+            next: None,
+            shown: 0,
+            bound: 0,
+            left: 0,
+            depth: 0,
+            missed: 0,
+            begins: [None; 2],
+            asked: 0,
+            hits: 0,
+            came: 0,
+            gone_over: 0,
+            rests: 0,
+            rested: 0,
+        }
+    }
+
+    /// In a fork: goes on with the parent's book for its children, if no other child writes it.
+    pub(crate) fn inherit(&mut self, book: ChildrensBook) {
+        let own = getpid().0;
+        let writer = &book.0.head().writer;
+        let before = writer.load(Relaxed);
+        let is_free = before == 0 || before == own || has_ended(before);
+        if is_free && writer.compare_exchange(before, own, AcqRel, Relaxed).is_ok() {
+            self.book = Some(book.0);
+        }
+    }
+
+    /// A fault asks for a page; a new book is made for `limit` bytes. What may be brought ahead, at
+    /// most `most` pages (1 to [`DEEPEST`]), is told by [`Trail::ahead`] then. `is_out` tells
+    /// whether a page is swapped.
+    pub(crate) fn asks(
+        &mut self,
+        page: PageNo,
+        limit: u64,
+        most: usize,
+        is_out: impl Fn(PageNo) -> bool,
+    ) {
+        self.left = 0;
+        if self.rests > 0 {
+            self.rests -= 1;
+            return;
+        }
+        if self.book.is_none() {
+            self.book = Book::own(entries_for(limit)).ok();
+        }
+        let Some(book) = self.book.take() else {
+            self.rests = u32::MAX;
+            return;
+        };
+        self.find(&book, page, most, is_out);
+        book.write(page);
+        self.asked += 1;
+        let is_due = self.asked >= book.entries;
+        self.book = Some(book);
+        if is_due {
+            self.judge();
+        }
+    }
+
+    /// A fault will ask for a page soon: has its place brought near.
+    pub(crate) fn bring_near(&self, page: PageNo) {
+        if let Some(book) = &self.book {
+            bring_near(book.place_of(page));
+        }
+    }
+
+    /// Finds a page on the trail, or a trail that goes on from there.
+    fn find(&mut self, book: &Book, page: PageNo, most: usize, is_out: impl Fn(PageNo) -> bool) {
+        let on_trail = self.next.and_then(|next| {
+            // First where it is expected; then in what was brought, and went out again.
+            let at = find(book, page, self.shown, SLACK)
+                .or_else(|| find(book, page, next, self.shown.wrapping_sub(next)));
+            at.map(|at| (next, at))
+        });
+        if let Some((next, at)) = on_trail {
+            let brought = self.shown.wrapping_sub(next);
+            let mut is_straight = at.wrapping_sub(next) >= brought;
+            for k in 0..at.wrapping_sub(next) {
+                let Some(passed) = book.page_at(next.wrapping_add(k)) else { break };
+                if k >= brought && is_out(passed) {
+                    // The program went on without it.
+                    is_straight = false;
+                } else {
+                    book.write(passed);
+                }
+            }
+            self.gone_over += self.came.min(at.wrapping_sub(next)) as usize;
+            self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }
+                .clamp(1, DEEPEST.min(most));
+            self.follow(at.wrapping_add(1));
+            return;
+        }
+        self.missed += 1;
+        self.depth -= self.depth / 4;
+        if self.missed > LOST {
+            self.next = None;
+        }
+        if self.next.is_some() {
+            return;
+        }
+        if let Some(at) =
+            self.begins.iter().flatten().find_map(|begin| find(book, page, *begin, NEAR))
+        {
+            self.depth = 1;
+            self.begins = [None; 2];
+            self.follow(at.wrapping_add(1));
+        } else if let Some(at) = book.last(page) {
+            self.begins = [Some(at.wrapping_add(1)), self.begins[0]];
+        }
+    }
+
+    /// The fault was on the trail; `next` comes next.
+    fn follow(&mut self, next: u32) {
+        self.hits += 1;
+        self.missed = 0;
+        self.came = 0;
+        self.next = Some(next);
+        self.shown = next;
+        self.left = self.depth;
+        self.bound = next.wrapping_add(4 * self.depth as u32 + SLACK);
+    }
+
+    /// The next page on the trail that may be brought in for the fault that was asked about last.
+    /// That it was is told with [`Trail::brought`].
+    pub(crate) fn ahead(&mut self) -> Option<PageNo> {
+        if self.left == 0 || self.shown == self.bound {
+            return None;
+        }
+        let page = self.book.as_ref()?.page_at(self.shown)?;
+        self.shown = self.shown.wrapping_add(1);
+        Some(page)
+    }
+
+    /// The page that was told last was brought in; `is_read`: it was read for this. (Another fault
+    /// may have been asked about meanwhile: then this one ends.)
+    pub(crate) fn brought(&mut self, is_read: bool) {
+        self.left = self.left.saturating_sub(1);
+        self.came += u32::from(is_read);
+    }
+
+    /// Pages that were read for this and that the program went over, since the last call.
+    pub(crate) fn take_gone_over(&mut self) -> usize {
+        std::mem::take(&mut self.gone_over)
+    }
+
+    /// After as many faults as the book has entries: was it of any use?
+    #[cold]
+    fn judge(&mut self) {
+        let Some(book) = &self.book else { return };
+        if self.hits >= self.asked / WORTH {
+            self.rested = 0;
+        } else {
+            self.rested = (self.rested * 2).clamp(1, LONGEST_REST);
+            self.rests = book.entries.saturating_mul(self.rested);
+            if let Memory::Own(mapping) = &book.memory {
+                // All zeros is an empty book; if it stays as it is, no harm is done.
+                let _ = mapping.discard(0, mapping.len());
+            }
+            self.next = None;
+            self.begins = [None; 2];
+        }
+        (self.asked, self.hits) = (0, 0);
+    }
+}
+
+impl Handler {
+    /// Brings in what came after a page that came without a stream the last time it was asked for,
+    /// if the program goes the same way again.
+    pub(crate) fn follow(&mut self, page: PageNo, most: usize) {
+        let engine = self.engine;
+        if most < 2
+            || self.away.is_usual()
+            || self.away.has(page)
+            || self.reading(page.addr()) == Reading::Random
+        {
+            return;
+        }
+        let is_out =
+            |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
+        self.trail.asks(page, engine.charge.limit(), most, is_out);
+        engine.count(Counter::SwapRaHit, self.trail.take_gone_over());
+        self.held_came = 0;
+        let mut came = 0;
+        while let Some(next) = self.trail.ahead() {
+            if !is_out(next) {
+                continue;
+            }
+            self.make_room(1);
+            let held = self.held_came;
+            if !self.has_room(1) || self.bring_page(next, 1).is_err() {
+                break;
+            }
+            self.trail.brought(self.held_came == held);
+            came += 1;
+        }
+        self.count_ahead(came);
+    }
+}
+
+/// Where a page stands among the `n` entries from `from` on.
+fn find(book: &Book, page: PageNo, from: u32, n: u32) -> Option<u32> {
+    (0..n)
+        .map(|k| from.wrapping_add(k))
+        .take_while(|at| book.page_at(*at).is_some())
+        .find(|at| book.page_at(*at) == Some(page))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{HashSet, VecDeque};
+
+    /// Memory for some pages, the oldest of which goes first; and a trail.
+    struct Paged {
+        trail: Trail,
+        there: HashSet<usize>,
+        order: VecDeque<usize>,
+        room: usize,
+        faults: usize,
+        brought: usize,
+    }
+
+    impl Paged {
+        fn new(room: usize) -> Paged {
+            Paged {
+                trail: Trail::new(),
+                there: HashSet::new(),
+                order: VecDeque::new(),
+                room,
+                faults: 0,
+                brought: 0,
+            }
+        }
+
+        fn bring(&mut self, page: usize) {
+            assert!(self.there.insert(page));
+            self.order.push_back(page);
+            if self.order.len() > self.room {
+                let out = self.order.pop_front().unwrap();
+                self.there.remove(&out);
+            }
+        }
+
+        fn touch(&mut self, page: usize) {
+            if self.there.contains(&page) {
+                return;
+            }
+            self.faults += 1;
+            self.bring(page);
+            self.trail.asks(PageNo(page), 64 << 20, 64, |PageNo(page)| !self.there.contains(&page));
+            while let Some(PageNo(page)) = self.trail.ahead() {
+                if !self.there.contains(&page) {
+                    self.bring(page);
+                    self.trail.brought(true);
+                    self.brought += 1;
+                }
+            }
+        }
+
+        /// Faults, and pages brought ahead, of a walk.
+        fn walk(&mut self, way: impl Iterator<Item = usize>) -> (usize, usize) {
+            (self.faults, self.brought) = (0, 0);
+            way.for_each(|page| self.touch(page));
+            (self.faults, self.brought)
+        }
+    }
+
+    fn random(state: &mut u64) -> usize {
+        *state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 33) as usize
+    }
+
+    /// Each page so often, in no order.
+    fn shuffled(pages: usize, often: usize) -> Vec<usize> {
+        let mut way: Vec<usize> = (0..pages * often).map(|at| 7 * (at % pages)).collect();
+        let mut state = 3;
+        for at in (1..way.len()).rev() {
+            way.swap(at, random(&mut state) % (at + 1));
+        }
+        way
+    }
+
+    #[test]
+    fn the_second_time_round_pages_are_there_before_they_are_asked_for() {
+        let way = shuffled(4000, 1);
+        let mut paged = Paged::new(1000);
+        assert_eq!(paged.walk(way.iter().copied()), (4000, 0));
+        let (faults, brought) = paged.walk(way.iter().copied());
+        assert!(faults < 150 && faults + brought < 4100, "{faults} {brought}");
+        let gone_over = paged.trail.take_gone_over();
+        assert!(gone_over <= brought && gone_over > brought / 10 * 9, "{gone_over} {brought}");
+        let (faults, _) = paged.walk(way.iter().copied());
+        assert!(faults < 80, "{faults}");
+    }
+
+    #[test]
+    fn a_way_that_crosses_itself_is_followed_too_whatever_is_there_already() {
+        let way = shuffled(4000, 3);
+        let mut paged = Paged::new(1600);
+        let (first, _) = paged.walk(way.iter().copied());
+        let (second, _) = paged.walk(way.iter().copied());
+        let (third, brought) = paged.walk(way.iter().copied());
+        assert!(
+            second < first / 3 && third < first / 8 && third + brought < first / 4 * 5,
+            "{first} {second} {third} {brought}"
+        );
+    }
+
+    #[test]
+    fn a_way_that_changes_is_learned_anew() {
+        let mut way = shuffled(4000, 1);
+        let mut paged = Paged::new(1000);
+        paged.walk(way.iter().copied());
+        for turn in 0..8 {
+            // A twentieth of it is elsewhere.
+            for at in (turn..way.len()).step_by(20) {
+                way[at] = 100_000 + 4000 * turn + at;
+            }
+            let (faults, brought) = paged.walk(way.iter().copied());
+            assert!(faults < 1200 && faults + brought < 5500, "{turn}: {faults} {brought}");
+        }
+        // What is no longer wanted goes little by little.
+        let faults: Vec<usize> = (0..10).map(|_| paged.walk(way.iter().copied()).0).collect();
+        assert!(faults[0] < 800 && faults[9] < faults[0] / 2, "{faults:?}");
+    }
+
+    #[test]
+    fn without_any_order_nothing_is_brought_and_the_book_is_given_back() {
+        let mut paged = Paged::new(1000);
+        let mut state = 11;
+        let (faults, brought) = paged.walk((0..400_000).map(|_| random(&mut state) % 4000));
+        assert!(faults > 250_000 && brought < faults / 100, "{faults} {brought}");
+        assert!(
+            paged.trail.rests > 0
+                && paged.trail.book.as_ref().is_some_and(|book| book.written() == 0)
+        );
+        // And is begun again later.
+        let way = shuffled(4000, 1);
+        let mut least = usize::MAX;
+        for _ in 0..200 {
+            least = least.min(paged.walk(way.iter().copied()).0);
+        }
+        assert!(least < 200, "{least}");
+    }
+
+    #[test]
+    fn a_child_goes_on_with_what_the_last_one_wrote() {
+        let way = shuffled(3000, 1);
+        let book = ChildrensBook::new(64 << 20).unwrap();
+        assert_eq!(book.used_bytes(), 0);
+        let mut first = Paged::new(800);
+        first.trail.inherit(book);
+        assert_eq!(first.walk(way.iter().copied()).0, 3000);
+        let Some(book) = first.trail.book.take() else { panic!("it was free") };
+        let mut second = Paged::new(800);
+        second.trail.inherit(ChildrensBook(book));
+        assert!(second.walk(way.iter().copied()).0 < 150);
+        let Some(book) = second.trail.book.take() else { panic!("it was its own") };
+        assert!(book.used_bytes() > 12 << 10);
+        // Another process has it.
+        book.head().writer.store(1, Relaxed);
+        let mut third = Trail::new();
+        third.inherit(ChildrensBook(book));
+        assert!(third.book.is_none());
+    }
+
+    #[test]
+    fn a_book_is_as_large_as_the_limit_bears() {
+        for limit in [0, 16 << 20, 64 << 20, 256 << 20, 64 << 30, u64::MAX] {
+            let entries = u64::from(entries_for(limit));
+            assert!(
+                entries.is_power_of_two()
+                    && (entries * ENTRY_BYTES <= (limit / PART).max(FEWEST * ENTRY_BYTES))
+            );
+        }
+        assert_eq!(entries_for(256 << 20), 1 << 18);
+    }
+}

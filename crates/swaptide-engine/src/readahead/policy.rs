@@ -1,0 +1,311 @@
+//! How much comes in for one fault.
+//!
+//! Owns the decision, as functions of what is known: no lock, no device, no clock.
+//! [`crate::readahead::locality`] says what the faults so far foretell,
+//! [`crate::backing::snapshot`] what backs the pages, and [`admit`] which range is loaded.
+//!
+//! Rules
+//! 1. Candidates are the aligned ranges of orders 1 to 4 around the fault where its chunk is
+//!    foretold, and the window, up to order 9, where a stream is. A hint of random order leaves
+//!    order 0 alone, and so does a bound of one page.
+//! 2. A candidate that lies in one place is taken. One that lies in compressed memory *and* in the
+//!    file is taken where the whole is cheaper than its wanted pages one by one: its compressed
+//!    part is loaded at once and the rest read in one go. Along a stream every page is wanted, so
+//!    that it always is. Elsewhere the next smaller order is asked.
+//! 3. The bound is the window's (a part of the limit), page-cluster's where a swap file stands
+//!    behind, and the largest order's.
+//! 4. A candidate that was refused is counted as a fallback of its order, by the caller.
+
+use std::ops::Range;
+
+use crate::backing::snapshot::{Backing, Snapshot};
+use crate::mm::types::{CHUNK_ORDER, ChunkNo, PAGES_PER_CHUNK, PageNo};
+use crate::readahead::locality::SwapIn;
+
+/// What a run was told of how much may come in at a time.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Gate {
+    /// `--page-cluster`.
+    pub page_cluster: Option<u8>,
+    /// The largest order.
+    pub largest_order: Option<u8>,
+}
+
+impl Gate {
+    /// From the words of a segment's header, each one more than its value or 0.
+    pub fn new(page_cluster_plus: u32, largest_order_plus: u32) -> Gate {
+        let value = |plus: u32| plus.checked_sub(1).map(|n| n.min(9) as u8);
+        Gate { page_cluster: value(page_cluster_plus), largest_order: value(largest_order_plus) }
+    }
+
+    /// Most pages of one fault, where `window` is what the limit allows. Without a swap file
+    /// page-cluster means nothing: compressed memory alone answers at once.
+    pub fn most(self, window: usize, has_file: bool) -> usize {
+        let by = |order: Option<u8>| order.map_or(usize::MAX, |order| 1 << order);
+        window.min(by(self.page_cluster.filter(|_| has_file))).min(by(self.largest_order))
+    }
+}
+
+/// What things cost, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Costs {
+    /// A fault's delivery.
+    pub fault: u64,
+    /// Loading a page from compressed memory, and taking another one out for it.
+    pub pool: u64,
+    /// Reading a page from the file.
+    pub file: u64,
+}
+
+/// A fault, and what is known.
+#[derive(Clone, Copy)]
+pub struct Ask<'a> {
+    /// The page.
+    pub page: PageNo,
+    /// The managed region around it, in pages.
+    pub region: &'a Range<usize>,
+    /// What the faults so far foretell.
+    pub evidence: SwapIn,
+    /// Pages of the chunk that are wanted, as far as that is foretold, in 1/16.
+    pub wanted_16: u64,
+    /// Most pages.
+    pub most: usize,
+    /// What things cost.
+    pub costs: Costs,
+}
+
+/// What is brought in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Admitted {
+    /// The page alone.
+    Page,
+    /// An aligned range around the page.
+    Around {
+        /// Its first page.
+        first: PageNo,
+        /// 1 to [`CHUNK_ORDER`].
+        order: u8,
+    },
+    /// So many pages from it on.
+    Onward(usize),
+}
+
+/// Chooses. `probe` gives a snapshot of the page's chunk, if one is needed. The orders that were
+/// refused are told to `refused`.
+pub fn admit(
+    ask: &Ask<'_>,
+    probe: impl FnOnce(ChunkNo) -> Snapshot,
+    mut refused: impl FnMut(u8),
+) -> Admitted {
+    match ask.evidence {
+        _ if ask.most < 2 => Admitted::Page,
+        SwapIn::Page => Admitted::Page,
+        SwapIn::Onward(pages) => {
+            match pages.min(ask.most).min(ask.region.end.saturating_sub(ask.page.0)) {
+                0 | 1 => Admitted::Page,
+                pages => Admitted::Onward(pages),
+            }
+        }
+        SwapIn::Chunk => {
+            let snapshot = probe(ask.page.chunk());
+            for order in (1..=CHUNK_ORDER.min(ask.most.ilog2() as u8)).rev() {
+                let first = PageNo(ask.page.0 >> order << order);
+                // A chunk at the region's edge comes in as far as it is managed: its other pages
+                // are not swapped.
+                match snapshot.backing(first.in_chunk(), 1 << order) {
+                    Backing::Mixed { pool, file } if !is_cheaper_whole(ask, order, pool, file) => {
+                        refused(order)
+                    }
+                    Backing::Nothing => {}
+                    _ => return Admitted::Around { first, order },
+                }
+            }
+            Admitted::Page
+        }
+    }
+}
+
+/// True when loading a mixed range costs less than a fault for each of its pages that are wanted.
+fn is_cheaper_whole(ask: &Ask<'_>, order: u8, pool: usize, file: usize) -> bool {
+    let Costs { fault, pool: from_pool, file: from_file } = ask.costs;
+    let pages = (pool + file) as u64;
+    if pages < 2 {
+        return false;
+    }
+    let whole = fault + pool as u64 * from_pool + file as u64 * from_file;
+    // The wanted pages lie in both parts alike.
+    let wanted_16 = (ask.wanted_16 * (1 << order) / PAGES_PER_CHUNK as u64).min(16 << order);
+    let each =
+        wanted_16 * (fault + (pool as u64 * from_pool + file as u64 * from_file) / pages) / 16;
+    whole < each
+}
+
+/// The pages that came in for one fault.
+pub struct Came {
+    base: usize,
+    chunks: [u16; Came::CHUNKS],
+    pages: usize,
+}
+
+impl Came {
+    /// A window of 2 MiB may begin anywhere.
+    const CHUNKS: usize = 64;
+
+    /// Nothing yet; `first` is the first page that may come.
+    pub fn new(first: PageNo) -> Came {
+        Came { base: first.chunk().0 / 32 * 32, chunks: [0; Came::CHUNKS], pages: 0 }
+    }
+
+    /// `n` pages from `first` on came in.
+    pub fn add(&mut self, first: PageNo, n: usize) {
+        self.pages += n;
+        for page in (first.0..first.0 + n).map(PageNo) {
+            if let Some(chunk) =
+                page.chunk().0.checked_sub(self.base).and_then(|at| self.chunks.get_mut(at))
+            {
+                *chunk |= 1 << page.in_chunk();
+            }
+        }
+    }
+
+    /// How many.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// The largest aligned blocks that came in whole, from order 4 on: `f(order, how many)`.
+    pub fn blocks(&self, mut f: impl FnMut(u8, usize)) {
+        if self.pages < PAGES_PER_CHUNK {
+            return;
+        }
+        let mut whole = 0u64;
+        for (at, _) in self.chunks.iter().enumerate().filter(|(_, chunk)| **chunk == u16::MAX) {
+            whole |= 1 << at;
+        }
+        for order in (0..=5u8).rev() {
+            let n = 1u32 << order;
+            let block = u64::MAX >> (64 - n);
+            let mut found = 0;
+            for at in (0..Came::CHUNKS as u32).step_by(n as usize) {
+                if whole >> at & block == block {
+                    whole &= !(block << at);
+                    found += 1;
+                }
+            }
+            if found > 0 {
+                f(CHUNK_ORDER + order, found);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mm::page_table::PageTable;
+
+    const COSTS: Costs = Costs { fault: 8_000, pool: 6_000, file: 60_000 };
+    const REGION: Range<usize> = 0..1 << 20;
+
+    fn ask(evidence: SwapIn, most: usize) -> Ask<'static> {
+        Ask { page: PageNo(165), region: &REGION, evidence, wanted_16: 8 * 16, most, costs: COSTS }
+    }
+
+    /// A chunk of which these pages lie in the file and the others in compressed memory; `None`:
+    /// not swapped.
+    fn chunk(is_in_file: impl Fn(usize) -> Option<bool>) -> impl Fn(ChunkNo) -> Snapshot {
+        move |chunk| Snapshot::made_up(chunk.first(), &is_in_file)
+    }
+
+    fn decide(ask: Ask<'_>, probe: impl FnOnce(ChunkNo) -> Snapshot) -> (Admitted, Vec<u8>) {
+        let mut refused = Vec::new();
+        (admit(&ask, probe, |order| refused.push(order)), refused)
+    }
+
+    fn unasked(_: ChunkNo) -> Snapshot {
+        panic!("nothing is to be probed")
+    }
+
+    #[test]
+    fn without_evidence_or_room_for_two_a_page_comes_alone() {
+        assert_eq!(decide(ask(SwapIn::Page, 512), unasked).0, Admitted::Page);
+        assert_eq!(decide(ask(SwapIn::Chunk, 1), unasked).0, Admitted::Page);
+        assert_eq!(decide(ask(SwapIn::Onward(64), 1), unasked).0, Admitted::Page);
+    }
+
+    #[test]
+    fn a_window_ends_at_its_bound_and_at_its_region() {
+        assert_eq!(decide(ask(SwapIn::Onward(512), 16), unasked).0, Admitted::Onward(16));
+        assert_eq!(
+            decide(Ask { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            Admitted::Onward(5)
+        );
+        assert_eq!(
+            decide(Ask { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            Admitted::Page
+        );
+    }
+
+    #[test]
+    fn a_chunk_in_one_place_comes_whole_and_page_cluster_makes_it_smaller() {
+        for (most, order, first) in [(512, 4, 160), (8, 3, 160), (4, 2, 164), (2, 1, 164)] {
+            for in_file in [false, true] {
+                let (admitted, refused) =
+                    decide(ask(SwapIn::Chunk, most), chunk(|_| Some(in_file)));
+                assert_eq!(admitted, Admitted::Around { first: PageNo(first), order });
+                assert!(refused.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn a_mixed_chunk_falls_to_what_lies_in_one_place_unless_the_whole_is_cheaper() {
+        // The second half is in the file; the fault is in the first.
+        let half = |k| Some(k >= 8);
+        let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(half));
+        assert_eq!(
+            (admitted, refused),
+            (Admitted::Around { first: PageNo(160), order: 3 }, vec![4])
+        );
+        let all = Ask { wanted_16: 16 * 16, ..ask(SwapIn::Chunk, 512) };
+        assert_eq!(decide(all, chunk(half)).0, Admitted::Around { first: PageNo(160), order: 4 });
+        // Every second page: no order helps where half is wanted.
+        let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(|k| Some(k % 2 == 0)));
+        assert_eq!((admitted, refused), (Admitted::Page, vec![4, 3, 2, 1]));
+    }
+
+    #[test]
+    fn the_gate_is_for_what_has_a_file_behind() {
+        let gate = Gate::new(4, 0);
+        assert_eq!(gate, Gate { page_cluster: Some(3), largest_order: None });
+        assert_eq!((gate.most(512, true), gate.most(512, false)), (8, 512));
+        assert_eq!(Gate::new(1, 0).most(512, true), 1, "page-cluster 0");
+        assert_eq!(Gate::new(0, 1).most(512, false), 1, "order 0");
+        assert_eq!(Gate::new(0, 0).most(300, true), 300);
+        assert_eq!(Gate::new(10, 5).most(512, true), 16);
+    }
+
+    #[test]
+    fn blocks_are_counted_at_the_largest_order_that_came_whole() {
+        let count = |parts: &[(usize, usize)]| {
+            let mut came = Came::new(PageNo(parts[0].0));
+            parts.iter().for_each(|(first, n)| came.add(PageNo(*first), *n));
+            let mut found = Vec::new();
+            came.blocks(|order, n| found.push((order, n)));
+            found
+        };
+        assert_eq!(count(&[(1024, 512)]), [(9, 1)]);
+        assert_eq!(count(&[(1024 + 16, 512)]), [(8, 1), (7, 1), (6, 1), (5, 1), (4, 2)]);
+        assert_eq!(count(&[(160, 16)]), [(4, 1)]);
+        assert_eq!(count(&[(161, 16)]), [], "not aligned");
+        assert_eq!(count(&[(160, 7), (168, 24)]), [(4, 1)], "one was there already");
+        assert_eq!(count(&[(160, 8), (168, 24)]), [(5, 1)], "in two pieces, for one fault");
+    }
+
+    #[test]
+    fn a_table_without_swapped_pages_backs_nothing() {
+        let (admitted, refused) =
+            decide(ask(SwapIn::Chunk, 512), |c| Snapshot::note(&PageTable::new(), c.first(), 16));
+        assert_eq!((admitted, refused.len()), (Admitted::Page, 0));
+    }
+}

@@ -1,0 +1,7 @@
+//! The way out: the workers, and how a batch of chunks goes from the program to the devices.
+
+pub(crate) mod idle;
+pub mod recompress;
+pub mod swap_out;
+pub mod worker;
+pub mod writeback;

@@ -1,0 +1,771 @@
+//! A batch: chunks on their way from the program to the devices.
+//!
+//! Owns: one slab of staging frames while pages are in it, and what is known of those pages.
+//!
+//! A batch has three parts: [`Batch::take`] (memory lock held: choose chunks, move their pages to
+//! the frames of one slab, one after the other without gaps, give them slots in the swap cache),
+//! [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the swap
+//! cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled
+//! becomes a shadow; the frames are free). Whoever takes and whoever stores may be two threads:
+//! between the two the batch stands in [`Jobs`].
+//!
+//! Invariants
+//! 1. Between take and finish, the frames of the slab are read by the batch's holder alone and
+//!    moved by nobody.
+//! 2. A page is moved out only while its word is `Present` and the memory lock is held, and only of
+//!    a mapping that was seen to be armed in this batch ([`crate::vma::unarmed`]).
+//! 3. A page that no device takes stays in compressed memory's raw form: it is never dropped.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use swaptide_core::{Expect, FolioId, SwapEntry};
+use swaptide_ipc::{Counter, OfOrder};
+use swaptide_store::codec::{Compressor, Packed, Unpacker};
+use swaptide_store::{Page, Slot};
+use swaptide_sys::Errno;
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+use swaptide_sys::thread::now;
+use swaptide_sys::uffd::MoveFlags;
+
+use crate::backing::devices::{FILE, POOL, entry_plus};
+use crate::engine::{Engine, Mm};
+use crate::mm::page_table::{PageState, STUCK};
+use crate::mm::staging::{FrameNo, SlabNo};
+use crate::mm::types::{
+    CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of,
+};
+use crate::sched::handler_cpu::GivesWay;
+use crate::vma::unarmed::{self, Answer, Seen};
+
+/// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the
+/// program, and all happen under the lock.
+const MOST_MOVES: usize = 128;
+/// Fewer pages than this in a move, on average, make a batch a scattered one.
+const DENSE: usize = 8;
+
+/// A chunk of the batch: its pages lie one after the other from `place` on.
+#[derive(Clone, Copy)]
+struct Taken {
+    chunk: ChunkNo,
+    /// Pages to move.
+    planned: u16,
+    /// Pages that moved.
+    moved: u16,
+    /// Place in the slab of the first planned page.
+    place: usize,
+}
+
+/// A folio on its way out.
+#[derive(Clone, Copy)]
+struct Leaving {
+    place: usize,
+    order: u8,
+    entry: SwapEntry,
+    chunk: ChunkNo,
+}
+
+/// A page on its way to the file.
+struct Beyond {
+    frame: FrameNo,
+    /// Its entry in compressed memory, which it leaves if the file takes it.
+    entry: SwapEntry,
+    /// Where its bytes are in `Batch::packed`; `None`: it goes as it lies in its frame.
+    packed: Option<Range<usize>>,
+    /// Its entry in the file, which has taken it.
+    place: Option<SwapEntry>,
+}
+
+impl Beyond {
+    /// The page as it is stored.
+    ///
+    /// # Safety
+    /// The frame is full and nobody writes to it.
+    unsafe fn packed<'b>(&self, engine: &'b Engine, bytes: &'b [u8]) -> Packed<'b> {
+        match &self.packed {
+            Some(range) => Packed::Bytes(&bytes[range.clone()]),
+            // SAFETY: the caller's.
+            None => Packed::Raw(unsafe { &*engine.frame_addr(self.frame).as_ptr::<Page>() }),
+        }
+    }
+}
+
+/// A run that is refused because it crosses into another mapping goes chunk by chunk, and such a
+/// chunk page by page: how many pages next.
+fn within_mapping(page: PageNo, attempt: usize) -> usize {
+    let in_chunk = PAGES_PER_CHUNK - page.in_chunk();
+    if attempt > in_chunk { in_chunk } else { 1 }
+}
+
+/// One run of pages to move: program page, place in the slab, length, and which chunk of the batch
+/// it begins in.
+#[derive(Clone, Copy)]
+struct Run {
+    page: PageNo,
+    place: usize,
+    len: usize,
+    index: usize,
+}
+
+/// A set of places of the slab.
+#[derive(Clone, Copy)]
+struct Places([u64; PAGES_PER_LEAF / 64]);
+
+impl Places {
+    const NONE: Places = Places([0; PAGES_PER_LEAF / 64]);
+
+    fn add(&mut self, place: usize) {
+        self.0[place / 64] |= 1 << (place % 64);
+    }
+
+    fn has(&self, place: usize) -> bool {
+        self.0[place / 64] >> (place % 64) & 1 == 1
+    }
+
+    /// Which of `n` places (at most 64) from `first` on are in the set, as bits.
+    fn of(&self, first: usize, n: usize) -> u64 {
+        (0..n).filter(|k| self.has(first + k)).fold(0, |bits, k| bits | 1 << k)
+    }
+}
+
+/// See the module's description.
+pub struct Batch {
+    slab: Option<SlabNo>,
+    chunks: Vec<Taken>,
+    runs: Vec<Run>,
+    leaving: Vec<Leaving>,
+    /// Pages that moved.
+    pages: usize,
+    /// Pages that do not compress, or that compressed memory refuses: they go to the file.
+    beyond: Vec<Beyond>,
+    is_beyond: Places,
+    /// The bytes of those that are compressed.
+    packed: Vec<u8>,
+    /// Places whose page is all zeros.
+    zeros: Places,
+    /// Places whose page may be the same as what an old slot holds, with that slot's entry, in the
+    /// order of `leaving`.
+    kept: Vec<(usize, SwapEntry)>,
+    /// Places that are the same: their old slots stand.
+    unchanged: Places,
+    /// The kernel refused a move because an event is unread.
+    refused: bool,
+    /// Chunks were looked for: neither is a change of mappings noted and not applied, nor was a
+    /// slab missing.
+    tried: bool,
+    /// Where an old slot is loaded to be compared.
+    old: Box<Page>,
+    /// Which mappings are armed.
+    seen: Seen,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Batches that were taken and wait to be stored, and batches out of use.
+#[derive(Default)]
+#[allow(
+    clippy::vec_box,
+    reason = "a batch goes from hand to hand under the memory lock: a pointer is moved, not its \
+        three hundred bytes"
+)]
+pub struct Jobs {
+    waiting: VecDeque<Box<Batch>>,
+    spare: Vec<Box<Batch>>,
+    /// Pages between take and finish.
+    pub in_flight: usize,
+}
+
+impl Jobs {
+    /// The batch that waits longest.
+    pub fn longest_waiting(&mut self) -> Option<Box<Batch>> {
+        self.waiting.pop_front()
+    }
+
+    /// True when a batch waits.
+    pub fn any(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// A batch to take with.
+    pub fn blank(&mut self) -> Box<Batch> {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    /// The batch is taken: somebody will store it.
+    pub fn push(&mut self, batch: Box<Batch>) {
+        self.waiting.push_back(batch);
+    }
+
+    /// The batch is of no use any more.
+    pub fn retire(&mut self, batch: Box<Batch>) {
+        self.spare.push(batch);
+    }
+}
+
+impl Batch {
+    /// An empty batch with its buffers.
+    pub fn new() -> Batch {
+        Batch {
+            slab: None,
+            chunks: Vec::with_capacity(64),
+            runs: Vec::with_capacity(2 * MOST_MOVES),
+            leaving: Vec::with_capacity(512),
+            pages: 0,
+            beyond: Vec::with_capacity(512),
+            is_beyond: Places::NONE,
+            packed: Vec::new(),
+            zeros: Places::NONE,
+            kept: Vec::with_capacity(512),
+            unchanged: Places::NONE,
+            refused: false,
+            tried: false,
+            old: Box::new([0; PAGE_SIZE]),
+            seen: Seen::default(),
+        }
+    }
+
+    /// Pages that moved.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// True when the kernel refused a move because an event is unread.
+    pub fn refused(&self) -> bool {
+        self.refused
+    }
+
+    /// True when chunks were looked for at all.
+    pub fn tried(&self) -> bool {
+        self.tried
+    }
+
+    /// Chooses chunks and moves them to a slab. Returns the pages moved; with none, the batch is as
+    /// empty as before.
+    ///
+    /// At most `want` chunks are chosen.
+    pub fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> usize {
+        self.chunks.clear();
+        self.runs.clear();
+        self.leaving.clear();
+        self.beyond.clear();
+        self.packed.clear();
+        self.is_beyond = Places::NONE;
+        self.zeros = Places::NONE;
+        self.unchanged = Places::NONE;
+        self.kept.clear();
+        self.seen.clear();
+        (self.refused, self.tried) = (false, false);
+        self.pages = 0;
+        if mm.behind {
+            return 0;
+        }
+        let Some(slab) = mm.staging.take_empty() else { return 0 };
+        self.tried = true;
+        // Before the first look at what is pinned.
+        engine.taking.fetch_add(1, SeqCst);
+        self.choose(engine, mm, want.min(CHUNKS_PER_LEAF));
+        let mut moves = 0;
+        for index in 0..self.runs.len() {
+            if self.refused {
+                break;
+            }
+            self.pages += self.move_out(engine, mm, slab, self.runs[index], &mut moves);
+        }
+        engine.taking.fetch_add(1, SeqCst);
+        for index in 0..self.chunks.len() {
+            self.give_slots(engine, mm, slab, index);
+        }
+        if self.pages == 0 {
+            mm.staging.give_back(slab);
+            return 0;
+        }
+        self.slab = Some(slab);
+        mm.jobs.in_flight += self.pages;
+        engine.charge.set_scattered(self.pages < DENSE * moves);
+        mm.evicted += self.pages as u64;
+        self.pages
+    }
+
+    /// Chooses the chunks that go and plans their moves: pages that neighbour each other in the
+    /// program go in one, also across chunks.
+    fn choose(&mut self, engine: &Engine, mm: &mut Mm, want: usize) {
+        let mut scanned = 0;
+        let bound = mm.queues.resident_len().min(4096);
+        let mut place = 0;
+        let now = now();
+        while self.chunks.len() < want && self.runs.len() < MOST_MOVES && scanned < bound {
+            let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
+            scanned += 1;
+            let info = mm.table.chunk(chunk);
+            let mut movable = info.movable();
+            if movable == 0 {
+                continue;
+            }
+            movable &= !(engine.start.pinned)(chunk);
+            movable &= !mm.grace.spared(chunk, now);
+            let range = range_of(chunk.first(), PAGES_PER_CHUNK);
+            let held = range.start < mm.held.end && mm.held.start < range.end;
+            if info.hot > 0 || info.flags & STUCK != 0 || held || movable == 0 {
+                mm.table.update(chunk, |c| {
+                    c.hot = c.hot.saturating_sub(1);
+                    // A reason that lasts may still end: the chunk is tried again when it comes
+                    // round.
+                    c.flags &= !STUCK;
+                });
+                mm.queues.arrived(&mut mm.table, chunk);
+                continue;
+            }
+            let index = self.chunks.len();
+            self.chunks.push(Taken { chunk, planned: movable, moved: 0, place });
+            for (first, len) in crate::mm::types::runs(movable) {
+                let run = Run { page: chunk.first().plus(first), place, len, index };
+                place += len;
+                match self.runs.last_mut() {
+                    Some(last) if last.page.plus(last.len) == run.page => last.len += len,
+                    _ => self.runs.push(run),
+                }
+            }
+        }
+        engine.count(Counter::Pgscan, scanned * PAGES_PER_CHUNK);
+    }
+
+    /// Moves one run out; what cannot be moved is left where it is. Notes what moved in the chunks'
+    /// masks.
+    fn move_out(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        slab: SlabNo,
+        run: Run,
+        moves: &mut usize,
+    ) -> usize {
+        let mut at = 0;
+        let mut moved = 0;
+        let mut again = 0;
+        // A move must lie in one mapping: where a run crosses into another, it goes chunk by chunk,
+        // and such a chunk page by page.
+        let mut most = run.len;
+        while at < run.len {
+            let attempt = (run.len - at).min(most);
+            let page = run.page.plus(at);
+            let to = mm.staging.addr(slab.frame(run.place + at));
+            let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
+            let source = range_of(page, attempt);
+            match self.seen.ask(engine, mm, source) {
+                Answer::Armed => {}
+                Answer::NotOne if attempt > 1 => {
+                    most = within_mapping(page, attempt);
+                    continue;
+                }
+                Answer::NotOne
+                    if mm.regions.find(page.addr()).is_none()
+                        || unarmed::forget(engine, mm, source) =>
+                {
+                    at += 1;
+                    continue;
+                }
+                Answer::NotOne | Answer::Unread => {
+                    self.refused = true;
+                    break;
+                }
+            }
+            *moves += 1;
+            // SAFETY: the destination is a frame of this batch's own empty slab; the source are
+            // pages of the program whose words say that the program has them, and the move is
+            // atomic against its touches.
+            let progress =
+                unsafe { engine.uffd().move_pages(to, page.addr(), attempt * PAGE_SIZE, flags) };
+            let done = mm.staging.moved(
+                progress,
+                VirtRange { start: to, end: to.offset(attempt * PAGE_SIZE) },
+                true,
+            );
+            mm.staging.filled(slab, run.place + at, done);
+            for k in at..at + done {
+                let page = run.page.plus(k);
+                self.chunks[run.index + page.chunk().0 - run.page.chunk().0].moved |=
+                    1 << page.in_chunk();
+            }
+            at += done;
+            moved += done;
+            if done > 0 && run.page.plus(at).in_chunk() == 0 {
+                most = PAGES_PER_CHUNK;
+            }
+            let page = run.page.plus(at);
+            match progress.error {
+                // After a part the true reason shows at the next try.
+                _ if done > 0 || at >= run.len => {}
+                None => {}
+                Some(Errno::NOENT) => {
+                    // The program's page is gone without an event: freed lazily. Its next touch
+                    // gets zeros.
+                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                        engine.devices.drop_swapped(entry);
+                    }
+                    at += 1;
+                }
+                Some(Errno::AGAIN) if again < 4 => again += 1,
+                Some(Errno::AGAIN) => {
+                    self.refused = true;
+                    break;
+                }
+                Some(Errno::BUSY) => {
+                    engine.count(Counter::PagesBusy, 1);
+                    // What was faulted for writing since the last fork is this process's own:
+                    // somebody holds it (pinned for input or output, say).
+                    let is_own = mm.table.chunk(page.chunk()).own >> page.in_chunk() & 1 == 1;
+                    if !is_own {
+                        mm.table.share(page);
+                        mm.queues.shared(&mut mm.table, page.chunk());
+                    }
+                    at += 1;
+                }
+                Some(Errno::INVAL) if attempt > 1 => most = within_mapping(page, attempt),
+                Some(Errno::FAULT) if mm.staging.is_guard(page) => {
+                    // A guard was installed past libc, and discarded the contents (see `guards`).
+                    engine.guarded.store(true, Relaxed);
+                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                        engine.devices.drop_swapped(entry);
+                    }
+                    at += 1;
+                }
+                Some(Errno::INVAL) => {
+                    // Locked or protected memory: the chunk is not tried again at once.
+                    mm.table.update(page.chunk(), |c| c.flags |= STUCK);
+                    at += 1;
+                }
+                Some(_) => {
+                    engine.count(Counter::PagesBusy, 1);
+                    at += 1;
+                }
+            }
+        }
+        moved
+    }
+
+    /// Puts the moved pages of a chunk into the swap cache, as the largest folios they make; queues
+    /// what stayed again.
+    fn give_slots(&mut self, engine: &Engine, mm: &mut Mm, slab: SlabNo, index: usize) {
+        let taken = self.chunks[index];
+        for (first, order) in folios(taken.moved) {
+            // The planned pages before this one lie before it.
+            let place =
+                taken.place + (taken.planned & ((1u32 << first) - 1) as u16).count_ones() as usize;
+            self.give_folio(
+                engine,
+                mm,
+                slab,
+                Leaving {
+                    place,
+                    order,
+                    entry: crate::backing::devices::NO_ENTRY,
+                    chunk: taken.chunk,
+                },
+                first,
+            );
+        }
+        if mm.table.chunk(taken.chunk).movable() != 0 {
+            mm.queues.arrived(&mut mm.table, taken.chunk);
+        }
+    }
+
+    /// Slots for one folio, whose first page is the chunk's `first`-th; for its halves, if there
+    /// are none of that order.
+    fn give_folio(
+        &mut self,
+        engine: &Engine,
+        mm: &mut Mm,
+        slab: SlabNo,
+        mut leaving: Leaving,
+        first: usize,
+    ) {
+        let Leaving { place, order, chunk, .. } = leaving;
+        let frame = slab.frame(place);
+        let Some(entry) = engine.devices.alloc_pool(order, FolioId(frame.0)) else {
+            if order == 0 {
+                crate::fatal(
+                    "no swap slot is left for a page that was taken out (256 GiB are swapped out)",
+                );
+            }
+            engine.count(Counter::SwpoutFallback, 1);
+            engine.count_order(OfOrder::SwpoutFallback, order, 1);
+            let half = 1 << (order - 1);
+            self.give_folio(engine, mm, slab, Leaving { order: order - 1, ..leaving }, first);
+            self.give_folio(
+                engine,
+                mm,
+                slab,
+                Leaving { order: order - 1, place: place + half, ..leaving },
+                first + half,
+            );
+            return;
+        };
+        leaving.entry = entry;
+        mm.reach(FrameNo(frame.0 + (1 << order)));
+        mm.base[frame.0 as usize] = entry;
+        for k in 0..1usize << order {
+            let page = chunk.first().plus(first + k);
+            let frame = FrameNo(frame.0 + k as u32);
+            mm.owner[frame.0 as usize] = page;
+            engine.uncancel(frame);
+            mm.kept[frame.0 as usize] =
+                match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
+                    PageState::Kept(old) => {
+                        self.kept.push((place + k, old));
+                        Some(old)
+                    }
+                    _ => None,
+                };
+        }
+        self.leaving.push(leaving);
+    }
+
+    /// Compresses and stores. No lock is held; the devices take their own.
+    ///
+    /// # Panics
+    /// When nothing was taken.
+    pub fn store(&mut self, engine: &Engine, compressor: &mut Compressor, unpacker: &mut Unpacker) {
+        let slab = self.slab.expect("a batch that was taken");
+        let mut zero = 0;
+        let mut stored = 0;
+        let mut same = 0;
+        let (mut poor, mut refused) = (0, 0);
+        let mut kept = self.kept.iter().peekable();
+        let mut gives_way = GivesWay::default();
+        for leaving in &self.leaving {
+            let (stored_before, beyond_before) = (stored + zero, self.beyond.len());
+            let refuses = engine.pool_refuses();
+            for k in 0..1usize << leaving.order {
+                let place = leaving.place + k;
+                gives_way.for_a_page(engine.converses());
+                let frame = slab.frame(place);
+                let entry = entry_plus(leaving.entry, k as u32);
+                // The program has it back already.
+                if engine.is_cancelled(frame) {
+                    kept.next_if(|kept| kept.0 == place);
+                    continue;
+                }
+                // SAFETY: the frame is full and this batch's (invariant 1); nobody writes it before
+                // `finish`.
+                let page = unsafe { &*engine.frame_addr(frame).as_ptr::<Page>() };
+                if let Some((_, old)) = kept.next_if(|kept| kept.0 == place) {
+                    // Old slots of frames on their way out belong to this batch until `finish`.
+                    if engine.devices.holds(*old, page, &mut self.old, unpacker) {
+                        self.unchanged.add(place);
+                        same += 1;
+                        continue;
+                    }
+                }
+                let packed = compressor.compress(page);
+                match packed {
+                    Packed::Zero => {
+                        zero += 1;
+                        self.zeros.add(place);
+                    }
+                    Packed::Raw(_) if engine.devices.is_backed() => {
+                        self.beyond.push(Beyond { frame, entry, packed: None, place: None });
+                        self.is_beyond.add(place);
+                        poor += 1;
+                        continue;
+                    }
+                    Packed::Bytes(bytes) if refuses => {
+                        let start = self.packed.len();
+                        self.packed.extend_from_slice(bytes);
+                        self.beyond.push(Beyond {
+                            frame,
+                            entry,
+                            packed: Some(start..self.packed.len()),
+                            place: None,
+                        });
+                        self.is_beyond.add(place);
+                        refused += 1;
+                        continue;
+                    }
+                    _ => stored += 1,
+                }
+                if engine.devices.pool.insert(Slot(entry.offset().0), &packed).is_err() {
+                    crate::fatal("the compressed pool's address space is full");
+                }
+            }
+            let n = 1 << leaving.order;
+            if stored + zero - stored_before == n {
+                engine.count_order(OfOrder::Zswpout, leaving.order, 1);
+            } else if self.beyond.len() - beyond_before == n {
+                engine.count_order(OfOrder::Swpout, leaving.order, 1);
+            }
+        }
+        engine.count(Counter::SwpoutZero, zero);
+        engine.count(Counter::SwpoutClean, same);
+        engine.count(Counter::Zswpout, stored);
+        engine.count(Counter::RejectCompressPoor, poor);
+        engine.count(Counter::RejectPoolFull, refused);
+        self.store_beyond(engine);
+        if refused > 0 {
+            // Somebody is to make room in compressed memory.
+            engine.call_workers();
+        }
+    }
+
+    /// Pages that do not compress, for which the file is cheaper than compressed memory, and those
+    /// that it refuses. What the file does not take goes there all the same, past its bound. The
+    /// memory lock is *not* held.
+    fn store_beyond(&mut self, engine: &Engine) {
+        if self.beyond.is_empty() {
+            return;
+        }
+        if !engine.file_rests() {
+            for page in &mut self.beyond {
+                page.place = engine.devices.alloc_file(FolioId(page.frame.0));
+            }
+        }
+        let pages: Vec<(Slot, Packed<'_>)> = self
+            .beyond
+            .iter()
+            .filter_map(|page| {
+                let slot = Slot(page.place?.offset().0);
+                // SAFETY: as in `store`: the frames are this batch's until `finish`.
+                Some((slot, unsafe { page.packed(engine, &self.packed) }))
+            })
+            .collect();
+        let mut written = pages.len();
+        let result = engine.devices.file.device.write(&pages);
+        drop(pages);
+        if let Err(error) = result {
+            engine.write_failed(&error);
+            for page in &mut self.beyond {
+                if let Some(place) = page.place.take() {
+                    engine.devices.free_slot(place, Expect::Folio(FolioId(page.frame.0)));
+                }
+            }
+            written = 0;
+        }
+        for page in self.beyond.iter().filter(|page| page.place.is_none()) {
+            engine.tell_full("the swap file takes no more pages: memory stays past the budget");
+            // SAFETY: as above.
+            let packed = unsafe { page.packed(engine, &self.packed) };
+            if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
+                crate::fatal("the compressed pool's address space is full");
+            }
+        }
+        engine.count(Counter::Pswpout, written);
+        engine.count(Counter::Zswpout, self.beyond.len() - written);
+    }
+
+    /// What was not cancelled becomes a shadow; the frames are free. The memory lock is held.
+    ///
+    /// # Panics
+    /// When nothing was taken.
+    pub fn finish(&mut self, engine: &Engine, mm: &mut Mm) {
+        let slab = self.slab.take().expect("a batch that was taken");
+        self.finish_beyond(engine, mm);
+        let devices = &engine.devices;
+        let shadow = mm.shadow();
+        for leaving in &self.leaving {
+            let n = 1usize << leaving.order;
+            let folio = FolioId(slab.frame(leaving.place).0);
+            let plain = (0..n).all(|k| {
+                let place = leaving.place + k;
+                let frame = slab.frame(place);
+                !engine.is_cancelled(frame)
+                    && mm.kept[frame.0 as usize].is_none()
+                    && !self.is_beyond.has(place)
+            });
+            if plain {
+                devices.to_shadow_with_zeros(
+                    leaving.entry,
+                    n as u32,
+                    folio,
+                    shadow,
+                    self.zeros.of(leaving.place, n),
+                );
+                // The program may have moved them since they were taken.
+                for place in [leaving.place, leaving.place + n - 1] {
+                    let page = mm.owner[slab.frame(place).0 as usize];
+                    mm.queues.pooled(&mut mm.table, page.chunk());
+                }
+                continue;
+            }
+            for k in 0..n {
+                let place = leaving.place + k;
+                let frame = slab.frame(place);
+                let entry = entry_plus(leaving.entry, k as u32);
+                if let Some(old) = mm.kept[frame.0 as usize].take() {
+                    if self.unchanged.has(place) && !engine.is_cancelled(frame) {
+                        self.back_to_old(engine, mm, frame, entry, old, folio);
+                        continue;
+                    }
+                    devices.drop_swapped(old);
+                }
+                if engine.is_cancelled(frame) {
+                    devices.pool.free(Slot(entry.offset().0));
+                    engine.free_cancelled(frame, entry, folio);
+                } else if devices.pool.contains(Slot(entry.offset().0)) {
+                    devices.to_shadow_with_zeros(entry, 1, folio, shadow, self.zeros.of(place, 1));
+                    let page = mm.owner[frame.0 as usize];
+                    mm.queues.pooled(&mut mm.table, page.chunk());
+                } else {
+                    // It went to the file, and `finish_beyond` gave its page the new entry.
+                    devices.free_slot(entry, Expect::Folio(folio));
+                }
+            }
+        }
+        mm.jobs.in_flight -= self.pages;
+        mm.staging.give_back(slab);
+    }
+
+    /// The page is what its old slot holds: it gets that entry again.
+    fn back_to_old(
+        &self,
+        engine: &Engine,
+        mm: &mut Mm,
+        frame: FrameNo,
+        entry: SwapEntry,
+        old: SwapEntry,
+        folio: FolioId,
+    ) {
+        let page = mm.owner[frame.0 as usize];
+        if mm.table.get(page) != PageState::Swapped(entry) {
+            crate::fatal(&format!(
+                "page {:?} went out as entry {entry:?} and is {:?}",
+                page.addr(),
+                mm.table.get(page)
+            ));
+        }
+        mm.table.set(page, PageState::Swapped(old));
+        engine.devices.free_slot(entry, Expect::Folio(folio));
+        engine.devices.renew_shadow(old, mm.shadow());
+        if old.ty() == POOL {
+            mm.queues.pooled(&mut mm.table, page.chunk());
+        }
+    }
+
+    /// Pages that went to the file get their new entries. Called before the folios are looked at.
+    fn finish_beyond(&mut self, engine: &Engine, mm: &mut Mm) {
+        let devices = &engine.devices;
+        let shadow = mm.shadow();
+        for &Beyond { frame, entry, place, .. } in &self.beyond {
+            let Some(place) = place else { continue };
+            let folio = FolioId(frame.0);
+            devices.to_shadow(place, 1, folio, shadow);
+            if engine.is_cancelled(frame) {
+                devices.drop_swapped(place);
+                continue;
+            }
+            debug_assert_eq!(place.ty(), FILE);
+            let page = mm.owner[frame.0 as usize];
+            if mm.table.get(page) != PageState::Swapped(entry) {
+                crate::fatal(&format!(
+                    "page {:?} was written to the file as entry {entry:?} and is {:?}",
+                    page.addr(),
+                    mm.table.get(page)
+                ));
+            }
+            mm.moved_to_file(page, place);
+        }
+    }
+}

@@ -1,0 +1,648 @@
+//! Reclaim: who takes memory out of the program, and when.
+//!
+//! Pages leave in batches ([`crate::reclaim::swap_out`]). Taking one is a matter of page tables,
+//! storing it one of compression. Where pages lie scattered, a move costs an interruption of every
+//! CPU that runs the process: so the *handler* takes those batches, on the CPU of the thread whose
+//! faults it answers, while the worker sleeps, and the worker stores them. Dense batches need few
+//! moves; the worker takes them itself. When room runs short whoever notices does both.
+//!
+//! | who | takes | stores |
+//! |---|---|---|
+//! | worker | dense batches below the high mark, any below half the low mark | whatever waits |
+//! | handler, after a fault ([`Worker::balance`]) | below the high mark, when nothing is in flight | |
+//! | handler, before a fill ([`Worker::step`]) | when there is no room | what it took, or what waits |
+//!
+//! Owns: a compressor and an unpacker, and the thread's part in recompression and write-back.
+//!
+//! Worker 0 also keeps the accounts ([`Worker::run`]), rings for adoption, moves the division
+//! between resident and compressed memory ([`crate::memcg::pool_sizing`]) and writes back.
+
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::time::Duration;
+
+use swaptide_ipc::Counter;
+use swaptide_store::codec::{Compressor, Scheme, Unpacker};
+use swaptide_sys::AsFd;
+use swaptide_sys::lock::futex;
+use swaptide_sys::mem::{Advice, Mapping, advise};
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::StatmFd;
+use swaptide_sys::sock::poll_readable;
+use swaptide_sys::thread::{Nanos, gettid, now, yield_now};
+
+use crate::engine::{Engine, Mm};
+use crate::mm::types::{ChunkNo, range_of};
+use crate::reclaim::idle::Calm;
+use crate::reclaim::recompress::Recompress;
+use crate::reclaim::swap_out::Batch;
+use crate::reclaim::writeback::Writeback;
+use crate::requests::Ring;
+use crate::sched::handler_cpu::{self, Aside, NO_CPU};
+use crate::vma::adopt::MIN_BYTES;
+
+/// How often an idle worker looks at the accounts.
+const TICK: Duration = Duration::from_millis(20);
+/// The same while the limit is near.
+const TICK_NEAR: Duration = Duration::from_millis(1);
+/// The same while a thread faults again and again with the handler on its CPU: who wakes up, if
+/// only for a look, may part the two.
+const TICK_ASIDE: Duration = Duration::from_millis(4);
+/// How fast a program may grow at most, by which the time of the next look is set.
+const GROWTH_BYTES_PER_US: u64 = 6_000;
+/// A handler that neither waits nor reads for so long starves, or does something long, and then it
+/// is no harm if it does it in the normal class.
+const STARVED: Duration = Duration::from_millis(3);
+/// How often the division between resident and compressed memory may change.
+const DIVIDE_EVERY: Duration = Duration::from_millis(10);
+/// Compressed memory is made compact when it holds this much more than a quarter for nothing; so
+/// many bytes are moved at a time.
+const COMPACT_FROM: usize = 1 << 20;
+const COMPACT_BYTES: usize = 512 << 10;
+/// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
+const WORTH: u64 = 16;
+/// Batches that may wait for a worker.
+const MOST_JOBS: usize = 2;
+
+/// A process takes out first what it has for itself alone, down to this part of what it shares.
+const OWN_PART: usize = 1;
+/// Chunks the sharing of whose pages is broken at a time.
+const UNSHARED_CHUNKS: usize = 16;
+/// Chunks with shared pages that are looked at again at a time.
+const MOST_LOOKS: usize = 512;
+/// The same where there is nothing else to take, and under one hold of the lock.
+const LOOKS: usize = 64;
+/// How often is looked again where there is nothing else to take.
+const LOOKS_EVERY: Duration = Duration::from_millis(1);
+/// Of what came so many pages at most count when pages are to be copied.
+const CAME: u64 = 1024;
+/// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them
+/// (pinned for input or output, say).
+const MOST_VAIN: u32 = 4;
+/// Then sharing is broken only this often.
+const VAIN_RESTS: Duration = Duration::from_millis(100);
+
+/// What a test sets to have workers map and unmap memory of the engine's without pause, so that it
+/// comes to lie where the program's was.
+const OWN_MEMORY_COMES_AND_GOES: u32 = 6;
+
+/// What a step came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// So many pages left the program.
+    Took(usize),
+    /// Nothing could be taken before the handler has read what the program did to its mappings.
+    Again,
+    /// There is nothing that can be taken.
+    Nothing,
+}
+
+/// See the module's description.
+pub struct Worker {
+    compressor: Compressor,
+    unpacker: Unpacker,
+    recompress: Recompress,
+    writeback: Writeback,
+    /// How often in a row that was done and nothing could be taken.
+    vain: u32,
+    /// When it was done the last time.
+    unshared_at: Nanos,
+    /// When pages were looked at again last, for want of others.
+    looked_at: Nanos,
+    /// The last batch that was to be taken was looked for.
+    tried: bool,
+}
+
+impl Worker {
+    /// A worker with its buffers.
+    pub fn new(scheme: Scheme) -> Worker {
+        Worker {
+            compressor: Compressor::new(scheme),
+            unpacker: Unpacker::new(),
+            recompress: Recompress::new(),
+            writeback: Writeback::new(),
+            vain: 0,
+            unshared_at: Nanos(0),
+            looked_at: Nanos(0),
+            tried: false,
+        }
+    }
+
+    /// Stores a batch that waits, or takes one and stores it.
+    pub fn step(&mut self, engine: &Engine) -> Step {
+        self.step_of(engine, engine.charge.batch_chunks())
+    }
+
+    /// The same, with at most `want` chunks in a batch.
+    pub fn step_of(&mut self, engine: &Engine, want: usize) -> Step {
+        let batch = {
+            let mut mm = engine.mm.lock();
+            match mm.jobs.longest_waiting() {
+                Some(batch) => batch,
+                None => match self.take(engine, &mut mm, want) {
+                    Ok(batch) => batch,
+                    Err(step) => return step,
+                },
+            }
+        };
+        Step::Took(self.store(engine, batch))
+    }
+
+    /// Stores one batch that waits. False when there is none.
+    pub fn store_waiting(&mut self, engine: &Engine) -> bool {
+        let batch = engine.mm.lock().jobs.longest_waiting();
+        match batch {
+            Some(batch) => {
+                self.store(engine, batch);
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Called by the handler when it has answered: takes a batch for the workers, if room gets
+    /// short and they have nothing to do.
+    pub fn balance(&mut self, engine: &Engine) {
+        let charge = &engine.charge;
+        if charge.room() >= charge.goal() || engine.park.load(Acquire) != 0 {
+            return;
+        }
+        let mut mm = engine.mm.lock();
+        let urgent = charge.room() < charge.goal() / 2
+            && mm.jobs.in_flight < MOST_JOBS * crate::mm::types::PAGES_PER_LEAF;
+        if mm.jobs.in_flight > 0 && !urgent {
+            return;
+        }
+        if let Ok(batch) = self.take(engine, &mut mm, charge.batch_chunks()) {
+            mm.jobs.push(batch);
+            engine.settle(&mm);
+            drop(mm);
+            engine.call_workers();
+        }
+    }
+
+    fn take(&mut self, engine: &Engine, mm: &mut Mm, want: usize) -> Result<Box<Batch>, Step> {
+        self.tried = false;
+        if engine.is_full() {
+            return Err(Step::Nothing);
+        }
+        let mut batch = mm.jobs.blank();
+        let taken = batch.take(engine, mm, want);
+        self.tried = batch.tried();
+        let refused = batch.refused();
+        if taken > 0 {
+            return Ok(batch);
+        }
+        mm.jobs.retire(batch);
+        Err(if refused { Step::Again } else { Step::Nothing })
+    }
+
+    fn store(&mut self, engine: &Engine, mut batch: Box<Batch>) -> usize {
+        let pages = batch.pages();
+        batch.store(engine, &mut self.compressor, &mut self.unpacker);
+        let mut mm = engine.mm.lock();
+        batch.finish(engine, &mut mm);
+        mm.jobs.retire(batch);
+        while let Some(discard) = mm.staging.spare(engine.charge.keep_frames()) {
+            engine.settle(&mm);
+            drop(mm);
+            discard.throw_away();
+            mm = engine.mm.lock();
+            mm.staging.discarded(discard);
+        }
+        engine.settle(&mm);
+        drop(mm);
+        engine.count(Counter::Pgsteal, pages);
+        pages
+    }
+
+    /// Moves one batch of compressed pages to the file. False when there was nothing to move or
+    /// nowhere to put it.
+    pub fn write_back(&mut self, engine: &Engine) -> bool {
+        let charge = &engine.charge;
+        let may = charge.family.may_write_back()
+            || charge.pool() > charge.pool_bound()
+            || charge.pool_refuses();
+        may && self.writeback.step(engine, &mut self.unpacker)
+    }
+
+    /// Makes compressed memory smaller when it is near its share or past it: first by better
+    /// compression, then by what goes to the file; where it is far past, by both. False when there
+    /// is nothing to do, or nothing more can be done.
+    fn shrink_pool(&mut self, engine: &Engine) -> bool {
+        let charge = &engine.charge;
+        let (pool, most) = (charge.pool(), charge.pool_goal());
+        if pool < most / 4 * 3 {
+            return false;
+        }
+        let better = !charge.family.is_one()
+            && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
+        let hurries = charge.pool_overflows() || charge.pool_refuses();
+        let written = pool > most && (!better || hurries) && self.write_back(engine);
+        better || written
+    }
+
+    /// Makes compressed memory smaller while nobody wants anything, so that there is room when
+    /// somebody does. False when nothing is cold.
+    fn tighten(&mut self, engine: &Engine) -> bool {
+        let pool = &engine.devices.pool;
+        if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {
+            return true;
+        }
+        // What it freed lies in holes.
+        pool.pool_bytes() > pool.stored_bytes() / 32 * 33 + COMPACT_FROM
+            && pool.compact(COMPACT_BYTES) > 0
+    }
+
+    /// Breaks the sharing of pages that a fork left shared, so that the next batch can take them.
+    /// Never in the handler itself: [`fault_for_writing`]. False when there is none.
+    ///
+    /// Each costs a page until it is out, so they are the next to go: were they to wait for their
+    /// turn, all that is shared would be there twice before any of it had left.
+    fn unshare(&mut self, engine: &Engine, needs: bool) -> bool {
+        if self.vain >= MOST_VAIN && now().since(self.unshared_at) < VAIN_RESTS {
+            return false;
+        }
+        self.unshared_at = now();
+        let mut chunks = [(ChunkNo(0), 0u16); UNSHARED_CHUNKS];
+        let (mut n, mut copied, mut made_own) = (0, 0, 0);
+        let forks = {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(CAME));
+            for _ in 0..LOOKS {
+                if n == UNSHARED_CHUNKS || !needs && mm.copied_for >= mm.came {
+                    break;
+                }
+                let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
+                let own = mm.review(chunk);
+                let others = mm.table.unshare(chunk);
+                if own | others != 0 {
+                    chunks[n] = (chunk, own | others);
+                    n += 1;
+                    copied += others.count_ones() as usize;
+                    made_own += own.count_ones() as usize;
+                    mm.copied_for += u64::from(others.count_ones());
+                }
+            }
+            mm.forks
+        };
+        engine.count(Counter::PagesUnshared, copied);
+        engine.count(Counter::EngineFaults, made_own);
+        fault_for_writing(engine, &chunks[..n], forks);
+        n > 0
+    }
+
+    /// True when little is left to take but what other processes have, too.
+    fn is_short_of_own(engine: &Engine) -> bool {
+        let mm = engine.mm.lock();
+        let shared = mm.table.shared();
+        shared > 0 && (mm.table.present() - shared) < shared / OWN_PART
+    }
+
+    /// What a step came to, when the sharing was broken that kept it from taking more.
+    ///
+    /// What a process has for itself goes first. To take out what another has, too, frees nothing
+    /// until that one does so as well, and costs a copy: it takes from the others what they were
+    /// lent. So it is done for the sake of what comes alone, a page for a page, and until the
+    /// process has a little of its own to exchange; and where it is past its limit with nothing
+    /// else to take.
+    fn after_unsharing(&mut self, engine: &Engine, step: Step) -> Step {
+        match step {
+            Step::Took(_) => {
+                if Worker::is_short_of_own(engine) {
+                    self.unshare(engine, false);
+                }
+                self.vain = 0;
+            }
+            // Where nothing can be stored, or an event is to be read first, it is not for what is
+            // shared that nothing was taken.
+            Step::Nothing if self.tried => {
+                if now().since(self.looked_at) >= LOOKS_EVERY {
+                    self.looked_at = now();
+                    if look_again(engine, LOOKS) {
+                        return Step::Again;
+                    }
+                }
+                if self.unshare(engine, engine.charge.headroom() < 0) {
+                    self.vain += 1;
+                    if self.vain < MOST_VAIN {
+                        return Step::Again;
+                    }
+                }
+            }
+            Step::Nothing | Step::Again => {}
+        }
+        step
+    }
+
+    /// The life of a background worker, until the program is let go. Worker 0 looks after the
+    /// accounts.
+    pub fn run(&mut self, engine: &Engine, index: usize) {
+        let mut keeper = (index == 0).then(Keeper::new);
+        let mut aside = Aside::new();
+        let placed = engine.worker_tids.get(index);
+        if let Some(placed) = placed {
+            placed.store(gettid().0, Relaxed);
+        }
+        engine.awake.fetch_add(1, Relaxed);
+        loop {
+            if !engine.stand_still() {
+                if let Some(placed) = placed {
+                    placed.store(0, Relaxed);
+                }
+                engine.awake.fetch_sub(1, Relaxed);
+                return;
+            }
+            aside.keep_from(engine.handler_cpu.load(Relaxed));
+            aside.give_way(engine.converses());
+            if let Some(keeper) = &mut keeper {
+                keeper.watch(engine);
+                keeper.look(engine);
+            }
+            if engine.start.segment.header.fail.load(Relaxed) == OWN_MEMORY_COMES_AND_GOES {
+                map_and_unmap(engine);
+            }
+            let idle = self.work(engine, keeper.as_mut());
+            if idle {
+                let tick = tick(engine, keeper.is_some());
+                engine.work.store(0, Release);
+                if !engine.mm.lock().jobs.any() {
+                    engine.awake.fetch_sub(1, Relaxed);
+                    futex::wait(&engine.work, 0, Some(tick), futex::Scope::Private);
+                    engine.awake.fetch_add(1, Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond:
+    /// a program that grows in new mappings is seen by them alone. True when there is nothing more
+    /// to do.
+    fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Keeper>) -> bool {
+        let charge = &engine.charge;
+        let brief = keeper.is_some();
+        let began = now();
+        let over = || brief && now().since(began) >= TICK_NEAR || engine.park.load(Acquire) != 0;
+        while !over() {
+            if self.store_waiting(engine) {
+                continue;
+            }
+            if engine.is_reclaim_due(&engine.mm.lock()) {
+                let step = self.step(engine);
+                match self.after_unsharing(engine, step) {
+                    Step::Took(_) => continue,
+                    Step::Again => {
+                        yield_now();
+                        continue;
+                    }
+                    Step::Nothing if charge.headroom() < 0 => {
+                        let mut mm = engine.mm.lock();
+                        mm.staging.trim(0);
+                        engine.settle(&mm);
+                    }
+                    Step::Nothing => {}
+                }
+            }
+            if self.shrink_pool(engine) || brief && engine.devices.file.leave_areas() {
+                continue;
+            }
+            if let Some(keeper) = &mut keeper
+                && charge.pool() >= charge.limit() / WORTH
+                && !charge.family.is_one()
+                && keeper.has_time(engine)
+            {
+                if self.tighten(engine) {
+                    continue;
+                }
+                keeper.calm.stopped();
+            }
+            return true;
+        }
+        false
+    }
+}
+
+/// How long an idle worker may sleep. Who `keeps` the accounts alone sees what the program makes of
+/// new mappings, and it must not be more than half of what is free by the next look; the others
+/// have something to do only where the limit is near.
+fn tick(engine: &Engine, keeps: bool) -> Duration {
+    let charge = &engine.charge;
+    let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU { TICK_NEAR } else { TICK_ASIDE };
+    if !keeps {
+        return if charge.headroom() < 4 * charge.high() { shortest } else { TICK };
+    }
+    let free = charge.headroom().max(0) as u64;
+    Duration::from_micros(free / 2 / GROWTH_BYTES_PER_US).clamp(shortest, TICK)
+}
+
+/// Pages that were shared are not for ever: the other process writes to them, ends, or executes a
+/// program, which nobody tells. So chunks are looked at again now and then: while some of those
+/// have pages for this process alone, more and more.
+#[derive(Default)]
+struct Review {
+    looks: usize,
+}
+
+impl Review {
+    fn step(&mut self, engine: &Engine) {
+        let looks = self.looks.max(1);
+        self.looks = if look_again(engine, looks) { (looks * 4).min(MOST_LOOKS) } else { 1 };
+    }
+}
+
+/// Looks whether pages of so many chunks are still shared. True if some are not: they can go.
+fn look_again(engine: &Engine, looks: usize) -> bool {
+    let (mut any, mut left) = (false, looks);
+    while left > 0 {
+        let mut found = [(ChunkNo(0), 0u16); LOOKS];
+        let mut n = 0;
+        let (forks, more) = {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            let looks = left.min(LOOKS).min(mm.queues.shared_len());
+            for _ in 0..looks {
+                let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
+                let own = mm.review(chunk);
+                if own != 0 {
+                    found[n] = (chunk, own);
+                    n += 1;
+                }
+            }
+            (mm.forks, looks == LOOKS)
+        };
+        engine.count(
+            Counter::EngineFaults,
+            found[..n].iter().map(|(_, pages)| pages.count_ones() as usize).sum(),
+        );
+        fault_for_writing(engine, &found[..n], forks);
+        any |= n > 0;
+        left = if more { left - LOOKS.min(left) } else { 0 };
+    }
+    any
+}
+
+/// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
+/// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
+/// answers. What the kernel does not do, and what a fork since the look (there had been so many
+/// `forks`) has shared anew, is not known to be its own.
+fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
+    for (chunk, pages) in chunks {
+        let mut own = 0;
+        for (first, len) in crate::mm::types::runs(*pages) {
+            // SAFETY: faulting a page of the program for writing changes nothing but its sharing. A
+            // page that is gone is an error.
+            if unsafe { advise(range_of(chunk.first().plus(first), len), Advice::PopulateWrite) }
+                .is_ok()
+            {
+                own |= (((1u32 << len) - 1) << first) as u16;
+            }
+        }
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        mm.queues.made_own(&mut mm.table, *chunk, if mm.forks == forks { own } else { 0 });
+    }
+}
+
+/// What worker 0 does besides.
+struct Keeper {
+    statm: Option<StatmFd>,
+    rest_at_adoption: i64,
+    ticks: u32,
+    /// When the division between resident and compressed memory was looked at last.
+    divided: Nanos,
+    /// The changes of the swap areas seen so far.
+    areas: u32,
+    review: Review,
+    /// The handler had something to do: its turns by then, and since when.
+    still: Option<(u32, Nanos)>,
+    calm: Calm,
+}
+
+impl Keeper {
+    fn new() -> Keeper {
+        Keeper {
+            statm: StatmFd::open_self().ok(),
+            rest_at_adoption: 0,
+            ticks: 0,
+            divided: now(),
+            areas: 0,
+            review: Review::default(),
+            still: None,
+            calm: Calm::new(now()),
+        }
+    }
+
+    /// Sees to it that the handler comes to its turn (see [`crate::sched::handler_cpu`]). Takes no
+    /// lock: the handler may hold it.
+    fn watch(&mut self, engine: &Engine) {
+        let turns = engine.turns.load(Relaxed);
+        let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+        if !handler_cpu::may_starve() || !turns.is_multiple_of(2) && !is_unread() {
+            self.still = None;
+            return;
+        }
+        let now = now();
+        match self.still {
+            Some((then, since)) if then == turns => {
+                if now.since(since) >= STARVED {
+                    handler_cpu::rescue();
+                }
+            }
+            _ => self.still = Some((turns, now)),
+        }
+    }
+
+    /// True when nothing has come in or gone out for a while, and nobody else wants the CPU.
+    fn has_time(&mut self, engine: &Engine) -> bool {
+        let counters = &engine.slot().counters;
+        let happened = [Counter::Pgmajfault, Counter::Pgsteal]
+            .map(|counter| counters[counter as usize].load(Relaxed));
+        self.calm.is_calm(happened[0].wrapping_add(happened[1]), now())
+    }
+
+    /// Measures, takes over a new limit, and rings for adoption when memory that is not managed has
+    /// grown.
+    fn look(&mut self, engine: &Engine) {
+        let Some(statm) = &self.statm else { return };
+        self.ticks = self.ticks.wrapping_add(1);
+        assert!(!engine.fails.load(Relaxed), "a check failed in a worker, as a test wants it");
+        engine.publish_slot();
+        engine.charge.take_limit(engine.slot());
+        if engine.start.segment.is_moving(engine.slot_index()) {
+            engine.devices.file.follow_group();
+        }
+        if engine.slot().preload.load(Relaxed) != 0 {
+            engine.bells.ring(Ring::Preload);
+        }
+        if engine.slot().detach.load(Relaxed) != 0 {
+            engine.bells.ring(Ring::Detach);
+        }
+        engine.charge.measure(statm);
+        let areas = engine.start.segment.areas_epoch();
+        if std::mem::replace(&mut self.areas, areas) != areas {
+            engine.devices.file.look_at_areas();
+        }
+        engine.devices.file.device.let_go_far();
+        if engine.charge.pool_cap() != 0 {
+            engine.charge.others_pool(engine.pool_of_others());
+        }
+        if now().since(self.divided) >= DIVIDE_EVERY {
+            self.divided = now();
+            engine.charge.follow_family();
+            if engine.charge.room() < 2 * engine.charge.high() {
+                self.review.step(engine);
+            }
+            engine.balance_pool();
+            engine.charge.narrow();
+            // Pages that left it leave holes; a quarter of it for nothing is too much.
+            let pool = &engine.devices.pool;
+            if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_FROM {
+                pool.compact(COMPACT_BYTES);
+            }
+        }
+        let rest = engine.charge.rest();
+        let step = (engine.charge.limit() / 128).clamp(256 << 10, 4 << 20) as i64;
+        self.rest_at_adoption = self.rest_at_adoption.min(rest);
+        engine.small.follow(&engine.charge);
+        if rest - self.rest_at_adoption > step
+            || self.ticks.is_multiple_of(64)
+            || engine.small.is_look_due()
+        {
+            engine.bells.ring(Ring::Adopt);
+            engine.charge.measure(statm);
+            self.rest_at_adoption = engine.charge.rest();
+        }
+    }
+}
+
+/// What a test wants: see [`OWN_MEMORY_COMES_AND_GOES`].
+///
+/// # Panics
+/// If any of it is taken for the program's.
+#[cold]
+fn map_and_unmap(engine: &Engine) {
+    let mut held = [const { None }; 8];
+    let is_managed = |held: &[Option<Mapping>]| {
+        let mm = engine.mm.lock();
+        held.iter().flatten().any(|own| mm.regions.overlaps(own.range()))
+    };
+    for round in 0..256 {
+        let Ok(mapping) = Mapping::reserve(MIN_BYTES + round % 7 * PAGE_SIZE) else { return };
+        // SAFETY: nobody else knows of the mapping.
+        let bytes = unsafe { mapping.slice_mut(0, mapping.len()) };
+        bytes.iter_mut().step_by(PAGE_SIZE).for_each(|byte| *byte = 1);
+        held[round % 8] = Some(mapping);
+        if round % 8 == 0 {
+            engine.bells.ring(Ring::Adopt);
+        }
+        // The end of what was there before comes after it: its event may not be under way yet.
+        let since = now();
+        while is_managed(&held) {
+            assert!(
+                now().since(since) < Duration::from_secs(2),
+                "the engine's own memory is managed"
+            );
+            engine.bells.ring(Ring::Adopt);
+        }
+    }
+}

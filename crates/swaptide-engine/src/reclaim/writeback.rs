@@ -1,0 +1,231 @@
+//! Write-back: the oldest pages of compressed memory go to the file when compressed memory has its
+//! share.
+//!
+//! Owns: the buffers of one batch.
+//!
+//! A batch takes chunks from the log's old end under the memory lock; without it, it copies their
+//! pages out of compressed memory as they are, packed, gives them slots in the file and writes
+//! them; and takes the lock again to exchange the entries. Pages of one repeated word stay: they
+//! cost nothing where they are.
+//!
+//! Invariant: an entry is exchanged only if its chunk's epoch is what it was when the page was
+//! chosen; otherwise the page was brought in or given up meanwhile, what was copied may be another
+//! page's, and the copy in the file is dropped.
+
+use std::ops::Range;
+
+use swaptide_core::{Expect, FolioId, Shadow, Slot as TableSlot, SwapEntry};
+use swaptide_ipc::Counter;
+use swaptide_store::codec::{Packed, PackedKind, Unpacker};
+use swaptide_store::{Page, Slot};
+
+use crate::backing::devices::POOL;
+use crate::engine::{Engine, Mm};
+use crate::mm::page_table::PageState;
+use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, runs};
+
+/// Pages of a batch.
+const BATCH: usize = 128;
+/// The folio that stands in the file's swap cache while a page is written.
+const WRITING: FolioId = FolioId(u32::MAX >> 8);
+
+struct Moving {
+    page: PageNo,
+    old: SwapEntry,
+    shadow: Shadow,
+    chunk: ChunkNo,
+    epoch: u32,
+    /// Where it goes, and where in `data` it is; `None` when it stays.
+    copy: Option<(SwapEntry, Range<usize>, PackedKind)>,
+}
+
+/// See the module's description.
+pub struct Writeback {
+    data: Vec<u8>,
+    moving: Vec<Moving>,
+}
+
+impl Default for Writeback {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Drops copies of pages that the program has: they are the first to go, for they cost nothing but
+/// a later compression. False when there are none.
+fn drop_copies(engine: &Engine) -> bool {
+    let mut guard = engine.mm.lock();
+    let mm = &mut *guard;
+    let mut dropped = 0;
+    while dropped < BATCH
+        && let Some(chunk) = mm.queues.next_copied(&mut mm.table)
+    {
+        for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
+            if let PageState::Kept(entry) = mm.table.get(page)
+                && entry.ty() == POOL
+            {
+                mm.table.set(page, PageState::Present);
+                engine.devices.drop_swapped(entry);
+                dropped += 1;
+            }
+        }
+    }
+    engine.settle(mm);
+    dropped > 0
+}
+
+impl Writeback {
+    /// Empty buffers; they are made at first use.
+    pub fn new() -> Writeback {
+        Writeback { data: Vec::new(), moving: Vec::new() }
+    }
+
+    /// Moves one batch. False when there was nothing to move or nowhere to put it.
+    pub fn step(&mut self, engine: &Engine, unpacker: &mut Unpacker) -> bool {
+        if drop_copies(engine) {
+            return true;
+        }
+        if !engine.devices.is_backed() || engine.file_rests() {
+            return false;
+        }
+        let mut chosen = 0;
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            self.moving.clear();
+            if !mm.queues.any_settled() {
+                mm.put_back_young(&engine.devices);
+            }
+            while self.moving.len() + PAGES_PER_CHUNK <= BATCH
+                && let Some(chunk) = mm.queues.next_to_file(&mut mm.table)
+            {
+                self.choose(engine, mm, chunk);
+                chosen += 1;
+            }
+        }
+        let room = self.copy_out(engine, unpacker);
+        let pages: Vec<(Slot, Packed<'_>)> = self
+            .moving
+            .iter()
+            .filter_map(|m| m.copy.as_ref())
+            .map(|copy| (Slot(copy.0.offset().0), packed(&self.data, copy)))
+            .collect();
+        let going = pages.len();
+        let written = engine.devices.file.device.write(&pages);
+        drop(pages);
+        let mut guard = engine.mm.lock();
+        let mm = &mut *guard;
+        if let Err(error) = written {
+            engine.write_failed(&error);
+            for moving in &self.moving {
+                if let Some((new, ..)) = &moving.copy {
+                    engine.devices.free_slot(*new, Expect::Folio(WRITING));
+                }
+                mm.queues.pooled(&mut mm.table, moving.chunk);
+            }
+            return false;
+        }
+        let moved = self.exchange(engine, mm);
+        if !room {
+            for moving in &self.moving {
+                mm.queues.pooled(&mut mm.table, moving.chunk);
+            }
+        }
+        engine.count(Counter::Zswpwb, moved);
+        engine.count(Counter::Pswpout, moved);
+        engine.settle(mm);
+        room && (going > 0 || chosen > 0)
+    }
+
+    /// Notes the pages of a chunk that are in compressed memory.
+    fn choose(&mut self, engine: &Engine, mm: &mut Mm, chunk: ChunkNo) {
+        let info = mm.table.chunk(chunk);
+        for (first, len) in runs(info.swapped) {
+            for page in (first..first + len).map(|k| chunk.first().plus(k)) {
+                let PageState::Swapped(old) = mm.table.get(page) else { continue };
+                if old.ty() != POOL {
+                    continue;
+                }
+                let TableSlot::Shadow { shadow, .. } =
+                    engine.devices.pool_slots.lookup(old.offset())
+                else {
+                    continue;
+                };
+                self.moving.push(Moving {
+                    page,
+                    old,
+                    shadow,
+                    chunk,
+                    epoch: info.epoch,
+                    copy: None,
+                });
+            }
+        }
+    }
+
+    /// Copies the pages out and gives them slots. False when the file has none left.
+    fn copy_out(&mut self, engine: &Engine, unpacker: &mut Unpacker) -> bool {
+        self.data.clear();
+        for moving in &mut self.moving {
+            let start = self.data.len();
+            // The fault path tells of damage when the page is needed; and this may be no damage,
+            // but a page that is gone.
+            let Ok(kind) =
+                engine.devices.pool.packed(Slot(moving.old.offset().0), &mut self.data, unpacker)
+            else {
+                continue;
+            };
+            if matches!(kind, PackedKind::Zero | PackedKind::Same(_)) {
+                continue;
+            }
+            let Some(new) = engine.devices.alloc_file(WRITING) else {
+                engine.tell_full("the swap file is full: compressed memory stays past its share");
+                engine.rest_file();
+                return false;
+            };
+            moving.copy = Some((new, start..self.data.len(), kind));
+        }
+        true
+    }
+
+    /// Gives the pages their new entries. Gives how many.
+    fn exchange(&mut self, engine: &Engine, mm: &mut Mm) -> usize {
+        // All are checked before the first is exchanged: an exchange changes its chunk's epoch.
+        let valid: Vec<bool> = self
+            .moving
+            .iter()
+            .map(|m| {
+                mm.table.get(m.page) == PageState::Swapped(m.old)
+                    && mm.table.chunk(m.chunk).epoch == m.epoch
+            })
+            .collect();
+        let mut moved = 0;
+        for (moving, valid) in self.moving.iter().zip(valid) {
+            let Some((new, ..)) = &moving.copy else { continue };
+            engine.devices.to_shadow(*new, 1, WRITING, moving.shadow);
+            // Looked at again: should a page stand here twice, it moves once.
+            if valid && mm.table.get(moving.page) == PageState::Swapped(moving.old) {
+                mm.moved_to_file(moving.page, *new);
+                engine.devices.drop_swapped(moving.old);
+                moved += 1;
+            } else {
+                engine.devices.drop_swapped(*new);
+            }
+        }
+        moved
+    }
+}
+
+fn packed<'d>(
+    data: &'d [u8],
+    (_, range, kind): &(SwapEntry, Range<usize>, PackedKind),
+) -> Packed<'d> {
+    let bytes = &data[range.clone()];
+    match kind {
+        PackedKind::Raw => {
+            let page: &Page = bytes.try_into().expect("a raw page is a page long");
+            Packed::Raw(page)
+        }
+        _ => Packed::Bytes(bytes),
+    }
+}

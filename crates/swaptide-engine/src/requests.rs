@@ -1,0 +1,484 @@
+//! Bells: how any thread of the process gets the handler's ear.
+//!
+//! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area
+//! (`MADV_DONTNEED`) is an event there, and the caller waits until it is read: so an area of a few
+//! pages is registered for that alone, and which page is given up says what is wanted. Nothing is
+//! ever stored in it.
+//!
+//! Owns: the area, the mailbox of the one request that carries data, and the reply words.
+//!
+//! Rules
+//! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
+//! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
+//!    itself, or never come back.
+//! 3. When the program was let go nobody hears any more, and nobody waits.
+//! 4. A request has a number, and is done when that number was answered: what a dead thread has
+//!    left there cannot be taken for it.
+//!
+//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a
+//! page of a second registered area, which it touches. The fault tells the handler, which fills the
+//! page when it has done what was asked, and empties it again before the door is used again.
+//! Nothing of that is a system call of the thread's.
+//!
+//! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
+//!
+//! Locks: none. A ringing thread waits on futex words of the engine's memory only.
+
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::AcqRel, Ordering::Acquire,
+    Ordering::Relaxed, Ordering::Release,
+};
+use swaptide_sys::lock::futex;
+use swaptide_sys::mem::{Advice, Mapping, advise};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::thread::{Tid, block_all_signals, gettid, lives, restore_signals, yield_now};
+use swaptide_sys::uffd::Uffd;
+
+use crate::EngineError;
+use crate::sched::deadline::{TURN, Waited};
+
+/// What a thread wants of the handler.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(usize)]
+pub enum Ring {
+    /// Look for memory to adopt.
+    Adopt = 0,
+    /// Stand still: the ringing thread is about to fork.
+    ForkPrepare = 1,
+    /// The mailbox holds a hint.
+    Hint = 2,
+    /// The fork is over for its parent: the thread goes on when the child serves itself.
+    ForkDone = 3,
+    /// A mapping was moved or has grown: the thread goes on when the table knows.
+    Fence = 4,
+    /// Bring in what is swapped, while nobody faults.
+    Preload = 5,
+    /// Bring in everything and let the program go.
+    Detach = 6,
+    /// Somebody stands at a door. No bell means it.
+    Door = 7,
+}
+
+/// What a thread wants that knocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Knock {
+    /// As [`Bells::fence`].
+    Fence = 0,
+    /// As [`Hint::Release`].
+    Release = 1,
+    /// As [`Ring::Detach`], answered when the program was let go.
+    Detach = 2,
+}
+
+/// Threads that can stand at doors at a time; more wait for one.
+const DOORS: usize = 64;
+
+/// A door: its state, and what is wanted there.
+struct Door {
+    state: AtomicU32,
+    knock: AtomicU32,
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+/// Its thread has gone on: the page is to be emptied.
+const LEFT: u32 = 4;
+/// In the place of what is wanted: it could not be done.
+const REFUSED: u32 = u32::MAX;
+
+/// Pages of the area.
+const BELLS: usize = 7;
+/// Threads that can wait at fences at a time; more wait for a place.
+const FENCES: usize = 64;
+
+/// A thread that waits until the table knows of its change: 0 nobody, 1 being written, 2 waiting, 3
+/// answered.
+struct Fence {
+    state: AtomicU32,
+    at: AtomicUsize,
+}
+
+const FREE: u32 = 0;
+const WRITTEN: u32 = 1;
+const WAITING: u32 = 2;
+const ANSWERED: u32 = 3;
+
+/// A hint from the program, as it came with `madvise`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+pub enum Hint {
+    /// The range will be needed soon.
+    WillNeed = 1,
+    /// The range is the first to take.
+    Cold = 2,
+    /// Take the range now.
+    PageOut = 3,
+    /// The range is read from start to end.
+    Sequential = 4,
+    /// The range is read without order.
+    Random = 5,
+    /// No longer either.
+    Normal = 6,
+    /// Bring the range in and manage it no more. Never dropped.
+    Release = 7,
+    /// The range was mapped a moment ago: manage it before it fills.
+    Mapped = 8,
+}
+
+impl Hint {
+    fn of(word: u32) -> Option<Hint> {
+        [
+            Hint::WillNeed,
+            Hint::Cold,
+            Hint::PageOut,
+            Hint::Sequential,
+            Hint::Random,
+            Hint::Normal,
+            Hint::Release,
+            Hint::Mapped,
+        ]
+        .into_iter()
+        .find(|h| *h as u32 == word)
+    }
+}
+
+/// See the module's description.
+pub struct Bells {
+    area: Mapping,
+    busy: AtomicU32,
+    /// The request: its number above 8 bits of [`Hint`]; 0: none.
+    hint: AtomicU64,
+    /// Number of the last request.
+    asked: AtomicU32,
+    /// Number of the request that the handler has taken.
+    taken: AtomicU32,
+    hint_start: AtomicUsize,
+    hint_end: AtomicUsize,
+    /// Number of the last request that the handler has done.
+    pub answered: AtomicU32,
+    /// A range could not be released. Written by the handler before it answers.
+    pub(crate) refused: AtomicBool,
+    fences: [Fence; FENCES],
+    porch: Mapping,
+    doors: [Door; DOORS],
+    /// The program was let go.
+    closed: AtomicBool,
+}
+
+impl Bells {
+    /// Makes the area; the handler registers it.
+    ///
+    /// # Errors
+    /// When memory is refused.
+    pub fn new() -> Result<Bells, EngineError> {
+        let area = Mapping::reserve(BELLS * PAGE_SIZE)
+            .map_err(|e| EngineError::Memory("the bells' pages", e))?;
+        let porch = Mapping::reserve(DOORS * PAGE_SIZE)
+            .map_err(|e| EngineError::Memory("the doors' pages", e))?;
+        let door = || Door {
+            state: AtomicU32::new(FREE),
+            knock: AtomicU32::new(0),
+            start: AtomicUsize::new(0),
+            end: AtomicUsize::new(0),
+        };
+        Ok(Bells {
+            porch,
+            doors: std::array::from_fn(|_| door()),
+            area,
+            busy: AtomicU32::new(0),
+            hint: AtomicU64::new(0),
+            asked: AtomicU32::new(0),
+            taken: AtomicU32::new(0),
+            hint_start: AtomicUsize::new(0),
+            hint_end: AtomicUsize::new(0),
+            answered: AtomicU32::new(0),
+            refused: AtomicBool::new(false),
+            fences: [const { Fence { state: AtomicU32::new(FREE), at: AtomicUsize::new(0) } };
+                FENCES],
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// The range to register.
+    pub fn range(&self) -> VirtRange {
+        self.area.range()
+    }
+
+    /// The doors' range, to register as well.
+    pub fn porch(&self) -> VirtRange {
+        self.porch.range()
+    }
+
+    /// The page of a door.
+    fn page_of_door(&self, index: usize) -> VirtRange {
+        VirtRange::from_len(self.porch().start.offset(index * PAGE_SIZE), PAGE_SIZE)
+    }
+
+    /// Asks for something without a system call; returns when it is done, or the program was let
+    /// go. False if a release was refused: the range stays managed.
+    pub fn knock(&self, knock: Knock, range: VirtRange) -> bool {
+        let claim =
+            |door: &Door| door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+        let index = loop {
+            match self.doors.iter().position(claim) {
+                Some(index) => break index,
+                None if self.closed.load(Acquire) => return true,
+                None => std::hint::spin_loop(),
+            }
+        };
+        let door = &self.doors[index];
+        door.knock.store(knock as u32, Relaxed);
+        door.start.store(range.start.0, Relaxed);
+        door.end.store(range.end.0, Relaxed);
+        door.state.store(WAITING, Release);
+        let page = self.page_of_door(index).start;
+        while door.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
+            // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the
+            // handler has filled it.
+            unsafe { page.as_ptr::<u8>().read_volatile() };
+        }
+        let was_done = door.knock.load(Relaxed) != REFUSED;
+        let _ = door.state.compare_exchange(ANSWERED, LEFT, AcqRel, Relaxed);
+        was_done
+    }
+
+    /// The next door at which somebody waits, from `index` on: what for, and where.
+    pub(crate) fn waiting_at(&self, index: usize) -> Option<(usize, Knock, VirtRange)> {
+        let index = (index..DOORS).find(|&at| self.doors[at].state.load(Acquire) == WAITING)?;
+        let door = &self.doors[index];
+        let knock = match door.knock.load(Relaxed) {
+            0 => Knock::Fence,
+            1 => Knock::Release,
+            _ => Knock::Detach,
+        };
+        Some((
+            index,
+            knock,
+            VirtRange {
+                start: VirtAddr(door.start.load(Relaxed)),
+                end: VirtAddr(door.end.load(Relaxed)),
+            },
+        ))
+    }
+
+    /// What was wanted at a door is done, or was refused.
+    pub(crate) fn done_at(&self, index: usize, is_done: bool) {
+        if !is_done {
+            self.doors[index].knock.store(REFUSED, Relaxed);
+        }
+        let _ = self.doors[index].state.compare_exchange(WAITING, ANSWERED, AcqRel, Relaxed);
+    }
+
+    /// Fills the pages of the doors that were answered, and empties those whose threads have gone
+    /// on. True while some are not empty.
+    pub(crate) fn tend_doors(&self, uffd: &Uffd) -> bool {
+        let mut any = false;
+        for (index, door) in self.doors.iter().enumerate() {
+            let page = self.page_of_door(index);
+            match door.state.load(Acquire) {
+                ANSWERED => {
+                    any = true;
+                    // Where an event is unread this fails; the thread touches the page again then.
+                    let _ = uffd.zero_pages(page, true);
+                    let _ = uffd.wake(page);
+                }
+                LEFT => {
+                    // Registered, giving it up would be an event, which only this thread could
+                    // read.
+                    let emptied = uffd.unregister(page).and_then(|()| {
+                        // SAFETY: the page is the engine's own and holds nothing.
+                        unsafe { advise(page, Advice::DontNeedLocked) }
+                    });
+                    if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
+                        crate::fatal(&format!(
+                            "a door does not close: {}",
+                            swaptide_sys::Why(errno)
+                        ));
+                    }
+                    door.state.store(FREE, Release);
+                }
+                _ => {}
+            }
+        }
+        any
+    }
+
+    /// Rings; returns when the handler has read it. Never from the handler itself.
+    pub fn ring(&self, ring: Ring) {
+        crate::sched::handler_cpu::nudge();
+        let start = self.range().start.offset(ring as usize * PAGE_SIZE);
+        // SAFETY: the page is the engine's own, holds nothing and is never read.
+        if let Err(errno) = unsafe {
+            advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked)
+        } {
+            crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::Why(errno)));
+        }
+    }
+
+    /// Which bell an event of the area means.
+    pub fn decode(&self, at: VirtAddr) -> Option<Ring> {
+        match (at.0 - self.range().start.0) / PAGE_SIZE {
+            0 => Some(Ring::Adopt),
+            1 => Some(Ring::ForkPrepare),
+            2 => Some(Ring::Hint),
+            3 => Some(Ring::ForkDone),
+            4 => Some(Ring::Fence),
+            5 => Some(Ring::Preload),
+            6 => Some(Ring::Detach),
+            _ => None,
+        }
+    }
+
+    /// Which bell an event means, if it is of the area.
+    pub fn decode_in(&self, at: VirtAddr) -> Option<Ring> {
+        self.range().contains(at).then(|| self.decode(at)).flatten()
+    }
+
+    /// Puts a hint into the mailbox, rings and waits until it was heard. A hint that meets another
+    /// one is dropped: it is only a hint.
+    pub fn hint(&self, hint: Hint, range: VirtRange) {
+        let Ok(mask) = block_all_signals() else { return };
+        if self.own(hint == Hint::Release) {
+            self.ask(hint, range, mask);
+            self.busy.store(0, Release);
+        }
+        restore_signals(mask);
+    }
+
+    /// Has a range brought in and let go. False when some of it could not be brought in: that stays
+    /// managed.
+    pub fn release(&self, range: VirtRange) -> bool {
+        let Ok(mask) = block_all_signals() else { return false };
+        self.own(true);
+        self.refused.store(false, Relaxed);
+        self.ask(Hint::Release, range, mask);
+        let is_whole = !self.refused.load(Acquire);
+        self.busy.store(0, Release);
+        restore_signals(mask);
+        is_whole
+    }
+
+    /// Makes the mailbox the calling thread's. False when it is another's, and not to be waited
+    /// for.
+    fn own(&self, wait: bool) -> bool {
+        let this = gettid();
+        loop {
+            let Err(owner) = self.busy.compare_exchange(0, this.0, AcqRel, Acquire) else {
+                return true;
+            };
+            if !lives(Tid(owner))
+                && self.busy.compare_exchange(owner, this.0, AcqRel, Acquire).is_ok()
+            {
+                return true;
+            }
+            if !wait {
+                return false;
+            }
+            yield_now();
+        }
+    }
+
+    fn ask(&self, hint: Hint, range: VirtRange, mask: u64) {
+        let number = self.asked.fetch_add(1, Relaxed).wrapping_add(1);
+        self.hint_start.store(range.start.0, Relaxed);
+        self.hint_end.store(range.end.0, Relaxed);
+        self.hint.store(u64::from(number) << 8 | hint as u64, Release);
+        self.ring(Ring::Hint);
+        let mut waited = Waited::default();
+        loop {
+            let answered = self.answered.load(Acquire);
+            if answered == number || self.closed.load(Acquire) {
+                return;
+            }
+            let woken = futex::wait(&self.answered, answered, Some(TURN), futex::Scope::Private);
+            waited.turn(woken, mask);
+        }
+    }
+
+    /// The hint in the mailbox.
+    pub fn take_hint(&self) -> Option<(Hint, VirtRange)> {
+        let word = self.hint.swap(0, AcqRel);
+        let hint = Hint::of((word & 0xff) as u32)?;
+        self.taken.store((word >> 8) as u32, Relaxed);
+        Some((
+            hint,
+            VirtRange {
+                start: VirtAddr(self.hint_start.load(Relaxed)),
+                end: VirtAddr(self.hint_end.load(Relaxed)),
+            },
+        ))
+    }
+
+    /// True when the mailbox holds no hint that must be done.
+    pub fn may_be_dropped(&self) -> bool {
+        Hint::of((self.hint.load(Acquire) & 0xff) as u32) != Some(Hint::Release)
+    }
+
+    /// Puts back what was taken and could not be done.
+    pub fn put_back(&self, hint: Hint) {
+        self.hint.store(u64::from(self.taken.load(Relaxed)) << 8 | hint as u64, Release);
+    }
+
+    /// Says that what was taken is done.
+    pub fn answer(&self) {
+        self.answered.store(self.taken.load(Relaxed), Release);
+        futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
+    }
+
+    /// Called by a thread that has moved a mapping, or grown one in place, which now begins at
+    /// `at`: returns when the handler has applied the change and all that happened before it (see
+    /// [`crate::vma::events`], rule 6).
+    pub fn fence(&self, at: VirtAddr) {
+        // A signal handler of the program's might never come back, and its thread's place would be
+        // gone for good.
+        let Ok(mask) = block_all_signals() else { return };
+        let claim = |f: &&Fence| f.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+        let fence = loop {
+            match self.fences.iter().find(claim) {
+                Some(fence) => break fence,
+                None => yield_now(),
+            }
+        };
+        fence.at.store(at.0, Relaxed);
+        fence.state.store(WAITING, Release);
+        self.ring(Ring::Fence);
+        let mut waited = Waited::default();
+        while fence.state.load(Acquire) != ANSWERED && !self.closed.load(Acquire) {
+            let woken = futex::wait(&fence.state, WAITING, Some(TURN), futex::Scope::Private);
+            waited.turn(woken, mask);
+        }
+        fence.state.store(FREE, Release);
+        restore_signals(mask);
+    }
+
+    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
+    /// begins.
+    ///
+    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So
+    /// the caller, who has applied all that it has read, has applied that change.
+    pub fn answer_fences(&self, mut known: impl FnMut(VirtAddr)) {
+        for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
+            known(VirtAddr(fence.at.load(Relaxed)));
+            fence.state.store(ANSWERED, Release);
+            futex::wake(&fence.state, 1, futex::Scope::Private);
+        }
+    }
+
+    /// Nobody will hear any more: whoever waits goes on.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Release);
+        futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);
+        for fence in &self.fences {
+            futex::wake(&fence.state, u32::MAX >> 1, futex::Scope::Private);
+        }
+    }
+
+    /// In a forked child: nobody has asked for anything.
+    pub fn reset(&self) {
+        self.fences.iter().for_each(|f| f.state.store(FREE, Relaxed));
+        self.doors.iter().for_each(|door| door.state.store(FREE, Relaxed));
+        self.busy.store(0, Relaxed);
+        self.hint.store(0, Relaxed);
+    }
+}

@@ -1,0 +1,4 @@
+//! Where the handler runs, and how long it waits for somebody.
+
+pub mod deadline;
+pub mod handler_cpu;

@@ -1,0 +1,498 @@
+//! Adoption: finding the program's memory and putting it under management.
+//!
+//! A mapping is adopted whole: registering a part of it would split it, and `mremap` over a split
+//! mapping fails.
+//!
+//! Rules
+//! 1. Adopted are private, anonymous mappings of at least [`MIN_BYTES`] (smaller ones where they
+//!    matter: [`crate::vma::small`]) that are readable and writable, or that are reserved without
+//!    any access (an allocator opens them piece by piece, and each piece would be a new mapping
+//!    otherwise), except the engine's own memory, the main thread's stack, and the zero-initialised
+//!    data of libraries (the engine's threads may use libc's). What lies behind a library is the
+//!    program's: the kernel maps a library right below what was mapped before it. What a program
+//!    maps above 2^47 by a hint, where the CPU has five levels of page tables, is not in the
+//!    engine's table and stays as it is.
+//! 2. A range enters the list of regions only after: its registration; a check that it is one
+//!    mapping armed with this userfaultfd while no change of mappings is unread
+//!    ([`Coverage::Whole`]); and a scan that marks the pages the program already has.
+//! 3. A fault at an address that is not managed but armed (the tail of a mapping that grew) adopts
+//!    the mapping then.
+//!
+//! 4. A large mapping that the program makes through libc is adopted before its maker gets it: a
+//!    program fills faster than anybody looks.
+//!
+//! 5. Where the program has read and not yet written, the kernel has mapped its page of zeros, and
+//!    would answer the first write without a fault that anybody sees. What is so in whole chunks
+//!    goes out at once, so that growth there is seen, too.
+//!
+//! 6. What is registered and not listed yet stands in `Mm::armed`, from before its registration on:
+//!    its changes send events. Its arming is remembered for the children of forks that are read
+//!    later ([`crate::fork::layout`]).
+//!
+//! 7. Nothing of the engine's is ever armed. What was the program's when it was listed may be gone,
+//!    and the engine's in its place: the last look is taken while no thread of the engine maps
+//!    anything ([`Handler::arm`]).
+//!
+//! Only the handler adopts: the order of registration, events and the list is its own.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use swaptide_ipc::Counter;
+use swaptide_store::file::own_ring_mappings;
+use swaptide_sys::maps::{Vma, for_each_vma};
+use swaptide_sys::mem::{hold_still, own_ranges};
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::uffd::Coverage;
+
+use crate::event_loop::Handler;
+use crate::fork::layout::Change;
+use crate::mm::types::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PageNo, pages_of};
+use crate::reclaim::worker::Step;
+use crate::vma::dontfork;
+use crate::vma::elf_bss;
+use crate::vma::events::remember;
+use crate::vma::unmovable;
+
+/// Smallest mapping worth managing.
+pub const MIN_BYTES: usize = 64 << 10;
+
+/// Runs of the kernel's page of zeros that one adoption takes out.
+const MOST_ZERO_RUNS: usize = 4096;
+
+/// What follows a library's written data is its zero-initialised data, up to this size; what is
+/// larger is not libc's.
+const LIBRARY_BSS_BYTES: usize = 16 << 20;
+
+impl Handler {
+    /// Adopts what there is to adopt.
+    pub fn adopt(&mut self) {
+        // Adoption reads on, and so may come here again: that look is taken when no thread waits.
+        if self.adopting {
+            self.adopt_again = true;
+            return;
+        }
+        self.adopting = true;
+        self.look();
+        self.adopting = false;
+    }
+
+    fn look(&mut self) {
+        let mut found = std::mem::take(&mut self.found);
+        found.clear();
+        self.zeros_mapped.clear();
+        let engine = self.engine;
+        let mut candidates = std::mem::take(&mut self.candidates);
+        candidates.clear();
+        let small_too = engine.small.are_managed();
+        let looks = self.unmovable.begin(engine.charge.headroom() < 0);
+        let mut last_file_end = VirtAddr(0);
+        let mut last_file_main = false;
+        // Where a file was last mapped from its beginning on, with its inode; the same of the file
+        // with the written data.
+        let mut head = (0, VirtAddr(0));
+        let mut last_file_head = None;
+        let own_rings = own_ring_mappings();
+        let mut rings = 0;
+        let listed = for_each_vma(&mut self.maps_buf, |mut vma| {
+            if vma.inode != 0 {
+                rings += usize::from(vma.name == b"anon_inode:[io_uring]");
+                if vma.private && vma.offset == 0 {
+                    head = (vma.inode, vma.range.start);
+                }
+                if vma.private && vma.write {
+                    last_file_end = vma.range.end;
+                    last_file_main = (engine.start.main_object)(vma.name);
+                    last_file_head = (head.0 == vma.inode).then_some(head.1);
+                }
+                return true;
+            }
+            if looks && let Some(kind) = unmovable::kind(&vma) {
+                let _ = self
+                    .pagemap
+                    .runs(vma.range, |run| self.unmovable.add(kind, pages_of(run.range).len()));
+            }
+            let behind = vma.range.start == last_file_end && !last_file_main;
+            if behind && eligible(&vma) {
+                // An end before its own data is not that library's.
+                let end =
+                    last_file_head.and_then(elf_bss::end).filter(|end| *end >= vma.range.start);
+                let end = end.unwrap_or(vma.range.end).min(vma.range.end);
+                if end.0 - vma.range.start.0 <= LIBRARY_BSS_BYTES {
+                    vma.range.start = end;
+                }
+            }
+            if eligible(&vma) && !(engine.start.excluded)(vma.range) {
+                program_parts(vma.range, |part| found.push(part));
+            } else if is_small(&vma) && !behind && !(engine.start.excluded)(vma.range) {
+                let managed = engine
+                    .mm
+                    .lock()
+                    .regions
+                    .find(vma.range.start)
+                    .is_some_and(|region| region.end >= vma.range.end);
+                if !managed {
+                    candidates.add(vma.range, small_too);
+                }
+            }
+            true
+        });
+        // A ring of the program's, made past libc: it sends pages by reference (`SEND_ZC`).
+        if rings > own_rings.max(own_ring_mappings()) {
+            engine.start.references.note();
+        }
+        if listed.is_err() {
+            (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
+        }
+        if looks {
+            self.unmovable.end(engine);
+        }
+        engine.small.found(candidates.bytes(), &engine.charge);
+        engine
+            .small
+            .look_again(candidates.take(|range| program_parts(range, |part| found.push(part))));
+        self.candidates = candidates;
+        for range in &found {
+            let mut gaps = std::mem::take(&mut self.gaps);
+            gaps.clear();
+            engine.mm.lock().regions.gaps(*range, |gap| gaps.push(gap));
+            for gap in &gaps {
+                self.adopt_range(*gap);
+            }
+            self.gaps = gaps;
+        }
+        self.found = found;
+        engine.settle(&engine.mm.lock());
+        self.take_zeros_out();
+    }
+
+    /// Takes out the chunks in which the program has nothing but the kernel's page of zeros (rule
+    /// 5).
+    fn take_zeros_out(&mut self) {
+        let engine = self.engine;
+        let mut left = 0;
+        {
+            let mut guard = engine.mm.lock();
+            let mm = &mut *guard;
+            let chunks_of = |run: &VirtRange| {
+                let pages = pages_of(*run);
+                pages.start.div_ceil(PAGES_PER_CHUNK)..pages.end / PAGES_PER_CHUNK
+            };
+            // One chunk of each stretch goes first: a program that writes its memory in order meets
+            // one soon, and waits there.
+            for is_first in [false, true] {
+                for chunk in self.zeros_mapped.iter().rev().flat_map(|run| chunks_of(run).rev()) {
+                    let chunk = ChunkNo(chunk);
+                    if chunk.0.is_multiple_of(CHUNKS_PER_LEAF) == is_first
+                        && mm.table.chunk(chunk).present == u16::MAX
+                    {
+                        mm.queues.first_to_go(&mut mm.table, chunk);
+                        left += PAGES_PER_CHUNK;
+                    }
+                }
+            }
+            self.zeros_mapped.clear();
+        }
+        let mut again = 0;
+        while left > 0 && again < 16 && engine.park.load(Relaxed) == 0 {
+            match self.worker.step_of(engine, CHUNKS_PER_LEAF) {
+                Step::Took(pages) => left = left.saturating_sub(pages),
+                Step::Again => {
+                    again += 1;
+                    self.drain_events();
+                }
+                Step::Nothing => return,
+            }
+        }
+    }
+
+    /// Adopts the mapping that holds an address, if it is one to adopt.
+    pub fn adopt_mapping(&mut self, addr: VirtAddr) {
+        let Ok(Some(info)) = self.maps.vma_at(addr) else { return };
+        let vma = info.vma();
+        // What follows a file's pages may be the zero-initialised data of a library: the look at
+        // all mappings tells.
+        let follows_file = vma.range.start.0 > 0
+            && matches!(self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
+        let small = self.engine.small.are_managed() && is_small(&vma);
+        if follows_file || !(eligible(&vma) || small) || (self.engine.start.excluded)(vma.range) {
+            return;
+        }
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.clear();
+        program_parts(vma.range, |part| {
+            self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap))
+        });
+        for gap in &gaps {
+            self.adopt_range(*gap);
+        }
+        self.gaps = gaps;
+    }
+
+    fn adopt_range(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        self.let_changes_pass(range);
+        if !self.arm(range) {
+            return;
+        }
+        // A fork that was not read yet may be from before or after it.
+        remember(&mut engine.mm.lock(), Change::Armed(range));
+        let gap = range;
+        let range = self.register_tail(range);
+        for _ in 0..16 {
+            match self.uffd.coverage(range) {
+                Coverage::Whole => {
+                    self.manage(range);
+                    return;
+                }
+                Coverage::Changing => self.drain_events(),
+                // It changed between the listing and the registration. What is armed of it is
+                // adopted when it faults or at the next look.
+                Coverage::NotWhole | Coverage::Gone => {
+                    self.disarm_others(gap);
+                    break;
+                }
+            }
+        }
+        // An event that was read meanwhile may have been about what was there before.
+        engine.mm.lock().armed.insert(range);
+    }
+
+    /// Arms a range, and notes that (rule 6). False when something of it is the engine's (rule 7),
+    /// or the kernel refuses.
+    pub(crate) fn arm(&self, range: VirtRange) -> bool {
+        let engine = self.engine;
+        let was_armed = {
+            let mut mm = engine.mm.lock();
+            let was_armed = mm.armed.overlaps(range);
+            mm.armed.insert(range);
+            was_armed
+        };
+        let is_armed = hold_still().is_some_and(|_still| {
+            let mut is_own = false;
+            own_ranges(|own| is_own |= own.start < range.end && range.start < own.end);
+            !is_own && self.uffd.register_missing(range).is_ok()
+        });
+        // A part that was armed before still is.
+        if !is_armed && !was_armed {
+            engine.mm.lock().armed.remove(range);
+        }
+        is_armed
+    }
+
+    /// Where something else was a moment ago: waits until no fork can be older than that, if that
+    /// comes soon. What a child still has there could not be told from what is about to be armed.
+    fn let_changes_pass(&mut self, range: VirtRange) {
+        for _ in 0..16 {
+            let engine = self.engine;
+            {
+                let mut mm = engine.mm.lock();
+                if !mm.recent.iter().any(|change| change.concerns(range)) {
+                    return;
+                }
+                if self.strangers.is_empty()
+                    && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
+                {
+                    mm.recent.clear();
+                    return;
+                }
+            }
+            self.drain_events();
+        }
+    }
+
+    /// Disarms what of a range is not the program's private memory. That stays armed: it may be a
+    /// managed mapping that was moved there meanwhile, which without its registration would read as
+    /// zeros where it is swapped.
+    fn disarm_others(&mut self, range: VirtRange) {
+        let uffd = self.uffd;
+        let disarm = |other: VirtRange| {
+            let part =
+                VirtRange { start: other.start.max(range.start), end: other.end.min(range.end) };
+            if part.start < part.end {
+                let _ = uffd.unregister(part);
+            }
+        };
+        own_ranges(disarm);
+        let _ = for_each_vma(&mut self.maps_buf, |vma| {
+            if !vma.is_private_anon() {
+                disarm(vma.range);
+            }
+            vma.range.end < range.end
+        });
+    }
+
+    /// The mapping may have grown since it was listed: then the registration has split it, and the
+    /// tail is registered at once, which joins it again. Returns the whole. A neighbour that does
+    /// not join is a mapping of its own (another advice was given for it, say): it stays armed, and
+    /// is adopted by itself.
+    fn register_tail(&mut self, mut range: VirtRange) -> VirtRange {
+        for _ in 0..4 {
+            let Ok(Some(info)) = self.maps.vma_at(range.end) else { return range };
+            let vma = info.vma();
+            if self.engine.mm.lock().regions.find(range.end).is_some() {
+                return range;
+            }
+            let tail = vma.range.start == range.end
+                && vma.range.end <= MANAGED_END
+                && vma.private
+                && vma.inode == 0
+                && vma.read
+                && vma.write
+                && !vma.exec;
+            if !tail || vma.name.starts_with(b"[stack") || (self.engine.start.excluded)(vma.range) {
+                return range;
+            }
+            let end = vma.range.end;
+            if !self.arm(vma.range) {
+                return range;
+            }
+            match self.maps.vma_at(range.start) {
+                Ok(Some(joined)) if joined.vma().range.end >= end => range.end = end,
+                _ => return range,
+            }
+        }
+        range
+    }
+
+    /// Marks what the program has of an armed range and lists it.
+    fn manage(&mut self, range: VirtRange) {
+        let engine = self.engine;
+        if engine.followed && dontfork::close(range).is_err() {
+            // What cannot be kept out of forks stays as it is. Nothing of it is out.
+            let _ = self.uffd.unregister(range);
+            engine.mm.lock().armed.remove(range);
+            return;
+        }
+        let mut mm = engine.mm.lock();
+        mm.armed.remove(range);
+        mm.regions.insert(range);
+        let zeros = &mut self.zeros_mapped;
+        let scanned = self.pagemap.runs(range, |run| {
+            for page in pages_of(run.range) {
+                mm.mark_present(PageNo(page));
+            }
+            let is_chunk = run.range.len() >= PAGES_PER_CHUNK * PAGE_SIZE;
+            if run.zero && !run.swapped && is_chunk && zeros.len() < MOST_ZERO_RUNS {
+                zeros.push(run.range);
+            }
+        });
+        if scanned.is_err() {
+            // Pages whose presence is not known are simply never taken out.
+            (engine.start.log)("reading the page map failed: adopted pages stay in memory");
+        }
+        engine.count(Counter::RegionsAdopted, 1);
+    }
+
+    /// A fault came from an address that is not managed. True when its mapping is managed now.
+    pub fn adopt_at(&mut self, addr: VirtAddr) -> bool {
+        let Ok(Some(info)) = self.maps.vma_at(addr) else { return false };
+        let range = info.vma().range;
+        let mut part = None;
+        program_parts(range, |p| {
+            if p.contains(addr) {
+                part = Some(p);
+            }
+        });
+        let Some(part) = part else { return false };
+        if self.uffd.coverage(part) != Coverage::Whole {
+            return false;
+        }
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.clear();
+        self.engine.mm.lock().regions.gaps(part, |gap| gaps.push(gap));
+        for gap in &gaps {
+            self.manage(*gap);
+        }
+        self.gaps = gaps;
+        self.engine.mm.lock().regions.find(addr).is_some()
+    }
+}
+
+fn eligible(vma: &Vma<'_>) -> bool {
+    vma.range.len() >= MIN_BYTES && vma.read == vma.write && is_plain(vma)
+}
+
+/// A mapping that would be managed if it were larger. One without access is none: it is a guard,
+/// whatever follows it.
+fn is_small(vma: &Vma<'_>) -> bool {
+    vma.range.len() < MIN_BYTES && vma.read && vma.write && is_plain(vma)
+}
+
+fn is_plain(vma: &Vma<'_>) -> bool {
+    vma.private
+        && !vma.exec
+        && vma.inode == 0
+        && vma.range.end <= MANAGED_END
+        && (vma.name.is_empty() || vma.name == b"[heap]" || vma.name.starts_with(b"[anon:"))
+}
+
+/// The parts of a mapping that are not the engine's own: the kernel joins neighbouring anonymous
+/// mappings.
+pub fn program_parts(range: VirtRange, mut f: impl FnMut(VirtRange)) {
+    let mut own = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; 64];
+    let mut n = 0;
+    let mut overflow = false;
+    own_ranges(|r| {
+        let cut = VirtRange { start: r.start.max(range.start), end: r.end.min(range.end) };
+        if cut.start < cut.end {
+            match own.get_mut(n) {
+                Some(place) => *place = cut,
+                None => overflow = true,
+            }
+            n += 1;
+        }
+    });
+    if overflow {
+        return;
+    }
+    let own = &mut own[..n];
+    own.sort_unstable_by_key(|r| r.start);
+    let mut at = range.start;
+    for r in own.iter() {
+        if at < r.start {
+            f(VirtRange { start: at, end: r.start });
+        }
+        at = at.max(r.end);
+    }
+    if at < range.end {
+        f(VirtRange { start: at, end: range.end });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(start: usize, end: usize) -> Vma<'static> {
+        Vma {
+            range: VirtRange { start: VirtAddr(start), end: VirtAddr(end) },
+            read: true,
+            write: true,
+            exec: false,
+            private: true,
+            inode: 0,
+            offset: 0,
+            name: b"",
+        }
+    }
+
+    #[test]
+    fn what_lies_above_the_table_is_not_adopted() {
+        let end = MANAGED_END.0;
+        assert!(eligible(&mapping(end - MIN_BYTES, end)));
+        assert!(!eligible(&mapping(end - MIN_BYTES, end + PAGE_SIZE)), "a mapping across the end");
+        assert!(!eligible(&mapping(1 << 50, (1 << 50) + MIN_BYTES)), "an address of five levels");
+    }
+
+    #[test]
+    fn a_walk_and_a_look_above_the_table_find_nothing() {
+        use crate::mm::page_table::{PageState, PageTable};
+        let mut table = PageTable::new();
+        let above = PageNo::of(VirtAddr(1 << 52));
+        assert_eq!(table.set(above, PageState::Empty), PageState::Empty);
+        assert_eq!(table.get(above), PageState::Empty);
+        assert_eq!(table.next_used(above, above.plus(1 << 20)), None);
+        assert_eq!(table.next_used(PageNo(0), PageNo(usize::MAX >> 12)), None);
+        table.update(above.chunk(), |_| unreachable!("nothing is known there"));
+    }
+}

@@ -1,0 +1,205 @@
+//! Small mappings: those below [`MIN_BYTES`], which are managed only where they matter.
+//!
+//! Managing a mapping costs a registration, an entry in the list of regions, and an event that its
+//! unmapping thread waits for: about as much as filling some ten pages. So mappings below
+//! [`MIN_BYTES`] stay unmanaged while all of them together are a small part of what a process may
+//! have. Where they are more, they are managed like large ones, for the rest of the process's life:
+//! those that exist at the next looks, the largest first and at most [`MOST_AT_A_LOOK`] at a time,
+//! and new ones when they are made, while little room is left ([`Small::reports`]).
+//!
+//! Owns: that decision, and the candidates of one look ([`Candidates`]).
+//!
+//! Invariants
+//! 1. Once small mappings are managed they stay so: a mapping that was adopted is never too small
+//!    afterwards.
+//! 2. A mapping without access is no candidate, whatever its size: guard pages of stacks stay as
+//!    they are.
+//! 3. A look adopts at most [`MOST_AT_A_LOOK`] of them, so that faults do not wait longer than for
+//!    any other look.
+//!
+//! Locks: none; atomics, each read on its own.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+
+use swaptide_sys::page::{PAGE_SIZE, VirtRange};
+
+use crate::memcg::charge::Charge;
+use crate::vma::adopt::MIN_BYTES;
+
+/// New mappings from this size on are always reported by whoever makes them.
+const LARGE: usize = 1 << 20;
+/// Small mappings matter from this part of the limit and from `MATTERS` bytes on, where what is not
+/// managed is `REST_PART` of it.
+const SMALL_PART: u64 = 32;
+const REST_PART: u64 = 8;
+const MATTERS: u64 = 2 << 20;
+/// New mappings are reported while less than this many times [`Charge::high`] is left.
+const NEAR: i64 = 4;
+/// Small mappings that one look adopts at most.
+pub const MOST_AT_A_LOOK: usize = 1024;
+/// Classes of candidates by size: one page, up to 3, up to 7, and more.
+const CLASSES: usize = 4;
+
+/// See the module's description.
+pub struct Small {
+    managed: AtomicBool,
+    are_more: AtomicBool,
+    reported_from: AtomicUsize,
+}
+
+impl Default for Small {
+    fn default() -> Small {
+        Small {
+            managed: AtomicBool::new(false),
+            are_more: AtomicBool::new(false),
+            reported_from: AtomicUsize::new(LARGE),
+        }
+    }
+}
+
+impl Small {
+    /// The smallest mapping that is managed now.
+    pub fn least(&self) -> usize {
+        if self.are_managed() { PAGE_SIZE } else { MIN_BYTES }
+    }
+
+    /// True when small mappings are managed.
+    pub fn are_managed(&self) -> bool {
+        self.managed.load(Relaxed)
+    }
+
+    /// A look has found `bytes` in small mappings that are not managed.
+    pub fn found(&self, bytes: u64, charge: &Charge) {
+        let limit = charge.limit();
+        if bytes > MATTERS.max(limit / SMALL_PART)
+            && charge.rest().max(0) as u64 > limit / REST_PART
+        {
+            self.managed.store(true, Relaxed);
+        }
+    }
+
+    /// The last look has left some for the next one, or not.
+    pub fn look_again(&self, are_more: bool) {
+        self.are_more.store(are_more, Relaxed);
+    }
+
+    /// True when the last look has left some, once.
+    pub fn is_look_due(&self) -> bool {
+        self.are_more.swap(false, Relaxed)
+    }
+
+    /// Follows the account: while room is short, new mappings are reported whatever their size is.
+    pub fn follow(&self, charge: &Charge) {
+        let near = self.are_managed() && charge.headroom() < NEAR * charge.high();
+        self.reported_from.store(if near { 1 } else { LARGE }, Relaxed);
+    }
+
+    /// True for a length below that from which on mappings are always reported.
+    pub fn is_small(&self, len: usize) -> bool {
+        len < LARGE
+    }
+
+    /// True when a new mapping of `len` bytes is to be managed before its maker fills it.
+    pub fn reports(&self, len: usize) -> bool {
+        len >= self.reported_from.load(Relaxed)
+    }
+}
+
+/// Small mappings that a look has found and that are not managed, by size.
+#[derive(Default)]
+pub struct Candidates {
+    classes: [Vec<VirtRange>; CLASSES],
+    bytes: u64,
+    are_more: bool,
+}
+
+impl Candidates {
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.classes.iter_mut().for_each(Vec::clear);
+        (self.bytes, self.are_more) = (0, false);
+    }
+
+    /// Counts one, and keeps it if it is to be adopted.
+    pub fn add(&mut self, range: VirtRange, keep: bool) {
+        self.bytes += range.len() as u64;
+        if keep {
+            let class = &mut self.classes
+                [((range.len() / PAGE_SIZE).max(1).ilog2() as usize).min(CLASSES - 1)];
+            if class.len() < MOST_AT_A_LOOK {
+                class.push(range);
+            } else {
+                self.are_more = true;
+            }
+        }
+    }
+
+    /// Bytes of all that were counted.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Calls `f` with those to be adopted now, the larger ones first. True when others are left for
+    /// the next look.
+    pub fn take(&mut self, mut f: impl FnMut(VirtRange)) -> bool {
+        let mut left = MOST_AT_A_LOOK;
+        for class in self.classes.iter_mut().rev() {
+            let n = class.len().min(left);
+            self.are_more |= n < class.len();
+            left -= n;
+            class.drain(..).take(n).for_each(&mut f);
+        }
+        self.are_more
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use swaptide_sys::page::VirtAddr;
+
+    use super::*;
+
+    fn mapping(at: usize, pages: usize) -> VirtRange {
+        VirtRange { start: VirtAddr(at * PAGE_SIZE), end: VirtAddr((at + pages) * PAGE_SIZE) }
+    }
+
+    #[test]
+    fn small_mappings_are_managed_from_the_moment_they_matter() {
+        let charge = Charge::new(64 << 20, 75, 0);
+        let small = Small::default();
+        small.found(1 << 30, &charge);
+        assert_eq!(small.least(), MIN_BYTES, "what is not managed is little");
+        charge.publish(0, 0, 0);
+        charge.set_rest(20 << 20);
+        small.found(1 << 20, &charge);
+        assert_eq!(small.least(), MIN_BYTES, "small mappings are little of it");
+        small.follow(&charge);
+        assert!(!small.reports(4096) && small.reports(LARGE));
+        small.found(4 << 20, &charge);
+        assert_eq!(small.least(), PAGE_SIZE);
+        small.follow(&charge);
+        assert!(!small.reports(4096), "there is room");
+        charge.set_rest(62 << 20);
+        small.follow(&charge);
+        assert!(small.reports(4096));
+        small.found(0, &charge);
+        assert!(small.are_managed());
+    }
+
+    #[test]
+    fn the_largest_come_first_and_the_rest_is_told_of() {
+        let mut candidates = Candidates::default();
+        for at in 0..2 * MOST_AT_A_LOOK {
+            candidates.add(mapping(at * 32, 1), true);
+        }
+        candidates.add(mapping(1 << 20, 15), true);
+        candidates.add(mapping(2 << 20, 5), false);
+        assert_eq!(candidates.bytes(), (2 * MOST_AT_A_LOOK + 20) as u64 * PAGE_SIZE as u64);
+        let mut taken = Vec::new();
+        assert!(candidates.take(|range| taken.push(range)));
+        assert_eq!((taken.len(), taken[0]), (MOST_AT_A_LOOK, mapping(1 << 20, 15)));
+        candidates.clear();
+        candidates.add(mapping(7, 2), true);
+        assert!(!candidates.take(|range| assert_eq!(range, mapping(7, 2))));
+    }
+}

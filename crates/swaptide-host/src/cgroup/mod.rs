@@ -1,0 +1,5 @@
+//! Groups of processes: a hierarchy like that of cgroups, and what each group may have.
+
+pub(crate) mod path;
+pub(crate) mod settings;
+pub mod tree;

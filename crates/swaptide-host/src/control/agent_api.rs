@@ -1,0 +1,394 @@
+//! The socket on which the processes of a run ask for what they share.
+//!
+//! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte
+//! in, the same byte and a descriptor out, both hang up. Who does not descend from the supervisor
+//! gets nothing (see [`crate::control::peer`]). What concerns one process is given for the asking
+//! process alone. A client that says nothing keeps nobody waiting.
+//!
+//! Locks: none.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use swaptide_ipc::shared::SHARED_FEATURES;
+use swaptide_ipc::{AreaId, Request};
+use swaptide_sys::Errno;
+use swaptide_sys::affinity::go_normally;
+use swaptide_sys::sock::{Conn, Listener, poll_readable};
+use swaptide_sys::uffd::{Features, Uffd};
+
+use crate::control::fork_tracer::Followed;
+use crate::control::holds::Holds;
+use crate::control::peer::Peer;
+use crate::doctor::REQUIRED;
+use crate::memctl::shared_pager::Shared;
+use crate::swap::areas::Open;
+
+/// A client sends its byte right after it connects; one that does not is not waited for. Long
+/// enough for one that lost its turn on a busy machine in between.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Clients whose request has not come yet that are kept. More are hung up on, those first that wait
+/// longest.
+const MOST_WAITING: usize = 24;
+
+/// The socket.
+pub struct Counter {
+    listener: Listener,
+    name: String,
+    supervisor: u32,
+    holds: Holds,
+    users: Users,
+    waiting: Vec<Waiting>,
+}
+
+/// Whose processes are helped to a userfaultfd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Users {
+    /// All of the run, those that have dropped their privileges among them.
+    #[default]
+    All,
+    /// Those of the supervisor's user alone.
+    SameUser,
+}
+
+impl std::str::FromStr for Users {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Users, String> {
+        match text {
+            "all" => Ok(Users::All),
+            "same-user" => Ok(Users::SameUser),
+            _ => Err(format!(
+                "{text:?}: whose processes are given a userfaultfd is all or same-user"
+            )),
+        }
+    }
+}
+
+/// A client that has connected and said nothing yet.
+struct Waiting {
+    client: Conn,
+    peer: Peer,
+    since: Instant,
+}
+
+impl Counter {
+    /// Opens the socket under a name that nobody can guess.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn open(users: Users) -> Result<Counter, Errno> {
+        let mut random = [0u8; 16];
+        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+        let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
+        let listener = Listener::bind_abstract(name.as_bytes())?;
+        listener.set_nonblocking(true)?;
+        listener.want_senders()?;
+        Ok(Counter {
+            listener,
+            name,
+            supervisor: std::process::id(),
+            users,
+            waiting: Vec::new(),
+            holds: Holds::default(),
+        })
+    }
+
+    /// The name for the environment of the tree.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What becomes readable when somebody waits to be served.
+    pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.waiting.iter().map(|waiting| waiting.client.as_fd())
+    }
+
+    /// How long until a client has waited too long.
+    pub fn patience(&self) -> Option<Duration> {
+        self.waiting.iter().map(|waiting| PATIENCE.saturating_sub(waiting.since.elapsed())).min()
+    }
+
+    /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits
+    /// for nobody.
+    pub fn serve(
+        &mut self,
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+        shared: Option<&Shared>,
+        followed: &mut Followed,
+    ) -> Vec<u32> {
+        // No more at a time, so that who connects again and again does not keep the supervisor from
+        // everything else.
+        for _ in 0..MOST_WAITING {
+            let Ok((client, _)) = self.listener.accept() else { break };
+            // One that is not ours is hung up on.
+            let Some(peer) = Peer::of(&client, self.supervisor) else { continue };
+            if self.waiting.len() == MOST_WAITING {
+                self.waiting.remove(0);
+            }
+            self.waiting.push(Waiting { client, peer, since: Instant::now() });
+        }
+        let mut joined = Vec::new();
+        for waiting in std::mem::take(&mut self.waiting) {
+            match poll_readable(&[waiting.client.as_fd()], Some(Duration::ZERO)) {
+                Ok(0) if waiting.since.elapsed() < PATIENCE => self.waiting.push(waiting),
+                Ok(0) | Err(_) => {}
+                // So is one that hung up or asks for nothing that there is.
+                Ok(_) => {
+                    let pid = waiting.peer.pid;
+                    let request = self.answer(
+                        waiting.client,
+                        &waiting.peer,
+                        segment,
+                        areas,
+                        shared,
+                        followed,
+                    );
+                    if request == Some(Request::Segment) {
+                        joined.push(pid);
+                    }
+                }
+            }
+        }
+        joined
+    }
+}
+
+impl AsFd for Counter {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+impl Counter {
+    fn answer(
+        &self,
+        client: Conn,
+        peer: &Peer,
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+        shared: Option<&Shared>,
+        followed: &mut Followed,
+    ) -> Option<Request> {
+        let mut message = [0u8; 32];
+        let mut fds = [None];
+        let (length, _, sender) = client.recv_from(&mut message, &mut fds).ok()?;
+        if !peer.has_sent(sender) {
+            return None;
+        }
+        let pid = peer.pid;
+        let own_user = peer.is_of(rustix::process::geteuid().as_raw(), sender);
+        let request = Request::from_byte(message[0])?;
+        if matches!(request, Request::Device | Request::Handshake)
+            && self.users == Users::SameUser
+            && !own_user
+        {
+            return None;
+        }
+        let [fd] = fds;
+        let may_have_fd = matches!(request, Request::Handshake | Request::Attach | Request::Hold);
+        if length != 1 + request.body()
+            || fd.is_some() && !may_have_fd
+            || fd.is_none() && matches!(request, Request::Handshake | Request::Hold)
+        {
+            return None;
+        }
+        if request == Request::Fork {
+            followed.begin(client, pid, &message[1..length])?;
+            return Some(request);
+        }
+        if request == Request::Hold {
+            self.holds.add(pid, client, fd.filter(is_userfaultfd)?);
+            return Some(request);
+        }
+        if request.is_shared() {
+            shared?.serve(request, &message[1..length], fd, client, pid);
+            return Some(request);
+        }
+        let opened;
+        let descriptor = match request {
+            Request::Segment => segment.as_fd(),
+            Request::Area if areas.is_far(AreaId(message[1])) => {
+                let areas = Arc::clone(areas);
+                let open = move || {
+                    // What it starts (the pumps of a connection with TLS) is work, and no look.
+                    go_normally();
+                    if let Some(fd) = areas.open(AreaId(message[1])) {
+                        // Who asked may have gone.
+                        let _ = client.send(&message[..1], &[fd.as_fd()]);
+                    }
+                };
+                std::thread::Builder::new().name("dial".into()).spawn(open).ok()?;
+                return Some(request);
+            }
+            Request::Area => {
+                opened = areas.open(AreaId(message[1]))?;
+                opened.as_fd()
+            }
+            Request::Device => {
+                opened = OwnedFd::from(
+                    File::options().read(true).write(true).open("/dev/userfaultfd").ok()?,
+                );
+                opened.as_fd()
+            }
+            Request::Pagemap | Request::Maps | Request::Statm => {
+                let name = match request {
+                    Request::Pagemap => "pagemap",
+                    Request::Maps => "maps",
+                    _ => "statm",
+                };
+                opened = peer.open(name, sender?)?;
+                opened.as_fd()
+            }
+            Request::Identity => {
+                let mut reply = [message[0], 0, 0, 0, 0];
+                reply[1..].copy_from_slice(&pid.to_le_bytes());
+                client.send(&reply, &[]).ok()?;
+                return Some(request);
+            }
+            Request::Handshake => {
+                vouch(fd?, u64::from_le_bytes(message[1..9].try_into().ok()?))?;
+                client.send(&message[..1], &[]).ok()?;
+                return Some(request);
+            }
+            Request::Fork
+            | Request::Region
+            | Request::Attach
+            | Request::Guard
+            | Request::Advise
+            | Request::Hold => return None,
+        };
+        client.send(&message[..1], &[descriptor]).ok()?;
+        Some(request)
+    }
+}
+
+fn is_userfaultfd(fd: &OwnedFd) -> bool {
+    let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    what.is_ok_and(|what| what.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
+/// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to
+/// it itself. Nothing else is asked for, and of nothing else.
+fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
+    let known = is_userfaultfd(&fd)
+        && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
+    known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::swap::areas::Areas;
+
+    fn ask(
+        counter: &mut Counter,
+        request: &[u8],
+        segment: &OwnedFd,
+        areas: &Arc<dyn Open>,
+    ) -> (Vec<u32>, Option<OwnedFd>) {
+        let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        client.send(request, &[]).expect("send");
+        let joined = counter.serve(segment, areas, None, &mut Followed::default());
+        let (mut reply, mut fds) = ([0u8; 1], [None]);
+        match client.recv(&mut reply, &mut fds) {
+            Ok((1, 1)) if reply == request[..1] => (joined, fds[0].take()),
+            _ => (joined, None),
+        }
+    }
+
+    #[test]
+    fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
+        let mut counter = Counter::open(Users::All).expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
+        let none: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        let areas = Arc::new(Areas::new(crate::testing::segment()));
+        let file = crate::swap::spec::parse("file:/tmp:16M").expect("a device");
+        areas
+            .add(crate::swap::spec::open_beyond(&file, 1 << 30).expect("a file"))
+            .expect("an area");
+        let areas: Arc<dyn Open> = areas;
+        let (joined, fd) = ask(&mut counter, b"S", &segment, &areas);
+        assert_eq!(joined, [std::process::id()]);
+        let received = File::from(fd.expect("the segment"));
+        assert_eq!(received.metadata().expect("metadata").len(), 12288);
+        assert_ne!(received.as_raw_fd(), segment.as_raw_fd());
+        let (joined, fd) = ask(&mut counter, b"A\0", &segment, &areas);
+        assert!(joined.is_empty() && fd.is_some());
+        assert!(ask(&mut counter, b"A\0", &segment, &none).1.is_none(), "there is no area");
+        for bad in [&b"A\x01"[..], b"A\xff", b"A", b"?"] {
+            assert!(
+                ask(&mut counter, bad, &segment, &areas).1.is_none(),
+                "no such area, or no request"
+            );
+        }
+    }
+
+    #[test]
+    fn what_concerns_a_process_is_given_for_the_one_that_asks() {
+        let mut counter = Counter::open(Users::All).expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        client.send(b"I", &[]).expect("send");
+        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        counter.serve(&segment, &areas, None, &mut Followed::default());
+        let mut reply = [0u8; 8];
+        assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
+        assert_eq!(reply[1..5], std::process::id().to_le_bytes());
+        for (byte, name) in [(b"P", "pagemap"), (b"M", "maps"), (b"T", "statm")] {
+            let fd = ask(&mut counter, byte, &segment, &areas).1.expect("a file of this process");
+            let path =
+                std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("link");
+            assert_eq!(
+                path,
+                std::path::PathBuf::from(format!("/proc/{}/{name}", std::process::id()))
+            );
+        }
+    }
+
+    #[test]
+    fn the_supervisor_vouches_for_userfaultfds_and_for_what_is_needed_only() {
+        let file = OwnedFd::from(tempfile());
+        assert!(vouch(file, 0).is_none(), "a file");
+        // SAFETY: the call only makes a descriptor.
+        let fresh = || unsafe {
+            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            assert!(fd >= 0, "userfaultfd is needed for this test");
+            std::os::fd::FromRawFd::from_raw_fd(fd as i32)
+        };
+        assert!(vouch(fresh(), Features::SIGBUS.0).is_none(), "a feature that no engine needs");
+        assert!(vouch(fresh(), REQUIRED.0).is_some());
+    }
+
+    #[test]
+    fn a_client_that_says_nothing_does_not_stop_the_others() {
+        let mut counter = Counter::open(Users::All).expect("socket");
+        let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
+        let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
+        let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
+        let silent: Vec<Conn> = (0..2 * MOST_WAITING).map(|_| connect()).collect();
+        let began = Instant::now();
+        let client = connect();
+        client.send(b"S", &[]).expect("send");
+        // Those that are in the queue before it are taken in first.
+        for _ in 0..3 {
+            counter.serve(&segment, &areas, None, &mut Followed::default());
+        }
+        let mut fds = [None];
+        assert_eq!(client.recv(&mut [0; 8], &mut fds), Ok((1, 1)));
+        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
+        assert!(counter.waiting.len() <= MOST_WAITING && counter.patience().is_some());
+        drop(silent);
+    }
+
+    fn tempfile() -> File {
+        let scratch = crate::testing::Scratch::new("socket");
+        let path = scratch.path("file");
+        File::options().read(true).write(true).create_new(true).open(path).expect("file")
+    }
+}

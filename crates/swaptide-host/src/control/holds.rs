@@ -1,0 +1,219 @@
+//! Userfaultfds that are held for processes which are ending.
+//!
+//! The threads of an engine end as soon as their process is told to end. Another thread may still
+//! be in a system call that copies from memory. If the userfaultfd were closed then, the kernel
+//! would fill missing pages with zeros, and they would leave the process. So the supervisor has a
+//! second descriptor of it ([`swaptide_ipc::Request::Hold`]). A fault on a missing page waits, sees
+//! the fatal signal, and the call ends short.
+//!
+//! The engine's connection tells what happens:
+//!
+//! | on the connection | meaning | what is done |
+//! |---|---|---|
+//! | a byte | the process is let go | the userfaultfd is closed, then the connection |
+//! | its end | the engine's threads are gone | it is closed as soon as no thread has SIGKILL pending |
+//!
+//! A process ends, or executes another program, by a SIGKILL pending for each of its threads. A
+//! thread that is in a system call keeps it pending until it has left that. So nobody copies when
+//! no thread has it pending. The check is also what lets execve go on: its thread may meet a
+//! missing page of the old memory (the list of robust mutexes) when no other thread exists.
+//!
+//! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
+//!
+//! Invariants
+//! 1. A held userfaultfd is never read.
+//! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
+//!    has at most [`MOST_OF_ONE`]. A process beyond that is not held for: at its end it is as
+//!    without.
+//!
+//! Locks: the list of new holds, for a push or a take.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use swaptide_sys::sock::Conn;
+
+/// Holds of one process: of its engine, of one before it whose end is being looked at, and some
+/// more.
+const MOST_OF_ONE: usize = 8;
+/// How often the threads of a process without an engine are looked at.
+const LOOKS: Duration = Duration::from_millis(2);
+
+/// Fields are dropped in this order: who sees the connection end must find the userfaultfd closed.
+struct Hold {
+    pid: u32,
+    _uffd: OwnedFd,
+    conn: Conn,
+    /// The connection has ended.
+    is_ending: bool,
+}
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Holds {
+    new: Arc<Mutex<Vec<Hold>>>,
+    /// Wakes the thread; `None` where there can be none.
+    wake: OnceLock<Option<Conn>>,
+}
+
+impl Holds {
+    /// Holds a userfaultfd for a process until the process is gone, or says otherwise on `conn`.
+    pub fn add(&self, pid: u32, conn: Conn, uffd: OwnedFd) {
+        let wake = self.wake.get_or_init(|| {
+            let (wake, woken) = Conn::pair().ok()?;
+            let new = Arc::clone(&self.new);
+            std::thread::Builder::new()
+                .name("holds".into())
+                .spawn(move || hold(&new, &woken))
+                .ok()?;
+            Some(wake)
+        });
+        let Some(wake) = wake else { return };
+        self.new.lock().unwrap_or_else(PoisonError::into_inner).push(Hold {
+            pid,
+            conn,
+            _uffd: uffd,
+            is_ending: false,
+        });
+        let _ = wake.send(b"+", &[]);
+    }
+}
+
+/// Holds that the process's limit on descriptors allows: each takes two.
+fn most() -> usize {
+    let files =
+        rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1024);
+    (files / 8) as usize
+}
+
+/// The thread.
+fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
+    let mut holds: Vec<Hold> = Vec::new();
+    loop {
+        let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
+            // Who has hung up would be heard for ever.
+            .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
+            .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
+            .collect();
+        let patience =
+            if holds.iter().any(|hold| hold.is_ending) { LOOKS.as_millis() as i32 } else { -1 };
+        // SAFETY: the array is this thread's own and as long as said.
+        unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
+        let is_ready = |fd: i32| polls.iter().any(|poll| poll.fd == fd && poll.revents != 0);
+        holds.retain_mut(|hold| {
+            if hold.is_ending {
+                return is_killed(hold.pid);
+            }
+            if !is_ready(hold.conn.as_fd().as_raw_fd()) {
+                return true;
+            }
+            match hold.conn.recv(&mut [0u8; 8], &mut []) {
+                Ok((length, _)) if length > 0 => false,
+                _ => {
+                    hold.is_ending = true;
+                    is_killed(hold.pid)
+                }
+            }
+        });
+        if is_ready(woken.as_fd().as_raw_fd()) {
+            if !woken.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0) {
+                return;
+            }
+            for hold in std::mem::take(&mut *new.lock().unwrap_or_else(PoisonError::into_inner)) {
+                let of_one = holds.iter().filter(|other| other.pid == hold.pid).count();
+                if holds.len() < most() && of_one < MOST_OF_ONE {
+                    holds.push(hold);
+                }
+            }
+        }
+    }
+}
+
+/// True while a thread of the process has SIGKILL pending: it may be in a system call.
+///
+/// The kernel's list of threads ends early where one of them ends while it is read. No thread is
+/// made meanwhile, for all are killed: so a list is whole if it is as long as the number of threads
+/// that was read before.
+fn is_killed(pid: u32) -> bool {
+    let Ok(status) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    let tasks: Vec<_> = tasks.filter_map(Result::ok).collect();
+    let threads = value(&status, "Threads:").and_then(|threads| threads.parse::<usize>().ok());
+    threads != Some(tasks.len())
+        || tasks
+            .iter()
+            .filter_map(|task| std::fs::read_to_string(task.path().join("status")).ok())
+            .any(|status| is_pending(&status))
+}
+
+fn value<'s>(status: &'s str, name: &str) -> Option<&'s str> {
+    status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim)
+}
+
+/// The same of the thread's status. One that has ended may have it pending for good.
+fn is_pending(status: &str) -> bool {
+    let has_ended = value(status, "State:").is_some_and(|state| state.starts_with(['Z', 'X']));
+    let signals = value(status, "SigPnd:")
+        .and_then(|signals| u64::from_str_radix(signals, 16).ok())
+        .unwrap_or(0);
+    !has_ended && signals >> (libc::SIGKILL - 1) & 1 == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{PipeReader, Read};
+
+    /// A descriptor of which it can be told whether it is still held.
+    pub(super) fn held() -> (PipeReader, OwnedFd) {
+        let (reader, writer) = std::io::pipe().expect("pipe");
+        (reader, writer.into())
+    }
+
+    #[test]
+    fn what_is_held_is_closed_when_its_process_says_so_or_has_no_thread_that_is_killed() {
+        let holds = Holds::default();
+        for says_so in [true, false] {
+            let (mut reader, writer) = held();
+            let (ours, theirs) = Conn::pair().expect("pair");
+            holds.add(std::process::id(), theirs, writer);
+            if says_so {
+                ours.send(b"-", &[]).expect("send");
+                // It hangs up when the descriptor is closed.
+                assert_eq!(ours.recv(&mut [0u8; 8], &mut []), Ok((0, 0)));
+            } else {
+                drop(ours);
+            }
+            assert_eq!(reader.read(&mut [0u8; 1]).expect("read"), 0, "it is closed");
+        }
+    }
+
+    #[test]
+    fn nobody_holds_more_than_a_few() {
+        let holds = Holds::default();
+        let all: Vec<_> = (0..MOST_OF_ONE + 1)
+            .map(|_| {
+                let (reader, writer) = held();
+                let (ours, theirs) = Conn::pair().expect("pair");
+                holds.add(1, theirs, writer);
+                (reader, ours)
+            })
+            .collect();
+        // The last one is closed at once, the others when their connections end.
+        let mut last = all.last().expect("one").0.try_clone().expect("clone");
+        assert_eq!(last.read(&mut [0u8; 1]).expect("read"), 0);
+    }
+
+    #[test]
+    fn a_killed_thread_is_known_until_it_has_ended() {
+        let status = |state: &str, signals: &str| {
+            format!("Name:\tx\nState:\t{state}\nSigPnd:\t{signals}\nShdPnd:\t0\n")
+        };
+        assert!(is_pending(&status("R (running)", "0000000000000100")));
+        assert!(is_pending(&status("D (disk sleep)", "0000000000000180")));
+        assert!(!is_pending(&status("R (running)", "0000000000000080")));
+        assert!(!is_pending(&status("Z (zombie)", "0000000000000100")));
+        assert!(!is_pending(""));
+    }
+}

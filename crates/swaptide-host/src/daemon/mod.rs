@@ -1,0 +1,8 @@
+//! The daemon of a host: one budget, one set of swap areas and one tree of groups for many runs.
+
+pub mod client;
+pub(crate) mod metrics;
+pub(crate) mod segment;
+pub mod server;
+pub(crate) mod state;
+pub(crate) mod swap_list;

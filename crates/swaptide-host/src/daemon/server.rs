@@ -1,0 +1,596 @@
+//! The daemon of a host: one budget, one set of swap areas and one tree of groups for the processes
+//! of many runs.
+//!
+//! Owns the state directory (mode 0700), the shared segment, and the swap files' names. A daemon
+//! that is killed or stopped takes nothing along: the programs have their own descriptors of
+//! everything and go on with the limits they have. One that is started again maps the same segment,
+//! finds the processes that live, takes back what dead ones had, and goes on.
+//!
+//! A run that joins has its supervisor between its processes and the daemon: they ask it for the
+//! segment and for swap areas as ever, and it asks here. Everybody is known by the credentials of
+//! the socket's peer: the run's processes are those that descend from who joined.
+//!
+//! | module | owns |
+//! |---|---|
+//! | `state` | what outlives the daemon: names, groups, runs |
+//! | `kept` | the segment, and how it is found again |
+//! | [`client`](crate::daemon::client) | the run's side |
+//! | `metrics` | numbers for Prometheus |
+//!
+//! Invariants
+//! 1. One daemon at a time has a state directory: it holds a lock in it.
+//! 2. A configuration file with a mistake changes nothing, at the start as later.
+//! 3. Nobody but root and the daemon's own user sees or steers groups and runs that are not theirs.
+//!
+//! Locks: none here; the threads of clients ask the keeper through its channel.
+
+use std::fmt;
+use std::fs::Permissions;
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use swaptide_core::Tiers;
+use swaptide_ipc::{AreaId, GroupIndex, Segment};
+use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
+
+use crate::cgroup::tree::{GroupError, GroupPath, Groups, cgroup_of};
+use crate::config::{Config, ConfigError};
+use crate::control::agent_api::Users;
+use crate::control::server::{
+    Answer, Counter, Join, Joined, LONGEST, MOST_CLIENTS, PATIENCE, Question, ending, tell,
+};
+use crate::memctl::controller::{self, Keeper};
+use crate::memctl::policy::SMALLEST_BUDGET;
+use crate::report::totals::View;
+use crate::run::signals;
+use crate::swap::areas::{AreaError, Areas, Open};
+use crate::swap::spec::{self, Backing, DeviceError};
+use crate::units::{human, parse_share, ram_total};
+
+use crate::daemon::segment::SegmentId;
+use crate::daemon::state::State;
+
+/// The budget where none is given.
+const DEFAULT_RAM: &str = "80%";
+
+/// What a daemon is started with.
+#[derive(Clone, Debug)]
+pub struct DaemonConfig {
+    /// `--config`.
+    pub config: PathBuf,
+    /// `--state`: instead of what the file says, or the usual place.
+    pub state: Option<PathBuf>,
+}
+
+/// Why a daemon does not start, or does not take a file.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum DaemonError {
+    /// The file.
+    Config(ConfigError),
+    /// The budget is less than the engine needs.
+    SmallBudget(u64),
+    /// A swap device.
+    Device(DeviceError),
+    /// There are too many.
+    Area(AreaError),
+    /// Groups or tiers.
+    Groups(GroupError),
+    /// Another one is there.
+    Running(PathBuf),
+    /// A file or a directory of its own.
+    State(PathBuf, io::Error),
+    /// A system call.
+    System(&'static str, io::Error),
+}
+
+impl fmt::Display for DaemonError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DaemonError::Config(error) => write!(f, "{error}"),
+            DaemonError::SmallBudget(bytes) => {
+                write!(
+                    f,
+                    "ram: {} is too small; the least that works is {}",
+                    human(*bytes),
+                    human(SMALLEST_BUDGET)
+                )
+            }
+            DaemonError::Device(error) => write!(f, "swap: {error}"),
+            DaemonError::Area(error) => write!(f, "swap: {error}"),
+            DaemonError::Groups(error) => write!(f, "{error}"),
+            DaemonError::Running(path) => write!(
+                f,
+                "{}: a daemon runs there already; swaptide ctl list asks it",
+                path.display()
+            ),
+            DaemonError::State(path, error) => write!(f, "{}: {error}", path.display()),
+            DaemonError::System(what, error) => write!(f, "{what}: {error}"),
+        }
+    }
+}
+
+impl std::error::Error for DaemonError {}
+
+/// What the threads of clients share.
+struct Shared {
+    segment: &'static Segment,
+    segment_fd: OwnedFd,
+    areas: Arc<Areas>,
+    keeper: mpsc::Sender<controller::Request>,
+    config: PathBuf,
+    ram: u64,
+    pool_cap: u64,
+    codec: u32,
+    budget: u64,
+    /// Of the configuration file that counts.
+    digest: AtomicU64,
+    /// The devices that it lists.
+    swap: Mutex<Vec<String>>,
+    /// Whose processes are helped to a userfaultfd.
+    users: Mutex<Users>,
+    /// Held over a look at everything and its writing.
+    state: Mutex<crate::daemon::state::Directory>,
+}
+
+/// Runs until it is told to stop; answers with the exit status.
+///
+/// # Errors
+/// See [`DaemonError`]; nothing was started then.
+pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
+    let ram = ram_total();
+    let file = Config::load(&config.config, ram).map_err(DaemonError::Config)?;
+    let budget = budget_of(&file, ram)?;
+    let sockets = crate::control::server::directory();
+    crate::control::server::own(&sockets)
+        .map_err(|error| DaemonError::State(sockets.clone(), error))?;
+    let place =
+        config.state.clone().or(file.state.clone()).unwrap_or_else(|| sockets.join("daemon"));
+    let directory = crate::daemon::state::Directory::open(&place)?;
+    let (signals, _) = signals::take().map_err(|error| DaemonError::System("signals", error))?;
+    let mut state = directory.load();
+    let owner = rustix::process::geteuid().as_raw();
+    let (segment, segment_fd, fresh) = directory
+        .segment(state.as_ref().and_then(|state| state.segment))
+        .map_err(|e| DaemonError::State(place.clone(), e))?;
+    if fresh && let Some(old) = state.take() {
+        old.remove_files();
+    }
+    let segment_id =
+        SegmentId::of(&segment_fd).map_err(|error| DaemonError::State(place.clone(), error))?;
+    crate::daemon::segment::keep(&segment_fd);
+    let areas = Arc::new(Areas::new(segment));
+    let mut groups = Groups::new(segment, budget);
+    let (pool_cap, codec) = match &state {
+        Some(state) => {
+            state.restore(&areas, &mut groups, segment);
+            (state.pool_cap, state.codec)
+        }
+        None => set_up(&file, budget, segment, &areas)?,
+    };
+    // What was set since the file was read last stays, unless the file is another one now.
+    if state.as_ref().is_none_or(|state| state.config != file.digest) {
+        file.apply(&mut groups, owner).map_err(DaemonError::Groups)?;
+    }
+    let mut keeper = Keeper::new(segment, Arc::clone(&areas), groups, budget);
+    keeper.set_idle(file.idle);
+    if let Some(state) = &state {
+        state.restore_runs(&mut keeper, segment, segment_id);
+    }
+    segment.header.supervisor.store(std::process::id(), Relaxed);
+    crate::run::supervise::raise_descriptor_limit();
+    let (sender, requests) = mpsc::channel();
+    let thread =
+        std::thread::Builder::new().name("keeper".into()).spawn(move || keeper.run(requests));
+    let thread = thread.map_err(|error| DaemonError::System("thread", error))?;
+    let shared = Arc::new(Shared {
+        segment,
+        segment_fd,
+        areas,
+        keeper: sender,
+        config: config.config.clone(),
+        ram,
+        pool_cap,
+        codec,
+        budget,
+        digest: AtomicU64::new(file.digest),
+        swap: Mutex::new(
+            state.as_ref().map_or_else(|| file.swap.clone(), |state| state.swap.clone()),
+        ),
+        users: Mutex::new(file.userfaultfd.unwrap_or_default()),
+        state: Mutex::new(directory),
+    });
+    if let Err(error) =
+        shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes))
+    {
+        say(&format!("the devices stay as they were: {error}"));
+    }
+    shared.save();
+    let path = crate::control::server::daemon_path();
+    let listener = listen(&path).map_err(|error| DaemonError::State(path.clone(), error))?;
+    if let Some(place) = &file.metrics {
+        crate::daemon::metrics::serve(place, shared.keeper.clone())
+            .map_err(|error| DaemonError::System("metrics", error))?;
+    }
+    serve(&shared, &listener, &signals);
+    let _ = std::fs::remove_file(&path);
+    shared.close();
+    let _ = shared.keeper.send(controller::Request::Stop);
+    let _ = thread.join();
+    Ok(0)
+}
+
+fn budget_of(file: &Config, ram: u64) -> Result<u64, DaemonError> {
+    // The file was checked when it was read.
+    let budget = parse_share(file.ram.as_deref().unwrap_or(DEFAULT_RAM), ram).unwrap_or(0);
+    if budget < SMALLEST_BUDGET { Err(DaemonError::SmallBudget(budget)) } else { Ok(budget) }
+}
+
+/// A fresh segment, and the devices that the file names.
+fn set_up(
+    file: &Config,
+    budget: u64,
+    segment: &'static Segment,
+    areas: &Areas,
+) -> Result<(u64, u32), DaemonError> {
+    let (mut devices, mut tiers) = (file.devices.clone(), Tiers::new());
+    // They were checked when the file was read.
+    let _ = tiers.apply(&file.tiers, &[]);
+    crate::swap::mirror::settle_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
+    let space = spec::open(&devices, budget).map_err(DaemonError::Device)?;
+    let (pool_cap, codec) = (space.pool_cap, space.codec.number());
+    crate::run::supervise::set_up_header(segment, budget, &space)
+        .map_err(|error| DaemonError::System("shared segment", error))?;
+    for backing in space.beyond {
+        areas.add(backing).map_err(DaemonError::Area)?;
+    }
+    Ok((pool_cap, codec))
+}
+
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    // Who has the state directory is the only one; a socket that is there was left behind.
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// Until a signal says that it is enough.
+fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signals) {
+    let talking = Arc::new(());
+    loop {
+        let ready = poll_readable(&[signals.as_fd(), listener.as_fd()], None).unwrap_or(0);
+        while let Some(arrived) = signals.next() {
+            match arrived.signal {
+                libc::SIGTERM | libc::SIGINT | libc::SIGQUIT => return,
+                libc::SIGHUP => {
+                    if let Err(error) = shared.reload() {
+                        say(&format!("the configuration stays as it was: {error}"));
+                    }
+                }
+                _ => {}
+            }
+        }
+        if ready & 2 == 0 {
+            continue;
+        }
+        while let Ok((client, _)) = listener.accept() {
+            let at = Arc::clone(&talking);
+            // Runs that join come in crowds; a little more than one at a time may wait.
+            if Arc::strong_count(&at) > 4 * MOST_CLIENTS + 1 {
+                continue;
+            }
+            let shared = Arc::clone(shared);
+            let talk = move || {
+                // A client that misbehaves or went away is its own trouble.
+                let _ = shared.converse(client);
+                drop(at);
+            };
+            let _ = std::thread::Builder::new().name("client".into()).spawn(talk);
+        }
+    }
+}
+
+/// One line on standard error; if nobody reads there, so be it.
+pub(super) fn say(line: &str) {
+    use std::io::Write;
+    let _ = writeln!(io::stderr(), "swaptide daemon: {line}");
+}
+
+impl Shared {
+    fn converse(self: &Arc<Self>, client: UnixStream) -> io::Result<()> {
+        let PeerCred { pid, uid } = peer_of(client.as_fd())?;
+        if pid == 0 {
+            return Err(io::Error::other("a process of another pid namespace"));
+        }
+        let all = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        client.set_nonblocking(false)?;
+        client.set_read_timeout(Some(PATIENCE))?;
+        client.set_write_timeout(Some(PATIENCE))?;
+        let mut line = String::new();
+        BufReader::new((&client).take(LONGEST)).read_line(&mut line)?;
+        let question: Question = match serde_json::from_str(&line) {
+            Ok(question) => question,
+            Err(error) => return tell(&client, &Answer::Error(format!("not a question: {error}"))),
+        };
+        let changes = !matches!(
+            question,
+            Question::Stats
+                | Question::Budget
+                | Question::StatsOf(_)
+                | Question::Views
+                | Question::Runs
+                | Question::Look(_)
+                | Question::Area(_)
+                | Question::Totals
+        );
+        let answer = match question {
+            Question::Area(number) => {
+                let Some(fd) = self.areas.open(AreaId(number)) else { return Ok(()) };
+                return send_with(&client, &Answer::Done, fd.as_fd());
+            }
+            Question::Look(join) => match self.look(&join, pid) {
+                Ok((joined, _)) => {
+                    return send_with(&client, &Answer::Joined(joined), self.segment_fd.as_fd());
+                }
+                Err(error) => Answer::Error(error),
+            },
+            Question::Join(join) => match self.join(join, pid, uid, all) {
+                Ok(joined) => {
+                    self.save();
+                    return send_with(&client, &Answer::Joined(joined), self.segment_fd.as_fd());
+                }
+                Err(error) => Answer::Error(error),
+            },
+            Question::Totals => {
+                let totals = controller::ask(&self.keeper, move |keeper| keeper.totals(pid));
+                totals.map_or_else(ending, |totals| Answer::Totals(Box::new(totals)))
+            }
+            Question::Runs => {
+                let runs = move |keeper: &mut Keeper| {
+                    keeper
+                        .runs()
+                        .filter(|run| all || run.uid == uid)
+                        .map(|run| (run.front, run.root))
+                        .collect()
+                };
+                controller::ask(&self.keeper, runs).map_or_else(ending, Answer::Runs)
+            }
+            Question::StatsOf(pid) => self.stats(pid, uid, all),
+            Question::Views => {
+                let views = move |keeper: &mut Keeper| {
+                    let runs: Vec<controller::Run> =
+                        keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
+                    runs.into_iter().map(|run| view_of(keeper, run)).collect()
+                };
+                controller::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
+            }
+            Question::Reload if !all => Answer::Error(
+                "the configuration is for root, or the daemon's own user, to change".into(),
+            ),
+            Question::Reload => match self.reload() {
+                Ok(()) => Answer::Done,
+                Err(error) => Answer::Error(error.to_string()),
+            },
+            question => {
+                let (areas, keeper) = (&*self.areas, &self.keeper);
+                Counter { areas, keeper, budget: self.budget, uid, all }.answer(question, &client)
+            }
+        };
+        if changes {
+            self.save();
+        }
+        tell(&client, &answer)
+    }
+
+    /// The group that a run would be in, and what it would have.
+    fn look(&self, join: &Join, pid: u32) -> Result<(Joined, GroupPath), String> {
+        let named = join
+            .group
+            .as_deref()
+            .map(GroupPath::parse)
+            .transpose()
+            .map_err(|error| error.to_string())?;
+        let cgroup = if named.is_none() { cgroup_of(pid) } else { None };
+        let (max, own) = (join.max, self.budget);
+        let find = move |keeper: &mut Keeper| {
+            let groups = keeper.groups();
+            let path = match named {
+                Some(path) => {
+                    groups.check_room([&path]).map_err(|error| error.to_string())?;
+                    path
+                }
+                None => {
+                    let index = groups.of_cgroup(cgroup.as_deref().unwrap_or("/"));
+                    groups.get(index).map_or_else(GroupPath::root, |group| group.path.clone())
+                }
+            };
+            let above = std::iter::successors(Some(path.clone()), GroupPath::parent);
+            let indices: Vec<GroupIndex> =
+                above.filter_map(|path| groups.find(&path).ok()).collect();
+            let of_groups =
+                indices.into_iter().filter_map(|index| groups.get(index)?.settings.ram_max).min();
+            let budget = [Some(own), max, of_groups].into_iter().flatten().min().unwrap_or(own);
+            Ok::<_, String>((budget, path))
+        };
+        let (budget, path) = controller::ask(&self.keeper, find).ok_or("it is ending")??;
+        let userfaultfd = *self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok((
+            Joined {
+                budget,
+                pool_cap: self.pool_cap,
+                codec: self.codec,
+                group: path.to_string(),
+                userfaultfd,
+            },
+            path,
+        ))
+    }
+
+    /// Keeps the processes that descend from the peer.
+    fn join(&self, join: Join, pid: u32, uid: u32, all: bool) -> Result<Joined, String> {
+        let (joined, path) = self.look(&join, pid)?;
+        let started =
+            SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let add = move |keeper: &mut Keeper| {
+            if join.group.is_some() && !all && !keeper.groups().is_owned(&path, uid) {
+                return Err(format!("{path}: not a group of yours"));
+            }
+            let group =
+                Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
+            let Join { front, program, max, strict, .. } = join;
+            keeper.add_run(controller::Run {
+                root: pid,
+                front,
+                uid,
+                program,
+                started,
+                group,
+                max,
+                strict,
+            });
+            Ok(())
+        };
+        controller::ask(&self.keeper, add).ok_or("it is ending")??;
+        Ok(joined)
+    }
+
+    fn stats(&self, pid: u32, uid: u32, all: bool) -> Answer {
+        let find = move |keeper: &mut Keeper| {
+            let run = keeper.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
+            Some(view_of(keeper, run))
+        };
+        match controller::ask(&self.keeper, find) {
+            Some(Some(view)) => Answer::Stats(Box::new(view)),
+            Some(None) => Answer::Error(format!("{pid}: no process of a run that is kept here")),
+            None => ending(),
+        }
+    }
+
+    /// What the file's list of devices asks for: what is new is open already.
+    fn follow_list(
+        &self,
+        file: &Config,
+    ) -> Result<(crate::daemon::swap_list::Changes, Vec<Backing>), DaemonError> {
+        let before = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut changes =
+            crate::daemon::swap_list::compare(&before, &file.swap).map_err(DaemonError::Device)?;
+        let mut tiers = Tiers::new();
+        // They were checked when the file was read.
+        let _ = tiers.apply(&file.tiers, &[]);
+        let opened = changes.open(&tiers, &self.areas, self.segment, self.budget)?;
+        Ok((changes, opened))
+    }
+
+    /// Does it. What is taken away takes its time.
+    fn change_list(
+        self: &Arc<Self>,
+        file: &Config,
+        (changes, opened): (crate::daemon::swap_list::Changes, Vec<Backing>),
+    ) -> Result<(), DaemonError> {
+        for backing in opened {
+            self.areas.add(backing).map_err(DaemonError::Area)?;
+        }
+        self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&file.swap);
+        if changes.removes() {
+            let shared = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("swapoff".into()).spawn(move || {
+                changes.take_away(&shared.areas);
+                shared.save();
+            });
+            thread.map_err(|error| DaemonError::System("thread", error))?;
+        }
+        Ok(())
+    }
+
+    /// Reads the configuration file again.
+    fn reload(self: &Arc<Self>) -> Result<(), DaemonError> {
+        let file = Config::load(&self.config, self.ram).map_err(DaemonError::Config)?;
+        let budget = budget_of(&file, self.ram)?;
+        let list = self.follow_list(&file)?;
+        let whole = file.clone();
+        let owner = rustix::process::geteuid().as_raw();
+        let digest = file.digest;
+        let apply = move |keeper: &mut Keeper| {
+            file.apply(keeper.groups(), owner)?;
+            keeper.set_budget(budget);
+            keeper.set_idle(file.idle);
+            Ok::<(), GroupError>(())
+        };
+        let applied = controller::ask(&self.keeper, apply).unwrap_or(Ok(()));
+        applied.map_err(DaemonError::Groups)?;
+        self.change_list(&whole, list)?;
+        *self.users.lock().unwrap_or_else(PoisonError::into_inner) =
+            whole.userfaultfd.unwrap_or_default();
+        self.segment.header.budget_bytes.store(budget, Relaxed);
+        self.digest.store(digest, Relaxed);
+        self.save();
+        Ok(())
+    }
+
+    /// Writes down what a daemon needs that is started after this one. Without it, that one would
+    /// begin with less.
+    fn save(&self) {
+        let mut directory = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (pool_cap, codec, segment) = (self.pool_cap, self.codec, self.segment);
+        let areas = crate::daemon::state::areas(&self.areas, segment);
+        let snapshot =
+            controller::ask(&self.keeper, move |keeper| State::of(keeper, pool_cap, codec));
+        if let Some(mut state) = snapshot {
+            state.areas = areas;
+            state.segment = SegmentId::of(&self.segment_fd).ok();
+            state.swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            state.config = self.digest.load(Relaxed);
+            let before = directory.load();
+            match directory.save(&state) {
+                // Files that were taken away need no name any more.
+                Ok(()) => before.iter().for_each(|before| before.remove_files_but(&state)),
+                Err(error) => say(&format!(
+                    "the state could not be written, a daemon started later will know less: {error}"
+                )),
+            }
+        }
+    }
+
+    /// The end: if nobody is kept any more, nothing stays behind.
+    fn close(&self) {
+        let runs = controller::ask(&self.keeper, |keeper| keeper.runs().count()).unwrap_or(0);
+        if runs > 0 || self.segment.claimed().next().is_some() {
+            self.save();
+            return;
+        }
+        let directory = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        crate::daemon::state::areas(&self.areas, self.segment)
+            .iter()
+            .for_each(crate::daemon::state::KeptArea::remove_file);
+        directory.clear();
+    }
+}
+
+fn view_of(keeper: &Keeper, run: controller::Run) -> View {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+    View {
+        pid: run.front,
+        program: run.program,
+        wall_s: (now - run.started).max(0.0),
+        ..keeper.view(run.root)
+    }
+}
+
+/// A line with a descriptor.
+fn send_with(client: &UnixStream, answer: &Answer, fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut text = serde_json::to_vec(answer)?;
+    text.push(b'\n');
+    Conn::from_fd(client.try_clone()?.into()).send(&text, &[fd])?;
+    Ok(())
+}

@@ -1,0 +1,216 @@
+use super::*;
+use crate::memctl::policy::Standing;
+use crate::swap::areas::Open;
+use crate::testing::segment;
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::process::{Child, Command, Stdio};
+use swaptide_ipc::{AreaId, AreaMask};
+use swaptide_sys::process::proc_info;
+use swaptide_sys::thread::now;
+
+fn no_areas(segment: &'static Segment) -> Arc<Areas> {
+    Arc::new(Areas::new(segment))
+}
+
+/// One that keeps the child and whom it starts: they are this process's.
+fn keeper(
+    child: &Child,
+    segment: &'static Segment,
+    areas: Arc<Areas>,
+    budget: u64,
+    strict: bool,
+) -> Keeper {
+    let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
+    let (root, program) = (child.id(), "sleep".to_owned());
+    keeper.add_run(Run {
+        root,
+        front: root,
+        uid: 0,
+        program,
+        started: 0.0,
+        group: None,
+        max: None,
+        strict,
+    });
+    keeper
+}
+
+fn sleeper() -> Child {
+    Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().expect("sleep")
+}
+
+fn end(mut child: Child) {
+    child.kill().expect("kill");
+    child.wait().expect("wait");
+}
+
+#[test]
+fn a_process_that_dies_leaves_its_counters_and_no_extent() {
+    let segment = segment();
+    let areas = no_areas(segment);
+    let device = crate::swap::spec::parse("file:/var/tmp:16M").expect("a device");
+    areas.add(crate::swap::spec::open_beyond(&device, 1 << 30).expect("a file")).expect("an area");
+    let file = File::from(areas.open(AreaId(0)).expect("open"));
+    let child = sleeper();
+    let index = segment.claim(child.id(), 0).expect("slot");
+    segment.lease_extent(index, AreaMask::ALL).expect("extent");
+    let page = swaptide_sys::mem::Mapping::reserve(65536).expect("pages");
+    // SAFETY: the mapping is so long and readable, and nothing else refers to it.
+    file.write_all_at(unsafe { std::slice::from_raw_parts(page.as_ptr(), 65536) }, 0)
+        .expect("write");
+    file.sync_all().expect("sync");
+    assert!(file.metadata().expect("metadata").blocks() > 0);
+    segment.slot(index).count(Counter::Pswpout, 16);
+    let root = child.id();
+    let mut keeper = keeper(&child, segment, areas, 64 << 20, false);
+    keeper.tick();
+    assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16);
+    assert_eq!(segment.extents_used(), 1);
+    end(child);
+    keeper.tick();
+    assert_eq!(keeper.totals(root).get(Counter::Pswpout), 16, "the dead are counted once");
+    assert_eq!(segment.extents_used(), 0);
+    assert_eq!(file.metadata().expect("metadata").blocks(), 0, "the space is free again");
+    assert_eq!(segment.claimed().count(), 0);
+}
+
+#[test]
+fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
+    let mut child = Command::new("python3")
+        .args(["-c", "import sys; x=b'x'*(60<<20); print(flush=True); sys.stdin.read()"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python3 is needed for this test");
+    std::io::Read::read_exact(child.stdout.as_mut().expect("stdout"), &mut [0]).expect("ready");
+    let segment = segment();
+    let index = segment.claim(child.id(), 0).expect("slot");
+    let slot = segment.slot(index);
+    let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
+    roomy.tick();
+    assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
+    let root = child.id();
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    keeper.tick();
+    assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
+    let limit = slot.limit_bytes.load(Relaxed);
+    assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
+    keeper.tick();
+    assert_eq!(slot.bell.load(Relaxed), 1, "no bell without news");
+    assert!(keeper.totals(root).peak_resident > 60 << 20);
+    end(child);
+}
+
+#[test]
+fn a_program_that_begins_is_seen_to_grow_at_the_first_look_and_one_that_was_there_is_not() {
+    let grown = |was_there: bool, forked_from: u32| {
+        let segment = segment();
+        let child = sleeper();
+        let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+        if !was_there {
+            keeper.tick();
+        }
+        let index = segment.claim(child.id(), forked_from).expect("slot");
+        assert!(keeper.tree.admit(child.id()));
+        let member =
+            Member { pid: child.id(), slot: Some(index), run: child.id(), group: GroupIndex::ROOT };
+        // Some memory it has by now.
+        while keeper.tree.used(child.id()) == 0 {
+            std::thread::sleep(Duration::from_millis(5));
+            keeper.tree.sample();
+        }
+        let process = keeper.judge(&member, &HashMap::new(), Duration::from_millis(1));
+        end(child);
+        process.growth
+    };
+    assert!(grown(false, 0) > 0);
+    assert_eq!(grown(true, 0), 0, "it may have begun long ago");
+    assert_eq!(grown(false, std::process::id()), 0, "a fork has what its parent had");
+}
+
+#[test]
+fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
+    let segment = segment();
+    let child = sleeper();
+    let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
+    slot.set_state(ProcState::Engaged);
+    slot.swapped_file_bytes.store(100 << 20, Relaxed);
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
+    keeper.tick();
+    let pressure = |keeper: &mut Keeper| {
+        let member = Member {
+            pid: child.id(),
+            slot: Some(segment.claimed().next().expect("the slot").0),
+            run: child.id(),
+            group: GroupIndex::ROOT,
+        };
+        keeper.judge(&member, &HashMap::new(), Duration::from_secs(2)).pressure >> 20
+    };
+    assert_eq!(pressure(&mut keeper), 0);
+    slot.count(Counter::StallUs, 1_000_000);
+    assert!((40..50).contains(&pressure(&mut keeper)), "half of the time, since two seconds");
+    // A wait that goes on.
+    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    assert!(pressure(&mut keeper) > 85);
+    // It ends, and was counted.
+    slot.stalled_since.store(0, Relaxed);
+    slot.count(Counter::StallUs, 3_000_000);
+    assert!(pressure(&mut keeper) < 20, "nobody waits any more");
+    assert_eq!(keeper.totals(child.id()).get(Counter::StallUs), 4_000_000);
+    // A process that is stopped wants nothing, whatever it waited for.
+    for _ in 0..10 {
+        pressure(&mut keeper);
+    }
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&child),
+        rustix::process::Signal::STOP,
+    )
+    .expect("stop");
+    while !proc_info(child.id()).expect("the child").stopped {
+        std::thread::yield_now();
+    }
+    slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
+    assert_eq!(pressure(&mut keeper), 0);
+    assert!(slot.stalls_for(now()) < Duration::from_secs(2), "nor is it counted when it goes on");
+    end(child);
+}
+
+#[test]
+fn strict_kills_only_when_swap_is_full_and_the_budget_exceeded() {
+    let segment = segment();
+    // What the run's root has started is killed, and the root sees it.
+    let child = Command::new("sh")
+        .args(["-c", "sleep 600; exit 5"])
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("sh");
+    let slot = segment.slot(segment.claim(child.id(), 0).expect("slot"));
+    slot.count(Counter::SwapFull, 1);
+    let root = child.id();
+    let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, true);
+    keeper.tick();
+    assert!(!keeper.totals(root).strict_kill, "within the budget");
+    while keeper.tree.pids().count() < 2 {
+        std::thread::sleep(Duration::from_millis(5));
+        keeper.tick();
+    }
+    slot.count(Counter::SwapFull, 1);
+    let member = Member { pid: root, slot: None, run: root, group: GroupIndex::ROOT };
+    let process = Process {
+        group: 0,
+        standing: Standing::Engaged,
+        used: 80 << 20,
+        pressure: 0,
+        fixed: 0,
+        swapped: 0,
+        limit: 0,
+        growth: 0,
+        kept: 0,
+    };
+    keeper.enforce(root, &[member], &[process]);
+    assert!(keeper.totals(root).strict_kill);
+    let mut child = child;
+    let status = child.wait().expect("wait");
+    assert_eq!(status.code(), Some(5));
+}

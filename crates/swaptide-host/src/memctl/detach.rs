@@ -1,0 +1,115 @@
+//! Letting processes go: their limit is lifted, everything comes back, and they go on without an
+//! engine.
+//!
+//! It is refused where what is out does not fit into the machine, or into the cgroup, and stopped
+//! when memory runs short on the way; then the processes are managed as before.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering::Relaxed;
+
+use swaptide_ipc::{NO_LIMIT, ProcSlot, ProcState};
+use swaptide_sys::process::mem_available;
+
+use crate::memctl::controller::Keeper;
+use crate::units::{cgroup_room, human};
+
+/// Memory that must be left when all is back.
+const MARGIN: u64 = 64 << 20;
+/// With less than this, it is stopped on the way.
+const LEAST: u64 = 24 << 20;
+
+/// How far it has got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Detaching {
+    /// Processes that are not let go yet.
+    pub processes: usize,
+    /// Bytes of them that are still out.
+    pub out: u64,
+    /// There is too little memory to go on.
+    pub short: bool,
+}
+
+/// Bytes of a process that are out.
+fn out(slot: &ProcSlot) -> u64 {
+    ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes)
+}
+
+/// Memory that can be had.
+fn room() -> u64 {
+    mem_available().unwrap_or(0).min(cgroup_room().unwrap_or(u64::MAX))
+}
+
+impl Keeper {
+    /// Begins to let processes go: one, or all of a run. Answers with those it is about.
+    ///
+    /// # Errors
+    /// Why not, in one line; nothing has changed then.
+    pub fn detach(&mut self, pids: &BTreeSet<u32>) -> Result<(), String> {
+        let slots: Vec<&ProcSlot> = self.slots_of(pids).collect();
+        if slots.is_empty() {
+            return Err(
+                "detach: none of these processes is managed; swaptide ctl stats shows which are"
+                    .into(),
+            );
+        }
+        let out: u64 = slots.iter().map(|slot| out(slot)).sum();
+        let room = room();
+        if out + MARGIN > room {
+            return Err(format!(
+                "detach: {} would come back, and {} are free: free memory, or detach fewer \
+                processes",
+                human(out),
+                human(room)
+            ));
+        }
+        if let Some(run) = slots
+            .iter()
+            .filter_map(|slot| self.run_of(slot.pid.load(Relaxed)))
+            .find(|run| run.strict)
+        {
+            return Err(format!(
+                "detach: {} runs with --strict, which memory past the budget would end",
+                run.program
+            ));
+        }
+        for slot in slots {
+            slot.detach.store(1, Relaxed);
+            slot.limit_bytes.store(NO_LIMIT, Relaxed);
+            slot.ring();
+        }
+        Ok(())
+    }
+
+    /// How far it has got.
+    pub fn detaching(&self, pids: &BTreeSet<u32>) -> Detaching {
+        let busy: Vec<&ProcSlot> = self.slots_of(pids).collect();
+        let out = busy.iter().map(|slot| out(slot)).sum();
+        Detaching { processes: busy.len(), out, short: room() < LEAST }
+    }
+
+    /// Those that are not let go yet are managed as before.
+    pub fn keep_after_all(&mut self, pids: &BTreeSet<u32>) {
+        for slot in self.slots_of(pids) {
+            slot.detach.store(0, Relaxed);
+            slot.ring();
+        }
+    }
+
+    /// The processes of a run that can be let go, or one of them.
+    pub fn detachable(&self, pid: u32) -> BTreeSet<u32> {
+        let is_run = self.runs().any(|run| run.front == pid || run.root == pid);
+        let root = self.run_of(pid).map(|run| run.root);
+        let in_run =
+            |one: &u32| if is_run { Some(self.tree.root_of(*one)) == root } else { *one == pid };
+        self.tree.pids().filter(in_run).collect()
+    }
+
+    fn slots_of(&self, pids: &BTreeSet<u32>) -> impl Iterator<Item = &'static ProcSlot> {
+        let managed =
+            |slot: &ProcSlot| matches!(slot.state(), ProcState::Engaged | ProcState::Watching);
+        self.segment
+            .claimed()
+            .map(|(_, slot)| slot)
+            .filter(move |slot| managed(slot) && pids.contains(&slot.pid.load(Relaxed)))
+    }
+}

@@ -1,0 +1,132 @@
+//! Taking memory from groups that do not need it, before anybody else does.
+//!
+//! A group is idle when for so long it has faulted back less than so many pages a second, and its
+//! threads have waited for memory less than so much of the time: few faults from a slow device cost
+//! more than many from compressed memory. Then its bound sinks slowly under what it uses, until it
+//! does fault back more: that is its pressure, and with it the bound is gone and the waiting begins
+//! anew. So a group ends up with what it works with, and what it has only once touched goes out.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use swaptide_ipc::GroupIndex;
+
+use crate::cgroup::tree::Groups;
+use crate::config::IdleReclaim;
+
+/// How often groups are looked at.
+const PULSE: Duration = Duration::from_secs(1);
+/// Of what an idle group uses, this part goes at each look.
+const STEP: u64 = 32;
+/// No group is made smaller than this.
+const LEAST: u64 = 8 << 20;
+
+struct Idler {
+    refaults: u64,
+    stalled_s: f64,
+    quiet_since: Instant,
+    bound: Option<u64>,
+}
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Idlers {
+    rule: Option<IdleReclaim>,
+    looked: Option<Instant>,
+    groups: BTreeMap<GroupIndex, Idler>,
+}
+
+impl Idlers {
+    /// Whether and when.
+    pub fn set_rule(&mut self, rule: Option<IdleReclaim>) {
+        if self.rule != rule {
+            (self.rule, self.looked) = (rule, None);
+            self.groups.clear();
+        }
+    }
+
+    /// The most that a group may have for now.
+    pub fn bound(&self, group: GroupIndex) -> Option<u64> {
+        self.groups.get(&group)?.bound
+    }
+
+    /// A look at all groups, if it is time.
+    pub fn look(&mut self, groups: &Groups) {
+        let Some(rule) = self.rule else { return };
+        let elapsed = match self.looked {
+            Some(looked) if looked.elapsed() < PULSE => return,
+            Some(looked) => looked.elapsed(),
+            None => PULSE,
+        };
+        self.looked = Some(Instant::now());
+        self.groups.retain(|index, _| groups.get(*index).is_some());
+        // The root is everybody: what it uses is the budget's matter.
+        for (index, _) in groups.iter().filter(|(index, _)| *index != GroupIndex::ROOT) {
+            let usage = groups.usage(index);
+            let stalled_s = groups.pressure(index).total_s();
+            let new = Idler {
+                refaults: usage.refaults,
+                stalled_s,
+                quiet_since: Instant::now(),
+                bound: None,
+            };
+            let idler = self.groups.entry(index).or_insert(new);
+            // Of those that ended, what they had faulted back is gone from the sum.
+            let faulted = usage
+                .refaults
+                .saturating_sub(std::mem::replace(&mut idler.refaults, usage.refaults));
+            let waited_s = stalled_s - std::mem::replace(&mut idler.stalled_s, stalled_s);
+            let presses = faulted as f64 > f64::from(rule.refaults) * elapsed.as_secs_f64()
+                || waited_s > f64::from(rule.stall_ms) / 1000.0 * elapsed.as_secs_f64();
+            if presses {
+                (idler.quiet_since, idler.bound) = (Instant::now(), None);
+            } else if usage.ram > LEAST
+                && idler.quiet_since.elapsed() >= Duration::from_secs(rule.after_s.into())
+            {
+                let used = idler.bound.map_or(usage.ram, |bound| bound.min(usage.ram));
+                idler.bound = Some((used - used / STEP).max(LEAST));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cgroup::tree::{GroupPath, Usage};
+    use crate::memctl::psi::Part;
+    use crate::testing::segment;
+
+    #[test]
+    fn an_idle_group_shrinks_until_it_faults_back() {
+        let mut groups = Groups::new(segment(), 1 << 30);
+        let index = groups.ensure(&GroupPath::parse("/idle").expect("path"), 0).expect("group");
+        let mut idlers = Idlers::default();
+        let stall_ms = 10;
+        let stalled = std::cell::Cell::new(Part::default());
+        let mut look = |ram: u64, refaults: u64, idlers: &mut Idlers| {
+            let usage = Usage { ram, refaults, stalled: stalled.get(), ..Usage::default() };
+            groups.account(&BTreeMap::from([(index, usage)]), PULSE, |_| false);
+            idlers.looked = Instant::now().checked_sub(PULSE);
+            idlers.look(&groups);
+            idlers.bound(index)
+        };
+        let mib = 1 << 20;
+        assert_eq!(look(64 * mib, 0, &mut idlers), None, "without a rule");
+        idlers.set_rule(Some(IdleReclaim { after_s: 0, refaults: 10, stall_ms }));
+        assert_eq!(look(64 * mib, 0, &mut idlers), Some(62 * mib));
+        assert!(look(62 * mib, 5, &mut idlers).is_some_and(|bound| bound < 61 * mib));
+        assert_eq!(look(60 * mib, 500, &mut idlers), None, "it wants its pages back");
+        assert!(look(60 * mib, 505, &mut idlers).is_some());
+        stalled.set(Part::of(20, Duration::from_millis(1)));
+        assert_eq!(look(60 * mib, 505, &mut idlers), None, "few pages, and long waits for them");
+        stalled.set(Part::default());
+        for _ in 0..200 {
+            look(9 * mib, 500, &mut idlers);
+        }
+        assert_eq!(look(9 * mib, 500, &mut idlers), Some(LEAST));
+        assert_eq!(idlers.bound(GroupIndex::ROOT), None);
+        idlers.set_rule(Some(IdleReclaim { after_s: 3600, refaults: 10, stall_ms }));
+        assert_eq!(look(64 * mib, 500, &mut idlers), None, "not for long enough");
+    }
+}

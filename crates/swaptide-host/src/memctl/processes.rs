@@ -1,0 +1,679 @@
+//! The processes of one run or several, and the memory they use.
+//!
+//! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is
+//! their subreaper, so that nobody leaves the tree by losing a parent; and, should that be killed,
+//! everything that descends from who was a member. A member is known by its pidfd; its number alone
+//! never stands for it.
+//!
+//! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for
+//! processes that were forked and did not exec: they share pages, which would count once for each
+//! of them. Such processes have the same start of stack, for fork copies it and exec draws a new
+//! one; of them the proportional size is read (`smaps_rollup`), at a pace that its cost allows, and
+//! carried on in between by the change of the resident size, and by what was copied: a write to a
+//! shared page makes two of it, of which only the number of minor faults tells. When one of them
+//! comes or goes, all are read.
+//!
+//! Who runs on another's memory, as between vfork and exec, uses nothing itself.
+//!
+//! Invariants
+//! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
+//!    more.
+//! 2. A process is a member because it descends from a root or a member, or because the caller has
+//!    the kernel's word for it ([`Tree::admit_known`]); never because a program said so.
+//! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
+//!    the machine has.
+//!
+//! Locks: none.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use swaptide_sys::page::PAGE_SIZE;
+use swaptide_sys::process::{
+    StatFd, StatmFd, anon_rss, pidfd_open, pidfd_send_signal, proc_info, processes, pss_anon,
+    same_memory,
+};
+use swaptide_sys::sock::poll_readable;
+
+/// Less than this needs no exact count.
+const SMALL: u64 = 1 << 20;
+/// How old a proportional size may be at least before it is read again.
+const PSS_AGE: Duration = Duration::from_millis(10);
+/// How long who was found to be of no tree is not looked at again.
+const STRANGER_AGE: Duration = Duration::from_millis(250);
+/// How often new members are looked for at most.
+const SCAN_AGE: Duration = Duration::from_millis(10);
+
+pub(super) struct Member {
+    /// Whose tree it is in; 0 where that is not known.
+    root: u32,
+    statm: StatmFd,
+    /// Opened when it first shares pages.
+    stat: Option<StatFd>,
+    pidfd: OwnedFd,
+    /// Start of the stack: the same in processes that were forked from each other and did not exec.
+    family: u64,
+    resident: u64,
+    used: u64,
+    pss: Option<Pss>,
+    /// Its minor faults, while it is one of several that share pages; and bytes of those that
+    /// copied nothing.
+    faults: u64,
+    excused: u64,
+    /// It runs on another member's memory, which counts there (vfork).
+    guest: bool,
+    /// Its first thread has ended, others live.
+    leaderless: bool,
+}
+
+struct Pss {
+    bytes: u64,
+    /// The resident size when it was read.
+    resident: u64,
+    /// The minor faults by then, and bytes of those that copied nothing.
+    faults: u64,
+    excused: u64,
+    read: Instant,
+    cost: Duration,
+}
+
+/// The members.
+#[derive(Default)]
+pub struct Tree {
+    roots: BTreeSet<u32>,
+    /// Parents of roots, which take the tree over when the root is killed, with that root.
+    fronts: BTreeMap<u32, u32>,
+    /// Processes that were found not to be of any tree, and when.
+    strangers: HashMap<u32, Instant>,
+    members: BTreeMap<u32, Member>,
+    newest_pid: Option<u32>,
+    /// Where it is told. Kept open, as all is that is read at each look: to open a file takes
+    /// memory, which may just then be short in the cgroup.
+    loadavg: Option<File>,
+    scanned: Option<Instant>,
+    scan_cost: Duration,
+}
+
+impl Tree {
+    /// The tree of all descendants of process `root`, which is not one itself.
+    pub fn new(root: u32) -> Tree {
+        let mut tree = Tree::default();
+        tree.add_root(root);
+        tree
+    }
+
+    /// The descendants of one more process are members.
+    pub fn add_root(&mut self, root: u32) {
+        self.roots.insert(root);
+        (self.newest_pid, self.scanned) = (None, None);
+    }
+
+    /// The parent of a root, if it is that: when the root is killed, the tree is its own.
+    pub fn add_front(&mut self, front: u32, root: u32) {
+        if parent_of(root) == Some(front) && !self.roots.contains(&front) {
+            self.fronts.insert(front, root);
+        }
+    }
+
+    /// The descendants of a process that is gone: those that live on stay members.
+    pub fn forget_root(&mut self, root: u32) {
+        self.roots.remove(&root);
+        self.fronts.retain(|_, of| *of != root);
+    }
+
+    /// Makes a process a member if it descends from a root or from a member, and lives. False when
+    /// it does not: whoever named it may have lied.
+    pub fn admit(&mut self, pid: u32) -> bool {
+        if self.members.contains_key(&pid) {
+            return true;
+        }
+        if self.strangers.get(&pid).is_some_and(|seen| seen.elapsed() < STRANGER_AGE) {
+            return false;
+        }
+        let admitted = self.root_above(pid).is_some_and(|root| self.insert(pid, root));
+        if !admitted {
+            self.strangers.retain(|_, seen| seen.elapsed() < STRANGER_AGE);
+            self.strangers.insert(pid, Instant::now());
+        }
+        admitted
+    }
+
+    /// Makes a process a member of which the caller knows, by the kernel's word, that it belongs
+    /// here.
+    pub fn admit_known(&mut self, pid: u32) -> bool {
+        self.members.contains_key(&pid) || self.insert(pid, self.root_above(pid).unwrap_or(0))
+    }
+
+    fn insert(&mut self, pid: u32, root: u32) -> bool {
+        if let std::collections::btree_map::Entry::Vacant(vacant) = self.members.entry(pid) {
+            let Some(member) = Member::open(pid, root) else { return false };
+            vacant.insert(member);
+            // Its parent may have been seen first between its own fork and exec: it has another
+            // stack since.
+            if let Some(parent) = parent_of(pid)
+                && let Some(member) = self.members.get_mut(&parent)
+            {
+                member.family = family(parent);
+            }
+        }
+        true
+    }
+
+    /// The root of a process, by its ancestors; `None` for one that is of no tree.
+    fn root_above(&self, pid: u32) -> Option<u32> {
+        if self.roots.contains(&pid) {
+            // The pager of its run's shared memory.
+            return Some(pid);
+        }
+        let known = |at: u32| {
+            let root = self.roots.contains(&at).then_some(at);
+            root.or_else(|| self.fronts.get(&at).copied())
+                .or_else(|| self.members.get(&at).map(|member| member.root))
+        };
+        above(pid, known)
+    }
+
+    /// The root in whose tree a member is; 0 where that is not known.
+    pub fn root_of(&self, pid: u32) -> u32 {
+        self.members.get(&pid).map_or(0, |member| member.root)
+    }
+
+    /// The number of the newest process: while it stays, nobody was started.
+    fn newest(&mut self) -> Option<u32> {
+        let file = match &self.loadavg {
+            Some(file) => file,
+            None => self.loadavg.insert(File::open("/proc/loadavg").ok()?),
+        };
+        let mut text = [0; 128];
+        let n = file.read_at(&mut text, 0).ok()?;
+        std::str::from_utf8(&text[..n]).ok()?.split_ascii_whitespace().last()?.parse().ok()
+    }
+
+    /// Looks for new members, if any process was started since the last look and the last look was
+    /// cheap or long ago.
+    pub fn look(&mut self) {
+        let newest = self.newest();
+        let due = self
+            .scanned
+            .is_none_or(|scanned| scanned.elapsed() >= SCAN_AGE.max(self.scan_cost * 30));
+        if !due || (newest.is_some() && newest == self.newest_pid) {
+            return;
+        }
+        let started = Instant::now();
+        let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+        for process in processes().unwrap_or_default().into_iter().filter(|process| !process.zombie)
+        {
+            children.entry(process.ppid).or_default().push(process.pid);
+        }
+        let mut open: Vec<(u32, u32)> = self.roots.iter().map(|root| (*root, *root)).collect();
+        open.extend(self.fronts.iter().map(|(front, root)| (*front, *root)));
+        open.extend(self.members.iter().map(|(pid, member)| (*pid, member.root)));
+        while let Some((parent, root)) = open.pop() {
+            for child in children.remove(&parent).unwrap_or_default() {
+                if !self.roots.contains(&child) {
+                    self.insert(child, root);
+                    open.push((child, root));
+                }
+            }
+        }
+        self.newest_pid = newest;
+        self.scan_cost = started.elapsed();
+        self.scanned = Some(Instant::now());
+    }
+
+    /// Reads what everybody uses; answers with the members that are gone since the last time.
+    pub fn sample(&mut self) -> Vec<u32> {
+        let mut dead = Vec::new();
+        let mut families: HashMap<u64, u32> = HashMap::new();
+        let mut changed: HashSet<u64> = HashSet::new();
+        for (pid, member) in &mut self.members {
+            (member.resident, member.leaderless) = member.read_resident(*pid);
+            member.used = member.resident;
+            if member.resident == 0 && member.is_dead() {
+                dead.push(*pid);
+            } else if member.family != 0 && member.resident >= SMALL {
+                *families.entry(member.family).or_default() += 1;
+            }
+        }
+        for pid in &dead {
+            if let Some(member) = self.members.remove(pid) {
+                changed.insert(member.family);
+            }
+        }
+        self.find_guests(&families);
+        let shares = |member: &Member| {
+            member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1)
+        };
+        // Who comes or goes changes what all others of its family have for themselves: old numbers
+        // would count pages twice, or not at all.
+        changed.extend(
+            self.members
+                .values()
+                .filter(|m| shares(m) && !m.guest && m.pss.is_none())
+                .map(|m| m.family),
+        );
+        for (pid, member) in &mut self.members {
+            if member.guest {
+                member.used = 0;
+                member.pss = None;
+            } else if shares(member) {
+                member.count_proportionally(*pid, changed.contains(&member.family));
+            } else {
+                member.pss = None;
+            }
+        }
+        self.count_copies();
+        dead
+    }
+
+    /// Adds what was copied since the proportional sizes were read: a page of `n` that is copied
+    /// for one of them is no longer shared by it, and by one less of the others.
+    fn count_copies(&mut self) {
+        let mut families: HashMap<u64, (u64, u64)> = HashMap::new();
+        for member in self.members.values().filter(|member| member.pss.is_some()) {
+            let (count, copied) = families.entry(member.family).or_default();
+            (*count, *copied) = (*count + 1, *copied + member.copied());
+        }
+        for member in self.members.values_mut().filter(|member| member.pss.is_some()) {
+            let Some((count, all)) =
+                families.get(&member.family).copied().filter(|(count, _)| *count > 1)
+            else {
+                continue;
+            };
+            let own = member.copied();
+            let lost = own / count * (count - 1) + (all - own) / (count * (count - 1));
+            member.used = (member.used + lost).min(member.resident);
+        }
+    }
+
+    /// So many bytes of a process's minor faults so far copied nothing.
+    pub fn excuse(&mut self, pid: u32, bytes: u64) {
+        if let Some(member) = self.members.get_mut(&pid) {
+            member.excused = bytes;
+        }
+    }
+
+    /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be
+    /// one.
+    fn find_guests(&mut self, families: &HashMap<u64, u32>) {
+        let mut hosts: Vec<(u32, u64)> = Vec::new();
+        for (pid, member) in &mut self.members {
+            if member.resident < SMALL
+                || families.get(&member.family).is_none_or(|count| *count < 2)
+            {
+                member.guest = false;
+                continue;
+            }
+            if member.guest || member.pss.is_none() {
+                let was = member.guest;
+                member.guest = hosts
+                    .iter()
+                    .any(|(host, family)| *family == member.family && same_memory(*host, *pid));
+                if was && !member.guest {
+                    // It has executed a program.
+                    member.family = family(*pid);
+                }
+            }
+            if !member.guest {
+                hosts.push((*pid, member.family));
+            }
+        }
+    }
+
+    /// What a member used at the last sample.
+    pub fn used(&self, pid: u32) -> u64 {
+        self.members.get(&pid).map_or(0, |member| member.used)
+    }
+
+    /// What it held then beyond that: the parts of pages shared since a fork that count for others.
+    pub fn shared(&self, pid: u32) -> u64 {
+        let beyond = |member: &Member| {
+            member.pss.as_ref().map_or(0, |_| member.resident.saturating_sub(member.used))
+        };
+        self.members.get(&pid).map_or(0, beyond)
+    }
+
+    /// Bytes of pages that came to a member without reading so far, copies of shared ones among
+    /// them; none for one that shares nothing.
+    pub fn grown(&self, pid: u32) -> Option<u64> {
+        self.members
+            .get(&pid)
+            .filter(|member| member.pss.is_some())
+            .map(|member| member.faults * PAGE_SIZE as u64)
+    }
+
+    /// Members whose first thread has ended and that live on, or seem to.
+    pub fn leaderless(&self) -> impl Iterator<Item = u32> {
+        self.members.iter().filter(|(_, member)| member.leaderless).map(|(pid, _)| *pid)
+    }
+
+    /// Whether the process is a member.
+    pub fn contains(&self, pid: u32) -> bool {
+        self.members.contains_key(&pid)
+    }
+
+    /// All members, in the order of their numbers.
+    pub fn pids(&self) -> impl Iterator<Item = u32> {
+        self.members.keys().copied()
+    }
+
+    /// Kills every member of a root's tree.
+    pub fn kill_all(&self, root: u32) {
+        // The root itself is a member where it is the pager of shared memory.
+        for (_, member) in
+            self.members.iter().filter(|(pid, member)| member.root == root && **pid != root)
+        {
+            // Who is gone already is no error.
+            let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
+        }
+    }
+}
+
+impl Member {
+    fn open(pid: u32, root: u32) -> Option<Member> {
+        let pidfd = pidfd_open(pid).ok()?;
+        let statm = StatmFd::open(pid).ok()?;
+        let member = Member {
+            root,
+            statm,
+            stat: None,
+            pidfd,
+            family: family(pid),
+            resident: 0,
+            used: 0,
+            pss: None,
+            faults: 0,
+            excused: 0,
+            guest: false,
+            leaderless: false,
+        };
+        // The number may have passed to another process before the pidfd was open; then it lived at
+        // that moment, and is the member.
+        if member.is_dead() { None } else { Some(member) }
+    }
+
+    fn is_dead(&self) -> bool {
+        poll_readable(&[self.pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
+    }
+
+    fn read_resident(&self, pid: u32) -> (u64, bool) {
+        match self.statm.anon_rss() {
+            Some(0) => {
+                let bytes = resident_by_threads(pid);
+                (bytes, bytes > 0)
+            }
+            Some(bytes) => (bytes, false),
+            None => (0, false),
+        }
+    }
+
+    fn count_proportionally(&mut self, pid: u32, changed: bool) {
+        let age = |pss: &Pss| if changed { pss.cost * 4 } else { PSS_AGE.max(pss.cost * 20) };
+        let stale = self.pss.as_ref().is_none_or(|pss| pss.read.elapsed() >= age(pss));
+        if stale {
+            // An exec in the meantime ends the sharing.
+            self.family = family(pid);
+            let started = Instant::now();
+            // Before: what is copied meanwhile may be counted twice until the next time, and not
+            // left out.
+            let faults = self.minor_faults(pid).unwrap_or_default();
+            if let Some(bytes) = pss_anon(pid) {
+                self.pss = Some(Pss {
+                    bytes,
+                    resident: self.resident,
+                    faults,
+                    excused: self.excused,
+                    read: Instant::now(),
+                    cost: started.elapsed(),
+                });
+            }
+        }
+        self.faults = self.minor_faults(pid).unwrap_or(self.faults);
+        if let Some(pss) = &self.pss {
+            let carried = (pss.bytes + self.resident).saturating_sub(pss.resident);
+            self.used = carried.min(self.resident);
+        }
+    }
+
+    fn minor_faults(&mut self, pid: u32) -> Option<u64> {
+        let stat = match &self.stat {
+            Some(stat) => stat,
+            None => self.stat.insert(StatFd::open(pid).ok()?),
+        };
+        stat.minor_faults()
+    }
+
+    /// Bytes of shared pages that it has written to since its proportional size was read, at most:
+    /// what it grew by came by such faults, too.
+    fn copied(&self) -> u64 {
+        let Some(pss) = &self.pss else { return 0 };
+        let came = self.faults.saturating_sub(pss.faults).saturating_mul(PAGE_SIZE as u64);
+        let excused =
+            self.excused.saturating_sub(pss.excused) + self.resident.saturating_sub(pss.resident);
+        came.saturating_sub(excused)
+    }
+}
+
+/// The first thread of a process may have ended before the others; then only they show the memory.
+fn resident_by_threads(pid: u32) -> u64 {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    threads
+        .filter_map(|thread| thread.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|thread| *thread != pid)
+        .filter_map(anon_rss)
+        .find(|bytes| *bytes > 0)
+        .unwrap_or(0)
+}
+
+/// Where the stack of a process starts; 0 where that cannot be known.
+fn family(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The command in the second field may contain anything, also brackets; the field is number 28.
+    let after_command = text.rfind(')').map_or("", |at| &text[at + 1..]);
+    after_command
+        .split_ascii_whitespace()
+        .nth(28 - 3)
+        .and_then(|field| field.parse().ok())
+        .unwrap_or(0)
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    proc_info(pid).map(|info| info.ppid)
+}
+
+/// Whether `pid` descends from `ancestor`.
+pub fn descends(pid: u32, ancestor: u32) -> bool {
+    above(pid, |at| (at == ancestor).then_some(())).is_some()
+}
+
+/// Whether a process or one of its threads lives.
+pub fn lives(pid: u32) -> bool {
+    pidfd_open(pid)
+        .is_ok_and(|pidfd| poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)) == Ok(0))
+}
+
+/// What `known` says of the nearest ancestor of which it says anything.
+fn above<T>(pid: u32, known: impl Fn(u32) -> Option<T>) -> Option<T> {
+    // An ancestor that ends between two steps breaks the chain: its children have another parent by
+    // then.
+    'walk: for _ in 0..8 {
+        let mut at = pid;
+        for _ in 0..1024 {
+            match parent_of(at) {
+                Some(parent) => match known(parent) {
+                    Some(found) => return Some(found),
+                    None if parent > 1 => at = parent,
+                    None => return None,
+                },
+                None if at == pid => return None,
+                None => continue 'walk,
+            }
+        }
+        return None;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::process::{Child, Command, Stdio};
+
+    struct Killed(Child);
+
+    impl Drop for Killed {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn python(program: &str) -> Killed {
+        let mut child = Command::new("python3")
+            .args(["-c", program])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 is needed for this test");
+        let mut byte = [0u8; 1];
+        child.stdout.as_mut().expect("stdout").read_exact(&mut byte).expect("the program is ready");
+        Killed(child)
+    }
+
+    #[test]
+    fn descendants_are_found_and_their_death_is_seen_once() {
+        let mut shell =
+            Killed(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().expect("sh"));
+        let mut tree = Tree::new(std::process::id());
+        let deadline = Instant::now() + Duration::from_secs(90);
+        let inner = loop {
+            tree.look();
+            tree.sample();
+            if let Some(inner) = tree.pids().find(|pid| parent_of(*pid) == Some(shell.0.id())) {
+                break inner;
+            }
+            assert!(Instant::now() < deadline, "the shell's child was not found");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(tree.contains(shell.0.id()));
+        assert!(descends(inner, std::process::id()) && !descends(std::process::id(), inner));
+        pidfd_send_signal(tree.members[&inner].pidfd.as_fd(), libc::SIGKILL).expect("kill");
+        shell.0.wait().expect("the shell ends with its child");
+        let mut dead = Vec::new();
+        while dead.len() < 2 {
+            dead.extend(
+                tree.sample().into_iter().filter(|pid| *pid == inner || *pid == shell.0.id()),
+            );
+            assert!(Instant::now() < deadline, "deaths were not seen");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        dead.sort_unstable();
+        dead.dedup();
+        assert_eq!(dead.len(), 2);
+        assert!(!tree.contains(inner));
+    }
+
+    #[test]
+    fn memory_is_counted_and_a_fork_counts_shared_pages_once() {
+        let size = 64 << 20;
+        let program = format!(
+            "import os,sys\nx=bytearray(b'x'*{size})\npid=os.fork()\nif pid: \
+            sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()"
+        );
+        let mut parent = python(&program);
+        let mut tree = Tree::new(std::process::id());
+        tree.admit(parent.0.id());
+        tree.look();
+        tree.sample();
+        let child = tree
+            .pids()
+            .find(|pid| parent_of(*pid) == Some(parent.0.id()))
+            .expect("the forked child");
+        let resident = tree.members[&parent.0.id()].resident + tree.members[&child].resident;
+        let used = tree.used(parent.0.id()) + tree.used(child);
+        assert!(resident >= 2 * size, "{resident}");
+        assert!(used >= size && used < size + size / 2, "{used}");
+        parent.0.stdin.as_mut().expect("stdin").flush().expect("flush");
+    }
+
+    /// Between fork and exec a process looks like its parent; what it forks later does not.
+    #[test]
+    fn who_was_seen_before_its_exec_shares_with_what_it_forks_after_it() {
+        let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: \
+            sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
+        let parent = python(program);
+        let mut tree = Tree::new(std::process::id());
+        tree.admit(parent.0.id());
+        tree.members.get_mut(&parent.0.id()).expect("it was admitted").family =
+            family(std::process::id());
+        tree.look();
+        tree.sample();
+        let child = tree
+            .pids()
+            .find(|pid| parent_of(*pid) == Some(parent.0.id()))
+            .expect("the forked child");
+        let used = tree.used(parent.0.id()) + tree.used(child);
+        assert!(used < 48 << 20 && tree.shared(child) > 12 << 20, "{used}");
+    }
+
+    #[test]
+    fn members_know_their_root_and_outlive_it() {
+        let shell =
+            |command: &str| Killed(Command::new("sh").args(["-c", command]).spawn().expect("sh"));
+        let (one, other) = (shell("sleep 600 & wait"), shell("sleep 600 & wait"));
+        let mut tree = Tree::default();
+        tree.add_root(one.0.id());
+        tree.add_root(other.0.id());
+        let deadline = Instant::now() + Duration::from_secs(90);
+        while tree.members.len() < 2 {
+            tree.look();
+            assert!(Instant::now() < deadline, "both shells' children are found");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for pid in tree.pids() {
+            assert_eq!(Some(tree.root_of(pid)), parent_of(pid));
+        }
+        let orphan = tree.pids().find(|pid| tree.root_of(*pid) == other.0.id()).expect("a child");
+        drop(other);
+        tree.forget_root(parent_of(orphan).unwrap_or(0));
+        tree.sample();
+        assert!(tree.contains(orphan));
+        tree.kill_all(tree.root_of(orphan));
+        while tree.contains(orphan) {
+            tree.sample();
+            assert!(Instant::now() < deadline, "it is killed");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        assert_eq!(tree.members.len(), 1, "the other one lives");
+        tree.kill_all(one.0.id());
+    }
+
+    #[test]
+    fn who_descends_from_no_root_is_not_admitted_whoever_names_it() {
+        let (mine, other) = (
+            python("print('r', end='', flush=True); input()"),
+            python("print('r', end='', flush=True); input()"),
+        );
+        let mut tree = Tree::new(mine.0.id());
+        assert!(!tree.admit(other.0.id()) && !tree.admit(1) && !tree.admit(std::process::id()));
+        tree.sample();
+        assert_eq!(tree.pids().count(), 0);
+        tree.kill_all(mine.0.id());
+        tree.kill_all(0);
+        assert!(lives(other.0.id()) && lives(mine.0.id()));
+        assert!(tree.admit_known(other.0.id()), "for whom the kernel's word is had");
+        assert_eq!(tree.root_of(other.0.id()), 0, "in nobody's run");
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_not_admitted() {
+        let mut child = Command::new("true").spawn().expect("true");
+        let pid = child.id();
+        child.wait().expect("wait");
+        assert!(!Tree::new(std::process::id()).admit(pid));
+    }
+}

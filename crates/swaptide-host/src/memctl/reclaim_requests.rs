@@ -1,0 +1,154 @@
+//! Taking memory from groups on demand.
+//!
+//! While a group is squeezed, its limits sink towards a goal, whatever is kept for it. It ends when
+//! so much went out as was asked for, or when nothing more goes out.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use swaptide_ipc::GroupIndex;
+
+use crate::cgroup::tree::Groups;
+
+/// When nothing has gone out for so long, nothing will.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// How often is looked while something goes on.
+const PULSE: Duration = Duration::from_millis(10);
+/// How often is looked at the most, in any case.
+const REST: Duration = Duration::from_millis(50);
+
+/// How a squeeze ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Squeezed {
+    /// Bytes that went out.
+    pub bytes: u64,
+    /// Whether that is what was asked for.
+    pub enough: bool,
+}
+
+struct Squeeze {
+    from: u64,
+    goal: u64,
+    least: u64,
+    since: Instant,
+    done: Sender<Squeezed>,
+}
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Squeezes(BTreeMap<GroupIndex, Squeeze>);
+
+impl Squeezes {
+    /// Begins; one that goes on in the same group ends with what it has.
+    pub fn begin(
+        &mut self,
+        group: GroupIndex,
+        bytes: u64,
+        done: Sender<Squeezed>,
+        groups: &Groups,
+    ) {
+        let used = groups.usage(group).ram;
+        let squeeze = Squeeze {
+            from: used,
+            goal: used.saturating_sub(bytes),
+            least: used,
+            since: Instant::now(),
+            done,
+        };
+        if let Some(old) = self.0.insert(group, squeeze) {
+            old.end(used);
+        }
+    }
+
+    /// The most that a group may have for now.
+    pub fn bound(&self, group: GroupIndex) -> Option<u64> {
+        // Limits end a little above what is used: the goal is reached from a little below.
+        self.0.get(&group).map(|squeeze| squeeze.goal - squeeze.goal / 64)
+    }
+
+    /// Ends what is done or does not get on; answers with the time until the next look.
+    pub fn step(&mut self, groups: &Groups) -> Duration {
+        self.0.retain(|group, squeeze| {
+            let used = groups.usage(*group).ram;
+            if used < squeeze.least {
+                (squeeze.least, squeeze.since) = (used, Instant::now());
+            }
+            let over = used <= squeeze.goal || squeeze.since.elapsed() > PATIENCE;
+            if over {
+                squeeze.end(used);
+            }
+            !over
+        });
+        if self.0.is_empty() { REST } else { PULSE }
+    }
+}
+
+impl Squeeze {
+    fn end(&self, used: u64) {
+        // Who asked may have gone.
+        let _ = self
+            .done
+            .send(Squeezed { bytes: self.from.saturating_sub(used), enough: used <= self.goal });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cgroup::tree::Usage;
+    use crate::testing::segment;
+    use std::sync::mpsc::channel;
+
+    fn use_of(groups: &mut Groups, ram: u64) {
+        groups.account(
+            &BTreeMap::from([(GroupIndex::ROOT, Usage { ram, ..Usage::default() })]),
+            Duration::from_secs(1),
+            |_| false,
+        );
+    }
+
+    #[test]
+    fn a_squeeze_bounds_its_group_until_enough_went_out() {
+        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut squeezes = Squeezes::default();
+        let (done, told) = channel();
+        use_of(&mut groups, 1000);
+        squeezes.begin(GroupIndex::ROOT, 300, done, &groups);
+        assert!(squeezes.bound(GroupIndex::ROOT).is_some_and(|bound| bound <= 700 && bound > 680));
+        assert_eq!(squeezes.bound(GroupIndex(1)), None);
+        use_of(&mut groups, 800);
+        assert_eq!(squeezes.step(&groups), PULSE);
+        assert!(told.try_recv().is_err());
+        use_of(&mut groups, 690);
+        assert_eq!(squeezes.step(&groups), REST);
+        assert_eq!(told.recv(), Ok(Squeezed { bytes: 310, enough: true }));
+        assert_eq!(squeezes.bound(GroupIndex::ROOT), None);
+    }
+
+    #[test]
+    fn one_that_does_not_get_on_ends_and_tells_so() {
+        let mut groups = Groups::new(segment(), 1 << 30);
+        let mut squeezes = Squeezes::default();
+        use_of(&mut groups, 1000);
+        let (done, told) = channel();
+        squeezes.begin(GroupIndex::ROOT, 5000, done, &groups);
+        use_of(&mut groups, 900);
+        squeezes.step(&groups);
+        if let Some(squeeze) = squeezes.0.get_mut(&GroupIndex::ROOT) {
+            squeeze.since = Instant::now()
+                .checked_sub(PATIENCE * 2)
+                .expect("the machine is up for long enough");
+        }
+        squeezes.step(&groups);
+        assert_eq!(told.recv(), Ok(Squeezed { bytes: 100, enough: false }));
+        let (first, told) = channel();
+        squeezes.begin(GroupIndex::ROOT, 100, first, &groups);
+        squeezes.begin(GroupIndex::ROOT, 100, channel().0, &groups);
+        assert_eq!(
+            told.recv(),
+            Ok(Squeezed { bytes: 0, enough: false }),
+            "another one took its place"
+        );
+    }
+}

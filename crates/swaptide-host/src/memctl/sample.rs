@@ -1,0 +1,268 @@
+//! What the keeper makes of one process at each look: how it stands, what it uses, how hard it
+//! presses, and what it shares.
+//!
+//! Owns what is remembered of a slot between two looks ([`Watch`]). Everything else is read from
+//! the segment and the tree.
+//!
+//! Invariants
+//! 1. A watch is of one process: a slot that another has now begins anew.
+//! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none
+//!    then.
+//!
+//! Locks: none; the keeper's thread alone.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use swaptide_ipc::{Counter, ProcSlot, ProcState, SlotIndex};
+use swaptide_sys::PAGE_SIZE;
+use swaptide_sys::process::proc_info;
+use swaptide_sys::thread::now;
+
+use crate::memctl::controller::{Keeper, Member, Node};
+use crate::memctl::policy::{self, Lasting, Lately, Process, Sharing, Standing};
+use crate::memctl::psi::Part;
+
+/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays
+/// one as long as it shares half of that.
+const FAMILY: u64 = 8 << 20;
+
+/// A wait that goes on for so long may be that of a process which is stopped: then it is none.
+const LONG_STALL: Duration = Duration::from_millis(100);
+
+/// What the keeper knows of a slot between two ticks.
+#[derive(Default)]
+pub(super) struct Watch {
+    pub(super) pid: u32,
+    pub(super) run: u32,
+    moved_pages: u64,
+    /// It shares much since a fork, compressed memory among it (see [`budget`]).
+    of_family: bool,
+    pressure: u64,
+    used: u64,
+    /// Microseconds in which its threads waited for memory, so far; and what part of the time that
+    /// was since the last look, and lately.
+    stalled_us: u64,
+    pub(super) stalled: Part,
+    stalled_lately: Part,
+    /// What of its limit is lent, and what it shared lately.
+    pub(super) lent: u64,
+    lasting: Lasting,
+    /// What came to it by faults while it shares pages, and what of that was copied lately.
+    grown: Option<i64>,
+    lately: Lately,
+    /// Raised whenever it is seen to be of a family.
+    word: u32,
+    /// What it would have if all were divided by demand at once.
+    pub(super) fair: u64,
+}
+
+/// What is seen of a process at a look.
+struct Seen {
+    used: u64,
+    /// Pages that came and went by its engine so far.
+    moved: u64,
+    of_family: bool,
+    stalled_us: u64,
+    /// The most that its pressure can count for.
+    most: u64,
+}
+
+impl Watch {
+    /// Takes over what is seen now, `elapsed` after the last look; gives the bytes by which it has
+    /// grown.
+    fn follow(&mut self, seen: Seen, elapsed: Duration) -> u64 {
+        if std::mem::replace(&mut self.of_family, seen.of_family) != seen.of_family {
+            // A fork: what either wanted before says nothing.
+            self.moved_pages = seen.moved;
+            self.pressure = if seen.of_family { 0 } else { self.pressure };
+        }
+        let bytes = seen.moved.saturating_sub(self.moved_pages) * PAGE_SIZE as u64;
+        self.moved_pages = seen.moved;
+        let rate = bytes as f64 / elapsed.as_secs_f64().max(1e-4);
+        let (before, rate) = (self.pressure.min(seen.most), (rate as u64).min(seen.most));
+        self.pressure = if seen.of_family {
+            policy::average(before, rate, elapsed)
+        } else {
+            policy::smooth(before, rate, elapsed)
+        };
+        let waited = seen.stalled_us.saturating_sub(self.stalled_us);
+        self.stalled_us = seen.stalled_us.max(self.stalled_us);
+        self.stalled = Part::of(waited, elapsed);
+        self.stalled_lately = self.stalled_lately.averaged(self.stalled, elapsed);
+        seen.used.saturating_sub(std::mem::replace(&mut self.used, seen.used))
+    }
+}
+
+/// How the process of a slot stands to the budget.
+fn standing(slot: &ProcSlot) -> Standing {
+    match (slot.state(), slot.wanted.load(Relaxed)) {
+        (ProcState::Engaged, _) => Standing::Engaged,
+        (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
+        (ProcState::Watching, 0) => Standing::Watching,
+        (ProcState::Watching, _) => Standing::Engaged,
+        (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Beyond,
+    }
+}
+
+impl Keeper {
+    /// What is divided: processes that were let go take nothing of the budget, or those that are
+    /// still managed would have to pay for them.
+    pub(super) fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
+        let is_let_go = |member: &Member| {
+            member.slot.is_some_and(|index| self.segment.slot(index).state() == ProcState::Detached)
+        };
+        let used =
+            |member: &Member, process: &Process| if is_let_go(member) { 0 } else { process.used };
+        members
+            .iter()
+            .zip(processes)
+            .map(|(member, process)| Process { used: used(member, process), ..*process })
+            .collect()
+    }
+
+    /// What a process asks of the budget.
+    pub(super) fn judge(
+        &mut self,
+        member: &Member,
+        nodes: &HashMap<Node, usize>,
+        elapsed: Duration,
+    ) -> Process {
+        let pid = member.pid;
+        let of_shared = |slot: SlotIndex| match self.shared {
+            Some(shared) => shared.resident_bytes(slot),
+            // Another process's pager says how it stands.
+            None => self.segment.slot(slot).shared_bytes.load(Relaxed).min(self.most_shared),
+        };
+        let used = self.tree.used(pid) + member.slot.map_or(0, of_shared);
+        let in_its_runs_group =
+            self.runs.get(&member.run).is_some_and(|kept| kept.run.group == Some(member.group));
+        let of_run = nodes.get(&Node::Run(member.run)).filter(|_| in_its_runs_group);
+        let group = of_run.or_else(|| nodes.get(&Node::Group(member.group))).copied().unwrap_or(0);
+        let Some(index) = member.slot else {
+            return Process {
+                group,
+                standing: Standing::Beyond,
+                used,
+                pressure: 0,
+                fixed: 0,
+                swapped: 0,
+                limit: 0,
+                growth: 0,
+                kept: 0,
+            };
+        };
+        let slot = self.segment.slot(index);
+        let standing = standing(slot);
+        if slot.state() == ProcState::Refused
+            && self.refused.insert(pid)
+            && let Some(kept) = self.runs.get_mut(&member.run)
+        {
+            kept.totals.refused += 1;
+        }
+        let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.pool_bytes));
+        let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
+        let enough = if was { FAMILY / 2 } else { FAMILY };
+        let of_family = shared >= enough && pool >= enough;
+        // What goes out of a process that has the same as another says only that it is to have
+        // less.
+        let counts = if of_family {
+            [Counter::WorkingsetRefault; 2]
+        } else {
+            [Counter::WorkingsetRefault, Counter::Pgsteal]
+        };
+        let moved: u64 = counts.iter().map(|c| slot.counted(*c)).sum();
+        let at = now();
+        if slot.stalls_for(at) > LONG_STALL && proc_info(pid).is_some_and(|info| info.stopped) {
+            slot.stall_anew(at);
+        }
+        let stalled_us = slot.stalled_us(at);
+        let began_small = self.has_looked && slot.forked_from.load(Relaxed) == 0;
+        // A program that was not there before has all that it has from lately: it began a moment
+        // ago. A fork begins with much.
+        let before = if began_small { 0 } else { used };
+        let new = || Watch {
+            pid,
+            run: member.run,
+            moved_pages: moved,
+            of_family,
+            used: before,
+            stalled_us,
+            ..Watch::default()
+        };
+        let swapped =
+            ProcSlot::bytes(&slot.swapped_pool_bytes) + ProcSlot::bytes(&slot.swapped_file_bytes);
+        let watch = self.watches.entry(index).or_insert_with(new);
+        if watch.pid != pid {
+            *watch = new();
+        }
+        // More than is out, or than there is, counts for no more, and would only last longer.
+        let grown = watch.follow(
+            Seen { used, moved, of_family, stalled_us, most: swapped.min(self.budget) },
+            elapsed,
+        );
+        let growth = if standing == Standing::Watching {
+            grown as f64 / elapsed.as_secs_f64().max(1e-4)
+        } else {
+            0.0
+        };
+        let limit = ProcSlot::bytes(&slot.limit_bytes).saturating_sub(watch.lent);
+        let moves =
+            [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
+        let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
+        // Who waits for a slow device moves few bytes, and wants what is out no less.
+        let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
+        // Of compressed memory its own part, at least half; and a little to work with.
+        let own = pool - shared.min(pool / 2);
+        let kept =
+            if of_family { (own + fixed.min(policy::FLOOR) + policy::FLOOR).min(used) } else { 0 };
+        Process {
+            group,
+            standing,
+            used,
+            pressure,
+            fixed,
+            swapped,
+            limit,
+            growth: growth as u64,
+            kept,
+        }
+    }
+
+    /// Minor faults of a process so far that copied nothing: those that its engine made, and those
+    /// that it answered.
+    pub(super) fn copied_nothing(&self, index: SlotIndex) -> u64 {
+        let counted = [Counter::EngineFaults, Counter::Pgmajfault];
+        counted.iter().map(|counter| self.segment.slot(index).counted(*counter)).sum()
+    }
+
+    /// What a process has of pages that others have too.
+    pub(super) fn sharing(&mut self, member: &Member, elapsed: Duration) -> Sharing {
+        let Some(index) = member.slot else { return Sharing::default() };
+        // What engines make their own to take it out is not to come twice.
+        let unshared =
+            self.segment.slot(index).counted(Counter::PagesUnshared) + self.copied_nothing(index);
+        let Some(watch) = self.watches.get_mut(&index) else { return Sharing::default() };
+        let grown = self
+            .tree
+            .grown(member.pid)
+            .map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
+        let before = std::mem::replace(&mut watch.grown, grown);
+        // Who begins to share had all that before.
+        let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
+        let shared = self.tree.shared(member.pid);
+        let lasting = watch.lasting.follow(shared, elapsed);
+        watch.word = watch.word.wrapping_add(1).max(1);
+        self.segment
+            .slot(index)
+            .of_family
+            .store(if watch.of_family { watch.word } else { 0 }, Relaxed);
+        Sharing {
+            bytes: if watch.of_family { shared } else { lasting },
+            lent: watch.lent,
+            of_family: watch.of_family,
+            copied: watch.lately.add(copied, elapsed),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! The pager of the run's shared memory.
+//!
+//! Owns it: it is started when the first process asks for a region, and lives as long as this one.
+//! To the keeper it is a process of the run: it has a slot in the segment, with a limit, and what
+//! it uses is this process's own memory and the regions' pages. The keeper of a daemon reads these
+//! from the slot, where the pager tells of them every few milliseconds.
+//!
+//! Locks: none of its own.
+
+use std::sync::{Arc, OnceLock};
+
+use swaptide_ipc::{AreaId, Request, Segment, SlotIndex};
+use swaptide_shared::{Pager, Settings};
+use swaptide_sys::OwnedFd;
+use swaptide_sys::sock::Conn;
+
+use crate::swap::areas::Open;
+
+/// See the module's description.
+pub struct Shared {
+    segment: &'static Segment,
+    areas: Arc<dyn Open>,
+    wanted: bool,
+    /// `None` inside: it could not be started.
+    pager: OnceLock<Option<Pager>>,
+}
+
+impl Shared {
+    /// A pager that is not started yet; never, if it is not wanted. It stays for the rest of the
+    /// process's life, for the process ends when nobody needs it.
+    pub fn new(segment: &'static Segment, areas: Arc<dyn Open>, wanted: bool) -> &'static Shared {
+        Box::leak(Box::new(Shared { segment, areas, wanted, pager: OnceLock::new() }))
+    }
+
+    /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
+    /// and goes on without.
+    pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
+        let pager = match request {
+            Request::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),
+            _ => self.pager.get().and_then(Option::as_ref),
+        };
+        if let Some(pager) = pager {
+            pager.serve(request, body, fd, conn, pid);
+        }
+    }
+
+    fn start(&self) -> Option<Pager> {
+        let areas = self.areas.clone();
+        let open = Arc::new(move |id: AreaId| areas.open(id));
+        // This process has no standard error: what goes wrong shows in the counters.
+        Pager::start(Settings { segment: self.segment, open, log: |_| {} }).ok()
+    }
+
+    /// Bytes of shared memory that count for a slot: all of them, if it is the pager's.
+    pub fn resident_bytes(&self, index: SlotIndex) -> u64 {
+        match self.pager.get() {
+            Some(Some(pager)) if pager.index() == index => pager.resident_bytes(),
+            _ => 0,
+        }
+    }
+}

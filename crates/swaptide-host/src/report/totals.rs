@@ -1,0 +1,568 @@
+//! What is told at the end of a run: totals, the JSON report, the line of summary.
+//!
+//! Owns the names of the report's keys (scripts rely on them) and the writing of the file: whole or
+//! not at all.
+//!
+//! Locks: none.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
+
+use serde::{Deserialize, Serialize};
+use swaptide_ipc::{Counter, FaultHistogram, HISTOGRAM_BUCKETS, ProcSlot};
+use swaptide_store::codec::Scheme;
+use swaptide_sys::PAGE_SIZE;
+
+use crate::cgroup::tree::GroupView;
+use crate::swap::areas::AreaView;
+use crate::swap::spec::Acceptance;
+use crate::units::{human, human_count};
+
+/// Everything that is counted in a run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Totals {
+    /// By [`Counter`].
+    counters: Vec<u64>,
+    /// By bucket.
+    faults: Vec<u64>,
+    longest_fault_ns: u64,
+    /// Most resident anonymous memory of the tree at one time, in bytes.
+    pub peak_resident: u64,
+    /// Most memory of the tree's programs at one time, resident and swapped, in bytes.
+    pub peak_footprint: u64,
+    /// Most compressed memory at one time, in bytes.
+    pub peak_pool: u64,
+    /// The least that the memory cgroups around the run left of its budget, in bytes; none if they
+    /// left all of it.
+    pub cgroup_left: Option<u64>,
+    /// The swap areas.
+    pub areas: Vec<AreaView>,
+    /// The groups.
+    pub groups: Vec<GroupView>,
+    /// Processes that could not be managed though they were asked to be.
+    pub refused: u64,
+    /// The tree was killed under `--strict`.
+    pub strict_kill: bool,
+    /// What it had then, where that was because it was above its budget for long, and not because
+    /// swap space was out.
+    #[serde(default)]
+    pub strict_used: Option<u64>,
+}
+
+impl Default for Totals {
+    fn default() -> Totals {
+        Totals {
+            counters: vec![0; Counter::ALL.len()],
+            faults: vec![0; HISTOGRAM_BUCKETS],
+            longest_fault_ns: 0,
+            peak_resident: 0,
+            peak_footprint: 0,
+            peak_pool: 0,
+            cgroup_left: None,
+            areas: Vec::new(),
+            groups: Vec::new(),
+            refused: 0,
+            strict_kill: false,
+            strict_used: None,
+        }
+    }
+}
+
+impl Totals {
+    /// Adds what one process counted.
+    pub fn add(&mut self, slot: &ProcSlot) {
+        for (sum, counter) in self.counters.iter_mut().zip(&slot.counters) {
+            *sum = sum.saturating_add(counter.load(Relaxed));
+        }
+        for (sum, bucket) in self.faults.iter_mut().zip(&slot.faults.buckets) {
+            *sum = sum.saturating_add(bucket.load(Relaxed));
+        }
+        self.longest_fault_ns = self.longest_fault_ns.max(slot.faults.max_ns.load(Relaxed));
+    }
+
+    /// A counter's sum.
+    pub fn get(&self, counter: Counter) -> u64 {
+        // One that came from another process may have fewer.
+        self.counters.get(counter as usize).copied().unwrap_or(0)
+    }
+
+    /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that
+    /// was compressed and went on to the file later left it once.
+    pub fn pages_out(&self) -> u64 {
+        let out = [Counter::Pswpout, Counter::Zswpout, Counter::SwpoutZero];
+        let out = out.into_iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(counter)));
+        out.saturating_sub(self.get(Counter::Zswpwb))
+    }
+
+    /// Pages that came back.
+    pub fn pages_in(&self) -> u64 {
+        let came = [Counter::Pswpin, Counter::Zswpin, Counter::SwpinZero];
+        came.into_iter().fold(0, |sum, counter| sum.saturating_add(self.get(counter)))
+    }
+
+    /// Times of all faults.
+    pub fn fault_times(&self) -> FaultTimes {
+        FaultTimes {
+            p50: self.fault_us(0.5),
+            p99: self.fault_us(0.99),
+            max: self.longest_fault_ns as f64 / 1e3,
+        }
+    }
+
+    /// An upper bound of the time that a share of all faults took at most, in microseconds.
+    pub fn fault_us(&self, share: f64) -> f64 {
+        let all = self.faults.iter().fold(0u64, |sum, count| sum.saturating_add(*count));
+        let rank = (all as f64 * share).ceil() as u64;
+        let mut seen = 0;
+        for (bucket, count) in self.faults.iter().enumerate() {
+            seen = count.saturating_add(seen);
+            if *count > 0 && seen >= rank {
+                return FaultHistogram::bound(bucket).min(self.longest_fault_ns) as f64 / 1e3;
+            }
+        }
+        0.0
+    }
+}
+
+/// The report's content.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// What `swaptide run` exits with.
+    pub exit_status: u8,
+    /// Seconds from start to end.
+    pub wall_s: f64,
+    /// The budget.
+    pub budget_bytes: u64,
+    /// Most resident anonymous memory of the tree.
+    pub peak_resident_bytes: u64,
+    /// Most memory of the programs, resident and swapped.
+    pub peak_footprint_bytes: u64,
+    /// Most compressed memory.
+    pub peak_pool_bytes: u64,
+    /// The least that the memory cgroups around the run left of the budget; `null` if they left all
+    /// of it.
+    pub cgroup_left_bytes: Option<u64>,
+    /// Counters under the kernel's names.
+    pub stats: BTreeMap<&'static str, u64>,
+    /// Times of faults.
+    pub fault_us: FaultTimes,
+    /// Where pages went.
+    pub devices: Vec<DeviceReport>,
+    /// The groups, as they were at the end.
+    pub groups: Vec<GroupView>,
+    /// What went wrong, in numbers.
+    pub errors: BTreeMap<&'static str, u64>,
+}
+
+/// A run as it is at a moment.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct View {
+    /// The process that the user started.
+    pub pid: u32,
+    /// The program's name.
+    pub program: String,
+    /// Seconds since the start.
+    pub wall_s: f64,
+    /// The budget.
+    pub budget_bytes: u64,
+    /// Resident anonymous memory of the tree.
+    pub resident_bytes: u64,
+    /// Most of it so far.
+    pub peak_resident_bytes: u64,
+    /// Most memory of the programs so far, resident and swapped.
+    pub peak_footprint_bytes: u64,
+    /// Bytes of the swap file that are leased.
+    pub file_bytes: u64,
+    /// The processes.
+    pub processes: Vec<ProcessView>,
+    /// Counters under the kernel's names, those of processes that are gone among them.
+    pub stats: BTreeMap<String, u64>,
+    /// Times of faults.
+    pub fault_us: FaultTimes,
+}
+
+/// A process of a run at a moment.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ProcessView {
+    /// Its number.
+    pub pid: u32,
+    /// Its group.
+    pub group: String,
+    /// `engaged`: its memory is managed; `watching`: it fits; `unmanaged`: it cannot be managed.
+    pub state: String,
+    /// Its limit; 0 when it has none.
+    pub limit_bytes: u64,
+    /// What its limit would be if the budget were divided by demand at once; 0 when it has none.
+    /// Limits follow it by and by.
+    #[serde(default)]
+    pub fair_bytes: u64,
+    /// What counts of it against the budget.
+    pub resident_bytes: u64,
+    /// Of that, compressed memory.
+    pub pool_bytes: u64,
+    /// Memory of the program in compressed memory, as it was before.
+    pub swapped_pool_bytes: u64,
+    /// The same in the swap file.
+    pub swapped_file_bytes: u64,
+}
+
+/// Times of faults in microseconds.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct FaultTimes {
+    /// Half of them took at most this.
+    pub p50: f64,
+    /// All but a hundredth.
+    pub p99: f64,
+    /// The longest.
+    pub max: f64,
+}
+
+/// One device.
+#[derive(Debug, Serialize)]
+#[serde(tag = "type", rename_all = "lowercase")]
+pub enum DeviceReport {
+    /// Compressed memory.
+    Zram {
+        /// Its cap; 0: a share of each process's limit.
+        size_bytes: u64,
+        /// How it is compressed.
+        codec: &'static str,
+        /// The level of zstd, where pages get it.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        zstd_level: Option<u8>,
+        /// When it refuses pages.
+        #[serde(flatten)]
+        acceptance: Acceptance,
+        /// Most in use at one time.
+        peak_used_bytes: u64,
+    },
+    /// A swap area, with a `type` of its own.
+    #[serde(untagged)]
+    Area(AreaView),
+}
+
+/// What stands fixed from the start of a run and belongs into its report.
+#[derive(Clone, Debug)]
+pub struct Frame {
+    /// The budget.
+    pub budget: u64,
+    /// Cap of the pool.
+    pub pool_cap: u64,
+    /// How the pool is compressed.
+    pub codec: Scheme,
+    /// When the pool refuses pages.
+    pub acceptance: Acceptance,
+    /// The program's name.
+    pub program: String,
+}
+
+impl Report {
+    /// The report of a run that ends now.
+    pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
+        let Frame { pool_cap: size_bytes, acceptance, .. } = *frame;
+        let Scheme { choice, level } = frame.codec;
+        let zstd_level = choice.has_zstd().then_some(level.get());
+        let mut devices = vec![DeviceReport::Zram {
+            size_bytes,
+            codec: choice.name(),
+            zstd_level,
+            acceptance,
+            peak_used_bytes: totals.peak_pool,
+        }];
+        devices.extend(totals.areas.iter().cloned().map(DeviceReport::Area));
+        Report {
+            exit_status,
+            wall_s: (wall_s * 1e6).round() / 1e6,
+            budget_bytes: frame.budget,
+            peak_resident_bytes: totals.peak_resident,
+            peak_footprint_bytes: totals.peak_footprint,
+            peak_pool_bytes: totals.peak_pool,
+            cgroup_left_bytes: totals.cgroup_left,
+            stats: Counter::ALL
+                .iter()
+                .map(|counter| (counter.name(), totals.get(*counter)))
+                .collect(),
+            fault_us: totals.fault_times(),
+            devices,
+            groups: totals.groups.clone(),
+            errors: BTreeMap::from([
+                ("pages_poisoned", totals.get(Counter::PagesPoisoned)),
+                ("write_errors", totals.get(Counter::WriteErrors)),
+                ("swap_full", totals.get(Counter::SwapFull)),
+                ("processes_refused", totals.refused),
+                ("past_budget_bytes", past_budget(frame, totals)),
+            ]),
+        }
+    }
+}
+
+/// What of the peak lies over the budget and the twentieth that is granted to it.
+fn past_budget(frame: &Frame, totals: &Totals) -> u64 {
+    if totals.peak_resident > frame.budget + frame.budget / 20 {
+        totals.peak_resident - frame.budget
+    } else {
+        0
+    }
+}
+
+/// Says which memory could not go out, where it is at least half of what the run was past its
+/// budget.
+fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
+    let kinds = [
+        (Counter::UnmovableReadOnly, "read-only"),
+        (Counter::UnmovableExecutable, "executable"),
+        (Counter::UnmovableLocked, "locked"),
+    ];
+    let bytes = kinds.map(|(counter, _)| totals.get(counter) * PAGE_SIZE as u64);
+    let (most, (_, kind)) = bytes.into_iter().zip(kinds).max_by_key(|(bytes, _)| *bytes)?;
+    // The counters of processes add up that did not run at the same time: more than the peak tells
+    // nothing.
+    (most > 0 && most >= past_budget(frame, totals) / 2 && most <= totals.peak_resident)
+        .then(|| format!("{} of {kind} memory cannot be swapped", human(most)))
+}
+
+/// The line of summary, without the program's own name in front.
+pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
+    let (peak, budget) = (human(totals.peak_resident), human(frame.budget));
+    let mut line = if totals.get(Counter::Engaged) == 0 && totals.pages_out() == 0 {
+        format!(
+            "{}: {peak} of memory, within its {budget} budget, nothing swapped, {wall_s:.1} s",
+            frame.program
+        )
+    } else {
+        format!(
+            "{}: {} of memory in a {budget} budget (peak {peak} resident), {} pages out, {} in, \
+            {wall_s:.1} s",
+            frame.program,
+            human(totals.peak_footprint.max(totals.peak_resident)),
+            human_count(totals.pages_out()),
+            human_count(totals.pages_in()),
+        )
+    };
+    if let Some(left) = totals.cgroup_left {
+        line += &format!("; its cgroup left {} of the budget", human(left));
+    }
+    if totals.get(Counter::PagesPoisoned) > 0 {
+        line += &format!(
+            "; {} PAGES LOST, their reader got SIGBUS",
+            totals.get(Counter::PagesPoisoned)
+        );
+    }
+    if past_budget(frame, totals) > 0 {
+        let why = match (totals.get(Counter::SwapFull), totals.refused) {
+            (0, 0) => unmovable(frame, totals)
+                .unwrap_or_else(|| "it grew faster than it could be swapped".into()),
+            (0, _) => "a process could not be managed, see swaptide doctor".into(),
+            _ => "swap space ran out, give it more with --swap".into(),
+        };
+        line = line.replace(", within its ", ", past its ");
+        line += &format!("; WENT PAST THE BUDGET: {why}");
+    }
+    line
+}
+
+/// The name by which a program is called in messages.
+pub fn program_name(command: &OsStr) -> String {
+    Path::new(command)
+        .file_name()
+        .unwrap_or(command)
+        .to_string_lossy()
+        .replace(char::is_control, "?")
+}
+
+/// Where a report goes, found to be writable before the run starts.
+#[derive(Debug)]
+pub enum Sink {
+    /// A file, replaced at the end.
+    File(PathBuf),
+    /// A terminal, a pipe or a device, open already.
+    Stream(File),
+}
+
+impl Sink {
+    /// Checks that `path` can be written.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    pub fn open(path: &Path) -> io::Result<Sink> {
+        // What the run leaves behind must not depend on a later change of directory.
+        let path = std::path::absolute(path)?;
+        match std::fs::metadata(&path) {
+            Ok(found) if found.is_dir() => return Err(io::ErrorKind::IsADirectory.into()),
+            Ok(found) if found.file_type().is_fifo() || !found.is_file() => {
+                return Ok(Sink::Stream(File::options().write(true).open(&path)?));
+            }
+            Ok(_) => drop(File::options().write(true).open(&path)?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        let beside = beside(&path)?;
+        File::create(&beside)?;
+        std::fs::remove_file(beside)?;
+        Ok(Sink::File(path))
+    }
+
+    /// Writes the report.
+    ///
+    /// # Errors
+    /// Why it could not be written; a report that was there before is then still there.
+    pub fn write(&mut self, report: &Report) -> io::Result<()> {
+        let mut text = serde_json::to_vec_pretty(report)?;
+        text.push(b'\n');
+        match self {
+            Sink::Stream(file) => file.write_all(&text),
+            Sink::File(path) => {
+                let beside = beside(path)?;
+                let written =
+                    std::fs::write(&beside, &text).and_then(|()| std::fs::rename(&beside, path));
+                if written.is_err() {
+                    let _ = std::fs::remove_file(beside);
+                }
+                written
+            }
+        }
+    }
+}
+
+fn beside(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(format!(".{}", std::process::id()));
+    Ok(path.with_file_name(hidden))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Scratch;
+    use swaptide_ipc::Segment;
+    use swaptide_sys::mem::{SharedMap, memfd_create};
+
+    fn frame() -> Frame {
+        Frame {
+            budget: 512 << 20,
+            pool_cap: 0,
+            codec: Scheme::default(),
+            acceptance: Acceptance::default(),
+            program: "python3".into(),
+        }
+    }
+
+    fn swapped_totals() -> Totals {
+        let fd = memfd_create(c"test", Segment::BYTES as u64).expect("memfd");
+        let map = SharedMap::map(std::os::fd::AsFd::as_fd(&fd), Segment::BYTES).expect("map");
+        let segment = Segment::raw(map).expect("segment");
+        let mut totals = Totals {
+            peak_resident: 509 << 20,
+            peak_footprint: (19 << 30) / 10,
+            peak_pool: 5,
+            ..Totals::default()
+        };
+        totals.areas.push(AreaView {
+            kind: "file".into(),
+            place: "/var/tmp".into(),
+            size_bytes: 1 << 32,
+            ..AreaView::default()
+        });
+        for pid in [7, 8] {
+            let slot = segment.slot(segment.claim(pid, 0).expect("slot"));
+            slot.count(Counter::Engaged, 1);
+            // 40,000 were compressed, of which 10,000 went on to the file; 15,000 went there at
+            // once.
+            slot.count(Counter::Zswpout, 40_000);
+            slot.count(Counter::Zswpwb, 10_000);
+            slot.count(Counter::Pswpout, 25_000);
+            slot.count(Counter::SwpoutZero, 5_000);
+            slot.count(Counter::Pswpin, 15_000);
+            slot.count(Counter::Zswpin, 20_000);
+            slot.count(Counter::SwpinZero, 5_000);
+            for _ in 0..99 {
+                slot.faults.record(5_000);
+            }
+            slot.faults.record(3_000_000);
+            totals.add(slot);
+        }
+        totals
+    }
+
+    #[test]
+    fn the_report_has_the_documented_keys() {
+        let report = Report::new(&frame(), &swapped_totals(), 3, 1.5);
+        let json: serde_json::Value = serde_json::to_value(&report).expect("json");
+        let keys: Vec<&str> =
+            json.as_object().expect("object").keys().map(String::as_str).collect();
+        for key in [
+            "exit_status",
+            "wall_s",
+            "budget_bytes",
+            "peak_resident_bytes",
+            "peak_footprint_bytes",
+            "stats",
+            "fault_us",
+        ] {
+            assert!(keys.contains(&key), "{key} in {keys:?}");
+        }
+        for key in ["devices", "groups", "errors", "peak_pool_bytes"] {
+            assert!(keys.contains(&key), "{key} in {keys:?}");
+        }
+        assert_eq!(json["stats"]["pswpout"], 50_000);
+        assert_eq!(json["devices"][0]["type"], "zram");
+        assert_eq!(
+            (&json["devices"][1]["type"], &json["devices"][1]["place"]),
+            (&"file".into(), &"/var/tmp".into())
+        );
+        let p50 = json["fault_us"]["p50"].as_f64().expect("p50");
+        assert!((5.0..8.0).contains(&p50), "{p50}");
+        assert_eq!(json["fault_us"]["max"], 3000.0);
+    }
+
+    #[test]
+    fn the_summary_tells_what_was_swapped_and_what_went_wrong() {
+        let mut totals = swapped_totals();
+        assert_eq!(
+            summary(&frame(), &totals, 12.34),
+            "python3: 1.9G of memory in a 512M budget (peak 509M resident), 120k pages out, 80k \
+            in, 12.3 s"
+        );
+        totals.peak_resident = 700 << 20;
+        assert!(summary(&frame(), &totals, 1.0).contains("WENT PAST THE BUDGET"));
+        let idle = Totals { peak_resident: 1 << 20, ..Totals::default() };
+        assert_eq!(
+            summary(&frame(), &idle, 0.0),
+            "python3: 1.0M of memory, within its 512M budget, nothing swapped, 0.0 s"
+        );
+    }
+
+    #[test]
+    fn a_report_replaces_the_one_before_whole() {
+        let scratch = Scratch::new("report");
+        let path = scratch.path("out.json");
+        for status in [1, 2] {
+            let mut sink = Sink::open(&path).expect("writable");
+            sink.write(&Report::new(&frame(), &Totals::default(), status, 0.1)).expect("written");
+            let json: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(&path).expect("read")).expect("json");
+            assert_eq!(json["exit_status"], status);
+        }
+        assert_eq!(
+            std::fs::read_dir(scratch.root()).expect("list").count(),
+            1,
+            "nothing else is left"
+        );
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_known_before_the_run() {
+        let scratch = Scratch::new("unwritable");
+        assert!(Sink::open(scratch.root()).is_err());
+        assert!(Sink::open(&scratch.path("no/such/dir/out.json")).is_err());
+        assert!(Sink::open(Path::new("/proc/report.json")).is_err());
+        assert!(matches!(Sink::open(Path::new("/dev/null")), Ok(Sink::Stream(_))));
+    }
+}

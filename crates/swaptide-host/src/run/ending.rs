@@ -1,0 +1,287 @@
+//! A run that was told to end, ends.
+//!
+//! A signal that ends a program does nothing while the program's threads stand inside swaptide's
+//! own code with all signals blocked: around a fork, say. Where something there waits for good, the
+//! signal stays pending. So after the supervisor has passed one on, it looks whether it is taken,
+//! and follows with `SIGKILL` where it cannot be.
+//!
+//! Owns: what was seen of each process since the run was told to end.
+//!
+//! Invariants
+//! 1. A process is killed only while it has a signal pending that was meant to end the run, and
+//!    each of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside
+//!    when it has every signal blocked (libc itself never blocks its own two for the program), or
+//!    waits for a page in the kernel, for the same one at all these looks: a long system call may
+//!    fault on many, and a handler of the program runs after it. A program that handles or ignores
+//!    the signal has none pending.
+//! 2. Nothing but a descendant of this process is killed.
+//!
+//! Locks: none.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use swaptide_sys::process::{pidfd_open, pidfd_send_signal, processes};
+
+use crate::memctl::processes::descends;
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_secs(1);
+/// Looks in a row at which a process must be stuck.
+const LOOKS: u32 = 5;
+/// Every signal that can be blocked.
+const ALL: u64 = !(1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
+
+fn bit(signal: i32) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether a signal is meant to end a run.
+fn ends(signal: i32) -> bool {
+    matches!(signal, libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT)
+}
+
+/// What the kernel says of a thread.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Thread {
+    /// Signals that wait for it, or for its process.
+    pending: u64,
+    blocked: u64,
+    is_engine: bool,
+    waits_for_page: bool,
+    makes_process: bool,
+    /// How often it has waited for something. The same at two looks: it still waits for the same.
+    waits: u64,
+}
+
+impl Thread {
+    /// Out of its files `status`, `wchan` and `syscall`. The last two may not be readable.
+    fn parse(status: &str, wchan: &str, syscall: &str) -> Thread {
+        let field = |name: &str| {
+            status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("").trim()
+        };
+        let mask = |name: &str| u64::from_str_radix(field(name), 16).unwrap_or(0);
+        let blocked = mask("SigBlk:");
+        let makers =
+            [libc::SYS_clone, libc::SYS_clone3, libc::SYS_vfork].map(|number| number.to_string());
+        let call = syscall.split_whitespace().next().unwrap_or("");
+        Thread {
+            pending: mask("SigPnd:") | mask("ShdPnd:"),
+            blocked,
+            is_engine: blocked == ALL && field("Name:").starts_with("swaptide"),
+            waits_for_page: field("State:").starts_with('D')
+                && wchan.starts_with("handle_userfault"),
+            makes_process: makers.iter().any(|maker| maker == call) && !wchan.contains("userfault"),
+            waits: field("voluntary_ctxt_switches:").parse().unwrap_or(0),
+        }
+    }
+
+    fn read(pid: u32, tid: &str) -> Option<Thread> {
+        let file = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}"));
+        Some(Thread::parse(
+            &file("status").ok()?,
+            &file("wchan").unwrap_or_default(),
+            &file("syscall").unwrap_or_default(),
+        ))
+    }
+
+    fn is_inside(&self) -> bool {
+        self.blocked == ALL && !self.makes_process || self.waits_for_page
+    }
+}
+
+/// What a process has done with the signals that were meant to end it.
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    /// None is pending.
+    Taken,
+    /// One is, and a thread of the program may still take it.
+    Pending,
+    /// One is, and all threads of the program are inside swaptide.
+    Stuck,
+}
+
+fn judge(threads: &[Thread], told: u64) -> State {
+    let mut own = threads.iter().filter(|thread| !thread.is_engine).peekable();
+    if own.peek().is_none() || own.clone().all(|thread| thread.pending & told == 0) {
+        State::Taken
+    } else if own.all(Thread::is_inside) {
+        State::Stuck
+    } else {
+        State::Pending
+    }
+}
+
+/// The state of a process, and how often those of its threads have waited that wait for a page.
+fn state_of(pid: u32, told: u64) -> (State, u64) {
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return (State::Taken, 0);
+    };
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let threads: Vec<Thread> = names.filter_map(|tid| Thread::read(pid, &tid)).collect();
+    let waits =
+        threads.iter().filter(|thread| thread.waits_for_page).map(|thread| thread.waits).sum();
+    (judge(&threads, told), waits)
+}
+
+/// See the module's description.
+#[derive(Default)]
+pub struct Ending {
+    /// The signals that were passed on and may still be pending somewhere.
+    told: u64,
+    next: Option<Instant>,
+    /// At how many looks in a row a process was stuck, and how often its threads had waited then.
+    stuck: HashMap<u32, (u32, u64)>,
+}
+
+impl Ending {
+    /// A signal has gone to the program.
+    pub fn told(&mut self, signal: i32) {
+        if ends(signal) {
+            self.told |= bit(signal);
+            self.next.get_or_insert_with(|| Instant::now() + LOOK);
+        }
+    }
+
+    /// When the next look is due.
+    pub fn patience(&self) -> Option<Duration> {
+        Some(self.next?.saturating_duration_since(Instant::now()))
+    }
+
+    /// Looks, if it is time. Kills whoever cannot end; says whom.
+    pub fn look(&mut self) -> Vec<u32> {
+        if self.next.is_none_or(|next| Instant::now() < next) {
+            return Vec::new();
+        }
+        self.next = Some(Instant::now() + LOOK);
+        let root = std::process::id();
+        let mut before = std::mem::take(&mut self.stuck);
+        let mut is_pending = false;
+        let mut killed = Vec::new();
+        for process in processes().unwrap_or_default() {
+            if process.zombie || process.stopped || !descends(process.pid, root) {
+                continue;
+            }
+            match state_of(process.pid, self.told) {
+                (State::Taken, _) => {}
+                (State::Pending, _) => is_pending = true,
+                (State::Stuck, waits) => {
+                    is_pending = true;
+                    let looks = next_look(before.remove(&process.pid), waits);
+                    if looks >= LOOKS && kill(process.pid, root) {
+                        killed.push(process.pid);
+                    } else {
+                        self.stuck.insert(process.pid, (looks, waits));
+                    }
+                }
+            }
+        }
+        if !is_pending {
+            *self = Ending::default();
+        }
+        killed
+    }
+}
+
+/// Looks in a row at which a process is stuck, this one included. `before`: as of the last look.
+fn next_look(before: Option<(u32, u64)>, waits: u64) -> u32 {
+    match before {
+        Some((looks, then)) if then == waits => looks + 1,
+        _ => 1,
+    }
+}
+
+/// Kills a descendant of `root`.
+fn kill(pid: u32, root: u32) -> bool {
+    let Ok(process) = pidfd_open(pid) else { return false };
+    // The number cannot come to mean another process any more.
+    descends(pid, root) && pidfd_send_signal(process.as_fd(), libc::SIGKILL).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TERM: u64 = 1 << (libc::SIGTERM - 1);
+
+    fn thread(
+        name: &str,
+        state: &str,
+        shared: u64,
+        blocked: u64,
+        wchan: &str,
+        call: &str,
+    ) -> Thread {
+        let status = format!(
+            "Name:\t{name}\nState:\t{state}\nSigPnd:\t{:016x}\nShdPnd:\t{shared:016x}\nSigBlk:\t{blocked:016x}\n",
+            0
+        );
+        Thread::parse(&status, wchan, call)
+    }
+
+    #[test]
+    fn who_stands_inside_with_the_signal_pending_is_stuck() {
+        let engine = thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
+        let forks = thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
+        assert_eq!(judge(&[engine, forks], TERM), State::Stuck);
+        let reads = thread("sort", "D (disk sleep)", TERM, 0, "handle_userfault", "1 0x1");
+        assert_eq!(judge(&[reads], TERM), State::Stuck);
+    }
+
+    #[test]
+    fn who_may_take_it_or_has_is_not() {
+        let engine = || thread("swaptide", "S (sleeping)", TERM, ALL, "poll", "271 0x1");
+        let inside = || thread("perl", "S (sleeping)", TERM, ALL, "futex_wait_queue", "202 0x1");
+        let waits = thread("perl", "S (sleeping)", TERM, TERM, "do_sigtimedwait", "128 0x1");
+        assert_eq!(judge(&[engine(), inside(), waits], TERM), State::Pending);
+        // posix_spawn blocks all signals until its child executes.
+        let spawns = thread("make", "S (sleeping)", TERM, ALL, "kernel_clone", "56 0x4111");
+        assert_eq!(judge(&[spawns], TERM), State::Pending);
+        let forks = thread(
+            "make",
+            "S (sleeping)",
+            TERM,
+            ALL,
+            "userfaultfd_event_wait_completion",
+            "56 0x1200011",
+        );
+        assert_eq!(judge(&[forks], TERM), State::Stuck);
+        let handled = thread("bash", "S (sleeping)", 0, ALL, "futex_wait_queue", "202 0x1");
+        assert_eq!(judge(&[engine(), handled], TERM), State::Taken);
+        assert_eq!(judge(&[engine()], TERM), State::Taken, "nobody of the program's is left");
+        assert_eq!(
+            judge(&[inside()], 1 << (libc::SIGHUP - 1)),
+            State::Taken,
+            "another signal than the one passed on"
+        );
+    }
+
+    #[test]
+    fn a_call_that_gets_one_page_after_the_other_is_not_stuck() {
+        let mut seen = None;
+        for look in 1..=9 {
+            seen = Some((next_look(seen, 100 + look), 100 + look));
+        }
+        assert_eq!(seen, Some((1, 109)));
+        assert_eq!(next_look(seen, 109), 2);
+        let status = "Name:\tsort\nState:\tD (disk \
+            sleep)\nvoluntary_ctxt_switches:\t42\nnonvoluntary_ctxt_switches:\t7\n";
+        assert_eq!(Thread::parse(status, "handle_userfault", "0 0x1").waits, 42);
+    }
+
+    #[test]
+    fn the_mask_of_the_agent_is_every_signal() {
+        assert_eq!(format!("{ALL:x}"), "fffffffffffbfeff");
+    }
+
+    #[test]
+    fn only_signals_that_end_are_followed() {
+        let mut ending = Ending::default();
+        ending.told(libc::SIGUSR1);
+        assert_eq!(ending.patience(), None);
+        ending.told(libc::SIGTERM);
+        assert!(ending.patience().is_some_and(|patience| patience <= LOOK));
+        assert!(ending.look().is_empty(), "it is not time");
+    }
+}

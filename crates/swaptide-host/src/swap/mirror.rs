@@ -1,0 +1,182 @@
+//! Where a network area keeps a second copy of what it has.
+//!
+//! `,mirror=PATH[:SIZE]` names a directory or a file that is made, as `file:` does; `,mirror=TIER`
+//! is short for the directory of the first swap file in that tier. The mirror is a file of its own,
+//! without a name and sparse: what the network area holds takes as much room there again. Its size
+//! bounds the area, so that there is always room for both copies, or for none.
+//!
+//! Locks: none.
+
+use std::path::{Path, PathBuf};
+
+use swaptide_core::{Priority, Tiers};
+
+use crate::swap::spec::{
+    DEFAULT_PRIORITY, Device, DeviceError, DeviceKind, LARGEST_FILE, SMALLEST_FILE,
+};
+use crate::units::parse_bytes;
+
+/// What stands behind `,mirror=`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mirror {
+    /// A place.
+    Place {
+        /// A directory, or the file's own path.
+        path: PathBuf,
+        /// The most it may take.
+        bytes: Option<u64>,
+    },
+    /// Beside the first swap file of a tier.
+    Tier(String),
+}
+
+impl Mirror {
+    /// Reads what stands behind `,mirror=`: a text with a slash is a place. `whole` is the device's
+    /// text, for errors.
+    ///
+    /// # Errors
+    /// See [`DeviceError`].
+    pub fn parse(whole: &str, text: &str) -> Result<Mirror, DeviceError> {
+        let wrong = || {
+            DeviceError::Mirror(
+                whole.to_owned(),
+                "after mirror= comes a directory, a file, or the name of a tier".into(),
+            )
+        };
+        if text.is_empty() {
+            return Err(wrong());
+        }
+        if !text.contains('/') {
+            return Ok(Mirror::Tier(text.to_owned()));
+        }
+        match text.rsplit_once(':') {
+            Some((path, tail)) if !path.is_empty() && !tail.contains('/') => {
+                let bytes = parse_bytes(tail)
+                    .map_err(|error| DeviceError::Size(whole.to_owned(), error))?;
+                if bytes < SMALLEST_FILE {
+                    return Err(DeviceError::TooSmall(whole.to_owned(), SMALLEST_FILE));
+                }
+                if bytes > LARGEST_FILE {
+                    return Err(DeviceError::TooLarge(whole.to_owned()));
+                }
+                Ok(Mirror::Place { path: path.into(), bytes: Some(bytes) })
+            }
+            _ => Ok(Mirror::Place { path: text.into(), bytes: None }),
+        }
+    }
+}
+
+/// The directory of a swap file that is, or shall be, at a path.
+fn directory(path: &Path) -> PathBuf {
+    if path.is_dir() {
+        path.to_owned()
+    } else {
+        path.parent().map_or_else(|| "/".into(), Path::to_owned)
+    }
+}
+
+/// Puts the place into a device whose mirror is to be in a tier; `files` are the swap files there
+/// are, with their priorities.
+///
+/// # Errors
+/// [`DeviceError::Mirror`].
+pub fn settle(
+    device: &mut Device,
+    tiers: &Tiers,
+    files: &[(i32, PathBuf)],
+) -> Result<(), DeviceError> {
+    let Some(Mirror::Tier(name)) = &device.mirror else { return Ok(()) };
+    let fail = |why: String| DeviceError::Mirror(device.name(), why);
+    let tier = tiers.find(name).ok_or_else(|| {
+        fail(format!("there is no tier {name:?}; a place is named with a slash, as ./{name}"))
+    })?;
+    let inside = files.iter().filter(|(number, _)| {
+        Priority::new(*number).and_then(|own| tiers.tier_of(own)) == Some(tier)
+    });
+    let (_, path) = inside.max_by_key(|(number, _)| *number).ok_or_else(|| {
+        fail(format!(
+            "tier {name:?} has no swap file beside which a mirror could be; name a directory"
+        ))
+    })?;
+    device.mirror = Some(Mirror::Place { path: directory(path), bytes: None });
+    Ok(())
+}
+
+/// The swap files among devices, with their priorities.
+pub fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
+    devices.iter().filter_map(|device| match &device.kind {
+        DeviceKind::File { path, .. } => {
+            Some((device.priority.unwrap_or(DEFAULT_PRIORITY), path.clone()))
+        }
+        _ => None,
+    })
+}
+
+/// The same for all devices of a list, among themselves.
+///
+/// # Errors
+/// [`DeviceError::Mirror`].
+pub fn settle_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
+    let files: Vec<_> = files(devices).collect();
+    devices.iter_mut().try_for_each(|device| settle(device, tiers, &files))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::swap::spec;
+    use crate::testing::Scratch;
+
+    fn devices(texts: &[&str]) -> Vec<Device> {
+        texts.iter().map(|text| spec::parse(text).expect(text)).collect()
+    }
+
+    #[test]
+    fn mirrors_are_read_as_documented() {
+        let of = |text: &str| spec::parse(text).map(|device| (device.priority, device.mirror));
+        let place = |path: &str, bytes| Some(Mirror::Place { path: path.into(), bytes });
+        assert_eq!(of("nbd://h/x,mirror=/ssd").expect("place"), (None, place("/ssd", None)));
+        assert_eq!(
+            of("nbd://h/x,mirror=./s:64M,prio=3").expect("size"),
+            (Some(3), place("./s", Some(64 << 20)))
+        );
+        assert_eq!(
+            of("nbd://h/x,prio=3,mirror=/a:b/c").expect("colon"),
+            (Some(3), place("/a:b/c", None))
+        );
+        assert_eq!(
+            of("nbd://h/x,mirror=SSD").expect("tier"),
+            (None, Some(Mirror::Tier("SSD".into())))
+        );
+        for (text, part) in [
+            ("nbd://h/x,mirror=", "comes a directory"),
+            ("nbd://h/x,mirror=/a:1M", "too small"),
+            ("nbd://h/x,mirror=/a:1Q", "not a size"),
+            ("file:/tmp,mirror=/a", "only what lies on a server"),
+            ("zram:1G,mirror=/a", "only what lies on a server"),
+        ] {
+            let error = of(text).expect_err(text).to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_tier_means_the_directory_of_its_first_file() {
+        let scratch = Scratch::new("mirror-tier");
+        let there = scratch.root().display().to_string();
+        let mut tiers = Tiers::new();
+        tiers.apply("+SSD:100 +HDD:10 +NET:-1", &[]).expect("tiers");
+        let (low, high) = (format!("file:{there}/a,prio=110"), format!("file:{there},prio=120"));
+        let mut all = devices(&[&low, &high, "file:/tmp,prio=20", "nbd://h/x,mirror=SSD,prio=5"]);
+        settle_all(&mut all, &tiers).expect("settled");
+        assert_eq!(
+            all[3].mirror,
+            Some(Mirror::Place { path: scratch.root().to_owned(), bytes: None })
+        );
+        for (name, part) in [("NET", "no swap file"), ("ssd", "no tier")] {
+            let mut all = devices(&["file:/tmp,prio=20", &format!("nbd://h/x,mirror={name}")]);
+            let error = settle_all(&mut all, &tiers).expect_err(name).to_string();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

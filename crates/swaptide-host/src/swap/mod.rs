@@ -1,0 +1,9 @@
+//! Swap areas: what `--swap` names, how areas are opened, joined, mirrored and taken away.
+
+pub mod areas;
+pub mod circular;
+pub(crate) mod error;
+pub mod mirror;
+pub(crate) mod rotational;
+pub mod spec;
+pub(crate) mod trim;
