@@ -28,10 +28,10 @@ use swaptide_ipc::{
     AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex,
 };
 use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
+use swaptide_sys::helper::{self, PrivilegedHelper};
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::{SharedMap, after_fork_in_child};
 use swaptide_sys::page::{VirtAddr, VirtRange};
-use swaptide_sys::patron::{self, Patron};
 use swaptide_sys::sock::{Conn, poll_readable};
 use swaptide_sys::thread::{
     abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name,
@@ -156,7 +156,7 @@ extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *cons
     // The first thread's: libc's loader made it, anywhere among the mappings.
     seccomp::find();
     kernel_words::pin_own_block();
-    patron::name(&PATRON);
+    helper::set_helper(&HELPER);
     if let Some(path) = own_path() {
         exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));
     }
@@ -286,7 +286,7 @@ fn exchange(
 }
 
 /// The supervisor may what this process may not, or not any more.
-static PATRON: Patron = Patron {
+static HELPER: PrivilegedHelper = PrivilegedHelper {
     device: || ask(Request::Device),
     handshake: |fd, features| {
         let mut request = [Request::Handshake as u8; 9];
@@ -874,7 +874,7 @@ extern "C" fn child() {
                 // for no word.
                 engine.fork.close_end(true);
                 ENGINE.store(std::ptr::null_mut(), Release);
-            } else if spawn(heir) {
+            } else if spawn(child_handler_main) {
                 let mut waited = Waited::default();
                 while TAKEN_OVER.load(Acquire) == 0 {
                     waited
@@ -902,7 +902,7 @@ fn stop(errno: swaptide_sys::Errno) -> ! {
     let len = {
         use std::io::Write;
         let mut rest = &mut why[..];
-        let _ = write!(rest, "{}", swaptide_sys::Why(errno));
+        let _ = write!(rest, "{}", swaptide_sys::ErrnoName(errno));
         64 - rest.len()
     };
     abort_with(&[
@@ -950,7 +950,7 @@ fn stand_still_as_told(stage: u32) {
 }
 
 /// The handler of a forked child. Nothing is allocated before the parent has answered.
-extern "C" fn heir(_: usize) {
+extern "C" fn child_handler_main(_: usize) {
     // SAFETY: null, or the engine this process has a copy of.
     let Some(engine) = (unsafe { ENGINE.load(Acquire).as_ref() }) else { return disown() };
     // Without a table of its own it would answer through the program's, which it must not close: it

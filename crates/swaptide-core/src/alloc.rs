@@ -37,8 +37,8 @@ use crate::error::AllocError;
 use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
 };
-use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::ListId;
+use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
 use crate::table::Table;
 
@@ -356,7 +356,7 @@ impl<'a> Search<'a> {
         let at = free_run(table, state, n, start)?;
         (at..at + n).for_each(|i| table.set(i, self.entry));
         state.used += n as u16;
-        state.lane = Lanes::<BATCH>::short(self.own);
+        state.lane = PerCpu::<BATCH>::short(self.own);
         if n >= SLOTS_PER_LINE {
             state.open &= !(lines_of(n) << (at / SLOTS_PER_LINE));
         } else if n == 1 && start <= at / SLOTS_PER_LINE * SLOTS_PER_LINE {

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds
-//!    the capacity: an allocation reserves first ([`crate::lanes`]) and searches then, so a
+//!    the capacity: an allocation reserves first ([`crate::per_cpu`]) and searches then, so a
 //!    reservation of one slot always has a free slot to find.
 //! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then
 //!    reads `used == 0` has the device to itself (both sequentially consistent).
@@ -19,8 +19,8 @@
 use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::entry::{Entry, Slot, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
-use crate::lanes::{BATCH, LaneIndex, Lanes};
 use crate::lists::{Headers, ListId, Lists};
+use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;
 use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, OwnLine, SpinLock};
@@ -81,7 +81,7 @@ pub struct SwapDevice {
     pub(crate) tables: Tables,
     pub(crate) lists: OwnLine<SpinLock<Lists>>,
     /// How many slots are in use, and where each CPU allocated last.
-    pub(crate) lanes: Lanes<BATCH>,
+    pub(crate) lanes: PerCpu<BATCH>,
     bad: AtomicU32,
     limit: AtomicU32,
     enabled: AtomicBool,
@@ -139,7 +139,7 @@ impl SwapDevice {
             headers: Headers::new(clusters),
             tables,
             lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
-            lanes: Lanes::new(lanes),
+            lanes: PerCpu::new(lanes),
             bad: AtomicU32::new(0),
             limit: AtomicU32::new(u32::MAX),
             enabled: AtomicBool::new(true),

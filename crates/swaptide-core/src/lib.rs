@@ -33,7 +33,7 @@
 //! | table    | tables: their places and their memory |
 //! | cluster  | a cluster's record, overflowing counts |
 //! | lists    | free, nonfull, frag, full and discard lists |
-//! | lanes    | what each CPU has for itself: its place, slots counted in advance |
+//! | per_cpu  | what each CPU has for itself: its place, slots counted in advance |
 //! | alloc    | the search for free slots |
 //! | exchange | every change of a slot in use |
 //! | reclaim  | winning back slots that only the swap cache holds |
@@ -53,9 +53,9 @@ mod entry;
 mod error;
 mod exchange;
 mod ids;
-mod lanes;
 mod lists;
 mod moving;
+mod per_cpu;
 mod reclaim;
 mod space;
 mod sync;

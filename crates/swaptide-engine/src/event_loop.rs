@@ -19,7 +19,7 @@ use std::time::Duration;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::ReadAhead;
-use swaptide_sys::gong::Gong;
+use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::VirtRange;
@@ -91,7 +91,7 @@ pub struct Handler {
     pub(crate) trail: Trail,
     /// Pages that were sent for, and what is struck when some are back.
     pub(crate) away: Away,
-    pub(crate) gong: Arc<Gong>,
+    pub(crate) gong: Arc<EventFd>,
     /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing
     /// of them.
     listens: bool,
@@ -362,7 +362,7 @@ impl Handler {
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!(
                 "reading the userfaultfd failed: {}",
-                swaptide_sys::Why(errno)
+                swaptide_sys::ErrnoName(errno)
             )),
         }
         // When nothing is under way, no fork is that could be older than what was applied, but one

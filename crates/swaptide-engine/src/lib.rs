@@ -77,7 +77,7 @@ impl std::fmt::Display for EngineError {
                 write!(
                     f,
                     "{what}: {}; raise the limit on address space or vm.max_map_count",
-                    swaptide_sys::Why(*errno)
+                    swaptide_sys::ErrnoName(*errno)
                 )
             }
             EngineError::Devices(what) => write!(f, "{what}; raise the limit on address space"),

@@ -293,7 +293,7 @@ impl Bells {
                     if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
                         crate::fatal(&format!(
                             "a door does not close: {}",
-                            swaptide_sys::Why(errno)
+                            swaptide_sys::ErrnoName(errno)
                         ));
                     }
                     door.state.store(FREE, Release);
@@ -312,7 +312,7 @@ impl Bells {
         if let Err(errno) = unsafe {
             advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked)
         } {
-            crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::Why(errno)));
+            crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::ErrnoName(errno)));
         }
     }
 

@@ -190,7 +190,7 @@ fn fork() -> Finding {
                 false,
                 format!(
                     "no CAP_SYS_PTRACE, and ptrace of one's own children is refused ({})",
-                    swaptide_sys::Why(errno)
+                    swaptide_sys::ErrnoName(errno)
                 ),
                 "sudo sysctl -w kernel.yama.ptrace_scope=1 (or, in a container, start it with \
                 --cap-add SYS_PTRACE)",

@@ -206,7 +206,7 @@ impl Inner {
                 // Nobody would answer it: its memory would read as zeros where pages are out.
                 Err(errno) => swaptide_sys::thread::abort_with(&[
                     b"swaptide: a forked process with shared memory cannot be watched (",
-                    format!("{}", swaptide_sys::Why(errno)).as_bytes(),
+                    format!("{}", swaptide_sys::ErrnoName(errno)).as_bytes(),
                     b"); stopped rather than given wrong data",
                 ]),
             }
@@ -355,7 +355,7 @@ impl Inner {
         {
             (self.log)(&format!(
                 "shared memory: no memory for a page: {}",
-                swaptide_sys::Why(errno)
+                swaptide_sys::ErrnoName(errno)
             ));
             return;
         }

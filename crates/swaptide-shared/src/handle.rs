@@ -242,7 +242,11 @@ impl std::fmt::Display for RegionError {
                 "the pager of shared regions does not answer; is it alive, and of this user?"
             ),
             RegionError::Map(errno) => {
-                write!(f, "a shared region could not be mapped: {}", swaptide_sys::Why(*errno))
+                write!(
+                    f,
+                    "a shared region could not be mapped: {}",
+                    swaptide_sys::ErrnoName(*errno)
+                )
             }
             RegionError::Attach => {
                 write!(

@@ -13,7 +13,7 @@
 //! | [`pager`] | all of them together; requests |
 //! | [`fault`] | answers to faults and events |
 //! | [`reclaim`] | making room; why no write is lost |
-//! | [`exempt`] | who may write past page tables |
+//! | [`pinned`] | who may write past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
 //!
 //! Invariants
@@ -26,10 +26,10 @@
 //!
 //! The pager's threads touch no region by address.
 
-pub mod exempt;
 pub mod fault;
 pub mod handle;
 pub mod pager;
+pub mod pinned;
 pub mod reclaim;
 pub mod region;
 pub mod space;

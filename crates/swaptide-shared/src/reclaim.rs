@@ -27,7 +27,7 @@
 //!    place is no event.
 //! 3. Who has no userfaultfd cannot have the memory mapped: mappings come from
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
-//! 4. Devices write past page tables: [`crate::exempt`].
+//! 4. Devices write past page tables: [`crate::pinned`].
 //!
 //! So `punch` asks every address space again, under the lock, whether a change is under way, and
 //! compares the generation. The punch itself takes the entries of every mapping, those of an unread
@@ -46,8 +46,8 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
-use crate::exempt::exempt;
 use crate::pager::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
+use crate::pinned::pinned;
 use crate::region::{PageState, RegionId};
 use crate::space::{SpaceId, Standing};
 use crate::store::{Put, compressor};
@@ -425,7 +425,7 @@ impl Inner {
             };
             state.spaces.values().filter(maps).filter_map(|space| space.pid).collect()
         };
-        let found = pids.into_iter().find_map(exempt);
+        let found = pids.into_iter().find_map(pinned);
         if found.is_some() {
             self.count(Counter::PagesBusy, batch.pages() as u64);
         }

@@ -32,7 +32,7 @@
 //! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than
 //!    was written looks whether the page was moved before it calls it damaged.
 //!
-//! Locks: one of `inboxes` or `bounce` (all of them only to keep everybody out, in this order),
+//! Locks: one of `read_buffers` or `bounce` (all of them only to keep everybody out, in this order),
 //! then `state`, or `emptied` alone. An inbox and `bounce` are held across I/O, `state` is not (but
 //! across calls to the source). Readers do not wait for writers, nor for each other while an inbox
 //! is free.
@@ -58,13 +58,13 @@ use swaptide_sys::{Errno, OwnedFd};
 pub use self::ahead::{Ahead, MOST_AHEAD, ReadAhead};
 use self::cipher::Cipher;
 use self::digests::{Digester, Digests};
-use self::extents::{Extents, Full, Pen, Purpose, Taken, Vacated};
+use self::extents::{Extents, FreedExtent, Full, Purpose, Taken, WriteCursor};
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
 use self::places::{Place, Places};
-use self::reading::{INBOXES, Inbox, Wanted, lay_out};
+use self::reading::{READ_BUFFERS, ReadBuffer, Wanted, lay_out};
 use self::router::Router;
-pub use self::router::{Areas, HandedOver, Location, MAX_AREAS, Mishap, Opened, Spot};
+pub use self::router::{Areas, HandedOver, InjectedFault, Location, MAX_AREAS, Opened, Spot};
 use crate::codec::{self, Packed, RAW_ABOVE, Unpacker};
 use crate::nbd::Nbd;
 use crate::{PAGE_SIZE, Slot};
@@ -126,7 +126,7 @@ pub trait ExtentSource: Sync {
 
     /// A write into a leased extent failed: for a while, what is leased shall lie elsewhere. Gives
     /// whether there is anywhere else.
-    fn shun(&self, _extent: Extent) -> bool {
+    fn back_off(&self, _extent: Extent) -> bool {
         false
     }
 
@@ -152,7 +152,7 @@ pub struct Stamp(Place);
 
 /// A batch was not written; every slot has the page it had before.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("swap file: writing slot {slot}: {}", swaptide_sys::Why(*errno))]
+#[error("swap file: writing slot {slot}: {}", swaptide_sys::ErrnoName(*errno))]
 pub struct WriteError {
     /// The first slot that could not be written.
     pub slot: Slot,
@@ -164,7 +164,7 @@ pub struct WriteError {
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadErrorKind {
     /// The file could not be read.
-    #[error("{}", swaptide_sys::Why(*.0))]
+    #[error("{}", swaptide_sys::ErrnoName(*.0))]
     Io(Errno),
     /// What was read is not what was written.
     #[error("the page is not what was written there: the file was changed, or the disk is failing")]
@@ -213,7 +213,7 @@ pub struct FileDevice {
     digester: Digester,
     state: Lock<State>,
     /// Blocks on their way in.
-    inboxes: [Lock<Inbox>; INBOXES],
+    read_buffers: [Lock<ReadBuffer>; READ_BUFFERS],
     /// Blocks on their way out; the lock of the writers.
     bounce: Lock<Buffer>,
     /// When the write began that is under way, in nanoseconds of the monotonic clock; 0: none is.
@@ -223,7 +223,7 @@ pub struct FileDevice {
     trims_rest: AtomicU64,
     /// Far extents without live pages: what a server is told of them is not told by who freed the
     /// last one.
-    emptied: Lock<Vec<Vacated>>,
+    emptied: Lock<Vec<FreedExtent>>,
 }
 
 /// Notes when a write begins and ends.
@@ -321,8 +321,8 @@ impl FileDevice {
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
         let state = State { places: Places::default(), digests: Digests::default(), extents };
-        let inboxes = core::array::from_fn(|_| {
-            Lock::new(Inbox { buffer: Buffer::default(), unpacker: Unpacker::new() })
+        let read_buffers = core::array::from_fn(|_| {
+            Lock::new(ReadBuffer { buffer: Buffer::default(), unpacker: Unpacker::new() })
         });
         let bounce = Lock::new(Buffer::default());
         FileDevice {
@@ -331,7 +331,7 @@ impl FileDevice {
             key,
             digester,
             state: Lock::new(state),
-            inboxes,
+            read_buffers,
             bounce,
             writing_since: AtomicU64::new(0),
             trims_rest: AtomicU64::new(0),
@@ -406,7 +406,7 @@ impl FileDevice {
                     true,
                 ));
             }
-            let elsewhere = self.source.shun(extent);
+            let elsewhere = self.source.back_off(extent);
             // A full file system is no fault of this place, and what lies there may be written
             // over; anything else may be its fault.
             self.give_up(&taken, (errno != Errno::NOSPC || elsewhere).then_some(extent));
@@ -438,7 +438,7 @@ impl FileDevice {
         let mut cleanings = 0;
         loop {
             let mut state = self.state.lock();
-            let mut pen = Pen::default();
+            let mut pen = WriteCursor::default();
             let purpose = if cleanings < CLEANINGS { Purpose::Write } else { Purpose::WriteAnyway };
             let mut full = None;
             for (_, page) in &pages[taken.len()..] {
@@ -639,7 +639,7 @@ impl FileDevice {
         let mut taken = Vec::with_capacity(pages.len());
         let (cipher, before) = {
             let mut state = self.state.lock();
-            let mut pen = Pen::default();
+            let mut pen = WriteCursor::default();
             let before = state.extents.free_blocks();
             for w in pages {
                 match state.extents.take(w.place.span.len(), &mut pen, &*self.source, purpose) {
@@ -709,7 +709,7 @@ impl FileDevice {
     /// something else is written there.
     pub fn let_go_far(&self) {
         let emptied = core::mem::take(&mut *self.emptied.lock());
-        for Vacated { extent, shared } in emptied {
+        for FreedExtent { extent, shared } in emptied {
             let began = now();
             let tells = !shared && began.0 >= self.trims_rest.load(Relaxed);
             let told = tells && self.punch(extent);
@@ -810,13 +810,13 @@ impl FileDevice {
     /// for a fork, after [`Self::freeze_all`], so that the child's copy is complete and consistent.
     #[must_use]
     pub fn quiesce(&self) -> Quiesced<'_> {
-        let inboxes = self.inboxes.each_ref().map(Lock::lock);
+        let read_buffers = self.read_buffers.each_ref().map(Lock::lock);
         let bounce = self.bounce.lock();
         Quiesced {
             _emptied: self.emptied.lock(),
             _state: self.state.lock(),
             _bounce: bounce,
-            _inboxes: inboxes,
+            _read_buffers: read_buffers,
         }
     }
 
@@ -831,7 +831,7 @@ impl FileDevice {
         unsafe {
             self.state.force_unlock();
             self.bounce.force_unlock();
-            self.inboxes.iter().for_each(|inbox| inbox.force_unlock());
+            self.read_buffers.iter().for_each(|inbox| inbox.force_unlock());
             self.emptied.force_unlock();
             self.writing_since.store(0, Relaxed);
             self.io.force_unlock();
@@ -873,8 +873,8 @@ impl FileDevice {
 
     /// Gives extents without live pages back to the file system and to the source. Without the
     /// lock: punching takes time, and nobody can lease them before the source has them back.
-    fn let_go(&self, vacated: &[Vacated]) {
-        for &Vacated { extent, shared } in vacated {
+    fn let_go(&self, vacated: &[FreedExtent]) {
+        for &FreedExtent { extent, shared } in vacated {
             if !shared {
                 self.source.release(extent, self.punch(extent));
             } else if self.source.release_shared(extent) {
@@ -891,10 +891,10 @@ impl FileDevice {
 
 /// Keeps everybody out of a device; see [`FileDevice::quiesce`].
 pub struct Quiesced<'a> {
-    _emptied: Guard<'a, Vec<Vacated>>,
+    _emptied: Guard<'a, Vec<FreedExtent>>,
     _state: Guard<'a, State>,
     _bounce: Guard<'a, Buffer>,
-    _inboxes: [Guard<'a, Inbox>; INBOXES],
+    _read_buffers: [Guard<'a, ReadBuffer>; READ_BUFFERS],
 }
 
 /// How far the leaving of extents has got.

@@ -46,7 +46,7 @@ use crate::{PAGE_SIZE, Page, Slot};
 pub enum Error {
     /// No address space for the pool.
     #[error("cannot reserve address space for {slots} slots of compressed memory ({}): raise the \
-        limit of `ulimit -v`", swaptide_sys::Why(*errno))]
+        limit of `ulimit -v`", swaptide_sys::ErrnoName(*errno))]
     Reserve {
         /// Slots asked for.
         slots: u32,

@@ -18,13 +18,14 @@
 extern crate alloc;
 
 pub mod affinity;
-pub mod gong;
+pub mod errno;
+pub mod eventfd;
+pub mod helper;
 pub mod lock;
 pub mod maps;
 pub mod mem;
 pub mod page;
 pub mod pagemap;
-pub mod patron;
 pub mod process;
 pub mod procfs;
 pub mod ptrace;
@@ -32,9 +33,8 @@ pub mod raw;
 pub mod sock;
 pub mod thread;
 pub mod uffd;
-pub mod why;
 
+pub use errno::ErrnoName;
 pub use page::{PAGE_SHIFT, PAGE_SIZE, VirtAddr, VirtRange};
 pub use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 pub use rustix::io::Errno;
-pub use why::Why;

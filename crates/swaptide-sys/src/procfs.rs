@@ -72,11 +72,11 @@ pub fn open_read(path: &CStr) -> Result<OwnedFd, Errno> {
 }
 
 /// Opens a file about this process, or, where that is not allowed or /proc is not to be seen, has
-/// it opened ([`crate::patron`]). It is the calling thread's own, which has the same content: that
+/// it opened ([`crate::helper`]). It is the calling thread's own, which has the same content: that
 /// of the first thread is empty once that one has ended.
 pub fn open_own(path: &CStr, name: &CStr) -> Result<OwnedFd, Errno> {
-    open_read(path).or_else(|errno| match crate::patron::patron() {
-        Some(patron) => (patron.proc_file)(name).ok_or(errno),
+    open_read(path).or_else(|errno| match crate::helper::helper() {
+        Some(helper) => (helper.proc_file)(name).ok_or(errno),
         None => Err(errno),
     })
 }

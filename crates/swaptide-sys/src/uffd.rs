@@ -284,9 +284,9 @@ impl fmt::Display for OpenError {
                     filter hides it",
             ),
             OpenError::Denied { syscall, device } => {
-                write!(f, "userfaultfd: the system call failed ({})", crate::Why(syscall))?;
+                write!(f, "userfaultfd: the system call failed ({})", crate::ErrnoName(syscall))?;
                 if let Some(errno) = device {
-                    write!(f, " and so did /dev/userfaultfd ({})", crate::Why(errno))?;
+                    write!(f, " and so did /dev/userfaultfd ({})", crate::ErrnoName(errno))?;
                 }
                 f.write_str(
                     "; set vm.unprivileged_userfaultfd=1, or give this user access to \
@@ -306,7 +306,7 @@ impl fmt::Display for OpenError {
                 f,
                 "userfaultfd: {asked:?} refused \
                 ({})",
-                crate::Why(errno)
+                crate::ErrnoName(errno)
             ),
         }
     }
@@ -466,7 +466,7 @@ impl Uffd {
         match unsafe { self.ioctl(UFFDIO_API, &mut api) } {
             Ok(_) => Ok(Features(api.features)),
             Err(Errno::PERM)
-                if crate::patron::patron()
+                if crate::helper::helper()
                     .is_some_and(|p| (p.handshake)(self.0.as_fd(), features.0)) =>
             {
                 Ok(features)
@@ -671,7 +671,7 @@ fn device_descriptor(flags: u32) -> Result<Uffd, Errno> {
     use rustix::fs::{Mode, OFlags};
     let open = rustix::fs::open(c"/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty());
     let device =
-        open.or_else(|errno| crate::patron::patron().and_then(|p| (p.device)()).ok_or(errno))?;
+        open.or_else(|errno| crate::helper::helper().and_then(|p| (p.device)()).ok_or(errno))?;
     // SAFETY: the call only makes a descriptor.
     let fd = unsafe { syscall!(k::__NR_ioctl, device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) }?;
     // SAFETY: the kernel has just given us this descriptor.

@@ -28,7 +28,7 @@ const REGISTERS: usize = 16 << 10;
 const WORDS: usize = 64;
 
 #[repr(C, align(64))]
-struct Cradle {
+struct ChildTrampoline {
     registers: UnsafeCell<[u8; REGISTERS]>,
     stack: UnsafeCell<[u8; STACK]>,
     words: UnsafeCell<[u8; WORDS]>,
@@ -36,9 +36,9 @@ struct Cradle {
 
 // SAFETY: written to by the supervisor and by the first and only thread of a child, in the child's
 // own copy.
-unsafe impl Sync for Cradle {}
+unsafe impl Sync for ChildTrampoline {}
 
-static CRADLE: Cradle = Cradle {
+static CHILD_TRAMPOLINE: ChildTrampoline = ChildTrampoline {
     registers: UnsafeCell::new([0; REGISTERS]),
     stack: UnsafeCell::new([0; STACK]),
     words: UnsafeCell::new([0; WORDS]),
@@ -46,7 +46,7 @@ static CRADLE: Cradle = Cradle {
 
 const NONE: i32 = -1;
 /// The connection to the supervisor, in the forking thread's table and in its child's.
-static FOLLOWER: AtomicI32 = AtomicI32::new(NONE);
+static TRACER_CONN: AtomicI32 = AtomicI32::new(NONE);
 
 /// In the forking thread, before its fork: asks the supervisor to follow it. False if it will not,
 /// or may not.
@@ -54,11 +54,11 @@ pub fn follow(engine: &Engine) -> bool {
     engine.fork.open_ends();
     let conn = engine.fork.child_end().and_then(|_| {
         let entry = entry as *const () as u64;
-        lifecycle::ask_to_follow(gettid().0, entry, CRADLE.words.get() as u64)
+        lifecycle::ask_to_follow(gettid().0, entry, CHILD_TRAMPOLINE.words.get() as u64)
     });
     match conn {
         Some(conn) => {
-            FOLLOWER.store(conn.into_fd().into_raw_fd(), Release);
+            TRACER_CONN.store(conn.into_fd().into_raw_fd(), Release);
             true
         }
         None => {
@@ -70,7 +70,7 @@ pub fn follow(engine: &Engine) -> bool {
 }
 
 fn take() -> Option<Conn> {
-    let number = Some(FOLLOWER.swap(NONE, AcqRel)).filter(|number| *number != NONE)?;
+    let number = Some(TRACER_CONN.swap(NONE, AcqRel)).filter(|number| *number != NONE)?;
     // SAFETY: opened by `follow` in this thread's table, or its parent's, and owned by nobody else.
     Some(Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) }))
 }
@@ -88,7 +88,7 @@ extern "C" fn begin() {
         let len = {
             use std::io::Write;
             let mut rest = &mut why[..];
-            let _ = write!(rest, "{}", swaptide_sys::Why(errno));
+            let _ = write!(rest, "{}", swaptide_sys::ErrnoName(errno));
             64 - rest.len()
         };
         abort_with(&[
@@ -107,7 +107,7 @@ extern "C" fn begin() {
 /// fork(2) has left.
 ///
 /// # Safety
-/// Begun by nobody else, with the stack at [`Cradle::words`].
+/// Begun by nobody else, with the stack at [`ChildTrampoline::words`].
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn entry() {
@@ -157,9 +157,9 @@ unsafe extern "C" fn entry() {
         "mov rcx, qword ptr [rip + {cradle} + {words}]",
         "mov rsp, qword ptr [rip + {cradle} + {words} + 8]",
         "jmp rcx",
-        cradle = sym CRADLE,
+        cradle = sym CHILD_TRAMPOLINE,
         begin = sym begin,
-        words = const std::mem::offset_of!(Cradle, words),
+        words = const std::mem::offset_of!(ChildTrampoline, words),
     )
 }
 
@@ -169,9 +169,12 @@ mod tests {
 
     #[test]
     fn the_stack_ends_where_the_words_begin() {
-        let end = CRADLE.stack.get() as usize + STACK;
-        assert_eq!(end, CRADLE.words.get() as usize);
-        assert!(end.is_multiple_of(64) && (CRADLE.registers.get() as usize).is_multiple_of(64));
+        let end = CHILD_TRAMPOLINE.stack.get() as usize + STACK;
+        assert_eq!(end, CHILD_TRAMPOLINE.words.get() as usize);
+        assert!(
+            end.is_multiple_of(64)
+                && (CHILD_TRAMPOLINE.registers.get() as usize).is_multiple_of(64)
+        );
         assert!(take().is_none());
     }
 }

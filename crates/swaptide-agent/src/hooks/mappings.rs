@@ -47,10 +47,10 @@ const FREE: c_int = 8;
 const GUARD_INSTALL: c_int = 102;
 /// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
 /// memory is not managed.
-const APART: c_int = 18;
+const MADV_WIPEONFORK: c_int = 18;
 /// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
 /// is kept out of others (`shield`), so what the program keeps out itself is not managed.
-const KEPT: c_int = 10;
+const MADV_DONTFORK: c_int = 10;
 const EAGAIN: c_int = 11;
 
 /// The pages of a range that can be managed; `None` where there are none.
@@ -82,8 +82,8 @@ pub fn let_range_go(range: VirtRange) -> bool {
 
 /// True for advice that does more here than the call. All of it is for one's own process alone.
 fn matters(advice: c_int) -> bool {
-    matches!(advice, FREE | GUARD_INSTALL | APART)
-        || advice == KEPT && lifecycle::may_follow_forks()
+    matches!(advice, FREE | GUARD_INSTALL | MADV_WIPEONFORK)
+        || advice == MADV_DONTFORK && lifecycle::may_follow_forks()
 }
 
 /// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
@@ -95,8 +95,8 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
     match advice {
         _ if !matters(advice) => call(advice as usize),
         // Under a filter no other advice may be given.
-        _ if advice == APART
-            || advice == KEPT
+        _ if advice == MADV_WIPEONFORK
+            || advice == MADV_DONTFORK
             || seccomp::is() && lifecycle::engine_unasked().is_some() =>
         {
             if let Some(range) = pages(addr, len) {

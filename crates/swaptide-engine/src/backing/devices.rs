@@ -27,8 +27,8 @@ use swaptide_ipc::{
 };
 use swaptide_store::codec::Unpacker;
 use swaptide_store::file::{
-    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, Leaving, Location,
-    MAX_AREAS, Mishap, Opened, ServerId, Spot,
+    Areas, EXTENT_BYTES, Extent, ExtentSource, FileDevice, HandedOver, InjectedFault, Leaving,
+    Location, MAX_AREAS, Opened, ServerId, Spot,
 };
 use swaptide_store::nbd::{Dialer, Export, Flags};
 use swaptide_store::zram::Zram;
@@ -125,7 +125,7 @@ impl ExtentSource for Beyond {
         elsewhere.or_else(|| lease(!barred)).map(|extent| Extent(extent.0))
     }
 
-    fn shun(&self, extent: Extent) -> bool {
+    fn back_off(&self, extent: Extent) -> bool {
         let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return false };
         if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
             until.store(now().0 + SHUNNED.as_nanos() as u64, Relaxed);
@@ -201,18 +201,18 @@ impl Areas for Beyond {
         self.segment.area(AreaId(area)).count_error();
     }
 
-    fn mishap(&self, area: u8, writes: bool) -> Option<Mishap> {
+    fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
         let every = self.segment.header.mishap_every.load(Relaxed);
         if every == 0 || area != 0 {
             return None;
         }
         let n = self.transfers[usize::from(writes)].fetch_add(1, Relaxed);
-        const MISHAPS: [Mishap; 5] = [
-            Mishap::Fails(Errno::IO),
-            Mishap::Short,
-            Mishap::Slow(Duration::from_millis(30)),
-            Mishap::Torn,
-            Mishap::Fails(Errno::NOSPC),
+        const MISHAPS: [InjectedFault; 5] = [
+            InjectedFault::Fails(Errno::IO),
+            InjectedFault::Short,
+            InjectedFault::Slow(Duration::from_millis(30)),
+            InjectedFault::Torn,
+            InjectedFault::Fails(Errno::NOSPC),
         ];
         n.is_multiple_of(every).then(|| MISHAPS[(n / every) as usize % MISHAPS.len()])
     }

@@ -47,7 +47,7 @@ use swaptide_store::file::{FileDevice, ReadError, ReadErrorKind, ServerId, Stamp
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::affinity::{CpuSet, clear_own_affinity, own_affinity};
-use swaptide_sys::gong::Gong;
+use swaptide_sys::eventfd::EventFd;
 use swaptide_sys::lock::{Lock, futex};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
@@ -152,7 +152,7 @@ pub struct Far {
     calls: AtomicU32,
     /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills
     /// no page before an event's thread has gone on.
-    gong: Lock<Option<Arc<Gong>>>,
+    gong: Lock<Option<Arc<EventFd>>>,
     /// It was struck, and the handler has not looked yet.
     struck: AtomicBool,
     readers: AtomicU32,
@@ -196,8 +196,8 @@ impl Far {
     }
 
     /// What is struck when something is back, for a new handler.
-    pub(crate) fn open_gong(&self) -> Result<Arc<Gong>, Errno> {
-        let gong = Arc::new(Gong::new()?);
+    pub(crate) fn open_gong(&self) -> Result<Arc<EventFd>, Errno> {
+        let gong = Arc::new(EventFd::new()?);
         // A parent's is not closed: its number means something else here.
         std::mem::forget(self.gong.lock().replace(Arc::clone(&gong)));
         *self.cpus.lock() = own_affinity().ok();
@@ -369,7 +369,7 @@ impl Engine {
             far.queue.lock().back.extend(orders.drain(..));
             // The handler acquires it, and looks into the queue after that.
             if !far.struck.swap(true, AcqRel) {
-                gong.strike();
+                gong.signal();
             }
         }
         tid.store(0, Relaxed);
@@ -636,7 +636,7 @@ impl Handler {
         // in any case: a fork may come in between here, and the one that had heard is still at its
         // first order.
         if far.struck.load(Acquire) {
-            self.gong.still();
+            self.gong.clear();
             far.struck.swap(false, AcqRel);
         }
         loop {

@@ -146,7 +146,7 @@ impl Handler {
             // The child ends, for it gets no answer.
             (self.engine.start.log)(&format!(
                 "a child was not taken in: {}",
-                swaptide_sys::Why(errno)
+                swaptide_sys::ErrnoName(errno)
             ));
         }
     }

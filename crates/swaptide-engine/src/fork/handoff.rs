@@ -108,7 +108,7 @@ impl Handler {
                     Ok(()) => return,
                     Err(errno) => (self.engine.start.log)(&format!(
                         "handing over to a child failed: {}",
-                        swaptide_sys::Why(errno)
+                        swaptide_sys::ErrnoName(errno)
                     )),
                 }
             }

@@ -369,9 +369,10 @@ fn really_moved(
     }
     match pagemap.leading(engine_side, there) {
         Ok(pages) => pages,
-        Err(errno) => {
-            crate::fatal(&format!("the page map cannot be read: {}", swaptide_sys::Why(errno)))
-        }
+        Err(errno) => crate::fatal(&format!(
+            "the page map cannot be read: {}",
+            swaptide_sys::ErrnoName(errno)
+        )),
     }
 }
 
@@ -437,7 +438,7 @@ impl Trash {
                     if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
                         crate::fatal(&format!(
                             "emptying the trash failed: {}",
-                            swaptide_sys::Why(errno)
+                            swaptide_sys::ErrnoName(errno)
                         ));
                     }
                 }
@@ -455,14 +456,14 @@ impl Trash {
                 }
                 Some(errno) => crate::fatal(&format!(
                     "giving staging frames back failed: {}",
-                    swaptide_sys::Why(errno)
+                    swaptide_sys::ErrnoName(errno)
                 )),
             }
         }
         if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
             crate::fatal(&format!(
                 "giving staging frames back failed: {}",
-                swaptide_sys::Why(errno)
+                swaptide_sys::ErrnoName(errno)
             ));
         }
     }

@@ -141,7 +141,7 @@ impl Handler {
                 Err(errno) => (handler.engine.start.log)(&format!(
                     "memory at {:x} would be zeros in a child past libc's fork ({})",
                     region.start.0,
-                    swaptide_sys::Why(errno)
+                    swaptide_sys::ErrnoName(errno)
                 )),
             }
         });

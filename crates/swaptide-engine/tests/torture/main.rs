@@ -220,7 +220,7 @@ fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
         Ok(Some(left)) => left,
         // Its copy of the engine is torn, or was not to be had: all memory is there.
         Ok(None) => return is_served(),
-        Err(errno) => die(&format!("nothing was handed over: {}", swaptide_sys::Why(errno))),
+        Err(errno) => die(&format!("nothing was handed over: {}", swaptide_sys::ErrnoName(errno))),
     };
     let handler = Handler::inherited(engine, index, salt(), &mut left);
     let mut handler = handler.unwrap_or_else(|e| die(&format!("a child is not managed: {e}")));

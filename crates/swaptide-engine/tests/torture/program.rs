@@ -111,7 +111,7 @@ pub fn call(number: u32, a: [usize; 5]) -> Result<VirtAddr, Errno> {
 
 fn must(number: u32, a: [usize; 5]) {
     if let Err(errno) = call(number, a) {
-        die(&format!("system call {number} of {a:x?}: {}", swaptide_sys::Why(errno)));
+        die(&format!("system call {number} of {a:x?}: {}", swaptide_sys::ErrnoName(errno)));
     }
 }
 
@@ -144,7 +144,7 @@ fn move_pieces(base: VirtAddr, pages: usize, to: VirtAddr) {
             }
             // Management splits mappings, too.
             Err(Errno::FAULT) if tries < 1000 => tries += 1,
-            Err(errno) => die(&format!("mremap: {}", swaptide_sys::Why(errno))),
+            Err(errno) => die(&format!("mremap: {}", swaptide_sys::ErrnoName(errno))),
         }
     }
 }
@@ -495,7 +495,7 @@ impl Thread {
         let end = engine.fork.take_child_end();
         if declines {
             if let Err(errno) = engine.decline(end, Decline::NoThread) {
-                die(&format!("a child did not get its memory: {}", swaptide_sys::Why(errno)));
+                die(&format!("a child did not get its memory: {}", swaptide_sys::ErrnoName(errno)));
             }
         } else {
             std::thread::spawn(move || heir(engine, end, parent));

@@ -1,7 +1,7 @@
 //! The extents leased: which of their blocks are live, and where the next object goes.
 //!
 //! Objects (packed pages, 1 to 4096 bytes) are laid one after the other into a *run* of free blocks
-//! of one open extent; a [`Pen`] is the place in the run that has been reached. When the open
+//! of one open extent; a [`WriteCursor`] is the place in the run that has been reached. When the open
 //! extent has no further run, the next one is an extent of ours that has become sparse, else a new
 //! lease, else (the file may not grow) whichever has room. An extent whose last object is freed is
 //! handed to the caller to be let go.
@@ -99,7 +99,7 @@ impl Span {
 /// The next byte to lay an object at, and the end of the run it is in. Worthless once the lock is
 /// dropped.
 #[derive(Default)]
-pub(super) struct Pen {
+pub(super) struct WriteCursor {
     block: u32,
     byte: usize,
     end: u32,
@@ -127,7 +127,7 @@ pub(super) enum Purpose {
 
 /// An extent without live objects, to be let go by the caller.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub(super) struct Vacated {
+pub(super) struct FreedExtent {
     pub(super) extent: Extent,
     /// Others may still read it.
     pub(super) shared: bool,
@@ -244,7 +244,7 @@ impl Extents {
     pub(super) fn take(
         &mut self,
         len: usize,
-        pen: &mut Pen,
+        pen: &mut WriteCursor,
         source: &dyn ExtentSource,
         purpose: Purpose,
     ) -> Result<Taken, Full> {
@@ -258,7 +258,7 @@ impl Extents {
     }
 
     /// Lays an object at the pen, if it fits into the run.
-    fn lay(&mut self, len: usize, pen: &mut Pen) -> Option<Taken> {
+    fn lay(&mut self, len: usize, pen: &mut WriteCursor) -> Option<Taken> {
         if pen.block >= pen.end {
             return None;
         }
@@ -272,7 +272,7 @@ impl Extents {
         }
         let Ok(count) = u32::try_from(self.counter - leased.base) else {
             // Its counters are used up.
-            *pen = Pen::default();
+            *pen = WriteCursor::default();
             self.distrust(Extent(extent));
             return None;
         };
@@ -294,7 +294,7 @@ impl Extents {
     /// Sets the pen to the start of a run of free blocks.
     fn next_run(
         &mut self,
-        pen: &mut Pen,
+        pen: &mut WriteCursor,
         source: &dyn ExtentSource,
         purpose: Purpose,
     ) -> Result<(), Full> {
@@ -314,7 +314,7 @@ impl Extents {
                     let end = start + run.len().min(self.free - reserve) as u32;
                     // Whatever is used of it is not free next time.
                     self.open = Some(Open { scan: run.start, ..open });
-                    *pen = Pen { block: start, byte: 0, end };
+                    *pen = WriteCursor { block: start, byte: 0, end };
                     return Ok(());
                 }
             }
@@ -412,7 +412,7 @@ impl Extents {
     }
 
     /// An object is no longer live.
-    pub(super) fn free(&mut self, span: Span) -> Option<Vacated> {
+    pub(super) fn free(&mut self, span: Span) -> Option<FreedExtent> {
         let Extent(extent) = span.extent();
         let leased = self
             .leased
@@ -438,12 +438,12 @@ impl Extents {
         None
     }
 
-    fn remove(&mut self, extent: u32) -> Vacated {
+    fn remove(&mut self, extent: u32) -> FreedExtent {
         let leased = self.leased.remove(&extent).expect("swap file: an extent is let go twice");
         if leased.writable() {
             self.free -= leased.free_blocks();
         }
-        Vacated { extent: Extent(extent), shared: leased.shared }
+        FreedExtent { extent: Extent(extent), shared: leased.shared }
     }
 
     fn list_if_sparse(&mut self, extent: u32) {
@@ -475,7 +475,7 @@ impl Extents {
     pub(super) fn set_leaving(
         &mut self,
         leaving: impl Fn(Extent) -> bool,
-    ) -> (Vec<Vacated>, usize) {
+    ) -> (Vec<FreedExtent>, usize) {
         let mut empty = Vec::new();
         for (&extent, leased) in &mut self.leased {
             let before = leased.writable();
@@ -518,7 +518,7 @@ impl Extents {
 
     /// Everything leased becomes shared. What is empty is still exclusively ours and let go
     /// instead.
-    pub(super) fn freeze(&mut self) -> Vec<Vacated> {
+    pub(super) fn freeze(&mut self) -> Vec<FreedExtent> {
         let vacated = self.close();
         for leased in self.leased.values_mut() {
             leased.shared = true;
@@ -528,7 +528,7 @@ impl Extents {
     }
 
     /// New extents are sealed with `cipher`; those leased so far are written to no more.
-    pub(super) fn seal_with(&mut self, cipher: Arc<Cipher>) -> Vec<Vacated> {
+    pub(super) fn seal_with(&mut self, cipher: Arc<Cipher>) -> Vec<FreedExtent> {
         let vacated = self.close();
         for leased in self.leased.values_mut() {
             leased.distrusted = true;
@@ -539,19 +539,19 @@ impl Extents {
     }
 
     /// Forgets all objects and lets every extent go.
-    pub(super) fn clear(&mut self) -> Vec<Vacated> {
+    pub(super) fn clear(&mut self) -> Vec<FreedExtent> {
         self.open = None;
         self.sparse.clear();
         self.free = 0;
         let leased = core::mem::take(&mut self.leased);
         leased
             .into_iter()
-            .map(|(extent, l)| Vacated { extent: Extent(extent), shared: l.shared })
+            .map(|(extent, l)| FreedExtent { extent: Extent(extent), shared: l.shared })
             .collect()
     }
 
     /// Closes the open extent and takes all off the list; those that are empty are vacated.
-    fn close(&mut self) -> Vec<Vacated> {
+    fn close(&mut self) -> Vec<FreedExtent> {
         self.open = None;
         self.sparse.clear();
         let mut empty = Vec::new();

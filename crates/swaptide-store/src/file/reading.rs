@@ -1,6 +1,6 @@
 //! Reading: from slots to pages.
 //!
-//! Owns nothing; each reader has one of the device's inboxes, and with it the blocks it reads into.
+//! Owns nothing; each reader has one of the device's read_buffers, and with it the blocks it reads into.
 //! Rules and locks are those of the device ([`super`]).
 
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 
 /// Readers that can be inside at a time; more wait for one of them.
-pub(super) const INBOXES: usize = 5;
+pub(super) const READ_BUFFERS: usize = 5;
 /// Blocks that are read before they are unpacked.
 const READ_BLOCKS: usize = 128;
 
 /// What reading needs.
-pub(super) struct Inbox {
+pub(super) struct ReadBuffer {
     pub(super) buffer: Buffer,
     pub(super) unpacker: Unpacker,
 }
@@ -44,9 +44,12 @@ impl FileDevice {
         }
         let Some(first) = order.first() else { return Ok(()) };
         let slot = first.slot;
-        let mut inbox =
-            self.inboxes.iter().find_map(Lock::try_lock).unwrap_or_else(|| self.inboxes[0].lock());
-        let Inbox { buffer, unpacker } = &mut *inbox;
+        let mut inbox = self
+            .read_buffers
+            .iter()
+            .find_map(Lock::try_lock)
+            .unwrap_or_else(|| self.read_buffers[0].lock());
+        let ReadBuffer { buffer, unpacker } = &mut *inbox;
         let inbox = buffer
             .blocks(PAGE_BLOCKS + READ_BLOCKS)
             .map_err(|errno| ReadError { slot, kind: ReadErrorKind::Io(errno) })?;

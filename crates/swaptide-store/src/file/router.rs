@@ -90,14 +90,14 @@ pub trait Areas: Send + Sync {
     fn failed(&self, area: u8);
 
     /// What is to go wrong with the next transfer, for tests.
-    fn mishap(&self, _area: u8, _writes: bool) -> Option<Mishap> {
+    fn injected_fault(&self, _area: u8, _writes: bool) -> Option<InjectedFault> {
         None
     }
 }
 
 /// What devices do at times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mishap {
+pub enum InjectedFault {
     /// The transfer fails, and nothing of it is done.
     Fails(Errno),
     /// A write fails, and half of it is done; a read fails.
@@ -185,11 +185,11 @@ impl Router {
     ) -> Result<usize, Errno> {
         // Whole blocks, as devices do.
         let half = &bytes[..bytes.len() / 2 / PAGE_SIZE * PAGE_SIZE];
-        match self.areas.mishap(area, true) {
-            Some(Mishap::Fails(errno)) => Err(errno),
-            Some(Mishap::Torn) => io.write_at(at, half).and(Err(Errno::IO)),
-            Some(Mishap::Short) if !half.is_empty() => io.write_at(at, half),
-            Some(Mishap::Slow(time)) => {
+        match self.areas.injected_fault(area, true) {
+            Some(InjectedFault::Fails(errno)) => Err(errno),
+            Some(InjectedFault::Torn) => io.write_at(at, half).and(Err(Errno::IO)),
+            Some(InjectedFault::Short) if !half.is_empty() => io.write_at(at, half),
+            Some(InjectedFault::Slow(time)) => {
                 sleep(time);
                 io.write_at(at, bytes)
             }
@@ -199,10 +199,10 @@ impl Router {
 
     /// The same before a read.
     fn before_read(&self, area: u8) -> Result<(), Errno> {
-        match self.areas.mishap(area, false) {
-            Some(Mishap::Fails(errno)) => Err(errno),
-            Some(Mishap::Torn) => Err(Errno::IO),
-            Some(Mishap::Slow(time)) => {
+        match self.areas.injected_fault(area, false) {
+            Some(InjectedFault::Fails(errno)) => Err(errno),
+            Some(InjectedFault::Torn) => Err(Errno::IO),
+            Some(InjectedFault::Slow(time)) => {
                 sleep(time);
                 Ok(())
             }

@@ -257,7 +257,7 @@ impl ExtentSource for Source {
         self.barred.store(true, Relaxed);
     }
 
-    fn shun(&self, _extent: Extent) -> bool {
+    fn back_off(&self, _extent: Extent) -> bool {
         let Some(first) = self.second else { return false };
         let mut state = self.state.lock().unwrap();
         state.next = state.next.max(first);

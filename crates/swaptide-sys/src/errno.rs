@@ -9,9 +9,9 @@ use rustix::io::Errno;
 
 /// An error number that can be shown on any thread: `ENOMEM (error 12)`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Why(pub Errno);
+pub struct ErrnoName(pub Errno);
 
-impl fmt::Display for Why {
+impl fmt::Display for ErrnoName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self.0 {
             Errno::PERM => "EPERM",
@@ -43,7 +43,7 @@ impl fmt::Display for Why {
     }
 }
 
-impl fmt::Debug for Why {
+impl fmt::Debug for ErrnoName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn a_known_number_has_its_name_and_an_unknown_one_its_number() {
-        assert_eq!(std::format!("{}", Why(Errno::NOMEM)), "ENOMEM (error 12)");
-        assert_eq!(std::format!("{}", Why(Errno::XFULL)), "error 54");
+        assert_eq!(std::format!("{}", ErrnoName(Errno::NOMEM)), "ENOMEM (error 12)");
+        assert_eq!(std::format!("{}", ErrnoName(Errno::XFULL)), "error 54");
     }
 }

@@ -10,9 +10,9 @@
 //! Invariants:
 //! 1. `taken` never exceeds the capacity it was raised under, and never falls below the sum of all
 //!    credits.
-//! 2. [`Lanes::take`] fails only when taken slots without credits, and with those of calls under
+//! 2. [`PerCpu::take`] fails only when taken slots without credits, and with those of calls under
 //!    way, leave no room: before it fails, all credits are gathered.
-//! 3. `moves` says when slots move between `taken` and a credit: [`Lanes::used`] never counts any
+//! 3. `moves` says when slots move between `taken` and a credit: [`PerCpu::used`] never counts any
 //!    of them twice or not at all. What is taken in vain goes back to `taken`, never to a credit,
 //!    so that on a device closed for allocation, too, what is in use is never overlooked.
 //! 4. No credit is used while more is taken than the capacity allows (it was lowered).
@@ -60,13 +60,13 @@ fn seen(counter: &AtomicU32) -> u32 {
 }
 
 /// All lanes of one device. `N`: [`BATCH`].
-pub(crate) struct Lanes<const N: u32> {
+pub(crate) struct PerCpu<const N: u32> {
     lanes: Box<[OwnLine<Lane>]>,
     /// Written once for many slots; on a line of its own, as the rest is read by every look-up.
     taken: OwnLine<Taken>,
 }
 
-impl<const N: u32> Lanes<N> {
+impl<const N: u32> PerCpu<N> {
     /// So many lanes without credit; nothing is taken.
     pub fn new(lanes: usize) -> Self {
         let lane = || Lane {
@@ -74,7 +74,10 @@ impl<const N: u32> Lanes<N> {
             credit: AtomicU32::new(0),
         };
         let taken = Taken { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
-        Lanes { lanes: (0..lanes.max(1)).map(|_| OwnLine(lane())).collect(), taken: OwnLine(taken) }
+        PerCpu {
+            lanes: (0..lanes.max(1)).map(|_| OwnLine(lane())).collect(),
+            taken: OwnLine(taken),
+        }
     }
 
     /// The lane of a CPU; larger numbers wrap around.
@@ -91,7 +94,7 @@ impl<const N: u32> Lanes<N> {
         index.0 as u8
     }
 
-    /// See [`Lanes::short`]. Of more than 256 lanes it is another one, which is as good.
+    /// See [`PerCpu::short`]. Of more than 256 lanes it is another one, which is as good.
     #[inline]
     pub fn of_short(&self, short: u8) -> LaneIndex {
         self.of(short.into())
@@ -178,7 +181,7 @@ impl<const N: u32> Lanes<N> {
         });
     }
 
-    /// `n` slots that [`Lanes::take`] counted were not found, or must not be used. Not as credit:
+    /// `n` slots that [`PerCpu::take`] counted were not found, or must not be used. Not as credit:
     /// who reads `taken` before and the credits after this call would miss as many that are in use.
     #[cold]
     pub fn undo(&self, n: u32) {
@@ -186,7 +189,7 @@ impl<const N: u32> Lanes<N> {
     }
 
     /// Takes every lane's credit back; `false` when there was none. (Looks first: who asks a full
-    /// device again and again must not keep [`Lanes::used`] waiting.)
+    /// device again and again must not keep [`PerCpu::used`] waiting.)
     #[cold]
     fn gather(&self) -> bool {
         N > 0
@@ -200,7 +203,7 @@ impl<const N: u32> Lanes<N> {
     }
 
     /// Changes `taken` and credits together. What is added to `moves` before and after is what
-    /// [`Lanes::used`] compares; all of it is sequentially consistent, so whoever saw the same
+    /// [`PerCpu::used`] compares; all of it is sequentially consistent, so whoever saw the same
     /// number twice, with nothing begun, saw none of the changes by half.
     fn moving<T>(&self, change: impl FnOnce() -> T) -> T {
         self.taken.moves.fetch_add(BEGUN, Ordering::SeqCst);
@@ -249,7 +252,7 @@ mod tests {
 
     #[test]
     fn the_last_slot_is_found_in_whichever_lane_it_is_counted() {
-        let lanes = Lanes::<8>::new(3);
+        let lanes = PerCpu::<8>::new(3);
         let at = |cpu| lanes.of(cpu);
         assert!((0..30).all(|i| lanes.take(at(i), 1, 30)), "all of them");
         assert_eq!(lanes.used(), 30);
@@ -266,7 +269,7 @@ mod tests {
     proptest! {
         #[test]
         fn slots_are_counted_one_by_one(capacity in 1u32..200, ops in prop::collection::vec((any::<bool>(), 0usize..4, 1u32..40), 1..200)) {
-            let lanes = Lanes::<16>::new(4);
+            let lanes = PerCpu::<16>::new(4);
             let (mut used, mut capacity) = (0, capacity);
             for (takes, lane, n) in ops {
                 if takes {
@@ -286,7 +289,7 @@ mod tests {
     #[test]
     fn threads_never_take_more_than_there_is_and_nothing_is_lost() {
         const CAPACITY: u32 = 300;
-        let lanes = Lanes::<16>::new(3);
+        let lanes = PerCpu::<16>::new(3);
         let taken = AtomicUsize::new(0);
         std::thread::scope(|s| {
             for cpu in 0..4 {
@@ -328,16 +331,16 @@ mod tests {
     fn model(
         used: u32,
         capacity: u32,
-        own: fn(&Lanes<1>) -> u32,
-        other: fn(&Lanes<1>) -> u32,
-        last: fn(&Lanes<1>, u32, u32),
+        own: fn(&PerCpu<1>) -> u32,
+        other: fn(&PerCpu<1>) -> u32,
+        last: fn(&PerCpu<1>, u32, u32),
     ) {
         let count: &'static _ = Box::leak(Box::new(std::sync::atomic::AtomicU32::new(0)));
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(move || {
             count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let lanes = Arc::new(Lanes::new(2));
+            let lanes = Arc::new(PerCpu::new(2));
             assert!(lanes.take(lanes.of(0), used, capacity));
             let theirs = lanes.clone();
             let theirs = loom::thread::spawn(move || other(&theirs));
@@ -352,7 +355,7 @@ mod tests {
     /// Nobody gets a fourth slot of three, and the sum is exact.
     #[test]
     fn credits_are_exact() {
-        let other = |lanes: &Lanes<1>| {
+        let other = |lanes: &PerCpu<1>| {
             let got = lanes.take(lanes.of(1), 2, 3);
             if got {
                 lanes.give(lanes.of(1), 1);
@@ -371,7 +374,7 @@ mod tests {
         );
     }
 
-    fn try_twice<const CAPACITY: u32>(lanes: &Lanes<1>) -> u32 {
+    fn try_twice<const CAPACITY: u32>(lanes: &PerCpu<1>) -> u32 {
         for lane in [1, 0] {
             if lanes.take(lanes.of(lane), 1, CAPACITY) {
                 lanes.undo(1);
@@ -384,23 +387,23 @@ mod tests {
     /// credit where there is room for that. Each try may be counted.
     #[test]
     fn what_is_taken_in_vain_hides_nothing() {
-        let last = |lanes: &Lanes<1>, seen, _| {
+        let last = |lanes: &PerCpu<1>, seen, _| {
             assert!((1..=3).contains(&seen), "{seen}");
             assert_eq!(lanes.used(), 1);
         };
-        model(1, 3, Lanes::used, try_twice::<3>, last);
-        model(1, 5, Lanes::used, try_twice::<5>, last);
+        model(1, 3, PerCpu::used, try_twice::<3>, last);
+        model(1, 5, PerCpu::used, try_twice::<5>, last);
     }
 
     /// While others free all but one.
     #[test]
     fn what_is_used_is_never_overlooked() {
-        let other = |lanes: &Lanes<1>| {
+        let other = |lanes: &PerCpu<1>| {
             lanes.give(lanes.of(1), 2);
             lanes.give(lanes.of(1), 3);
             0
         };
-        model(6, 9, Lanes::used, other, |lanes, seen, _| {
+        model(6, 9, PerCpu::used, other, |lanes, seen, _| {
             assert!((1..=6).contains(&seen), "{seen}");
             assert_eq!(lanes.used(), 1);
         });

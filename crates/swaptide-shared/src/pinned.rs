@@ -21,9 +21,9 @@ const O_DIRECT: u32 = 0o40000;
 
 /// Why memory of a process is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Exempt {
-    /// It has memory pinned for long.
-    Pinned,
+pub enum PinnedBy {
+    /// It has long-term pins (`VmPin`).
+    LongTermPin,
     /// A region is locked in memory.
     Locked,
     /// It has something open for direct I/O.
@@ -34,13 +34,13 @@ pub enum Exempt {
 
 /// Whether a process may write past its page tables, or has locked a region. One that is gone may
 /// not.
-pub fn exempt(pid: u32) -> Option<Exempt> {
+pub fn pinned(pid: u32) -> Option<PinnedBy> {
     let Ok(status) = fs::read_to_string(format!("/proc/{pid}/status")) else { return None };
     if figure(&status, "VmPin:") > 0 {
-        return Some(Exempt::Pinned);
+        return Some(PinnedBy::LongTermPin);
     }
     if figure(&status, "VmLck:") > 0 && locks_region(pid) {
-        return Some(Exempt::Locked);
+        return Some(PinnedBy::Locked);
     }
     match fs::read_dir(format!("/proc/{pid}/fdinfo")) {
         Ok(entries) => {
@@ -48,10 +48,10 @@ pub fn exempt(pid: u32) -> Option<Exempt> {
                 text.lines().any(|line| line.strip_prefix("flags:").is_some_and(is_direct))
             };
             let mut infos = entries.filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok());
-            infos.any(direct).then_some(Exempt::Direct)
+            infos.any(direct).then_some(PinnedBy::Direct)
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
-        Err(_) => Some(Exempt::Unknown),
+        Err(_) => Some(PinnedBy::Unknown),
     }
 }
 
@@ -94,14 +94,14 @@ mod tests {
     fn a_process_with_direct_io_is_told_from_one_without() {
         let path = std::env::temp_dir().join(format!("swaptide-direct-{}", std::process::id()));
         fs::write(&path, [0; 4096]).expect("file");
-        assert_eq!(exempt(std::process::id()), None);
+        assert_eq!(pinned(std::process::id()), None);
         match fs::OpenOptions::new().read(true).custom_flags(O_DIRECT as i32).open(&path) {
-            Ok(_direct) => assert_eq!(exempt(std::process::id()), Some(Exempt::Direct)),
+            Ok(_direct) => assert_eq!(pinned(std::process::id()), Some(PinnedBy::Direct)),
             // A file system without direct I/O: what cannot be opened needs no answer.
             Err(error) => assert_eq!(error.raw_os_error(), Some(22), "{error}"),
         }
         fs::remove_file(path).expect("remove");
-        assert_eq!(exempt(std::process::id()), None);
-        assert_eq!(exempt(u32::MAX / 2), None, "nobody");
+        assert_eq!(pinned(std::process::id()), None);
+        assert_eq!(pinned(u32::MAX / 2), None, "nobody");
     }
 }
