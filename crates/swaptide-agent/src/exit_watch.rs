@@ -111,11 +111,16 @@ pub fn watch(slot: &ProcSlot, look: impl Fn()) -> ! {
     set_name(c"swaptide-end");
     loop {
         look();
-        let told = slot.leaderless.load(Acquire);
+        let told = slot.leader_exited.load(Acquire);
         if leader_end().is_some() {
             sleep(Duration::from_millis(10));
         } else {
-            futex::wait(&slot.leaderless, told, Some(Duration::from_secs(5)), futex::Scope::Shared);
+            futex::wait(
+                &slot.leader_exited,
+                told,
+                Some(Duration::from_secs(5)),
+                futex::Scope::Shared,
+            );
         }
         end_if_alone();
     }

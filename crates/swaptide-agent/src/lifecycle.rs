@@ -421,7 +421,7 @@ pub fn begin_before(len: usize, reserved: bool) {
     if budget == 0 || (len as u64) < budget || slot.state() != ProcState::Watching {
         return;
     }
-    slot.asks.store(1, Release);
+    slot.engage_now.store(1, Release);
     // Whoever asks for the segment is looked at then.
     drop(ask(Request::Segment));
     while slot.state() == ProcState::Watching && pause() {}
@@ -455,14 +455,14 @@ fn wait_for_supervisor(segment: &'static Segment) {
     let slot = segment.slot(index);
     PLACE.store(index.0 + 1, Release);
     loop {
-        let bell = slot.bell.load(Acquire);
+        let bell = slot.wake_seq.load(Acquire);
         if slot.detach.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             slot.set_state(ProcState::Detached);
         }
-        if slot.wanted.load(Acquire) != 0 && slot.state() != ProcState::Detached {
+        if slot.engage.load(Acquire) != 0 && slot.state() != ProcState::Detached {
             engage(segment, index);
         }
-        futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
+        futex::wait(&slot.wake_seq, bell, None, futex::Scope::Shared);
         exit_watch::end_if_alone();
     }
 }
@@ -542,7 +542,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
     if !crate::allocator::ready() {
         // Nothing can be allocated, not even for a line in the log.
         slot.set_state(ProcState::Refused);
-        slot.wanted.store(0, Release);
+        slot.engage.store(0, Release);
         return;
     }
     let guard = FORK_LOCK.lock();
@@ -557,7 +557,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
             drop(guard);
             log::line(&why);
             slot.set_state(ProcState::Refused);
-            slot.wanted.store(0, Release);
+            slot.engage.store(0, Release);
             return;
         }
     };
@@ -994,9 +994,9 @@ extern "C" fn child_handler_main(_: usize) {
     };
     let slot = segment.slot(index);
     slot.limit_bytes.store(engine.charge.limit(), Relaxed);
-    slot.wanted.store(1, Relaxed);
+    slot.engage.store(1, Relaxed);
     let refused = || {
-        slot.wanted.store(0, Relaxed);
+        slot.engage.store(0, Relaxed);
         slot.set_state(ProcState::Refused);
         disown();
     };
@@ -1025,8 +1025,8 @@ extern "C" fn child_handler_main(_: usize) {
     child_is_served();
     serve(handler);
     loop {
-        let bell = slot.bell.load(Acquire);
-        futex::wait(&slot.bell, bell, None, futex::Scope::Shared);
+        let bell = slot.wake_seq.load(Acquire);
+        futex::wait(&slot.wake_seq, bell, None, futex::Scope::Shared);
         exit_watch::end_if_alone();
     }
 }

@@ -269,8 +269,8 @@ impl SwapDevice {
 
     /// Slot `off` will be looked up soon: has its word brought near, and waits for nothing.
     #[inline]
-    pub fn bring_near(&self, off: SwapOffset) {
-        self.tables.bring_near(off);
+    pub fn prefetch(&self, off: SwapOffset) {
+        self.tables.prefetch(off);
     }
 
     /// Like [`SwapDevice::lookup`], with count (saturated at 255), zero flag and group.

@@ -267,7 +267,7 @@ pub(crate) fn read_locked(word: &AtomicU64) -> u64 {
 
 /// Asks for a word's memory to be brought near: a hint, where the processor has one.
 #[inline]
-pub(crate) fn bring_near(word: &AtomicU64) {
+pub(crate) fn prefetch(word: &AtomicU64) {
     #[cfg(all(target_arch = "x86_64", not(loom)))]
     // SAFETY: a prefetch reads nothing that the program sees.
     unsafe {

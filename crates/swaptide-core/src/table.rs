@@ -21,7 +21,7 @@ use crate::entry::Entry;
 use crate::ids::{ClusterIndex, SLOTS_PER_CLUSTER, SwapOffset};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;
-use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, bring_near, read_locked};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, Paged, Pages, prefetch, read_locked};
 
 /// With a hook to give memory back, one table of an empty cluster keeps its memory for so many in
 /// use (and at most 16 do), for clusters that empty and fill again and again.
@@ -138,9 +138,9 @@ impl Tables {
 
     /// The word of a slot will be looked at soon.
     #[inline]
-    pub fn bring_near(&self, off: SwapOffset) {
+    pub fn prefetch(&self, off: SwapOffset) {
         if let Some(word) = self.pages.word(off.0 as usize) {
-            bring_near(word);
+            prefetch(word);
         }
     }
 

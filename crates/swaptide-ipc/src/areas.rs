@@ -85,8 +85,8 @@ pub struct Area {
     mirror: AtomicU32,
     /// Not 0: what lies there is not encrypted.
     plain: AtomicU32,
-    /// Not 0: the device turns.
-    turns: AtomicU32,
+    /// Not 0: the device is rotational.
+    rotational: AtomicU32,
 }
 
 #[cfg(test)]
@@ -162,8 +162,8 @@ pub struct NewArea {
     pub mirror: Option<AreaId>,
     /// What lies there is not encrypted.
     pub plain: bool,
-    /// It lies on a device that turns: a read begins with a seek.
-    pub turns: bool,
+    /// It lies on a rotational device: a read begins with a seek.
+    pub rotational: bool,
 }
 
 impl NewArea {
@@ -179,7 +179,7 @@ impl NewArea {
             export,
             mirror: None,
             plain: false,
-            turns: false,
+            rotational: false,
         }
     }
 }
@@ -241,9 +241,9 @@ impl Area {
         self.plain.load(Relaxed) != 0
     }
 
-    /// Whether it lies on a device that turns.
-    pub fn turns(&self) -> bool {
-        self.turns.load(Relaxed) != 0
+    /// Whether it lies on a rotational device.
+    pub fn is_rotational(&self) -> bool {
+        self.rotational.load(Relaxed) != 0
     }
 
     /// What was negotiated, of a network export.
@@ -359,9 +359,9 @@ impl Segment {
         self.area_of(extent).is_some_and(|(_, area)| area.is_plain())
     }
 
-    /// Whether an extent lies on a device that turns.
-    pub fn turns(&self, extent: ExtentId) -> bool {
-        self.area_of(extent).is_some_and(|(_, area)| area.turns())
+    /// Whether an extent lies on a rotational device.
+    pub fn is_rotational(&self, extent: ExtentId) -> bool {
+        self.area_of(extent).is_some_and(|(_, area)| area.is_rotational())
     }
 
     /// Adds an area and opens it. `None` when all numbers are taken, of areas or of extents.
@@ -411,7 +411,7 @@ impl Segment {
         area.base_bytes.store(new.base_bytes, Relaxed);
         area.mirror.store(new.mirror.map_or(0, |mirror| u32::from(mirror.0) + 1), Relaxed);
         area.plain.store(u32::from(new.plain), Relaxed);
-        area.turns.store(u32::from(new.turns), Relaxed);
+        area.rotational.store(u32::from(new.rotational), Relaxed);
         area.export_bytes.store(new.export.bytes, Relaxed);
         area.export_flags
             .store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);

@@ -103,15 +103,15 @@ pub struct Header {
     /// One more than the largest order of a swap-in (0: any). For comparisons: with order 0, every
     /// fault brings its page alone.
     pub largest_order_plus: AtomicU32,
-    /// Every so manyth load of several pages is taken to be out of date at its second look (0:
+    /// One in N loads of several pages is treated as stale at its second check (0:
     /// none). For tests.
     pub stale_every: AtomicU32,
-    /// Every so manyth fill of several pages ends half way, as it does when an event is unread (0:
+    /// One in N fills of several pages ends half way, as it does when an event is unread (0:
     /// none). For tests.
     pub part_every: AtomicU32,
-    /// Every so manyth transfer of a process to or from the first area goes wrong, in one way or
+    /// One in N transfers of a process to or from the first area fails, in one way or
     /// another (0: none). For tests.
-    pub mishap_every: AtomicU32,
+    pub io_fault_every: AtomicU32,
     /// How engines end after some faults: 1 and 2: the handler or a worker finds a check failed; 3:
     /// the handler's thread is gone; 4: there is no memory for an engine; 5: at its first order, a
     /// thread is gone that reads from servers (0: they do not). For tests.
@@ -138,17 +138,17 @@ pub struct ProcSlot {
     pub pid: AtomicU32,
     /// [`ProcState`].
     pub state: AtomicU32,
-    /// Futex word: the supervisor raises it and wakes when `limit_bytes` or `wanted` changed.
-    pub bell: AtomicU32,
+    /// Futex word: the supervisor raises it and wakes when `limit_bytes` or `engage` changed.
+    pub wake_seq: AtomicU32,
     /// Process id of the parent whose memory this one shares since a fork (0: none).
     pub forked_from: AtomicU32,
     /// Not 0: the process shall put its memory under management.
-    pub wanted: AtomicU32,
+    pub engage: AtomicU32,
     /// Not 0: the process has asked for that, and waits.
-    pub asks: AtomicU32,
+    pub engage_now: AtomicU32,
     /// Futex word: the supervisor raises it and wakes while the first thread of the process has
     /// ended and others live.
-    pub leaderless: AtomicU32,
+    pub leader_exited: AtomicU32,
     /// Threads of the engine in this process.
     pub engine_threads: AtomicU32,
     /// The group that its extents are charged to, and the one that it belongs to. They differ until
@@ -170,7 +170,7 @@ pub struct ProcSlot {
     pub detach: AtomicU32,
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.
-    pub of_family: AtomicU32,
+    pub cow_hint: AtomicU32,
     /// Changes of what it holds (see [`crate::groups`]).
     pub(crate) changes: AtomicU64,
     /// One more than the bytes that its compressed pool may have for its group's sake (0: as many
@@ -298,19 +298,19 @@ impl ProcSlot {
         }
     }
 
-    /// Says that the first thread has ended.
-    pub fn tell_leaderless(&self) {
-        self.leaderless.fetch_add(1, Release);
-        futex::wake(&self.leaderless, i32::MAX as u32, futex::Scope::Shared);
+    /// Reports that the first thread has ended, and wakes waiters on `leader_exited`.
+    pub fn signal_leader_exit(&self) {
+        self.leader_exited.fetch_add(1, Release);
+        futex::wake(&self.leader_exited, i32::MAX as u32, futex::Scope::Shared);
         if self.state() == ProcState::Watching {
             self.ring();
         }
     }
 
-    /// Rings the bell: whoever waits on it looks at the slot again.
+    /// Increments `wake_seq` and wakes its waiters, which read the slot again.
     pub fn ring(&self) {
-        self.bell.fetch_add(1, Release);
-        futex::wake(&self.bell, i32::MAX as u32, futex::Scope::Shared);
+        self.wake_seq.fetch_add(1, Release);
+        futex::wake(&self.wake_seq, i32::MAX as u32, futex::Scope::Shared);
     }
 }
 
@@ -405,7 +405,7 @@ impl Segment {
             let index = SlotIndex(index as u32);
             self.forget_holds(index, |_| {});
             let slot = self.slot(index);
-            slot.wanted.store(0, Relaxed);
+            slot.engage.store(0, Relaxed);
             slot.detach.store(0, Relaxed);
             slot.limit_bytes.store(0, Relaxed);
             slot.clear_use();
@@ -463,9 +463,9 @@ impl Segment {
         slot.group_wanted.store(0, Relaxed);
         slot.no_writeback.store(0, Relaxed);
         slot.preload.store(0, Relaxed);
-        slot.asks.store(0, Relaxed);
+        slot.engage_now.store(0, Relaxed);
         slot.throttle_us.store(0, Relaxed);
-        slot.of_family.store(0, Relaxed);
+        slot.cow_hint.store(0, Relaxed);
         slot.detach.store(0, Relaxed);
         slot.pool_max_plus.store(0, Relaxed);
         for counter in &slot.counters {
@@ -478,7 +478,7 @@ impl Segment {
         slot.limit_bytes.store(0, Relaxed);
         slot.peak_footprint_bytes.store(0, Relaxed);
         slot.clear_use();
-        slot.wanted.store(0, Relaxed);
+        slot.engage.store(0, Relaxed);
         slot.engine_threads.store(0, Relaxed);
         slot.forked_from.store(0, Relaxed);
         slot.set_state(ProcState::Free);

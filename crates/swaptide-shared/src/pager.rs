@@ -240,7 +240,7 @@ impl Pager {
     pub fn set_limit(&self, bytes: u64) {
         let slot = self.inner.segment.slot(self.inner.index);
         slot.limit_bytes.store(bytes.max(1), Relaxed);
-        slot.wanted.store(1, Release);
+        slot.engage.store(1, Release);
         self.inner.work.notify_all();
     }
 }
@@ -698,7 +698,7 @@ impl Inner {
     /// Takes over the limit, and begins to manage when told to.
     pub fn take_orders(&self) {
         let slot = self.segment.slot(self.index);
-        if slot.wanted.load(Relaxed) != 0 && slot.state() != ProcState::Engaged && self.engage() {
+        if slot.engage.load(Relaxed) != 0 && slot.state() != ProcState::Engaged && self.engage() {
             slot.set_state(ProcState::Engaged);
             self.count(Counter::Engaged, 1);
         }

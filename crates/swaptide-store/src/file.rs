@@ -118,9 +118,9 @@ pub trait ExtentSource: Sync {
         false
     }
 
-    /// Whether what lies in a leased extent lies on a device that turns: a read costs a seek, and
+    /// Whether what lies in a leased extent lies on a rotational device: a read costs a seek, and
     /// what lies beside it nothing more.
-    fn turns(&self, _extent: Extent) -> bool {
+    fn is_rotational(&self, _extent: Extent) -> bool {
         false
     }
 

@@ -38,8 +38,8 @@
 //! leaves the child a state it can [`Nbd::forget`]; who finds neither an idle connection nor leave
 //! to dial sleeps on a futex.
 
-mod call;
-mod lane;
+mod batch;
+mod connection;
 mod pool;
 mod wire;
 
@@ -51,7 +51,7 @@ use std::vec::Vec;
 use swaptide_sys::thread::now;
 use swaptide_sys::{Errno, OwnedFd};
 
-use self::call::{Failure, Job, Request};
+use self::batch::{Failure, Job, Request};
 use self::pool::Pool;
 use crate::PAGE_SIZE;
 use crate::file::HandedOver;
@@ -267,7 +267,7 @@ impl Nbd {
                     .map(|(i, _)| run.first + i * (chunk as usize / PAGE_SIZE)),
             );
         }
-        call::run(self, &mut requests, self.options.read_patience);
+        batch::run(self, &mut requests, self.options.read_patience);
         for (request, first) in requests.iter_mut().zip(firsts) {
             let Err(failure) = request.outcome() else { continue };
             let offset = request.offset;
@@ -278,7 +278,7 @@ impl Nbd {
             // Which of its blocks it is.
             let mut blocks = Vec::with_capacity(buf.len() / PAGE_SIZE);
             push_reads(&mut blocks, offset, buf, PAGE_SIZE as u32);
-            call::run(self, &mut blocks, self.options.read_patience);
+            batch::run(self, &mut blocks, self.options.read_patience);
             for (i, block) in blocks.iter().enumerate() {
                 block.outcome().map_err(|failure| (first + i, failure.errno()))?;
             }
@@ -306,7 +306,7 @@ impl Nbd {
             push_reads(&mut requests, *offset, buf, self.export.chunk());
             numbers.resize(requests.len(), number);
         }
-        call::run(self, &mut requests, self.options.read_patience);
+        batch::run(self, &mut requests, self.options.read_patience);
         first_failure(&requests, &numbers)
     }
 
@@ -407,7 +407,7 @@ impl Nbd {
     /// Carries out requests that follow each other; the bytes of those before the first that
     /// failed, or why the very first did.
     fn done(&self, requests: &mut [Request<'_>], patience: Duration) -> Result<usize, Errno> {
-        call::run(self, requests, patience);
+        batch::run(self, requests, patience);
         let mut bytes = 0;
         for (i, request) in requests.iter().enumerate() {
             match request.outcome() {
@@ -423,7 +423,7 @@ impl Nbd {
 impl Drop for Nbd {
     fn drop(&mut self) {
         while let Some(link) = self.pool.take() {
-            lane::say_goodbye(link.fd());
+            connection::say_goodbye(link.fd());
         }
     }
 }

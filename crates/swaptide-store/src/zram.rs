@@ -253,10 +253,10 @@ impl Zram {
     }
 
     /// What a slot holds will be loaded soon: has it brought near.
-    pub fn bring_near(&self, slot: Slot) {
+    pub fn prefetch(&self, slot: Slot) {
         let state = self.state.lock();
         if let Handle::Object(id) = state.handles.get(slot) {
-            state.pool.bring_near(id);
+            state.pool.prefetch(id);
         }
     }
 

@@ -165,7 +165,7 @@ const MADV_DONTNEED_LOCKED: u32 = 24;
 /// Asks for the memory at `at` to be brought near: a hint, where the processor has one. Any address
 /// will do.
 #[inline]
-pub fn bring_near<T>(at: *const T) {
+pub fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch reads nothing that the program sees, and is without effect where nothing
     // can be read.

@@ -157,8 +157,8 @@ impl ExtentSource for Beyond {
         self.segment.is_plain(ExtentId(extent.0))
     }
 
-    fn turns(&self, extent: Extent) -> bool {
-        self.segment.turns(ExtentId(extent.0))
+    fn is_rotational(&self, extent: Extent) -> bool {
+        self.segment.is_rotational(ExtentId(extent.0))
     }
 
     fn server_of(&self, extent: Extent) -> Option<ServerId> {
@@ -202,7 +202,7 @@ impl Areas for Beyond {
     }
 
     fn injected_fault(&self, area: u8, writes: bool) -> Option<InjectedFault> {
-        let every = self.segment.header.mishap_every.load(Relaxed);
+        let every = self.segment.header.io_fault_every.load(Relaxed);
         if every == 0 || area != 0 {
             return None;
         }
@@ -369,8 +369,8 @@ impl Devices {
     /// while there is something else to do.
     pub fn bring_near(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
-            self.pool_slots.bring_near(entry.offset());
-            self.pool.bring_near(Slot(entry.offset().0));
+            self.pool_slots.prefetch(entry.offset());
+            self.pool.prefetch(Slot(entry.offset().0));
         }
     }
 

@@ -122,7 +122,7 @@ impl Charge {
             self.limit.store(limit, Relaxed);
         }
         self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
-        self.family.hear(slot.of_family.load(Relaxed));
+        self.family.hear(slot.cow_hint.load(Relaxed));
     }
 
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
@@ -485,7 +485,7 @@ mod tests {
             (40 << 20..42 << 20).contains(&charge.pool_limit()),
             "what it has now stays for the next child"
         );
-        slot.of_family.store(1, Relaxed);
+        slot.cow_hint.store(1, Relaxed);
         charge.take_limit(slot);
         assert!(charge.keeps_copies(500, 1000), "the supervisor says so");
     }

@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::AcqRel, Ordering::Relaxe
 use std::time::Duration;
 
 use swaptide_ipc::Counter;
-use swaptide_sys::mem::{Mapping, SharedMap, bring_near, memfd_create};
+use swaptide_sys::mem::{Mapping, SharedMap, memfd_create, prefetch};
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
@@ -307,7 +307,7 @@ impl Trail {
     /// A fault will ask for a page soon: has its place brought near.
     pub(crate) fn bring_near(&self, page: PageNo) {
         if let Some(book) = &self.book {
-            bring_near(book.place_of(page));
+            prefetch(book.place_of(page));
         }
     }
 

@@ -215,7 +215,7 @@ fn heir(engine: &'static Engine, end: Option<Conn>, parent: u32) {
     let index = segment().claim(getpid().0, parent).unwrap_or_else(|| die("no slot is free"));
     let slot = segment().slot(index);
     slot.limit_bytes.store(engine.charge.limit(), Relaxed);
-    slot.wanted.store(1, Relaxed);
+    slot.engage.store(1, Relaxed);
     let mut left = match engine.inherit(end, index) {
         Ok(Some(left)) => left,
         // Its copy of the engine is torn, or was not to be had: all memory is there.

@@ -247,7 +247,7 @@ impl Keeper {
         for pid in self.tree.leaderless() {
             // If nobody else is left but who hears this, it ends the process.
             if let Some(slot) = slots.get(&pid) {
-                self.segment.slot(*slot).tell_leaderless();
+                self.segment.slot(*slot).signal_leader_exit();
             }
         }
         let pids: Vec<u32> = self.tree.pids().collect();
@@ -782,7 +782,7 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
     if changes {
         slot.limit_bytes.store(limit, Relaxed);
         if engage {
-            slot.wanted.store(1, Relaxed);
+            slot.engage.store(1, Relaxed);
         }
         // The bell's release makes both stores visible to who wakes.
         slot.ring();

@@ -97,9 +97,9 @@ impl Watch {
 
 /// How the process of a slot stands to the budget.
 fn standing(slot: &ProcSlot) -> Standing {
-    match (slot.state(), slot.wanted.load(Relaxed)) {
+    match (slot.state(), slot.engage.load(Relaxed)) {
         (ProcState::Engaged, _) => Standing::Engaged,
-        (ProcState::Watching, 0) if slot.asks.load(Relaxed) != 0 => Standing::Asking,
+        (ProcState::Watching, 0) if slot.engage_now.load(Relaxed) != 0 => Standing::Asking,
         (ProcState::Watching, 0) => Standing::Watching,
         (ProcState::Watching, _) => Standing::Engaged,
         (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Beyond,
@@ -256,7 +256,7 @@ impl Keeper {
         watch.word = watch.word.wrapping_add(1).max(1);
         self.segment
             .slot(index)
-            .of_family
+            .cow_hint
             .store(if watch.of_family { watch.word } else { 0 }, Relaxed);
         Sharing {
             bytes: if watch.of_family { shared } else { lasting },

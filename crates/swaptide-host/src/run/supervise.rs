@@ -451,7 +451,7 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     header.slots_max.store(test_setting(ENV_SLOTS).unwrap_or(0), Relaxed);
     header.stale_every.store(test_setting(ENV_STALE).unwrap_or(0), Relaxed);
     header.part_every.store(test_setting(ENV_PART).unwrap_or(0), Relaxed);
-    header.mishap_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
+    header.io_fault_every.store(test_setting(ENV_MISHAPS).unwrap_or(0), Relaxed);
     header.fail.store(test_setting(ENV_FAIL).unwrap_or(0), Relaxed);
     let followed = doctor::forks().map_err(io::Error::other)? == Forks::Followed;
     header.followed_forks.store(followed.into(), Relaxed);

@@ -238,8 +238,16 @@ impl Areas {
             None => None,
         };
         let mirror = copy.as_ref().map(|(id, _)| *id);
-        let new =
-            NewArea { transport, priority, extents, base_bytes, export, mirror, plain, turns };
+        let new = NewArea {
+            transport,
+            priority,
+            extents,
+            base_bytes,
+            export,
+            mirror,
+            plain,
+            rotational: turns,
+        };
         let Some(id) = self.segment.add_area(new) else {
             mirror.inspect(|id| self.segment.drop_mirror(*id));
             return Err(AreaError::TooMany);

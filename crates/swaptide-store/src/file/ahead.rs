@@ -1,4 +1,4 @@
-//! Reading ahead on a device that turns: with a page comes what was written beside it.
+//! Reading ahead on a rotational device: with a page comes what was written beside it.
 //!
 //! Where every read begins with a seek, the page asked for costs as much as all that lies around
 //! it, and what went out together is often wanted together, wherever it belongs. So a page that is
@@ -12,7 +12,7 @@
 //!    no other page ever has that, so it was the slot's all the time. A slot that was written or
 //!    freed meanwhile, or moved by cleaning, is read anew.
 //! 2. A page is held once and handed out once. What is held already and lies in the middle of a
-//!    larger block is read with it, for one sweep is what a disk that turns is good at; its older
+//!    larger block is read with it, for one sweep is what a rotational disk is good at; its older
 //!    copy is forgotten.
 //! 3. What is read ahead costs nobody an error: when a read fails, the pages asked for are read
 //!    alone.
@@ -96,7 +96,7 @@ impl Default for ReadAhead {
 
 impl ReadAhead {
     /// Brings a batch of pages back, as [`FileDevice::read`] does. A page that is alone in it and
-    /// lies on a device that turns may bring up to `most` pages (1: none) that lie there beside it.
+    /// lies on a rotational device may bring up to `most` pages (1: none) that lie there beside it.
     ///
     /// # Errors
     /// As of [`FileDevice::read`].
@@ -123,7 +123,7 @@ impl ReadAhead {
         let [(slot, page)] = &mut rest[..] else {
             return if rest.is_empty() { Ok(came) } else { device.read(&mut rest).map(|()| came) };
         };
-        if is_alone && most > 1 && device.turns(*slot) {
+        if is_alone && most > 1 && device.is_rotational(*slot) {
             let pages = self.window.next(*slot, most);
             let beside = device.beside(*slot, pages);
             if !beside.is_empty()
@@ -190,11 +190,11 @@ impl ReadAhead {
 }
 
 impl FileDevice {
-    /// Whether a slot's page lies on a device that turns: where every read begins with a seek.
+    /// Whether a slot's page lies on a rotational device: where every read begins with a seek.
     #[must_use]
-    pub fn turns(&self, slot: Slot) -> bool {
+    pub fn is_rotational(&self, slot: Slot) -> bool {
         let place = self.state.lock().places.get(slot);
-        place.is_some_and(|place| self.source.turns(place.span.extent()))
+        place.is_some_and(|place| self.source.is_rotational(place.span.extent()))
     }
 
     /// The slots of the aligned block of `pages` around a slot, without itself, that lie beside it

@@ -177,8 +177,8 @@ struct Source {
     plain: bool,
     /// All lie on a server.
     far: bool,
-    /// All lie on a device that turns.
-    turns: bool,
+    /// All lie on a rotational device.
+    rotational: bool,
     /// Those from this one on lie on another device.
     second: Option<u32>,
     /// Who gives back a shared extent last has it again, to punch it.
@@ -194,7 +194,7 @@ impl Source {
             most,
             plain: false,
             far: false,
-            turns: false,
+            rotational: false,
             second: None,
             retakes: false,
             barred: Arc::default(),
@@ -269,8 +269,8 @@ impl ExtentSource for Source {
         self.plain && extent.0 % 2 == 1
     }
 
-    fn turns(&self, _extent: Extent) -> bool {
-        self.turns
+    fn is_rotational(&self, _extent: Extent) -> bool {
+        self.rotational
     }
 
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {

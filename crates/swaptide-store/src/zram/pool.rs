@@ -22,7 +22,7 @@
 //!
 //! No lock in here: the device's lock guards it.
 
-use swaptide_sys::mem::{Mapping, bring_near};
+use swaptide_sys::mem::{Mapping, prefetch};
 
 use super::PoolFull;
 use crate::PAGE_SIZE;
@@ -365,14 +365,14 @@ impl Pool {
     }
 
     /// An object will be read soon: has its head and the first of its bytes brought near.
-    pub(super) fn bring_near(&self, id: ObjectId) {
+    pub(super) fn prefetch(&self, id: ObjectId) {
         let Some(block) = self.blocks.get(id.block()) else { return };
         let Some(head) = block.heads.get(id.index()) else { return };
-        bring_near(head);
+        prefetch(head);
         let size = CLASS[usize::from(block.class)].size as usize;
         let bytes = self.memory.as_ptr().wrapping_add(id.block() * BLOCK_BYTES + id.index() * size);
         for line in 0..NEAR_LINES.min(size.div_ceil(LINE_BYTES)) {
-            bring_near(bytes.wrapping_add(line * LINE_BYTES));
+            prefetch(bytes.wrapping_add(line * LINE_BYTES));
         }
     }
 

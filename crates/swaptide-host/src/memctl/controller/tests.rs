@@ -89,15 +89,15 @@ fn a_process_that_fills_the_budget_is_asked_to_be_managed_and_gets_a_limit() {
     let slot = segment.slot(index);
     let mut roomy = keeper(&child, segment, no_areas(segment), 512 << 20, false);
     roomy.tick();
-    assert_eq!(slot.wanted.load(Relaxed), 0, "it fits");
+    assert_eq!(slot.engage.load(Relaxed), 0, "it fits");
     let root = child.id();
     let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
     keeper.tick();
-    assert_eq!((slot.wanted.load(Relaxed), slot.bell.load(Relaxed)), (1, 1));
+    assert_eq!((slot.engage.load(Relaxed), slot.wake_seq.load(Relaxed)), (1, 1));
     let limit = slot.limit_bytes.load(Relaxed);
     assert!(limit > 55 << 20 && limit < 64 << 20, "{limit}");
     keeper.tick();
-    assert_eq!(slot.bell.load(Relaxed), 1, "no bell without news");
+    assert_eq!(slot.wake_seq.load(Relaxed), 1, "no bell without news");
     assert!(keeper.totals(root).peak_resident > 60 << 20);
     end(child);
 }

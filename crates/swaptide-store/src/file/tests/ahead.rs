@@ -5,10 +5,10 @@ use crate::file::ahead::{Ahead, ReadAhead};
 
 const N: u32 = 400;
 
-/// A device that turns (or not), with `N` pages, written 40 at a time.
-fn turning(turns: bool) -> (Disk, FileDevice) {
+/// A rotational device (or not), with `N` pages, written 40 at a time.
+fn turning(rotational: bool) -> (Disk, FileDevice) {
     let disk = Disk::default();
-    let device = device(&disk, &Source { turns, ..Source::new(4) });
+    let device = device(&disk, &Source { rotational, ..Source::new(4) });
     for first in (0..N).step_by(40) {
         write_raw(&device, &(first..first + 40).map(|slot| (slot, slot + 1)).collect::<Vec<_>>())
             .unwrap();
@@ -192,7 +192,7 @@ proptest! {
     #[test]
     fn never_an_old_page(steps in prop::collection::vec(steps(), 1..150)) {
         let disk = Disk::default();
-        let device = device(&disk, &Source { turns: true, ..Source::new(4) });
+        let device = device(&disk, &Source { rotational: true, ..Source::new(4) });
         let mut ahead = ReadAhead::default();
         let mut model: HashMap<u32, u32> = HashMap::new();
         for (seed, step) in steps.into_iter().enumerate() {

@@ -15,7 +15,7 @@ use swaptide_sys::{BorrowedFd, Errno};
 
 use core::time::Duration;
 
-use super::call::{Failure, GROUP, Job, Request, State};
+use super::batch::{Failure, GROUP, Job, Request, State};
 use super::pool::Link;
 use super::wire::{self, Garbled, Head};
 use super::{Nbd, Relaxed};
@@ -64,7 +64,7 @@ enum Incoming {
     Skip { index: usize, left: u32, last: bool },
 }
 
-pub(super) struct Lane<'p> {
+pub(super) struct Connection<'p> {
     link: Link<'p>,
     structured: bool,
     serial: u64,
@@ -79,9 +79,9 @@ pub(super) struct Lane<'p> {
     unread: Range<usize>,
 }
 
-impl<'p> Lane<'p> {
-    pub(super) fn new(link: Link<'p>, nbd: &Nbd) -> Lane<'p> {
-        Lane {
+impl<'p> Connection<'p> {
+    pub(super) fn new(link: Link<'p>, nbd: &Nbd) -> Connection<'p> {
+        Connection {
             link,
             structured: nbd.export.structured,
             serial: nbd.serial.fetch_add(1, Relaxed),

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use swaptide_sys::Errno;
 use swaptide_sys::thread::{Nanos, now, sleep};
 
-use super::lane::{Broken, Lane};
+use super::connection::{Broken, Connection};
 use super::wire::{self, Garbled};
 use super::{Flags, Nbd, Relaxed};
 
@@ -172,7 +172,15 @@ impl<'b> Request<'b> {
 /// Brings requests to their ends; each has an outcome then.
 pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
     for group in requests.chunks_mut(GROUP) {
-        Call { nbd, requests: group, lanes: Vec::new(), calm: now(), patience, failures: 0 }.run();
+        RequestBatch {
+            nbd,
+            requests: group,
+            connections: Vec::new(),
+            calm: now(),
+            patience,
+            failures: 0,
+        }
+        .run();
     }
     let failed = |which: fn(Failure) -> bool| {
         requests.iter().filter(|r| r.outcome().is_err_and(which)).count() as u64
@@ -182,10 +190,10 @@ pub(super) fn run(nbd: &Nbd, requests: &mut [Request<'_>], patience: Duration) {
     nbd.counters.given_up.fetch_add(given_up, Relaxed);
 }
 
-struct Call<'c, 'b> {
+struct RequestBatch<'c, 'b> {
     nbd: &'c Nbd,
     requests: &'c mut [Request<'b>],
-    lanes: Vec<Lane<'c>>,
+    connections: Vec<Connection<'c>>,
     /// When it last made progress.
     calm: Nanos,
     patience: Duration,
@@ -193,11 +201,11 @@ struct Call<'c, 'b> {
     failures: u32,
 }
 
-impl Call<'_, '_> {
+impl RequestBatch<'_, '_> {
     fn run(mut self) {
         let mut widened = false;
         while self.requests.iter().any(|request| !request.is_done()) {
-            if self.patience_left().is_zero() || (self.lanes.is_empty() && !self.connect()) {
+            if self.patience_left().is_zero() || (self.connections.is_empty() && !self.connect()) {
                 self.give_up();
                 break;
             }
@@ -212,7 +220,10 @@ impl Call<'_, '_> {
                 0
             };
             let requests = &mut *self.requests;
-            let broken = self.lanes.iter_mut().position(|lane| lane.send(requests, flags).is_err());
+            let broken = self
+                .connections
+                .iter_mut()
+                .position(|connection| connection.send(requests, flags).is_err());
             match broken {
                 // What came before it broke may tell more.
                 Some(i) => {
@@ -221,8 +232,8 @@ impl Call<'_, '_> {
                 None => self.listen(),
             }
         }
-        for lane in self.lanes {
-            lane.put_back();
+        for connection in self.connections {
+            connection.put_back();
         }
     }
 
@@ -236,7 +247,7 @@ impl Call<'_, '_> {
         loop {
             let seen = nbd.pool.changes();
             if let Some(link) = nbd.pool.take() {
-                self.lanes.push(Lane::new(link, nbd));
+                self.connections.push(Connection::new(link, nbd));
                 return true;
             }
             let left = self.patience_left();
@@ -248,7 +259,7 @@ impl Call<'_, '_> {
                 match nbd.dialer.dial() {
                     Ok(fd) => {
                         nbd.counters.dialed.fetch_add(1, Relaxed);
-                        self.lanes.push(Lane::new(seat.link(fd), nbd));
+                        self.connections.push(Connection::new(seat.link(fd), nbd));
                         return true;
                     }
                     Err(_) => {
@@ -269,9 +280,9 @@ impl Call<'_, '_> {
     fn widen(&mut self) {
         let nbd = self.nbd;
         let wanted = self.requests.len().div_ceil(WIDE_FROM).min(nbd.pool.most() as usize);
-        while self.lanes.len() < wanted {
+        while self.connections.len() < wanted {
             if let Some(link) = nbd.pool.take() {
-                self.lanes.push(Lane::new(link, nbd));
+                self.connections.push(Connection::new(link, nbd));
                 continue;
             }
             if now().0 < nbd.extras_rest.load(Relaxed) {
@@ -281,7 +292,7 @@ impl Call<'_, '_> {
             match nbd.dialer.dial() {
                 Ok(fd) => {
                     nbd.counters.dialed.fetch_add(1, Relaxed);
-                    self.lanes.push(Lane::new(seat.link(fd), nbd));
+                    self.connections.push(Connection::new(seat.link(fd), nbd));
                 }
                 Err(_) => {
                     nbd.counters.dial_failed.fetch_add(1, Relaxed);
@@ -298,14 +309,16 @@ impl Call<'_, '_> {
             if request.state != State::Waiting {
                 continue;
             }
-            let Some(lane) = self.lanes.iter_mut().min_by_key(|lane| lane.under_way()) else {
+            let Some(connection) =
+                self.connections.iter_mut().min_by_key(|connection| connection.under_way())
+            else {
                 return;
             };
-            if lane.under_way() >= DEPTH {
+            if connection.under_way() >= DEPTH {
                 return;
             }
-            lane.offer(i);
-            request.state = State::Queued(lane.serial());
+            connection.offer(i);
+            request.state = State::Queued(connection.serial());
             if core::mem::take(&mut request.again) {
                 self.nbd.counters.replayed.fetch_add(1, Relaxed);
             }
@@ -317,15 +330,15 @@ impl Call<'_, '_> {
         let now_ = now();
         let limit = self.nbd.options.request_limit;
         let mut time = self.patience_left();
-        for lane in &self.lanes {
-            if lane.under_way() > 0 {
-                time = time.min(limit.saturating_sub(now_.since(lane.calm())));
+        for connection in &self.connections {
+            if connection.under_way() > 0 {
+                time = time.min(limit.saturating_sub(now_.since(connection.calm())));
             }
         }
-        let mut polls: Vec<PollFd<'_>> = Vec::with_capacity(self.lanes.len());
-        for lane in &self.lanes {
-            let out = if lane.sends() { PollFlags::OUT } else { PollFlags::empty() };
-            polls.push(PollFd::from_borrowed_fd(lane.fd(), PollFlags::IN | out));
+        let mut polls: Vec<PollFd<'_>> = Vec::with_capacity(self.connections.len());
+        for connection in &self.connections {
+            let out = if connection.sends() { PollFlags::OUT } else { PollFlags::empty() };
+            polls.push(PollFd::from_borrowed_fd(connection.fd(), PollFlags::IN | out));
         }
         let time = Timespec {
             tv_sec: time.as_secs().min(1 << 30) as i64,
@@ -337,13 +350,15 @@ impl Call<'_, '_> {
             polls.iter().enumerate().filter(|(_, poll)| poll.revents().intersects(!PollFlags::OUT));
         let heard = heard.fold(0u32, |mask, (i, _)| mask | 1 << i);
         // From the last: one that breaks is taken out of the list.
-        for i in (0..self.lanes.len()).rev() {
+        for i in (0..self.connections.len()).rev() {
             if heard & 1 << i != 0 && !self.hear(i, false) {
                 continue;
             }
             // After what has come was heard: this thread may be the one that is late. And also
             // then: who talks on and on has not answered yet.
-            if self.lanes[i].under_way() > 0 && now().since(self.lanes[i].calm()) >= limit {
+            if self.connections[i].under_way() > 0
+                && now().since(self.connections[i].calm()) >= limit
+            {
                 self.broke(i, Broken::Late);
             }
         }
@@ -352,10 +367,10 @@ impl Call<'_, '_> {
     /// Receives what has come on a connection, which may be known to be broken; `false` if it is
     /// gone then.
     fn hear(&mut self, i: usize, broken: bool) -> bool {
-        let lane = &mut self.lanes[i];
-        let before = lane.under_way();
-        let heard = lane.receive(self.requests);
-        if lane.under_way() < before {
+        let connection = &mut self.connections[i];
+        let before = connection.under_way();
+        let heard = connection.receive(self.requests);
+        if connection.under_way() < before {
             self.calm = now();
             self.failures = 0;
         }
@@ -369,9 +384,9 @@ impl Call<'_, '_> {
 
     /// What was under way on a connection waits for another.
     fn broke(&mut self, i: usize, why: Broken) {
-        let lane = self.lanes.swap_remove(i);
+        let connection = self.connections.swap_remove(i);
         let counters = &self.nbd.counters;
-        if lane.under_way() > 0 {
+        if connection.under_way() > 0 {
             counters.broken.fetch_add(1, Relaxed);
         }
         match why {
@@ -382,7 +397,8 @@ impl Call<'_, '_> {
         self.failures += 1;
         let mut changes = false;
         for request in &mut *self.requests {
-            if matches!(request.state, State::Queued(serial) | State::Sent(serial) if serial == lane.serial())
+            if let State::Queued(serial) | State::Sent(serial) = request.state
+                && serial == connection.serial()
             {
                 changes |= matches!(request.state, State::Sent(_))
                     && matches!(request.job, Job::Write(_) | Job::Trim(_));
@@ -390,9 +406,9 @@ impl Call<'_, '_> {
             }
         }
         if why == Broken::Late && changes {
-            lane.drain(self.nbd.options.drain.min(self.patience_left()));
+            connection.drain(self.nbd.options.drain.min(self.patience_left()));
         }
-        lane.end();
+        connection.end();
     }
 
     /// What is not done fails.
@@ -400,8 +416,8 @@ impl Call<'_, '_> {
         for request in self.requests.iter_mut().filter(|request| !request.is_done()) {
             request.state = State::Done(Err(Failure::Unreachable));
         }
-        for lane in self.lanes.drain(..) {
-            if lane.under_way() > 0 { lane.end() } else { lane.put_back() }
+        for connection in self.connections.drain(..) {
+            if connection.under_way() > 0 { connection.end() } else { connection.put_back() }
         }
     }
 }
