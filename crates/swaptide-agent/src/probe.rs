@@ -13,7 +13,7 @@ use swaptide_sys::thread::getpid;
 
 use crate::seccomp;
 
-const SYS_PROCESS_VM_READV: u32 = 310;
+const SYS_PROCESS_VM_READV: u32 = linux_raw_sys::general::__NR_process_vm_readv;
 /// Ranges of one call.
 const RANGES: usize = 64;
 

@@ -85,7 +85,7 @@ fn concerns(start: usize, len: usize) -> bool {
 /// Maps shared memory as the program asks, if it is of the kind that is managed. `None`: the kernel
 /// shall do it.
 pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
-    const SYS_MMAP: u32 = 9;
+    const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
     let kind = flags & KIND == SHARED
         && flags & ANONYMOUS != 0
         && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;

@@ -84,7 +84,7 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
 /// As for prctl(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
-    const SYS_PRCTL: u32 = 157;
+    const SYS_PRCTL: u32 = linux_raw_sys::general::__NR_prctl;
     // SAFETY: the program's own arguments.
     let call = || unsafe { syscall6(SYS_PRCTL, [option as usize, a, b, c, d, 0]) } as isize;
     real::libc_result(if option == seccomp::PR_SET_SECCOMP { seccomp::set(call) } else { call() })
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn thrd_create(
 /// before the program has it. Filling it at once would make all of it memory before anybody could
 /// manage it, so that is left out: it is only a wish.
 fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
-    const SYS_MMAP: u32 = 9;
+    const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
     const PRIVATE: c_int = 0x02;
     const KIND: c_int = 0x0f;
     const ANONYMOUS: c_int = 0x20;
@@ -377,7 +377,7 @@ unsafe extern "C" {
 /// As for execve(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn execve(path: Text, argv: Texts, envp: Texts) -> c_int {
-    const SYS_EXECVE: u32 = 59;
+    const SYS_EXECVE: u32 = linux_raw_sys::general::__NR_execve;
     // SAFETY: the program's own arguments; the address, if there is one, is that of libc's function
     // of this type.
     unsafe {
@@ -463,7 +463,7 @@ pub unsafe extern "C" fn execveat(
     envp: Texts,
     flags: c_int,
 ) -> c_int {
-    const SYS_EXECVEAT: u32 = 322;
+    const SYS_EXECVEAT: u32 = linux_raw_sys::general::__NR_execveat;
     // SAFETY: the program's own arguments.
     unsafe {
         with_environment(envp, |envp| {

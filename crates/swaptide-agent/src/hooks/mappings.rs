@@ -32,25 +32,25 @@ use crate::pages::excluded;
 use crate::probe;
 use crate::seccomp;
 
-const SYS_IOCTL: u32 = 16;
-const SYS_MADVISE: u32 = 28;
-const SYS_SHMAT: u32 = 30;
-const SYS_SHMCTL: u32 = 31;
-const SYS_SHMDT: u32 = 67;
-const SYS_MREMAP: u32 = 25;
-const SYS_MMAP: u32 = 9;
-const SYS_MLOCKALL: u32 = 151;
-const SYS_PROCESS_MADVISE: u32 = 440;
+const SYS_IOCTL: u32 = linux_raw_sys::general::__NR_ioctl;
+const SYS_MADVISE: u32 = linux_raw_sys::general::__NR_madvise;
+const SYS_SHMAT: u32 = linux_raw_sys::general::__NR_shmat;
+const SYS_SHMCTL: u32 = linux_raw_sys::general::__NR_shmctl;
+const SYS_SHMDT: u32 = linux_raw_sys::general::__NR_shmdt;
+const SYS_MREMAP: u32 = linux_raw_sys::general::__NR_mremap;
+const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
+const SYS_MLOCKALL: u32 = linux_raw_sys::general::__NR_mlockall;
+const SYS_PROCESS_MADVISE: u32 = linux_raw_sys::general::__NR_process_madvise;
 
-const DONTNEED: usize = 4;
-const FREE: c_int = 8;
-const GUARD_INSTALL: c_int = 102;
+const DONTNEED: usize = linux_raw_sys::general::MADV_DONTNEED as usize;
+const FREE: c_int = linux_raw_sys::general::MADV_FREE as c_int;
+const GUARD_INSTALL: c_int = linux_raw_sys::general::MADV_GUARD_INSTALL as c_int;
 /// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
 /// memory is not managed.
-const MADV_WIPEONFORK: c_int = 18;
+const MADV_WIPEONFORK: c_int = linux_raw_sys::general::MADV_WIPEONFORK as c_int;
 /// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
 /// is kept out of others (`shield`), so what the program keeps out itself is not managed.
-const MADV_DONTFORK: c_int = 10;
+const MADV_DONTFORK: c_int = linux_raw_sys::general::MADV_DONTFORK as c_int;
 const EAGAIN: c_int = 11;
 
 /// The pages of a range that can be managed; `None` where there are none.
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_segment_tells_its_size() {
-        const SYS_SHMGET: u32 = 29;
+        const SYS_SHMGET: u32 = linux_raw_sys::general::__NR_shmget;
         // SAFETY: a segment of this test's own, which nobody attaches.
         let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) } as usize;
         assert_eq!(segment_len(id), Some(3 * PAGE_SIZE + 1));

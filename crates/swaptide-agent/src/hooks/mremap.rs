@@ -25,9 +25,9 @@ use swaptide_sys::raw::syscall6;
 
 use crate::shmem;
 
-const SYS_MMAP: u32 = 9;
-const SYS_MUNMAP: u32 = 11;
-pub const SYS_MREMAP: u32 = 25;
+const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
+const SYS_MUNMAP: u32 = linux_raw_sys::general::__NR_munmap;
+pub const SYS_MREMAP: u32 = linux_raw_sys::general::__NR_mremap;
 const EFAULT: isize = -14;
 const MAYMOVE: usize = 1;
 const FIXED: usize = 2;

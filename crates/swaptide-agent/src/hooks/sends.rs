@@ -47,17 +47,17 @@ const F_SETFL: c_int = 4;
 /// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
 const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
 
-pub const SYS_OPEN: usize = 2;
-pub const SYS_FCNTL: usize = 72;
-pub const SYS_OPENAT: usize = 257;
-pub const SYS_OPENAT2: usize = 437;
-pub const SYS_SENDTO: usize = 44;
-pub const SYS_SENDMSG: usize = 46;
-pub const SYS_SETSOCKOPT: usize = 54;
-pub const SYS_VMSPLICE: usize = 278;
-pub const SYS_SENDMMSG: usize = 307;
-pub const SYS_IO_URING_SETUP: usize = 425;
-pub const SYS_IO_URING_ENTER: usize = 426;
+pub const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
+pub const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
+pub const SYS_OPENAT: usize = linux_raw_sys::general::__NR_openat as usize;
+pub const SYS_OPENAT2: usize = linux_raw_sys::general::__NR_openat2 as usize;
+pub const SYS_SENDTO: usize = linux_raw_sys::general::__NR_sendto as usize;
+pub const SYS_SENDMSG: usize = linux_raw_sys::general::__NR_sendmsg as usize;
+pub const SYS_SETSOCKOPT: usize = linux_raw_sys::general::__NR_setsockopt as usize;
+pub const SYS_VMSPLICE: usize = linux_raw_sys::general::__NR_vmsplice as usize;
+pub const SYS_SENDMMSG: usize = linux_raw_sys::general::__NR_sendmmsg as usize;
+pub const SYS_IO_URING_SETUP: usize = linux_raw_sys::general::__NR_io_uring_setup as usize;
+pub const SYS_IO_URING_ENTER: usize = linux_raw_sys::general::__NR_io_uring_enter as usize;
 
 /// Called before a system call that the program makes through libc's `syscall`.
 pub fn before(number: usize, second: usize, third: usize, fourth: usize) {
@@ -100,7 +100,7 @@ fn keep_all() {
 }
 
 fn is_unpinned(fd: c_int) -> bool {
-    const SYS_FSTATFS: u32 = 138;
+    const SYS_FSTATFS: u32 = linux_raw_sys::general::__NR_fstatfs;
     let mut buf = [0u64; 16];
     // SAFETY: the buffer is longer than the structure, whose first word is the type.
     let result =
@@ -133,7 +133,7 @@ pub fn look_at_inherited() -> bool {
         let mut target = [0u8; 32];
         // SAFETY: the path ends with a zero, the buffer is as long as said.
         let len = unsafe {
-            const SYS_READLINK: u32 = 89;
+            const SYS_READLINK: u32 = linux_raw_sys::general::__NR_readlink;
             syscall6(
                 SYS_READLINK,
                 [path.0.as_ptr() as usize, target.as_mut_ptr() as usize, target.len(), 0, 0, 0],
@@ -189,7 +189,7 @@ fn is_direct(fd: u64) -> bool {
 }
 
 fn is_unpinned_path(path: &Path) -> bool {
-    const SYS_STATFS: u32 = 137;
+    const SYS_STATFS: u32 = linux_raw_sys::general::__NR_statfs;
     let mut buf = [0u64; 16];
     // SAFETY: the path ends with a zero; the buffer is longer than the structure.
     let result = unsafe {

@@ -33,25 +33,25 @@ use crate::pages::kernel_words;
 use crate::probe;
 use crate::seccomp;
 
-const SYS_EXECVE: usize = 59;
-const SYS_EXECVEAT: usize = 322;
-const SYS_CLONE: usize = 56;
-const SYS_FORK: usize = 57;
-const SYS_CLONE3: usize = 435;
-const SYS_EXIT: usize = 60;
-const SYS_PRCTL: usize = 157;
-const SYS_SECCOMP: usize = 317;
+const SYS_EXECVE: usize = linux_raw_sys::general::__NR_execve as usize;
+const SYS_EXECVEAT: usize = linux_raw_sys::general::__NR_execveat as usize;
+const SYS_CLONE: usize = linux_raw_sys::general::__NR_clone as usize;
+const SYS_FORK: usize = linux_raw_sys::general::__NR_fork as usize;
+const SYS_CLONE3: usize = linux_raw_sys::general::__NR_clone3 as usize;
+const SYS_EXIT: usize = linux_raw_sys::general::__NR_exit as usize;
+const SYS_PRCTL: usize = linux_raw_sys::general::__NR_prctl as usize;
+const SYS_SECCOMP: usize = linux_raw_sys::general::__NR_seccomp as usize;
 
-const SYS_SET_TID_ADDRESS: usize = 218;
-const SYS_SET_ROBUST_LIST: usize = 273;
-const SYS_RSEQ: usize = 334;
+const SYS_SET_TID_ADDRESS: usize = linux_raw_sys::general::__NR_set_tid_address as usize;
+const SYS_SET_ROBUST_LIST: usize = linux_raw_sys::general::__NR_set_robust_list as usize;
+const SYS_RSEQ: usize = linux_raw_sys::general::__NR_rseq as usize;
 
-const SYS_MADVISE: usize = 28;
+const SYS_MADVISE: usize = linux_raw_sys::general::__NR_madvise as usize;
 const SYS_MREMAP: usize = mremap::SYS_MREMAP as usize;
-const SYS_IOCTL: usize = 16;
-const SYS_SHMAT: usize = 30;
-const SYS_MLOCKALL: usize = 151;
-const SYS_PROCESS_MADVISE: usize = 440;
+const SYS_IOCTL: usize = linux_raw_sys::general::__NR_ioctl as usize;
+const SYS_SHMAT: usize = linux_raw_sys::general::__NR_shmat as usize;
+const SYS_MLOCKALL: usize = linux_raw_sys::general::__NR_mlockall as usize;
+const SYS_PROCESS_MADVISE: usize = linux_raw_sys::general::__NR_process_madvise as usize;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const CALLS: usize = 512;

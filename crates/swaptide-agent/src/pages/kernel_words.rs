@@ -112,7 +112,7 @@ pub unsafe extern "C" fn pthread_mutex_destroy(mutex: Mutex) -> c_int {
     result
 }
 
-pub const SYS_FUTEX: usize = 202;
+pub const SYS_FUTEX: usize = linux_raw_sys::general::__NR_futex as usize;
 const EFAULT: isize = -14;
 const COMMAND: usize = 0x7f;
 const PRIVATE: usize = 0x80;
@@ -192,7 +192,7 @@ fn fetch(word: usize, operation: usize) -> bool {
 
 /// The program has set a robust list of its own.
 static OWN_LISTS: AtomicBool = AtomicBool::new(false);
-const SYS_GET_ROBUST_LIST: u32 = 274;
+const SYS_GET_ROBUST_LIST: u32 = linux_raw_sys::general::__NR_get_robust_list;
 /// Entries of a list that the kernel walks at most.
 const LIST_LIMIT: usize = 2048;
 /// Bytes of a list's head.
