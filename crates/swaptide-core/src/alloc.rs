@@ -30,6 +30,7 @@
 //!    is repeated for a while when it was hidden (its cluster locked by somebody else for a
 //!    moment).
 
+use crate::cluster::ListId;
 use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::Entry;
@@ -37,7 +38,6 @@ use crate::error::AllocError;
 use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapOffset,
 };
-use crate::lists::ListId;
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 use crate::sync::{AtomicU64, Guard, Ordering, relax};
 use crate::table::Table;

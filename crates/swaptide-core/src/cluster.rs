@@ -16,12 +16,22 @@
 //! lock after it.
 
 use crate::entry::{COUNT_OVERFLOW, Entry};
-use crate::lists::ListId;
 use crate::sync::{AtomicU32, AtomicUsize, Guard, Ordering, SpinLock};
 use crate::table::TableState;
 
 /// End of an intrusive list, and "no cluster".
 pub(crate) const NO_CLUSTER: u32 = u32::MAX;
+
+/// The list that a cluster is on; the number is an order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ListId {
+    None,
+    Free,
+    Full,
+    Discard,
+    Nonfull(u8),
+    Frag(u8),
+}
 
 /// What a cluster is, without its words.
 pub(crate) struct Cluster {

@@ -16,10 +16,11 @@
 //! Locks, in order: cluster, then lists. The hook given to [`SwapDevice::with_free_notify`] runs
 //! under the cluster lock.
 
+use crate::cluster::ListId;
 use crate::cluster::{Cluster, NO_CLUSTER, State};
 use crate::entry::{Entry, Slot, SlotInfo};
 use crate::ids::{ClusterIndex, MAX_SLOTS, Order, SLOTS_PER_CLUSTER, SwapOffset, SwapType};
-use crate::lists::{Headers, ListId, Lists};
+use crate::lists::{Headers, Lists};
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;

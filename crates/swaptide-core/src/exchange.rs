@@ -13,6 +13,7 @@
 //! 2. No exchange allocates memory, except [`SwapDevice::dup`] past a count of 254.
 //! 3. Slots that become free are reported to the device's hook before the cluster lock is given up.
 
+use crate::cluster::ListId;
 use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, SlotInfo};
@@ -20,7 +21,6 @@ use crate::error::{Expect, Expected, Mismatch};
 use crate::ids::{
     ClusterIndex, FolioId, GroupId, MAX_SLOTS, SLOTS_PER_CLUSTER, Shadow, SwapEntry, SwapOffset,
 };
-use crate::lists::ListId;
 use crate::sync::Guard;
 use crate::table::Table;
 use core::ops::Range;

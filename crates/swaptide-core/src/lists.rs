@@ -14,7 +14,7 @@
 //! tails and links; it is taken with a cluster lock held, and to take a cluster from a list the
 //! cluster is only try-locked (a contended one is skipped).
 
-use crate::cluster::{Cluster, NO_CLUSTER, State};
+use crate::cluster::{Cluster, ListId, NO_CLUSTER, State};
 use crate::ids::{ClusterIndex, ORDERS};
 use crate::sync::{Directory, Guard, Ordering};
 
@@ -25,17 +25,6 @@ pub(crate) const HEADERS_PER_CHUNK: usize = 32;
 pub(crate) const HEADERS_PER_CHUNK: usize = 1;
 
 pub(crate) type Headers = Directory<Cluster, HEADERS_PER_CHUNK>;
-
-/// Names a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ListId {
-    None,
-    Free,
-    Full,
-    Discard,
-    Nonfull(u8),
-    Frag(u8),
-}
 
 impl ListId {
     const COUNT: usize = 3 + 2 * ORDERS;

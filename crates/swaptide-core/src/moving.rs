@@ -17,6 +17,7 @@
 //! swapoff; what is moved where is swaptide's own)
 
 use crate::alloc::free_run;
+use crate::cluster::ListId;
 use crate::cluster::{SLOTS_PER_LINE, State};
 use crate::device::SwapDevice;
 use crate::entry::{Entry, Slot, SlotInfo};
@@ -25,7 +26,6 @@ use crate::ids::{
     ClusterIndex, CpuId, FolioId, GroupId, ORDERS, Order, SLOTS_PER_CLUSTER, SwapEntry, SwapOffset,
     SwapType,
 };
-use crate::lists::ListId;
 use crate::space::{SpaceError, SwapSpace, TypeMask};
 use crate::sync::{Guard, relax};
 

@@ -10,10 +10,10 @@
 //!
 //! No lock of the core is held while the hook runs.
 
+use crate::cluster::ListId;
 use crate::device::SwapDevice;
 use crate::entry::Slot;
 use crate::ids::{ClusterIndex, FolioId, ORDERS, SLOTS_PER_CLUSTER, SwapOffset};
-use crate::lists::ListId;
 use core::ops::Range;
 
 /// Clusters looked at when the device is full, before an allocation fails.
