@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
-use swaptide_host::config::Config;
 use swaptide_host::cgroup::tree::Groups;
+use swaptide_host::config::Config;
 
 const RAM: u64 = 1 << 34;
 

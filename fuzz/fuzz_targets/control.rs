@@ -3,9 +3,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
+use swaptide_host::cgroup::tree::{GroupPath, Groups, KEYS};
 use swaptide_host::control::server::Question;
 use swaptide_host::swap::spec;
-use swaptide_host::cgroup::tree::{GroupPath, Groups, KEYS};
 use swaptide_ipc::MAX_GROUPS;
 
 const RAM: u64 = 1 << 34;

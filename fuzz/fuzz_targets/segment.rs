@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
-use swaptide_host::swap::areas::{Areas, Open};
 use swaptide_host::cgroup::tree::{GroupPath, Groups, Usage};
-use swaptide_host::memctl::controller::{self, Keeper, Run};
+use swaptide_host::memctl::controller::{self, MemoryController, Run};
 use swaptide_host::memctl::psi::Part;
+use swaptide_host::swap::areas::{Areas, Open};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,
     ProcSlot, Segment, SlotIndex,
@@ -44,7 +44,7 @@ fn scribble(segment: &Segment, bytes: &mut Bytes<'_>) -> Option<()> {
 fn keep(segment: &'static Segment, groups: Groups, areas: &Arc<Areas>) {
     let me = std::process::id();
     segment.claim(me, 0);
-    let mut thread = Keeper::new(segment, Arc::clone(areas), groups, 64 << 20);
+    let mut thread = MemoryController::new(segment, Arc::clone(areas), groups, 64 << 20);
     let run = Run {
         root: me,
         front: me,

@@ -2,8 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use swaptide_host::swap::spec::{self, DeviceKind};
 use swaptide_host::nbd::Url;
+use swaptide_host::swap::spec::{self, DeviceKind};
 use swaptide_host::units::{SizeError, human, human_count, parse_bytes, parse_share};
 
 const RAM: u64 = 1 << 34;
@@ -32,10 +32,10 @@ fuzz_target!(|text: &str| {
             assert!(device.priority.is_none_or(|priority| (-1..=32767).contains(&priority)));
             let _ = device.name();
             match device.kind {
-                DeviceKind::Zram { bytes, .. } => assert!(bytes >= spec::SMALLEST_POOL),
+                DeviceKind::Zram { bytes, .. } => assert!(bytes >= spec::MIN_POOL_BYTES),
                 DeviceKind::File { bytes, ref path } => {
                     assert!(
-                        bytes.is_none_or(|bytes| bytes >= spec::SMALLEST_FILE)
+                        bytes.is_none_or(|bytes| bytes >= spec::MIN_FILE_BYTES)
                             && !path.as_os_str().is_empty()
                     );
                 }

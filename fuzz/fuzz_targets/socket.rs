@@ -7,18 +7,18 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::empty_segment;
+use swaptide_host::control::agent_api::{AgentServer, Users};
+use swaptide_host::control::fork_tracer::TracedForks;
 use swaptide_host::swap::areas::{Areas, Open};
-use swaptide_host::control::fork_tracer::Followed;
-use swaptide_host::control::agent_api::{Counter, Users};
 use swaptide_ipc::Request;
 use swaptide_sys::AsFd;
 use swaptide_sys::sock::Conn;
 
 fuzz_target!(|data: &[u8]| {
-    static COUNTER: OnceLock<(Mutex<Counter>, Arc<dyn Open>)> = OnceLock::new();
+    static COUNTER: OnceLock<(Mutex<AgentServer>, Arc<dyn Open>)> = OnceLock::new();
     let (counter, areas) = COUNTER.get_or_init(|| {
         let areas: Arc<dyn Open> = Arc::new(Areas::new(empty_segment().0));
-        (Mutex::new(Counter::open(Users::All).expect("a socket")), areas)
+        (Mutex::new(AgentServer::open(Users::All).expect("a socket")), areas)
     });
     let mut counter = counter.lock().expect("one thread");
     let (_, segment) = empty_segment();
@@ -32,7 +32,7 @@ fuzz_target!(|data: &[u8]| {
     {
         return;
     }
-    let joined = counter.serve(segment, areas, None, &mut Followed::default());
+    let joined = counter.serve(segment, areas, None, &mut TracedForks::default());
     let known =
         Request::from_byte(message[0]).filter(|request| message.len() == 1 + request.body());
     assert!(

@@ -592,7 +592,7 @@ def swap_full(context):
 
 
 def cluster_readahead(context):
-    """A swap file on a disk that turns: with a page comes what was written beside it, as long as
+    """A swap file on a rotational disk: with a page comes what was written beside it, as long as
     that is wanted. On one that does not, not.
     """
     if context.native:

@@ -14,7 +14,7 @@ use talc::{OomHandler, Span, Talc};
 /// costs memory. Where the address space is limited, the first of these that can be had.
 const RESERVED: [usize; 4] = [32 << 30, 4 << 30, 512 << 20, 64 << 20];
 /// The arena grows in steps of this.
-const STEP: usize = 256 << 10;
+const GROWTH_BYTES: usize = 256 << 10;
 
 /// Hands the allocator another piece of the mapping when it has none left.
 struct Grow {
@@ -45,7 +45,7 @@ impl OomHandler for Grow {
             return Err(());
         }
         let old_end = grow.base + grow.claimed;
-        let more = (layout.size() + layout.align() + STEP).next_multiple_of(STEP);
+        let more = (layout.size() + layout.align() + GROWTH_BYTES).next_multiple_of(GROWTH_BYTES);
         if grow.claimed + more > grow.reserved {
             return Err(());
         }

@@ -21,49 +21,51 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_ipc::ProcSlot;
 use swaptide_sys::lock::futex;
 use swaptide_sys::process::leader_end;
-use swaptide_sys::procfs::{PathBuf, parse_u64, read_file};
+use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, end_by_signal, exit_group, getpid, set_name, sleep};
 
 /// The engine's threads of this process.
-static OURS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
+static ENGINE_THREADS: [AtomicU32; 16] = [const { AtomicU32::new(0) }; 16];
 /// What a thread of the program ended with last: its status, and a bit that says there was one.
-static LAST: AtomicU64 = AtomicU64::new(0);
-const KNOWN: u64 = 1 << 32;
+static LAST_STATUS: AtomicU64 = AtomicU64::new(0);
+const STATUS_KNOWN: u64 = 1 << 32;
 
 /// Notes a thread of the engine.
 pub fn note(tid: Tid) {
     // More than there are places for would keep the process alive after its end, as if nobody
     // looked.
-    let _ = OURS.iter().any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
+    let _ = ENGINE_THREADS
+        .iter()
+        .any(|place| place.compare_exchange(0, tid.0, Release, Relaxed).is_ok());
 }
 
 /// True for a thread of the engine.
 pub fn is_ours(tid: Tid) -> bool {
-    OURS.iter().any(|place| place.load(Acquire) == tid.0)
+    ENGINE_THREADS.iter().any(|place| place.load(Acquire) == tid.0)
 }
 
 /// A thread of the engine is about to end: its number may come to be one of the program's.
 pub fn forget(tid: Tid) {
-    for place in &OURS {
+    for place in &ENGINE_THREADS {
         let _ = place.compare_exchange(tid.0, 0, Release, Relaxed);
     }
 }
 
 /// In a forked child: the threads are its parent's.
 pub fn forked() {
-    OURS.iter().for_each(|place| place.store(0, Relaxed));
-    LAST.store(0, Relaxed);
+    ENGINE_THREADS.iter().for_each(|place| place.store(0, Relaxed));
+    LAST_STATUS.store(0, Relaxed);
 }
 
 /// A thread of the program is about to end by itself.
 pub fn ending(status: usize) {
-    LAST.store(KNOWN | (status as u64 & 0xff), Release);
+    LAST_STATUS.store(STATUS_KNOWN | (status as u64 & 0xff), Release);
 }
 
 /// True for a worker of io_uring, which the kernel lists among the threads of who uses it.
 fn is_kernels(tid: u32) -> bool {
     let mut name = [0u8; 16];
-    read_file(PathBuf::task(tid, "comm").as_c_str(), &mut name)
+    read_file(ProcPath::task(tid, "comm").as_c_str(), &mut name)
         .is_ok_and(|name| name.starts_with(b"iou-"))
 }
 
@@ -77,7 +79,7 @@ fn alone() -> bool {
         let Ok(entry) = entry else { return false };
         let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
         if tid as u32 != getpid().0
-            && !OURS.iter().any(|place| place.load(Acquire) == tid as u32)
+            && !ENGINE_THREADS.iter().any(|place| place.load(Acquire) == tid as u32)
             && !is_kernels(tid as u32)
         {
             return false;
@@ -91,9 +93,9 @@ pub fn end_if_alone() {
     if let Some(status) = leader_end()
         && alone()
     {
-        let last = LAST.load(Acquire);
+        let last = LAST_STATUS.load(Acquire);
         match status & 0x7f {
-            _ if last & KNOWN != 0 => exit_group((last & 0xff) as i32),
+            _ if last & STATUS_KNOWN != 0 => exit_group((last & 0xff) as i32),
             0 => exit_group((status >> 8 & 0xff) as i32),
             // A filter of system calls ends a thread so, and the process with its last one.
             signal => end_by_signal(signal),

@@ -21,8 +21,8 @@ use std::time::Duration;
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::reclaim::worker::Worker;
-use swaptide_engine::requests::{Knock, Ring};
-use swaptide_engine::sched::deadline::{TURN, Waited};
+use swaptide_engine::requests::{FaultRequest, HandlerRequest};
+use swaptide_engine::sched::deadline::{WAIT_SLICE, Waited};
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{
     AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex,
@@ -77,7 +77,7 @@ static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 const STACK: usize = 512 << 10;
 /// The engine's threads have descriptors of their own, but the limit is the process's: with less, a
 /// fork could not be told of.
-const FEWEST_FILES: u64 = 32;
+const MIN_OPEN_FILES: u64 = 32;
 
 #[cfg(not(test))]
 #[used]
@@ -101,7 +101,7 @@ pub fn engine() -> Option<&'static Engine> {
 
 /// As [`engine`], without a system call: where none may be made ([`confined`]). A child that a bare
 /// instruction makes would find its parent's.
-pub fn engine_unasked() -> Option<&'static Engine> {
+pub fn engine_without_calls() -> Option<&'static Engine> {
     // SAFETY: as above.
     unsafe { ENGINE.load(Acquire).as_ref() }
 }
@@ -324,24 +324,24 @@ pub fn segment() -> Option<&'static Segment> {
 
 /// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
 /// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
-static HOLD: AtomicI32 = AtomicI32::new(-1);
+static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
 /// How long the supervisor may take to close it.
-const UNHOLDS: Duration = Duration::from_millis(200);
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
 /// the process ends. Refused, the end is as without.
-fn hold(engine: &Engine) {
+fn request_hold(engine: &Engine) {
     let (name, len) = *SOCKET.lock();
     let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
         conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
         Ok(conn)
     });
-    HOLD.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
+    HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
 }
 
 /// Has it closed there. What did not come about is asked for again.
-fn unhold() -> bool {
-    let number = HOLD.load(Relaxed);
+fn release_hold() -> bool {
+    let number = HOLD_CONN.load(Relaxed);
     if number < 0 {
         return true;
     }
@@ -350,11 +350,11 @@ fn unhold() -> bool {
     let conn = Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) });
     let asked = conn.send(b"-", &[]);
     // Where a limit on files forbids to poll, the answer is waited for.
-    let has_answer = || poll_readable(&[conn.as_fd()], Some(UNHOLDS)) != Ok(0);
+    let has_answer = || poll_readable(&[conn.as_fd()], Some(RELEASE_TIMEOUT)) != Ok(0);
     let is_closed = asked.is_err()
         || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
     if is_closed {
-        HOLD.store(-1, Relaxed);
+        HOLD_CONN.store(-1, Relaxed);
         return true;
     }
     std::mem::forget(conn);
@@ -378,23 +378,23 @@ extern "C" fn sleeper(_: usize) {
             Some(segment) => wait_for_supervisor(segment),
         }
     }
-    PLACE.store(NOBODY, Release);
+    PLACE.store(NO_SLOT, Release);
 }
 
-/// What has become of this process's way to its supervisor: [`NOBODY`], [`COMING`], or its slot's
-/// number plus one.
-static PLACE: AtomicU32 = AtomicU32::new(NOBODY);
-const NOBODY: u32 = 0;
-const COMING: u32 = u32::MAX;
+/// What has become of this process's way to its supervisor: [`NO_SLOT`], [`SLOT_PENDING`], or its
+/// slot's number plus one.
+static PLACE: AtomicU32 = AtomicU32::new(NO_SLOT);
+const NO_SLOT: u32 = 0;
+const SLOT_PENDING: u32 = u32::MAX;
 /// No budget is smaller.
-const SMALLEST_BUDGET: usize = 16 << 20;
+const MIN_BUDGET_BYTES: usize = 16 << 20;
 /// How long a mapping waits at most for management to begin.
 const BEGINS: Duration = Duration::from_millis(50);
 
 fn start_sleeper() {
-    PLACE.store(COMING, Release);
+    PLACE.store(SLOT_PENDING, Release);
     if !spawn(sleeper) {
-        PLACE.store(NOBODY, Release);
+        PLACE.store(NO_SLOT, Release);
     }
 }
 
@@ -403,7 +403,7 @@ fn start_sleeper() {
 /// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
 /// memory of the machine is address space, and not to be filled.
 pub fn begin_before(len: usize, reserved: bool) {
-    if len < SMALLEST_BUDGET || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
+    if len < MIN_BUDGET_BYTES || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
         return;
     }
     let began = now();
@@ -411,9 +411,10 @@ pub fn begin_before(len: usize, reserved: bool) {
         sleep(Duration::from_micros(100));
         now().since(began) < BEGINS
     };
-    while PLACE.load(Acquire) == COMING && pause() {}
+    while PLACE.load(Acquire) == SLOT_PENDING && pause() {}
     let place = PLACE.load(Acquire);
-    let Some(segment) = known_segment().filter(|_| place != NOBODY && place != COMING) else {
+    let Some(segment) = known_segment().filter(|_| place != NO_SLOT && place != SLOT_PENDING)
+    else {
         return;
     };
     let slot = segment.slot(SlotIndex(place - 1));
@@ -439,7 +440,7 @@ fn wait_for_supervisor(segment: &'static Segment) {
     let index = match segment.claim(getpid().0, forked_from) {
         Some(index) => index,
         None => {
-            PLACE.store(NOBODY, Release);
+            PLACE.store(NO_SLOT, Release);
             log::line(
                 "the supervisor's table of processes is full: this process is not managed before \
                 another one ends",
@@ -475,7 +476,7 @@ fn serve(handler: &mut Handler) {
         // engine.
         let Some(_quiet) = FORK_LOCK.try_lock() else { continue };
         let Some(engine) = engine() else { return };
-        if handler.let_go() {
+        if handler.detach() {
             ENGINE.store(std::ptr::null_mut(), Release);
             engine.slot().set_state(ProcState::Detached);
             log::line("all memory is back, and the process is not managed any more");
@@ -486,9 +487,9 @@ fn serve(handler: &mut Handler) {
 
 /// Has everything brought back, and this process let go for good; returns when that is done. Called
 /// by the program's threads.
-pub fn let_go() {
+pub fn detach() {
     if seccomp::is() {
-        return let_go_unasked();
+        return detach_without_calls();
     }
     let this = getpid().0;
     let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
@@ -497,9 +498,9 @@ pub fn let_go() {
     };
     slot.detach.store(1, Release);
     slot.limit_bytes.store(NO_LIMIT, Release);
-    slot.ring();
+    slot.wake();
     if let Some(engine) = engine() {
-        engine.bells.ring(Ring::Detach);
+        engine.bells.submit(HandlerRequest::Detach);
     }
     while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
         sleep(Duration::from_millis(1));
@@ -507,20 +508,20 @@ pub fn let_go() {
 }
 
 /// The same without a system call of the program's thread: see [`confined`].
-fn let_go_unasked() {
-    KEPT_FREE.store(true, Release);
+fn detach_without_calls() {
+    STAYS_UNMANAGED.store(true, Release);
     loop {
-        if let Some(engine) = engine_unasked() {
+        if let Some(engine) = engine_without_calls() {
             let slot = engine.slot();
             slot.detach.store(1, Release);
             slot.limit_bytes.store(NO_LIMIT, Release);
             let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
-            engine.bells.knock(Knock::Detach, nowhere);
+            engine.bells.submit_by_fault(FaultRequest::Detach, nowhere);
         }
         // Management that was beginning has begun, or will find the flag.
         if let Some(guard) = FORK_LOCK.try_lock() {
             std::mem::forget(guard);
-            let is_over = engine_unasked().is_none();
+            let is_over = engine_without_calls().is_none();
             // SAFETY: this thread took the lock; who waits for it looks again by itself.
             unsafe { FORK_LOCK.force_unlock() };
             if is_over {
@@ -533,7 +534,7 @@ fn let_go_unasked() {
 
 /// The program was let go where its thread could not tell the sleeper: management must not begin.
 /// Stored before, and read under, [`FORK_LOCK`].
-static KEPT_FREE: AtomicBool = AtomicBool::new(false);
+static STAYS_UNMANAGED: AtomicBool = AtomicBool::new(false);
 
 /// Takes the program's memory under management; returns when that was refused, or the program was
 /// let go.
@@ -546,7 +547,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
         return;
     }
     let guard = FORK_LOCK.lock();
-    if KEPT_FREE.load(Acquire) {
+    if STAYS_UNMANAGED.load(Acquire) {
         drop(guard);
         slot.set_state(ProcState::Detached);
         return;
@@ -567,7 +568,7 @@ fn engage(segment: &'static Segment, index: SlotIndex) {
 
 /// A failed check in the engine ends the process with a message on the program's standard error:
 /// the engine's own leads nowhere.
-fn tell_panics() {
+fn report_panics() {
     std::panic::set_hook(Box::new(|info| {
         let payload = info.payload();
         let what = payload
@@ -591,12 +592,12 @@ fn prepare_engine(
     index: SlotIndex,
 ) -> Result<&'static mut Handler, String> {
     let began = now();
-    tell_panics();
+    report_panics();
     seccomp::look();
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    if files.is_some_and(|files| files < FEWEST_FILES) {
+    if files.is_some_and(|files| files < MIN_OPEN_FILES) {
         return Err(format!(
-            "the limit on open files is under {FEWEST_FILES}: this process is not managed (ulimit \
+            "the limit on open files is under {MIN_OPEN_FILES}: this process is not managed (ulimit \
             -n)"
         ));
     }
@@ -628,7 +629,7 @@ fn prepare_engine(
         excluded: excluded::is_excluded,
         pinned: pinned::pinned_pages,
         spawn_reader,
-        unhold,
+        release_hold,
         references: &sends::REFERENCES,
     };
     let engine: &'static Engine =
@@ -640,7 +641,7 @@ fn prepare_engine(
             return Err(error.to_string());
         }
     };
-    hold(engine);
+    request_hold(engine);
     ENGINE_PID.store(getpid().0, Release);
     ENGINE.store(std::ptr::from_ref(engine).cast_mut(), Release);
     // Nobody who could be stopped with a lock in his hand is there before the program's growth is
@@ -755,11 +756,11 @@ extern "C" fn prepare() {
             }
         };
         take();
-        while engine_unasked().is_some() {
+        while engine_without_calls().is_some() {
             // SAFETY: this thread took the lock and forgot its guard; who waits for it looks again
             // by itself.
             unsafe { FORK_LOCK.force_unlock() };
-            let_go_unasked();
+            detach_without_calls();
             take();
         }
         FORKS_CONFINED.store(true, Relaxed);
@@ -778,7 +779,7 @@ extern "C" fn prepare() {
     PARENT.store(this, Relaxed);
     if engine().is_some_and(|engine| engine.followed && !trampoline::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
-        let_go_before_fork(
+        detach_before_fork(
             "a fork could not be followed (ptrace is not permitted, or the table of descriptors is \
             full): the process is let go",
         );
@@ -788,12 +789,12 @@ extern "C" fn prepare() {
         if !engine.followed {
             engine.fork.open_ends();
         }
-        engine.bells.ring(Ring::ForkPrepare);
+        engine.bells.submit(HandlerRequest::ForkPrepare);
         if !engine.fork.wait_until_prepared(mask) {
             trampoline::leave();
             engine.fork.close_end(false);
             engine.fork.close_end(true);
-            let_go_before_fork(
+            detach_before_fork(
                 "a child could not be told of, for the limit on open files is too low (ulimit -n): \
                 the process is let go",
             );
@@ -803,11 +804,11 @@ extern "C" fn prepare() {
 
 /// All comes back, and there is no engine at the fork. The calling thread has the lock, and has it
 /// again when this returns.
-fn let_go_before_fork(why: &str) {
+fn detach_before_fork(why: &str) {
     // SAFETY: this thread took the lock in `prepare` and forgot its guard.
     unsafe { FORK_LOCK.unlock() };
     log::line(why);
-    let_go();
+    detach();
     std::mem::forget(FORK_LOCK.lock());
 }
 
@@ -822,7 +823,7 @@ extern "C" fn parent() {
         trampoline::leave();
         engine.fork.close_end(false);
         engine.fork.close_end(true);
-        engine.bells.ring(Ring::ForkDone);
+        engine.bells.submit(HandlerRequest::ForkDone);
         engine.fork.wait(NONE, FORK_MASK.load(Relaxed));
         if engine.fork.was_child_killed() {
             tell(
@@ -843,7 +844,7 @@ extern "C" fn child() {
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.
         unsafe { FORK_LOCK.force_unlock() };
-        PLACE.store(NOBODY, Release);
+        PLACE.store(NO_SLOT, Release);
         return;
     }
     after_fork_in_child();
@@ -877,8 +878,10 @@ extern "C" fn child() {
             } else if spawn(child_handler_main) {
                 let mut waited = Waited::default();
                 while TAKEN_OVER.load(Acquire) == 0 {
-                    waited
-                        .turn(futex::wait(&TAKEN_OVER, 0, Some(TURN), futex::Scope::Private), mask);
+                    waited.turn(
+                        futex::wait(&TAKEN_OVER, 0, Some(WAIT_SLICE), futex::Scope::Private),
+                        mask,
+                    );
                 }
                 engine.fork.close_end(true);
             } else {
@@ -942,7 +945,7 @@ const SILENT_CHILD: u32 = 7;
 const STUCK_CHILD: u32 = 8;
 
 /// What a test wants to fail at this stage of a child's birth.
-fn stand_still_as_told(stage: u32) {
+fn inject_standstill(stage: u32) {
     let seconds = if stage == SILENT_CHILD { 4 } else { u64::MAX };
     if known_segment().is_some_and(|segment| segment.header.fail.load(Relaxed) == stage) {
         sleep(Duration::from_secs(seconds));
@@ -968,7 +971,7 @@ extern "C" fn child_handler_main(_: usize) {
     set_name(c"swaptide");
     // A fault is a thread that waits.
     go_first();
-    stand_still_as_told(SILENT_CHILD);
+    inject_standstill(SILENT_CHILD);
     let decline = |end, why| match engine.decline(end, why) {
         Ok(whole) => {
             disown();
@@ -1005,7 +1008,7 @@ extern "C" fn child_handler_main(_: usize) {
         Ok(None) => return refused(),
         Err(errno) => stop(errno),
     };
-    stand_still_as_told(STUCK_CHILD);
+    inject_standstill(STUCK_CHILD);
     let handler = match Handler::inherited(engine, index, salt(), &mut left) {
         Ok(handler) => Box::leak(Box::new(handler)),
         Err(error) => {
@@ -1016,7 +1019,7 @@ extern "C" fn child_handler_main(_: usize) {
             return refused();
         }
     };
-    hold(engine);
+    request_hold(engine);
     // A parent that is gone by now has left everything that there was to leave.
     let _ = left.taken();
     drop(left);

@@ -7,7 +7,7 @@
 //! | elsewhere | here |
 //! |---|---|
 //! | hints, and management of large mappings before they fill | left out: such mappings are found later |
-//! | waiting until a moved mapping is known; memory that must not be managed any more | by a knock ([`swaptide_engine::requests::Knock`]), which is a page fault |
+//! | waiting until a moved mapping is known; memory that must not be managed any more | by a knock ([`swaptide_engine::requests::FaultRequest`]), which is a page fault |
 //! | `process_madvise`, `shmat` over managed memory, a file that is opened with `O_DIRECT` | the process is let go first |
 //! | a fork, a raw clone that shares memory or forks | the process is let go first, also by a knock; its child is not managed |
 //! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
@@ -23,20 +23,20 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 
 use rustix::fs::{Mode, OFlags, RawDir};
-use swaptide_sys::procfs::{PathBuf, parse_u64, read_file};
+use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, gettid};
 
 use crate::hooks::real;
 use crate::lifecycle;
 
-static CONFINED: AtomicBool = AtomicBool::new(false);
+static IS_CONFINED: AtomicBool = AtomicBool::new(false);
 /// Offset of the thread id in a control block of this libc; 0: not known.
 static TID_AT: AtomicU32 = AtomicU32::new(0);
 
 /// Whether a filter was set in this process.
 #[inline]
 pub fn is() -> bool {
-    CONFINED.load(Relaxed)
+    IS_CONFINED.load(Relaxed)
 }
 
 /// Makes a system call that sets a filter. If it fails, all is as before.
@@ -48,11 +48,11 @@ pub fn set(call: impl FnOnce() -> isize) -> isize {
     // parent.
     let ours = lifecycle::is_own_process();
     if ours {
-        CONFINED.store(true, Relaxed);
+        IS_CONFINED.store(true, Relaxed);
     }
     let word = call();
     if ours && (-4095..0).contains(&word) {
-        CONFINED.store(false, Relaxed);
+        IS_CONFINED.store(false, Relaxed);
     }
     word
 }
@@ -88,7 +88,7 @@ fn number_of(text: &[u8], name: &[u8]) -> Option<u64> {
 pub fn look() {
     let filters = |tid: u32| {
         let mut text = [0u8; 4096];
-        let text = read_file(PathBuf::task(tid, "status").as_c_str(), &mut text).ok()?;
+        let text = read_file(ProcPath::task(tid, "status").as_c_str(), &mut text).ok()?;
         // A kernel before 5.9 does not give the number.
         Some((number_of(text, b"Seccomp:")?, number_of(text, b"Seccomp_filters:")))
     };
@@ -100,7 +100,7 @@ pub fn look() {
     while let Some(Ok(entry)) = entries.next() {
         let Some(tid) = parse_u64(entry.file_name().to_bytes()) else { continue };
         if filters(tid as u32).is_some_and(|theirs| Some(theirs) != own) {
-            CONFINED.store(true, Relaxed);
+            IS_CONFINED.store(true, Relaxed);
         }
     }
 }

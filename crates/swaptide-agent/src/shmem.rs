@@ -18,7 +18,7 @@ use std::sync::atomic::{
 use std::time::Duration;
 
 use swaptide_ipc::ProcState;
-use swaptide_ipc::shared::{self, HOLD, Reach, SETTLE, SMALLEST_REGION};
+use swaptide_ipc::shared::{self, ADVICE_HOLD, ADVICE_SETTLE, MIN_REGION_BYTES, Reach};
 use swaptide_sys::lock::futex;
 use swaptide_sys::mem::{Advice, advise};
 use swaptide_sys::page::{VirtAddr, VirtRange};
@@ -43,21 +43,21 @@ const PROT_EXEC: c_int = 4;
 const RANGES: usize = 128;
 
 /// A range that has regions mapped, or had.
-struct Known {
+struct KnownRange {
     start: AtomicUsize,
     end: AtomicUsize,
 }
 
-static KNOWN: [Known; RANGES] =
-    [const { Known { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
+static KNOWN_RANGES: [KnownRange; RANGES] =
+    [const { KnownRange { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } }; RANGES];
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// The process that the guard stands for; 0 while there is none.
 static GUARDED: AtomicU32 = AtomicU32::new(0);
 /// Futex word: what became of the guard.
 static GUARD: AtomicU32 = AtomicU32::new(NONE);
 const NONE: u32 = 0;
-const STANDS: u32 = 1;
-const FAILED: u32 = 2;
+const GUARD_RUNNING: u32 = 1;
+const GUARD_FAILED: u32 = 2;
 /// One more than the pager's slot, once that is known.
 static PAGER: AtomicU32 = AtomicU32::new(0);
 /// The run does not swap shared memory, or cannot: nobody is asked again.
@@ -65,7 +65,7 @@ static REFUSED: AtomicBool = AtomicBool::new(false);
 fn note(range: VirtRange) {
     let at = COUNT.fetch_add(1, Relaxed);
     // One too many stands with the last one: more is asked about than need be.
-    let known = &KNOWN[at.min(RANGES - 1)];
+    let known = &KNOWN_RANGES[at.min(RANGES - 1)];
     if at < RANGES {
         known.end.store(range.end.0, Relaxed);
         known.start.store(range.start.0, Release);
@@ -78,7 +78,7 @@ fn note(range: VirtRange) {
 /// True where a range may be of a region.
 fn concerns(start: usize, len: usize) -> bool {
     let end = start.saturating_add(len.max(1));
-    let known = &KNOWN[..COUNT.load(Acquire).min(RANGES)];
+    let known = &KNOWN_RANGES[..COUNT.load(Acquire).min(RANGES)];
     known.iter().any(|known| known.start.load(Acquire) < end && start < known.end.load(Relaxed))
 }
 
@@ -92,7 +92,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
     // The child of a vfork has its parent's memory, and is not the process that the supervisor
     // would see.
     let ours = lifecycle::is_own_process() && !seccomp::is() && !REFUSED.load(Relaxed);
-    if !kind || (len as u64) < SMALLEST_REGION || prot & PROT_EXEC != 0 || !ours {
+    if !kind || (len as u64) < MIN_REGION_BYTES || prot & PROT_EXEC != 0 || !ours {
         return None;
     }
     let socket = exec::socket()?;
@@ -124,7 +124,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
         if GUARDED.swap(pid, Relaxed) != pid {
             GUARD.store(NONE, Relaxed);
             if !lifecycle::spawn_guard(guard) {
-                GUARD.store(FAILED, Relaxed);
+                GUARD.store(GUARD_FAILED, Relaxed);
             }
         }
     }
@@ -149,14 +149,14 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
         return Some(change());
     }
     let socket = exec::socket().filter(|_| !seccomp::is())?;
-    let held = shared::advise(socket, addr, len, HOLD)?;
+    let held = shared::advise(socket, addr, len, ADVICE_HOLD)?;
     let word = change();
     if held {
         if !(-4095..0).contains(&word) {
             let start = VirtAddr(word as usize);
             note(VirtRange { start, end: start.offset(len.max(1)).page_up() });
         }
-        let _ = shared::advise(socket, addr, len, SETTLE);
+        let _ = shared::advise(socket, addr, len, ADVICE_SETTLE);
     }
     Some(word)
 }
@@ -171,7 +171,7 @@ pub fn forked() {
     GUARDED.store(getpid().0, Relaxed);
     GUARD.store(NONE, Relaxed);
     if !lifecycle::spawn_guard(guard) {
-        GUARD.store(FAILED, Relaxed);
+        GUARD.store(GUARD_FAILED, Relaxed);
     }
     let pager = PAGER.load(Relaxed).checked_sub(1);
     let idle = pager.zip(lifecycle::known_segment()).is_some_and(|(index, segment)| {
@@ -184,7 +184,7 @@ pub fn forked() {
     while GUARD.load(Acquire) == NONE {
         futex::wait(&GUARD, NONE, Some(Duration::from_millis(100)), futex::Scope::Private);
     }
-    if GUARD.load(Acquire) == FAILED && pager.is_some() {
+    if GUARD.load(Acquire) == GUARD_FAILED && pager.is_some() {
         abort_with(&[
             b"swaptide: a forked child has shared memory that is swapped, and the supervisor does \
             not answer; it is stopped rather than given \
@@ -202,17 +202,17 @@ extern "C" fn guard(_: usize) {
     let guard = match lifecycle::own_table().and_then(|()| exec::socket()).and_then(shared::guard) {
         Some(guard) => guard,
         None => {
-            tell(FAILED);
+            tell(GUARD_FAILED);
             exit_thread();
         }
     };
     set_name(c"swaptide-guard");
     let Some(segment) = lifecycle::segment() else {
-        tell(FAILED);
+        tell(GUARD_FAILED);
         exit_thread();
     };
     PAGER.store(guard.slot.0 + 1, Relaxed);
-    tell(STANDS);
+    tell(GUARD_RUNNING);
     loop {
         match poll_readable(&[guard.conn.as_fd()], None) {
             Ok(0) => {}

@@ -148,7 +148,7 @@ impl<'a> Search<'a> {
         } else {
             state.list
         };
-        self.settle(index, state, home, found)
+        self.keep_current(index, state, home, found)
     }
 
     /// Steps 2 to 7.
@@ -257,7 +257,7 @@ impl<'a> Search<'a> {
         }
         let found = self.take(index, &mut state, slot);
         let home = if found.is_some() { ListId::Frag(0) } else { state.list };
-        self.settle(index, state, home, found)
+        self.keep_current(index, state, home, found)
     }
 
     /// Step 6.
@@ -279,7 +279,7 @@ impl<'a> Search<'a> {
             self.device.ty,
             self.order
         );
-        self.settle(index, state, ListId::Frag(self.class), found)
+        self.keep_current(index, state, ListId::Frag(self.class), found)
     }
 
     /// Scans up to `max` clusters of a list, each from its start. `to`: where a scanned cluster
@@ -305,7 +305,7 @@ impl<'a> Search<'a> {
                 None
             };
             let off = self
-                .settle(index, state, to.unwrap_or(list), found)
+                .keep_current(index, state, to.unwrap_or(list), found)
                 .or_else(|| self.win(index, cached?));
             if off.is_some() {
                 return off;
@@ -335,7 +335,7 @@ impl<'a> Search<'a> {
         }
         let found = self.take(index, &mut state, at);
         let home = state.list;
-        self.settle(index, state, home, found)
+        self.keep_current(index, state, home, found)
     }
 
     /// Step 7.
@@ -369,7 +369,7 @@ impl<'a> Search<'a> {
 
     /// After an attempt: the cluster goes to its list, the lane remembers where it was.
     #[inline]
-    fn settle(
+    fn keep_current(
         &self,
         index: ClusterIndex,
         mut state: Guard<'_, State>,

@@ -392,10 +392,10 @@ impl SwapDevice {
     }
 
     fn candidate(&self, from: [ListId; 2]) -> Option<ClusterIndex> {
-        const LOOK_AT: usize = 8;
+        const CANDIDATE_CLUSTERS: usize = 8;
         let mut best: Option<(u16, ClusterIndex)> = None;
         for list in from {
-            for _ in 0..LOOK_AT {
+            for _ in 0..CANDIDATE_CLUSTERS {
                 let Some((index, mut state)) = self.lists.lock().pop(&self.headers, list) else {
                     break;
                 };

@@ -58,8 +58,8 @@ pub struct Move<'a> {
     pub from: SwapEntry,
     /// Where it goes.
     pub to: SwapEntry,
-    /// What each of the slots holds, with its exact count. [`Slot::Free`]: this one is not part of
-    /// the unit.
+    /// What each of the slots holds, with its exact count. [`Slot::Free`]: this one is not
+    /// part of the unit.
     pub slots: &'a [SlotInfo],
 }
 

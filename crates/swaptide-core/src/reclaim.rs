@@ -17,7 +17,7 @@ use crate::ids::{ClusterIndex, FolioId, ORDERS, SLOTS_PER_CLUSTER, SwapOffset};
 use core::ops::Range;
 
 /// Clusters looked at when the device is full, before an allocation fails.
-const WHEN_FULL: u32 = 4;
+const CLUSTERS_WHEN_FULL: u32 = 4;
 
 /// Asked to give up the slots of a folio that only the swap cache holds. It tries to lock the
 /// folio, sees whether the folio still has the slot, no user and no write under way, and calls
@@ -45,7 +45,7 @@ impl SwapDevice {
 
     /// The device is full: frees `wanted` slots if a few clusters have them.
     pub(crate) fn reclaim_when_full(&self, wanted: u32) -> bool {
-        self.reclaim_until(WHEN_FULL, wanted) > 0
+        self.reclaim_until(CLUSTERS_WHEN_FULL, wanted) > 0
     }
 
     fn reclaim_until(&self, clusters: u32, wanted: u32) -> u32 {

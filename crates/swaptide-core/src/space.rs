@@ -100,7 +100,7 @@ impl fmt::Display for SpaceError {
 impl core::error::Error for SpaceError {}
 
 #[derive(Clone, Copy)]
-struct Place {
+struct PriorityEntry {
     ty: SwapType,
     priority: i32,
     /// Slots left of its turn.
@@ -112,7 +112,7 @@ struct Place {
 pub struct SwapSpace {
     devices: [Published<SwapDevice>; SWAP_TYPES],
     /// By priority, highest first; equals in the order of their turns.
-    order: SpinLock<Vec<Place>>,
+    order: SpinLock<Vec<PriorityEntry>>,
 }
 
 impl SwapSpace {
@@ -130,7 +130,7 @@ impl SwapSpace {
         self.devices[ty.index()].set(device).map_err(|_| SpaceError::Exists(ty))?;
         let mut order = self.order.lock();
         let at = order.partition_point(|p| p.priority >= priority);
-        order.insert(at, Place { ty, priority, turn: SLOTS_PER_CLUSTER as u32 });
+        order.insert(at, PriorityEntry { ty, priority, turn: SLOTS_PER_CLUSTER as u32 });
         Ok(ty)
     }
 
@@ -185,7 +185,7 @@ impl SwapSpace {
     /// Bytes of memory all devices hold.
     pub fn metadata_bytes(&self) -> usize {
         let devices: usize = self.devices().map(SwapDevice::metadata_bytes).sum();
-        devices + size_of::<Self>() + self.order.lock().capacity() * size_of::<Place>()
+        devices + size_of::<Self>() + self.order.lock().capacity() * size_of::<PriorityEntry>()
     }
 
     /// Allocates slots for a folio on the best of the permitted devices. See

@@ -5,7 +5,7 @@
 //! that nothing goes out any more. While nobody faults, and after every so many answers to those
 //! that never cease to, the handler brings in what is swapped, in the order of addresses; then it
 //! parks the workers, stores what is on its way, and looks again. When nothing is out any more,
-//! whoever runs the handler keeps forks away and calls [`Handler::let_go`].
+//! whoever runs the handler keeps forks away and calls [`Handler::detach`].
 //!
 //! Invariants
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
@@ -13,7 +13,7 @@
 //!    zeros was empty.
 //! 2. If the supervisor changes its mind before, the engine goes on as it was.
 //! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd,
-//!    [`crate::requests::Bells`] all others.
+//!    [`crate::requests::HandlerRequests`] all others.
 //!
 //! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
 //! bus error.
@@ -27,11 +27,11 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
 use crate::event_loop::Handler;
-use crate::fault::path::{GROUP_PAGES, LAST_PAGE};
+use crate::fault::path::{COPY_GROUP_PAGES, LAST_PAGE};
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::{ChunkNo, PageNo, range_of};
-use crate::mm::vma_set::Regions;
-use crate::readahead::policy::Came;
+use crate::mm::vma_set::VmaSet;
+use crate::readahead::policy::SwappedIn;
 use crate::vma::dontfork;
 
 /// Groups that are brought in between two looks for faults.
@@ -51,16 +51,16 @@ impl Handler {
             let Some(page) = engine.mm.lock().table.next_used(at, LAST_PAGE) else {
                 return self.is_all_in();
             };
-            let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
-            let mut came = Came::new(first);
+            let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
+            let mut came = SwappedIn::new(first);
             // A program that changes its mappings without pause leaves moments only behind the
             // reading of an event. What is not to be had now is met again at the next round.
-            let _ = self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came);
+            let _ = self.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
             if self.is_any_out(first) {
                 self.drain_events();
-                let _ = self.bring(first, GROUP_PAGES);
+                let _ = self.swap_in_range(first, COPY_GROUP_PAGES);
             }
-            self.detaching = Some(first.plus(GROUP_PAGES));
+            self.detaching = Some(first.plus(COPY_GROUP_PAGES));
         }
         false
     }
@@ -68,7 +68,7 @@ impl Handler {
     /// True when some of a group is swapped.
     fn is_any_out(&self, first: PageNo) -> bool {
         let mm = self.engine.mm.lock();
-        (first.chunk().0..first.plus(GROUP_PAGES).chunk().0)
+        (first.chunk().0..first.plus(COPY_GROUP_PAGES).chunk().0)
             .any(|chunk| mm.table.chunk(ChunkNo(chunk)).swapped != 0)
     }
 
@@ -84,7 +84,7 @@ impl Handler {
         while self.worker.store_waiting(engine) {}
         // Who publishes otherwise stands still.
         engine.publish_slot();
-        if self.is_let_go_possible() {
+        if self.is_detach_possible() {
             return true;
         }
         self.unpark_workers();
@@ -93,14 +93,14 @@ impl Handler {
 
     /// Faults that wait are no reason against it: nothing is out, so what they wait for is zeros or
     /// there, and the kernel answers them then.
-    fn is_let_go_possible(&self) -> bool {
+    fn is_detach_possible(&self) -> bool {
         let mm = self.engine.mm.lock();
         mm.table.swapped() == 0
             && mm.jobs.in_flight == 0
-            && self.away.is_empty()
+            && self.remote.is_empty()
             && mm.late.is_empty()
-            && self.strangers.is_empty()
-            && self.rung.is_empty()
+            && self.untracked_children.is_empty()
+            && self.requests.is_empty()
             && !self.forking
     }
 
@@ -108,13 +108,13 @@ impl Handler {
     /// run again. Nobody may be about to fork.
     ///
     /// After that the engine is used no more; its workers end.
-    pub fn let_go(&mut self) -> bool {
+    pub fn detach(&mut self) -> bool {
         let engine = self.engine;
         self.read_within(Some(Duration::ZERO));
         // What is registered stays so until the last descriptor is closed.
-        if !self.is_let_go_possible()
+        if !self.is_detach_possible()
             || engine.slot().detach.load(Relaxed) == 0
-            || !(engine.start.unhold)()
+            || !(engine.start.release_hold)()
         {
             self.unpark_workers();
             return false;
@@ -127,7 +127,7 @@ impl Handler {
             while let Some(page) = mm.table.next_used(at, LAST_PAGE) {
                 match mm.table.get(page) {
                     PageState::Poisoned => drop(self.uffd.poison(range_of(page, 1))),
-                    PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+                    PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
                     _ => {}
                 }
                 at = page.plus(1);
@@ -135,17 +135,17 @@ impl Handler {
             mm.staging.retire();
             // Before the doors are open to everybody: who stands there goes on.
             engine.bells.close();
-            let _ = self.uffd.unregister(engine.bells.porch());
+            let _ = self.uffd.unregister(engine.bells.request_pages());
             // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand
             // still and end.
             unsafe { engine.close_uffd() };
             mm.table = PageTable::new();
             if engine.followed {
-                dontfork::lift(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
+                dontfork::restore(mm, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
             }
-            (mm.regions, mm.armed) = (Regions::default(), Regions::default());
+            (mm.regions, mm.armed) = (VmaSet::default(), VmaSet::default());
         }
-        let _ = self.mint.discard(0, self.mint.len());
+        let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
         engine.devices.file.device.clear();
         engine.devices.pool.compact(usize::MAX);
         engine.devices.pool.trim();

@@ -18,22 +18,22 @@ use swaptide_sys::uffd::{Event, Features, Uffd};
 
 use crate::EngineError;
 use crate::backing::devices::{Devices, FILE, POOL};
-use crate::fault::remote::Far;
+use crate::fault::remote::RemoteReads;
 use crate::fork::ForkControl;
-use crate::fork::layout::Change;
-use crate::memcg::acceptance::{Acceptance, Answer};
+use crate::fork::layout::VmaChange;
+use crate::memcg::acceptance::{Acceptance, Verdict};
 use crate::memcg::charge::Charge;
-use crate::memcg::pool_sizing::{Split, Standing};
+use crate::memcg::pool_sizing::{PoolSample, PoolSizer};
 use crate::mm::grace::Grace;
 use crate::mm::lru::Queues;
 use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::references::References;
 use crate::mm::staging::{FrameNo, Staging};
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo};
-use crate::mm::vma_set::Regions;
-use crate::readahead::history::ChildrensBook;
+use crate::mm::vma_set::VmaSet;
+use crate::readahead::history::SharedMissHistory;
 use crate::reclaim::swap_out::Jobs;
-use crate::requests::Bells;
+use crate::requests::HandlerRequests;
 use crate::vma::small::Small;
 
 /// How long the swap file is left alone after it took nothing.
@@ -70,7 +70,7 @@ pub struct Start {
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
     /// Has whoever else holds the userfaultfd close it; false if that is not so within a moment.
-    pub unhold: fn() -> bool,
+    pub release_hold: fn() -> bool,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
 }
@@ -80,10 +80,10 @@ pub struct Mm {
     /// What every page is.
     pub table: PageTable,
     /// What is managed.
-    pub regions: Regions,
+    pub regions: VmaSet,
     /// What is registered, or about to be, and not listed in `regions` (see [`crate::vma::adopt`]):
     /// nothing is taken out there.
-    pub armed: Regions,
+    pub armed: VmaSet,
     /// Staging frames.
     pub staging: Staging,
     /// Orders of reclaim.
@@ -110,11 +110,11 @@ pub struct Mm {
     pub owed: Vec<VirtRange>,
     /// Changes that were applied since a moment in which no change was under way: a child whose
     /// fork is read later may not have them (see [`crate::fork::layout`]).
-    pub recent: Vec<Change>,
+    pub recent: Vec<VmaChange>,
     /// Batches on their way.
     pub jobs: Jobs,
     /// What refaults say of the division between resident and compressed memory.
-    pub split: Split,
+    pub split: PoolSizer,
     /// Pages taken out so far: the clock that shadows hold, in steps of [`SHADOW_STEP`].
     pub evicted: u64,
     /// Pages that became the program's so far.
@@ -138,13 +138,13 @@ pub struct Engine {
     /// Whether small mappings are managed.
     pub small: Small,
     /// The bells.
-    pub bells: Bells,
+    pub bells: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
     /// The kernel tells nobody of forks: they are followed ([`crate::vma::dontfork`]).
     pub followed: bool,
     /// Pages that were sent for.
-    pub(crate) far: Far,
+    pub(crate) far: RemoteReads,
     /// Futex word on which idle workers wait: raised when there may be work.
     pub work: AtomicU32,
     /// Odd while pages are chosen and taken out: see [`Engine::await_taking`].
@@ -182,7 +182,7 @@ pub struct Engine {
     /// How pages are compressed.
     pub scheme: Scheme,
     /// Where this process's children write which way they went ([`crate::readahead::history`]).
-    pub(crate) childrens_book: Lock<Option<ChildrensBook>>,
+    pub(crate) childrens_book: Lock<Option<SharedMissHistory>>,
     /// Pages that compressed memory had populated when that was told last.
     pool_populated: AtomicU64,
     /// What the engine was started with.
@@ -201,13 +201,13 @@ impl Engine {
         let staging = Staging::new(start.references)?;
         let frames = staging.frames();
         let staging_base = staging.addr(FrameNo(0));
-        let bells = Bells::new()?;
+        let bells = HandlerRequests::new()?;
         let followed = start.segment.header.followed_forks.load(Relaxed) != 0;
         let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
         let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
         uffd.register_missing(bells.range())
             .map_err(|e| EngineError::Memory("registering the bells", e))?;
-        uffd.register_missing(bells.porch())
+        uffd.register_missing(bells.request_pages())
             .map_err(|e| EngineError::Memory("registering the doors", e))?;
         uffd.register_missing(staging.range())
             .map_err(|e| EngineError::Memory("registering the staging frames", e))?;
@@ -229,12 +229,12 @@ impl Engine {
             header.pool_cap_bytes.load(Relaxed),
         );
         let charge = charge.with_acceptance(acceptance);
-        swaptide_sys::lock::on_late(crate::sched::handler_cpu::rescue);
+        swaptide_sys::lock::on_long_wait(crate::sched::handler_cpu::leave_sched_idle);
         Ok(Engine {
             mm: Lock::new(Mm {
                 table: PageTable::new(),
-                regions: Regions::default(),
-                armed: Regions::default(),
+                regions: VmaSet::default(),
+                armed: VmaSet::default(),
                 staging,
                 queues: Queues::default(),
                 owner: Vec::with_capacity(frames),
@@ -246,7 +246,7 @@ impl Engine {
                 owed: Vec::with_capacity(256),
                 recent: Vec::with_capacity(64),
                 jobs: Jobs::default(),
-                split: Split::new(),
+                split: PoolSizer::new(),
                 evicted: 0,
                 came: 0,
                 copied_for: 0,
@@ -259,7 +259,7 @@ impl Engine {
             bells,
             fork: ForkControl::new(),
             followed,
-            far: Far::new()
+            far: RemoteReads::new()
                 .map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
             work: AtomicU32::new(0),
             taking: AtomicU32::new(0),
@@ -347,7 +347,7 @@ impl Engine {
 
     /// Publishes the account after a change under the lock, and calls the workers when little is
     /// left.
-    pub fn settle(&self, mm: &Mm) {
+    pub fn publish_usage(&self, mm: &Mm) {
         self.charge.publish(
             mm.table.present() + mm.staging.full_frames(),
             mm.staging.ready_frames(),
@@ -375,13 +375,13 @@ impl Engine {
         let mut guard = self.mm.lock();
         let mm = &mut *guard;
         let charge = &self.charge;
-        if charge.family.is_one() {
+        if charge.family.is_active() {
             // What comes back meanwhile tells nothing of how it should be divided afterwards.
             mm.split.forget();
             return;
         }
         let oldest = mm.oldest_pooled(&self.devices);
-        let at = Standing {
+        let at = PoolSample {
             share: charge.pool_share(),
             limit: charge.divisible(),
             resident: mm.table.present() as u64,
@@ -400,7 +400,7 @@ impl Engine {
     pub fn is_full(&self) -> bool {
         let full = (!self.devices.is_backed() || self.file_rests()) && self.charge.pool_is_full();
         if full {
-            self.tell_full("swap space is full: memory stays past the budget");
+            self.report_swap_full("swap space is full: memory stays past the budget");
         }
         full
     }
@@ -409,15 +409,15 @@ impl Engine {
     /// its bound and there is something behind it.
     pub fn pool_refuses(&self) -> bool {
         match self.charge.ask_pool(self.devices.pool.pool_bytes() as u64) {
-            Answer::Takes => return false,
-            Answer::AtLimit => self.count(Counter::PoolLimitHit, 1),
-            Answer::NotYet => {}
+            Verdict::Takes => return false,
+            Verdict::AtLimit => self.count(Counter::PoolLimitHit, 1),
+            Verdict::NotYet => {}
         }
         self.devices.is_backed() && !self.file_rests()
     }
 
     /// Something had no place on a device; the first time it is logged.
-    pub fn tell_full(&self, what: &str) {
+    pub fn report_swap_full(&self, what: &str) {
         if !self.swap_full.swap(true, Relaxed) {
             (self.start.log)(what);
         }
@@ -445,7 +445,7 @@ impl Engine {
     /// True while one thread alone faults again and again, for single pages, and the handler is on
     /// its CPU: then every microsecond that the two are parted counts, and what workers do has
     /// time.
-    pub fn converses(&self) -> bool {
+    pub fn single_faulter(&self) -> bool {
         self.handler_cpu.load(Relaxed) != crate::sched::handler_cpu::NO_CPU
             && self.charge.is_sparse()
     }
@@ -461,8 +461,9 @@ impl Engine {
             );
             (mm.table.present(), mm.staging.full_frames(), mm.table.swapped(), mm.table.bytes())
         };
-        self.charge
-            .set_aside(self.childrens_book.lock().as_ref().map_or(0, ChildrensBook::used_bytes));
+        self.charge.set_aside(
+            self.childrens_book.lock().as_ref().map_or(0, SharedMissHistory::used_bytes),
+        );
         let populated = self.devices.pool.populated();
         let fresh = populated.saturating_sub(self.pool_populated.swap(populated, Relaxed));
         self.count(Counter::EngineFaults, fresh as usize);
@@ -556,7 +557,7 @@ impl Engine {
 
     /// Waits while the workers shall stand still. Called by workers where nothing of theirs is half
     /// done. False when they shall end.
-    pub fn stand_still(&self) -> bool {
+    pub fn quiescent_point(&self) -> bool {
         if self.park.load(Acquire) == 0 {
             return true;
         }
@@ -624,12 +625,12 @@ impl Mm {
     }
 
     /// A page is the program's again and its slot stays as it is.
-    pub fn mark_kept(&mut self, page: PageNo, entry: SwapEntry) {
+    pub fn mark_clean(&mut self, page: PageNo, entry: SwapEntry) {
         self.came += 1;
-        self.table.set(page, PageState::Kept(entry));
+        self.table.set(page, PageState::PresentClean(entry));
         self.queues.arrived(&mut self.table, page.chunk());
         if entry.ty() == POOL {
-            self.queues.copied(&mut self.table, page.chunk());
+            self.queues.log_clean(&mut self.table, page.chunk());
         }
     }
 
@@ -691,7 +692,7 @@ impl Mm {
     /// be old enough to be looked at.
     pub fn put_back_young(&mut self, devices: &Devices) {
         let mut oldest = None;
-        for _ in 0..MOST_PUT_BACK {
+        for _ in 0..MAX_CHUNKS_PUT_BACK {
             let Some(first) = self.queues.oldest_unsettled().next() else { return };
             let Some(age) = self.pooled_for(devices, first) else {
                 self.queues.next_pooled(&mut self.table);
@@ -727,7 +728,7 @@ impl Mm {
 pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
 
 /// Chunks put back at a time.
-const MOST_PUT_BACK: usize = 8;
+const MAX_CHUNKS_PUT_BACK: usize = 8;
 /// Workers that the handler places; there is one for each CPU, and beside many CPUs one more
 /// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;

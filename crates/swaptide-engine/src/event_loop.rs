@@ -33,19 +33,19 @@ use swaptide_sys::{AsFd, Errno};
 use crate::EngineError;
 use crate::engine::{Engine, Mm};
 use crate::fault::path::Served;
-use crate::fault::remote::Away;
-use crate::fork::Recipient;
-use crate::fork::layout::Change;
+use crate::fault::remote::InFlight;
+use crate::fork::UnmanagedChild;
+use crate::fork::layout::VmaChange;
 use crate::memcg::pool_sizing::Loads;
 use crate::memcg::psi::Stall;
 use crate::memcg::swap_high::Throttle;
-use crate::memcg::thrash::Squeeze;
+use crate::memcg::thrash::ThrashDetector;
 use crate::mm::types::{PAGES_PER_LEAF, PageNo, range_of};
-use crate::readahead::history::Trail;
+use crate::readahead::history::TemporalPrefetcher;
 use crate::readahead::locality::Locality;
 use crate::reclaim::worker::Worker;
-use crate::requests::{Knock, Ring};
-use crate::sched::handler_cpu::Place;
+use crate::requests::{FaultRequest, HandlerRequest};
+use crate::sched::handler_cpu::HandlerCpu;
 use crate::vma::small::Candidates;
 use crate::vma::unmovable::Unmovable;
 
@@ -62,16 +62,16 @@ pub struct Fault {
 
 /// How long an event is waited for that another one shows to be on its way: its thread only has to
 /// come to its turn.
-pub(crate) const LATEST: Duration = Duration::from_secs(1);
+pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Faults before an engine ends that a test wants to end.
-const FAILS_AFTER: u32 = 500;
+const FAULTS_BEFORE_INJECTED_FAILURE: u32 = 500;
 /// Answers after which a program that is to be let go has some of it brought in, though faults
 /// wait.
-const ANSWERS: u32 = 16;
+const FAULTS_PER_DETACH_STEP: u32 = 16;
 /// How long the next message is waited for awake.
-const AWAKE: Duration = Duration::from_micros(50);
+const BUSY_WAIT: Duration = Duration::from_micros(50);
 /// Messages of one read.
-const MESSAGES: usize = 16;
+const MESSAGES_PER_READ: usize = 16;
 /// Bytes of the buffer for pages that are copied in.
 pub const COPY_BYTES: usize = 256 << 10;
 
@@ -88,16 +88,16 @@ pub struct Handler {
     /// What loading from compressed memory cost since it was told to the division.
     pub(crate) loads: Loads,
     pub(crate) locality: Locality,
-    pub(crate) trail: Trail,
+    pub(crate) prefetcher: TemporalPrefetcher,
     /// Pages that were sent for, and what is struck when some are back.
-    pub(crate) away: Away,
-    pub(crate) gong: Arc<EventFd>,
+    pub(crate) remote: InFlight,
+    pub(crate) wake_event: Arc<EventFd>,
     /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing
     /// of them.
     listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
-    /// What was read from disks that turn, and not asked for yet; and how many pages of the last
+    /// What was read from rotational disks, and not asked for yet; and how many pages of the last
     /// read had been.
     pub(crate) ahead: ReadAhead,
     pub(crate) held_hits: usize,
@@ -112,11 +112,11 @@ pub struct Handler {
     pub(crate) large_fills: u32,
     pub(crate) part_every: u32,
     pub(crate) hints: Vec<(VirtRange, crate::readahead::locality::Reading)>,
-    pub(crate) place: Place,
+    pub(crate) cpu: HandlerCpu,
     /// Pages are loaded here before they are copied in.
     pub(crate) copy: Mapping,
     /// Fresh pages for growth come from here when no staging frame is free.
-    pub(crate) mint: Mapping,
+    pub(crate) fresh_pages: Mapping,
     pub(crate) zeros: Mapping,
     pub(crate) pagemap: Pagemap,
     pub(crate) maps: MapsFile,
@@ -141,9 +141,9 @@ pub struct Handler {
     knocked_again: bool,
     doors_until: Option<Nanos>,
     /// Bells that rang and were not served yet.
-    pub(crate) rung: Vec<Ring>,
+    pub(crate) requests: Vec<HandlerRequest>,
     /// Children of forks that came through no hook.
-    pub(crate) strangers: Vec<Uffd>,
+    pub(crate) untracked_children: Vec<Uffd>,
     /// A fork is under way.
     pub(crate) forking: bool,
     /// Events are noted and not applied, faults held.
@@ -158,25 +158,25 @@ pub struct Handler {
     /// and not applied.
     pub(crate) giving: bool,
     /// Such children, but for the one that is given its pages now.
-    pub(crate) recipients: Vec<Recipient>,
+    pub(crate) recipients: Vec<UnmanagedChild>,
     /// How many of them there were since events were applied last.
-    pub(crate) met: usize,
+    pub(crate) untracked_since_quiesce: usize,
     /// The engine's memory changed while it may have been copied.
     pub(crate) torn: bool,
     /// The forking thread was seen waiting after the engine's memory was changed for another
     /// thread.
     pub(crate) seen_waiting: bool,
     /// Pages that came in during a fork that is followed: its child may lack them
-    /// ([`crate::fork::help`]).
+    /// ([`crate::fork`]).
     pub(crate) brought: Vec<PageNo>,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
-    pub(crate) noted: Vec<Change>,
+    pub(crate) noted: Vec<VmaChange>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
     pub(crate) preload: Option<PageNo>,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
     pub(crate) stall: Stall,
-    pub(crate) squeeze: Squeeze,
+    pub(crate) squeeze: ThrashDetector,
     /// Faults until this engine ends as a test wants it (0: never).
     pub(crate) fails_at: u32,
     /// The program is to be let go: where bringing everything in goes on.
@@ -206,10 +206,13 @@ impl Handler {
             unpacker: Unpacker::new(),
             loads: Loads::default(),
             locality: Locality::new(),
-            trail: Trail::new(),
-            away: Away::new(),
+            prefetcher: TemporalPrefetcher::new(),
+            remote: InFlight::new(),
             listens: false,
-            gong: engine.far.open_gong().map_err(memory("a descriptor that tells of far pages"))?,
+            wake_event: engine
+                .far
+                .open_event()
+                .map_err(memory("a descriptor that tells of far pages"))?,
             leaves_out: None,
             ahead: ReadAhead::default(),
             held_hits: 0,
@@ -220,9 +223,9 @@ impl Handler {
             large_fills: 0,
             part_every: header.part_every.load(Relaxed),
             hints: Vec::new(),
-            place: Place::new(),
+            cpu: HandlerCpu::new(),
             copy,
-            mint,
+            fresh_pages: mint,
             zeros,
             pagemap: Pagemap::open_self().map_err(memory("/proc/self/pagemap"))?,
             maps: MapsFile::open_self().map_err(memory("/proc/self/maps"))?,
@@ -232,8 +235,8 @@ impl Handler {
             gaps: Vec::with_capacity(16),
             candidates: Candidates::default(),
             unmovable: Unmovable::default(),
-            rung: Vec::with_capacity(64),
-            strangers: Vec::with_capacity(4),
+            requests: Vec::with_capacity(64),
+            untracked_children: Vec::with_capacity(4),
             forking: false,
             deferring: false,
             fork_done: false,
@@ -248,28 +251,32 @@ impl Handler {
             doors_until: None,
             giving: false,
             recipients: Vec::new(),
-            met: 0,
+            untracked_since_quiesce: 0,
             torn: false,
             seen_waiting: false,
-            brought: Vec::with_capacity(crate::fork::MOST_BROUGHT),
-            noted: Vec::with_capacity(crate::fork::NOTED),
+            brought: Vec::with_capacity(crate::fork::MAX_HELPED_PAGES),
+            noted: Vec::with_capacity(crate::fork::MAX_NOTED_EVENTS),
             preload: None,
             throttle: Throttle::new(),
             stall: Stall::default(),
-            squeeze: Squeeze::default(),
-            fails_at: if matches!(header.fail.load(Relaxed), 1..=4) { FAILS_AFTER } else { 0 },
+            squeeze: ThrashDetector::default(),
+            fails_at: if matches!(header.fail.load(Relaxed), 1..=4) {
+                FAULTS_BEFORE_INJECTED_FAILURE
+            } else {
+                0
+            },
             detaching: None,
         })
     }
 
     /// Serves until the process ends. Returns when the program is to be let go and nothing of it is
-    /// out: [`Handler::let_go`] does it then, or this is called again.
+    /// out: [`Handler::detach`] does it then, or this is called again.
     pub fn run(&mut self) {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         // One is answered before this can return, for what is asked meanwhile must be read.
         let mut answers = 1u32;
         loop {
-            self.land();
+            self.complete();
             if self.pending.is_empty() {
                 if self.stall.is_on() {
                     self.stalls_until(now());
@@ -279,7 +286,7 @@ impl Handler {
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => {
                         self.listens = true;
-                        let patience = self.tend_doors(self.throttle.patience());
+                        let patience = self.empty_request_pages(self.throttle.time_left());
                         self.read_within(patience);
                     }
                 }
@@ -294,7 +301,7 @@ impl Handler {
             }
             // Threads that give memory up and touch it again never cease to fault.
             let is_due = self.detaching.is_some()
-                && (self.pending.is_empty() || answers.is_multiple_of(ANSWERS));
+                && (self.pending.is_empty() || answers.is_multiple_of(FAULTS_PER_DETACH_STEP));
             if is_due && !self.forking && self.detach_some() {
                 self.stalls_until(now());
                 return;
@@ -306,7 +313,7 @@ impl Handler {
                     self.worker.balance(self.engine);
                 }
                 if self.fails_at > 0 {
-                    self.fail_as_told();
+                    self.inject_failure();
                 }
             }
         }
@@ -314,7 +321,7 @@ impl Handler {
 
     /// Tests want to see how a program ends whose engine does.
     #[cold]
-    fn fail_as_told(&mut self) {
+    fn inject_failure(&mut self) {
         self.fails_at -= 1;
         match self.engine.start.segment.header.fail.load(Relaxed) {
             _ if self.fails_at > 0 => {}
@@ -334,11 +341,11 @@ impl Handler {
     pub(crate) fn read_within(&mut self, timeout: Option<Duration>) {
         // A handler in the idle class comes to its turn when the thread it woke has stopped again:
         // then there is something to read.
-        let expected = timeout.is_none() && self.place.is_idle();
+        let expected = timeout.is_none() && self.cpu.is_idle();
         if !expected && !self.wait(timeout) {
             return;
         }
-        let mut messages = Message::buffer::<MESSAGES>();
+        let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let engine = self.engine;
         // It comes to its turn, though it did not wait.
         engine.turns.fetch_add(2, Relaxed);
@@ -352,10 +359,10 @@ impl Handler {
             }
             Err(Errno::AGAIN) if expected => {
                 drop(mm);
-                if self.stays_awake() {
+                if self.may_busy_wait() {
                     return;
                 }
-                self.place.elsewhere();
+                self.cpu.elsewhere();
                 self.wait(None);
                 return;
             }
@@ -367,7 +374,7 @@ impl Handler {
         }
         // When nothing is under way, no fork is that could be older than what was applied, but one
         // that was read just now: its thread may have gone on.
-        let met = self.giving || !self.strangers.is_empty();
+        let met = self.giving || !self.untracked_children.is_empty();
         if !mm.recent.is_empty()
             && !self.deferring
             && !met
@@ -375,33 +382,33 @@ impl Handler {
         {
             mm.recent.clear();
         }
-        engine.settle(&mm);
+        engine.publish_usage(&mm);
         let is_late = !mm.late.is_empty();
         drop(mm);
         if self.giving {
             return;
         }
-        self.serve_strangers();
+        self.populate_untracked();
         if is_late {
             self.read_late();
         }
-        self.serve_bells();
+        self.serve_requests();
     }
 
     /// The thread that was woken is not on this CPU. Where a worker is awake the kernel may have
     /// drawn it there, and will again: to follow it (which sends the worker away) would only have
     /// the two CPUs change places. Until the worker sleeps the next message is waited for awake.
     /// True when there is one.
-    fn stays_awake(&mut self) -> bool {
+    fn may_busy_wait(&mut self) -> bool {
         let engine = self.engine;
-        if !engine.converses() {
+        if !engine.single_faulter() {
             return false;
         }
         let began = now();
-        while engine.awake.load(Relaxed) != 0 && now().since(began) < AWAKE {
+        while engine.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
             if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0)
             {
-                self.place.later();
+                self.cpu.later();
                 return true;
             }
         }
@@ -412,8 +419,8 @@ impl Handler {
     /// came. Others can see that the handler waits, and does not starve.
     fn wait(&mut self, timeout: Option<Duration>) -> bool {
         self.engine.turns.fetch_add(1, Relaxed);
-        let fds = [self.uffd.as_fd(), self.gong.as_fd()];
-        let awaited = if std::mem::take(&mut self.listens) && !self.away.is_empty() {
+        let fds = [self.uffd.as_fd(), self.wake_event.as_fd()];
+        let awaited = if std::mem::take(&mut self.listens) && !self.remote.is_empty() {
             &fds
         } else {
             &fds[..1]
@@ -438,16 +445,16 @@ impl Handler {
                     self.take(&mut mm, event);
                 }
             } else if self.uffd.coverage(engine.bells.range()) != Coverage::Changing
-                || now().since(began) > LATEST
+                || now().since(began) > LATE_EVENT_TIMEOUT
             {
                 // None is on its way. Where threads change mappings without pause that is not to be
                 // seen, but after so long it had been read.
                 engine.apply_late(&mut mm);
             }
-            engine.settle(&mm);
+            engine.publish_usage(&mm);
             let over = mm.late.is_empty();
             drop(mm);
-            self.serve_strangers();
+            self.populate_untracked();
             if over {
                 return;
             }
@@ -457,7 +464,7 @@ impl Handler {
     /// Reads what there is, while everything that was not a fault is noted.
     pub(crate) fn read_noting(&mut self) {
         let engine = self.engine;
-        let mut messages = Message::buffer::<MESSAGES>();
+        let mut messages = Message::buffer::<MESSAGES_PER_READ>();
         let mut mm = engine.mm.lock();
         if let Ok(n) = self.uffd.read(&mut messages) {
             for message in &mut messages[..n] {
@@ -479,22 +486,24 @@ impl Handler {
             _ => None,
         };
         match (event, ring) {
-            (Event::Fault { addr, .. }, _) if self.engine.bells.porch().contains(addr) => {
-                self.note_ring(Ring::Door)
+            (Event::Fault { addr, .. }, _) if self.engine.bells.request_pages().contains(addr) => {
+                self.note_request(HandlerRequest::Door)
             }
             (Event::Fault { addr, tid, .. }, _) => {
                 self.pending.push_back(Fault { addr, tid, tries: 0 })
             }
-            (_, Some(Ring::ForkDone)) => self.fork_done = true,
-            (_, Some(ring)) => self.note_ring(ring),
+            (_, Some(HandlerRequest::ForkDone)) => self.fork_done = true,
+            (_, Some(ring)) => self.note_request(ring),
             (Event::Fork { uffd }, _) if self.deferring && self.child.is_none() => {
                 self.has_forked = true;
                 self.child = Some(uffd);
             }
-            (Event::Fork { uffd }, _) => self.strangers.push(uffd),
+            (Event::Fork { uffd }, _) => self.untracked_children.push(uffd),
             // What follows a fork event may be earlier than the fork: the child must be looked at
             // first.
-            (event, None) if self.deferring || self.giving || !self.strangers.is_empty() => {
+            (event, None)
+                if self.deferring || self.giving || !self.untracked_children.is_empty() =>
+            {
                 mm.behind = true;
                 self.note_event(event);
             }
@@ -504,49 +513,52 @@ impl Handler {
 
     /// A bell has rung, or the handler itself owes what it asks for. Each is noted once, for
     /// whoever serves it serves all who have rung: so there is room without allocating.
-    pub(crate) fn note_ring(&mut self, ring: Ring) {
-        if !self.rung.contains(&ring) {
-            self.rung.push(ring);
+    pub(crate) fn note_request(&mut self, ring: HandlerRequest) {
+        if !self.requests.contains(&ring) {
+            self.requests.push(ring);
         }
     }
 
     /// Does what the bells asked for, unless a fork is under way: then it waits for its end. To
     /// stand still for a fork is for [`Handler::run`] alone: here a fault or a hint may be half
     /// answered, and who waits for that may have a lock that the forking thread waits for.
-    pub(crate) fn serve_bells(&mut self) {
-        self.serve_strangers();
+    pub(crate) fn serve_requests(&mut self) {
+        self.populate_untracked();
         while !self.forking {
-            let Some(at) = self.rung.iter().position(|ring| *ring != Ring::ForkPrepare) else {
+            let Some(at) =
+                self.requests.iter().position(|ring| *ring != HandlerRequest::ForkPrepare)
+            else {
                 return;
             };
-            match self.rung.remove(at) {
-                Ring::Adopt => self.adopt(),
-                Ring::Hint => {
+            match self.requests.remove(at) {
+                HandlerRequest::Adopt => self.adopt(),
+                HandlerRequest::Hint => {
                     if let Some((hint, range)) = self.engine.bells.take_hint() {
                         self.hint(hint, range);
                     }
                     self.engine.bells.answer();
                 }
-                Ring::Fence => self.fence(),
-                Ring::Preload => self.preload = self.preload.or(Some(PageNo(0))),
-                Ring::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
-                Ring::ForkPrepare | Ring::ForkDone => {}
-                Ring::Door => self.answer_doors(),
+                HandlerRequest::Fence => self.fence(),
+                HandlerRequest::Preload => self.preload = self.preload.or(Some(PageNo(0))),
+                HandlerRequest::Detach => self.detaching = self.detaching.or(Some(PageNo(0))),
+                HandlerRequest::ForkPrepare | HandlerRequest::ForkDone => {}
+                HandlerRequest::Door => self.serve_request_pages(),
             }
         }
     }
 
     /// Stands still for a fork, if one was asked for.
     fn attend_fork(&mut self) {
-        if let Some(at) = self.rung.iter().position(|ring| *ring == Ring::ForkPrepare) {
-            self.rung.remove(at);
+        if let Some(at) = self.requests.iter().position(|ring| *ring == HandlerRequest::ForkPrepare)
+        {
+            self.requests.remove(at);
             self.fork();
-            self.serve_bells();
+            self.serve_requests();
         }
     }
 
     /// Does what is wanted at the doors, and lets those go on who stand there.
-    fn answer_doors(&mut self) {
+    fn serve_request_pages(&mut self) {
         // As in `fence`.
         if self.answering_doors {
             self.knocked_again = true;
@@ -561,15 +573,15 @@ impl Handler {
                 at = index + 1;
                 let mut is_done = true;
                 match knock {
-                    Knock::Fence => self.adopt_mapping(range.start),
-                    Knock::Release => {
+                    FaultRequest::Fence => self.adopt_mapping(range.start),
+                    FaultRequest::Release => {
                         // What the mailbox was answered stays.
                         let before = bells.refused.swap(false, AcqRel);
                         self.release(range);
                         is_done = !bells.refused.swap(before, AcqRel);
                     }
                     // Answered by the end of everything.
-                    Knock::Detach => {
+                    FaultRequest::Detach => {
                         self.detaching = self.detaching.or(Some(PageNo(0)));
                         continue;
                     }
@@ -581,15 +593,15 @@ impl Handler {
             }
         }
         self.answering_doors = false;
-        self.doors_until = Some(Nanos(now().0 + LATEST.as_nanos() as u64));
-        bells.tend_doors(self.uffd);
+        self.doors_until = Some(Nanos(now().0 + LATE_EVENT_TIMEOUT.as_nanos() as u64));
+        bells.release_answered(self.uffd);
     }
 
     /// Looks after doors that are not empty; how long a message is waited for then. One whose
     /// thread does not come back (a signal handler left it) is given up after a moment.
-    fn tend_doors(&mut self, patience: Option<Duration>) -> Option<Duration> {
+    fn empty_request_pages(&mut self, patience: Option<Duration>) -> Option<Duration> {
         let Some(until) = self.doors_until else { return patience };
-        if !self.engine.bells.tend_doors(self.uffd) || now() > until {
+        if !self.engine.bells.release_answered(self.uffd) || now() > until {
             self.doors_until = None;
             return patience;
         }
@@ -633,8 +645,8 @@ impl Handler {
         let started = now();
         let page = PageNo::of(fault.addr);
         self.answers_since(Some(started));
-        self.place.follow(fault.tid, started, &self.engine.worker_tids);
-        self.engine.handler_cpu.store(self.place.own_cpu(), Relaxed);
+        self.cpu.follow(fault.tid, started, &self.engine.worker_tids);
+        self.engine.handler_cpu.store(self.cpu.own_cpu(), Relaxed);
         let served = self.serve(page, fault, started);
         self.answers_since(None);
         match served {
@@ -642,8 +654,8 @@ impl Handler {
                 let answered = now();
                 self.engine.slot().faults.record(answered.since(started).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
-                self.place.answered(answered);
-                if !self.is_of_worker(fault) && self.is_held(page) {
+                self.cpu.answered(answered);
+                if !self.is_of_worker(fault) && self.hold_fault(page) {
                     self.stalls_from(answered);
                     return;
                 }
@@ -657,7 +669,7 @@ impl Handler {
                 let _ = self.uffd.wake(range_of(page, 1));
             }
             Served::Away => {}
-            Served::Crowded => self.away.wait(fault),
+            Served::Crowded => self.remote.wait(fault),
             Served::Again => {
                 fault.tries += 1;
                 // A thread that changes mappings without pause leaves moments only between the

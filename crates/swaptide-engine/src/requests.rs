@@ -35,12 +35,12 @@ use swaptide_sys::thread::{Tid, block_all_signals, gettid, lives, restore_signal
 use swaptide_sys::uffd::Uffd;
 
 use crate::EngineError;
-use crate::sched::deadline::{TURN, Waited};
+use crate::sched::deadline::{WAIT_SLICE, Waited};
 
 /// What a thread wants of the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(usize)]
-pub enum Ring {
+pub enum HandlerRequest {
     /// Look for memory to adopt.
     Adopt = 0,
     /// Stand still: the ringing thread is about to fork.
@@ -62,20 +62,20 @@ pub enum Ring {
 /// What a thread wants that knocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
-pub enum Knock {
-    /// As [`Bells::fence`].
+pub enum FaultRequest {
+    /// As [`HandlerRequests::fence`].
     Fence = 0,
     /// As [`Hint::Release`].
     Release = 1,
-    /// As [`Ring::Detach`], answered when the program was let go.
+    /// As [`HandlerRequest::Detach`], answered when the program was let go.
     Detach = 2,
 }
 
 /// Threads that can stand at doors at a time; more wait for one.
-const DOORS: usize = 64;
+const REQUEST_PAGES: usize = 64;
 
 /// A door: its state, and what is wanted there.
-struct Door {
+struct RequestPage {
     state: AtomicU32,
     knock: AtomicU32,
     start: AtomicUsize,
@@ -83,12 +83,12 @@ struct Door {
 }
 
 /// Its thread has gone on: the page is to be emptied.
-const LEFT: u32 = 4;
+const ABANDONED: u32 = 4;
 /// In the place of what is wanted: it could not be done.
 const REFUSED: u32 = u32::MAX;
 
 /// Pages of the area.
-const BELLS: usize = 7;
+const MAX_REQUESTS: usize = 7;
 /// Threads that can wait at fences at a time; more wait for a place.
 const FENCES: usize = 64;
 
@@ -144,7 +144,7 @@ impl Hint {
 }
 
 /// See the module's description.
-pub struct Bells {
+pub struct HandlerRequests {
     area: Mapping,
     busy: AtomicU32,
     /// The request: its number above 8 bits of [`Hint`]; 0: none.
@@ -161,28 +161,28 @@ pub struct Bells {
     pub(crate) refused: AtomicBool,
     fences: [Fence; FENCES],
     porch: Mapping,
-    doors: [Door; DOORS],
+    doors: [RequestPage; REQUEST_PAGES],
     /// The program was let go.
     closed: AtomicBool,
 }
 
-impl Bells {
+impl HandlerRequests {
     /// Makes the area; the handler registers it.
     ///
     /// # Errors
     /// When memory is refused.
-    pub fn new() -> Result<Bells, EngineError> {
-        let area = Mapping::reserve(BELLS * PAGE_SIZE)
+    pub fn new() -> Result<HandlerRequests, EngineError> {
+        let area = Mapping::reserve(MAX_REQUESTS * PAGE_SIZE)
             .map_err(|e| EngineError::Memory("the bells' pages", e))?;
-        let porch = Mapping::reserve(DOORS * PAGE_SIZE)
+        let porch = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
             .map_err(|e| EngineError::Memory("the doors' pages", e))?;
-        let door = || Door {
+        let door = || RequestPage {
             state: AtomicU32::new(FREE),
             knock: AtomicU32::new(0),
             start: AtomicUsize::new(0),
             end: AtomicUsize::new(0),
         };
-        Ok(Bells {
+        Ok(HandlerRequests {
             porch,
             doors: std::array::from_fn(|_| door()),
             area,
@@ -206,20 +206,21 @@ impl Bells {
     }
 
     /// The doors' range, to register as well.
-    pub fn porch(&self) -> VirtRange {
+    pub fn request_pages(&self) -> VirtRange {
         self.porch.range()
     }
 
     /// The page of a door.
-    fn page_of_door(&self, index: usize) -> VirtRange {
-        VirtRange::from_len(self.porch().start.offset(index * PAGE_SIZE), PAGE_SIZE)
+    fn request_page(&self, index: usize) -> VirtRange {
+        VirtRange::from_len(self.request_pages().start.offset(index * PAGE_SIZE), PAGE_SIZE)
     }
 
     /// Asks for something without a system call; returns when it is done, or the program was let
     /// go. False if a release was refused: the range stays managed.
-    pub fn knock(&self, knock: Knock, range: VirtRange) -> bool {
-        let claim =
-            |door: &Door| door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok();
+    pub fn submit_by_fault(&self, knock: FaultRequest, range: VirtRange) -> bool {
+        let claim = |door: &RequestPage| {
+            door.state.compare_exchange(FREE, WRITTEN, AcqRel, Relaxed).is_ok()
+        };
         let index = loop {
             match self.doors.iter().position(claim) {
                 Some(index) => break index,
@@ -232,25 +233,26 @@ impl Bells {
         door.start.store(range.start.0, Relaxed);
         door.end.store(range.end.0, Relaxed);
         door.state.store(WAITING, Release);
-        let page = self.page_of_door(index).start;
+        let page = self.request_page(index).start;
         while door.state.load(Acquire) == WAITING && !self.closed.load(Acquire) {
             // SAFETY: a page of the engine's own mapping; the kernel holds this thread until the
             // handler has filled it.
             unsafe { page.as_ptr::<u8>().read_volatile() };
         }
         let was_done = door.knock.load(Relaxed) != REFUSED;
-        let _ = door.state.compare_exchange(ANSWERED, LEFT, AcqRel, Relaxed);
+        let _ = door.state.compare_exchange(ANSWERED, ABANDONED, AcqRel, Relaxed);
         was_done
     }
 
     /// The next door at which somebody waits, from `index` on: what for, and where.
-    pub(crate) fn waiting_at(&self, index: usize) -> Option<(usize, Knock, VirtRange)> {
-        let index = (index..DOORS).find(|&at| self.doors[at].state.load(Acquire) == WAITING)?;
+    pub(crate) fn waiting_at(&self, index: usize) -> Option<(usize, FaultRequest, VirtRange)> {
+        let index =
+            (index..REQUEST_PAGES).find(|&at| self.doors[at].state.load(Acquire) == WAITING)?;
         let door = &self.doors[index];
         let knock = match door.knock.load(Relaxed) {
-            0 => Knock::Fence,
-            1 => Knock::Release,
-            _ => Knock::Detach,
+            0 => FaultRequest::Fence,
+            1 => FaultRequest::Release,
+            _ => FaultRequest::Detach,
         };
         Some((
             index,
@@ -272,10 +274,10 @@ impl Bells {
 
     /// Fills the pages of the doors that were answered, and empties those whose threads have gone
     /// on. True while some are not empty.
-    pub(crate) fn tend_doors(&self, uffd: &Uffd) -> bool {
+    pub(crate) fn release_answered(&self, uffd: &Uffd) -> bool {
         let mut any = false;
         for (index, door) in self.doors.iter().enumerate() {
-            let page = self.page_of_door(index);
+            let page = self.request_page(index);
             match door.state.load(Acquire) {
                 ANSWERED => {
                     any = true;
@@ -283,7 +285,7 @@ impl Bells {
                     let _ = uffd.zero_pages(page, true);
                     let _ = uffd.wake(page);
                 }
-                LEFT => {
+                ABANDONED => {
                     // Registered, giving it up would be an event, which only this thread could
                     // read.
                     let emptied = uffd.unregister(page).and_then(|()| {
@@ -305,8 +307,8 @@ impl Bells {
     }
 
     /// Rings; returns when the handler has read it. Never from the handler itself.
-    pub fn ring(&self, ring: Ring) {
-        crate::sched::handler_cpu::nudge();
+    pub fn submit(&self, ring: HandlerRequest) {
+        crate::sched::handler_cpu::boost_once();
         let start = self.range().start.offset(ring as usize * PAGE_SIZE);
         // SAFETY: the page is the engine's own, holds nothing and is never read.
         if let Err(errno) = unsafe {
@@ -317,21 +319,21 @@ impl Bells {
     }
 
     /// Which bell an event of the area means.
-    pub fn decode(&self, at: VirtAddr) -> Option<Ring> {
+    pub fn decode(&self, at: VirtAddr) -> Option<HandlerRequest> {
         match (at.0 - self.range().start.0) / PAGE_SIZE {
-            0 => Some(Ring::Adopt),
-            1 => Some(Ring::ForkPrepare),
-            2 => Some(Ring::Hint),
-            3 => Some(Ring::ForkDone),
-            4 => Some(Ring::Fence),
-            5 => Some(Ring::Preload),
-            6 => Some(Ring::Detach),
+            0 => Some(HandlerRequest::Adopt),
+            1 => Some(HandlerRequest::ForkPrepare),
+            2 => Some(HandlerRequest::Hint),
+            3 => Some(HandlerRequest::ForkDone),
+            4 => Some(HandlerRequest::Fence),
+            5 => Some(HandlerRequest::Preload),
+            6 => Some(HandlerRequest::Detach),
             _ => None,
         }
     }
 
     /// Which bell an event means, if it is of the area.
-    pub fn decode_in(&self, at: VirtAddr) -> Option<Ring> {
+    pub fn decode_in(&self, at: VirtAddr) -> Option<HandlerRequest> {
         self.range().contains(at).then(|| self.decode(at)).flatten()
     }
 
@@ -384,14 +386,15 @@ impl Bells {
         self.hint_start.store(range.start.0, Relaxed);
         self.hint_end.store(range.end.0, Relaxed);
         self.hint.store(u64::from(number) << 8 | hint as u64, Release);
-        self.ring(Ring::Hint);
+        self.submit(HandlerRequest::Hint);
         let mut waited = Waited::default();
         loop {
             let answered = self.answered.load(Acquire);
             if answered == number || self.closed.load(Acquire) {
                 return;
             }
-            let woken = futex::wait(&self.answered, answered, Some(TURN), futex::Scope::Private);
+            let woken =
+                futex::wait(&self.answered, answered, Some(WAIT_SLICE), futex::Scope::Private);
             waited.turn(woken, mask);
         }
     }
@@ -442,10 +445,10 @@ impl Bells {
         };
         fence.at.store(at.0, Relaxed);
         fence.state.store(WAITING, Release);
-        self.ring(Ring::Fence);
+        self.submit(HandlerRequest::Fence);
         let mut waited = Waited::default();
         while fence.state.load(Acquire) != ANSWERED && !self.closed.load(Acquire) {
-            let woken = futex::wait(&fence.state, WAITING, Some(TURN), futex::Scope::Private);
+            let woken = futex::wait(&fence.state, WAITING, Some(WAIT_SLICE), futex::Scope::Private);
             waited.turn(woken, mask);
         }
         fence.state.store(FREE, Release);

@@ -53,9 +53,9 @@ pub fn forks() -> Result<Forks, OpenError> {
 }
 
 /// Less free space than this for the swap file is not enough for a default run.
-const LEAST_SPACE: u64 = 256 << 20;
-const LEAST_MAPS: u64 = 65_530;
-const LEAST_DESCRIPTORS: u64 = 256;
+const MIN_SWAP_BYTES: u64 = 256 << 20;
+const MIN_MAP_COUNT: u64 = 65_530;
+const MIN_DESCRIPTORS: u64 = 256;
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -95,7 +95,7 @@ pub fn examine() -> Diagnosis {
         number(
             "max_map_count",
             "/proc/sys/vm/max_map_count",
-            LEAST_MAPS,
+            MIN_MAP_COUNT,
             "sudo sysctl -w vm.max_map_count=262144",
         ),
         overcommit(),
@@ -244,9 +244,9 @@ fn descriptors() -> Finding {
     let found = if limit == u64::MAX {
         "unlimited".to_owned()
     } else {
-        format!("{limit}, at least {LEAST_DESCRIPTORS} is needed")
+        format!("{limit}, at least {MIN_DESCRIPTORS} is needed")
     };
-    Finding::new("open files", limit >= LEAST_DESCRIPTORS, found, "ulimit -n 1024")
+    Finding::new("open files", limit >= MIN_DESCRIPTORS, found, "ulimit -n 1024")
 }
 
 fn swap_space() -> Finding {
@@ -260,7 +260,7 @@ fn swap_space() -> Finding {
                 priority: None,
                 mirror: None,
                 plain: false,
-                turns: None,
+                rotational: None,
             }],
             1 << 30,
         ) {
@@ -274,7 +274,7 @@ fn swap_space() -> Finding {
                 };
                 return Finding::new(
                     name,
-                    free >= LEAST_SPACE,
+                    free >= MIN_SWAP_BYTES,
                     format!("{}: {} free, {how}", place.display(), human(free)),
                     mend,
                 );

@@ -36,7 +36,7 @@ pub mod tls;
 pub mod url;
 
 use handshake::{Agreed, Wire};
-pub use url::{Place, Url, UrlError};
+pub use url::{Endpoint, Url, UrlError};
 
 /// How long connecting and negotiating may take.
 pub const CONNECT_LIMIT: Duration = Duration::from_secs(10);
@@ -274,7 +274,7 @@ impl Connector {
         let left =
             || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         match &self.url.place {
-            Place::Tcp { host, port } => {
+            Endpoint::Tcp { host, port } => {
                 let addresses = (host.as_str(), *port)
                     .to_socket_addrs()
                     .map_err(|error| NbdError::Resolve(host.clone(), error))?;
@@ -291,7 +291,7 @@ impl Connector {
                 }
                 Err(failed(last))
             }
-            Place::Unix(path) => {
+            Endpoint::Unix(path) => {
                 let failed = |errno: Errno| failed(errno.into());
                 let fd = rustix::net::socket_with(
                     AddressFamily::UNIX,
@@ -316,7 +316,7 @@ impl Connector {
     /// Why not.
     pub fn export(&self, agreed: &Agreed) -> Result<Export, NbdError> {
         const PAGE: u64 = swaptide_store::PAGE_SIZE as u64;
-        const LONGEST: u32 = 32 << 20;
+        const MAX_REQUEST_BYTES: u32 = 32 << 20;
         let url = || self.url.to_string();
         let flags = Flags(agreed.flags);
         if !flags.has(Flags::HAS_FLAGS) {
@@ -325,7 +325,7 @@ impl Connector {
         if flags.has(Flags::READ_ONLY) {
             return Err(NbdError::ReadOnly(url()));
         }
-        let (least, most) = agreed.transfers.unwrap_or((1, LONGEST));
+        let (least, most) = agreed.transfers.unwrap_or((1, MAX_REQUEST_BYTES));
         if !least.is_power_of_two() {
             return Err(NbdError::Protocol(url(), "a block size that is no power of two"));
         }
@@ -344,7 +344,7 @@ impl Connector {
             size: agreed.size - agreed.size % PAGE,
             flags,
             structured: agreed.structured,
-            longest: most.min(LONGEST),
+            longest: most.min(MAX_REQUEST_BYTES),
             connections: connections.clamp(1, MAX_CONNECTIONS),
         })
     }

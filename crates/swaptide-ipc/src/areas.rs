@@ -237,7 +237,7 @@ impl Area {
     }
 
     /// Whether what lies there is not encrypted.
-    pub fn is_plain(&self) -> bool {
+    pub fn is_unencrypted(&self) -> bool {
         self.plain.load(Relaxed) != 0
     }
 
@@ -356,7 +356,7 @@ impl Segment {
 
     /// Whether what lies in an extent is not encrypted.
     pub fn is_plain(&self, extent: ExtentId) -> bool {
-        self.area_of(extent).is_some_and(|(_, area)| area.is_plain())
+        self.area_of(extent).is_some_and(|(_, area)| area.is_unencrypted())
     }
 
     /// Whether an extent lies on a rotational device.

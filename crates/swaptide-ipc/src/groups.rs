@@ -113,9 +113,9 @@ pub struct Groups {
 
 /// A change of who holds which extents, under way until this is dropped.
 #[must_use]
-pub struct Change<'a>(&'a ProcSlot);
+pub struct SettingsChange<'a>(&'a ProcSlot);
 
-impl Drop for Change<'_> {
+impl Drop for SettingsChange<'_> {
     fn drop(&mut self) {
         self.0.changes.fetch_sub(1, SeqCst);
     }
@@ -125,9 +125,9 @@ impl Drop for Change<'_> {
 const STARTED: u64 = 1 << 32 | 1;
 
 impl ProcSlot {
-    fn change(&self) -> Change<'_> {
+    fn change(&self) -> SettingsChange<'_> {
         self.changes.fetch_add(STARTED, SeqCst);
-        Change(self)
+        SettingsChange(self)
     }
 }
 

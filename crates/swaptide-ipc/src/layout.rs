@@ -24,9 +24,9 @@ pub const MAX_PROCS: usize = 512;
 pub const NO_LIMIT: u64 = 1 << 46;
 /// No word of bytes of one process counts for more, whatever stands there: that of all processes
 /// together is no overflow.
-pub const MOST_BYTES: u64 = NO_LIMIT;
+pub const MAX_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
-pub const MOST_COUNTED: u64 = 1 << 47;
+pub const MAX_COUNT: u64 = 1 << 47;
 /// Bytes of one extent of a swap area: a cluster of 512 slots.
 pub const EXTENT_BYTES: u64 = 2 << 20;
 /// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
@@ -206,15 +206,15 @@ pub struct ProcSlot {
 }
 
 impl ProcSlot {
-    /// What a word of bytes says, within `MOST_BYTES`: for who reads the word of another process,
+    /// What a word of bytes says, within `MAX_BYTES`: for who reads the word of another process,
     /// which may be anything.
     pub fn bytes(word: &AtomicU64) -> u64 {
-        word.load(Relaxed).min(MOST_BYTES)
+        word.load(Relaxed).min(MAX_BYTES)
     }
 
-    /// What a counter says, within `MOST_COUNTED`.
+    /// What a counter says, within `MAX_COUNT`.
     pub fn counted(&self, counter: Counter) -> u64 {
-        self.counters[counter as usize].load(Relaxed).min(MOST_COUNTED)
+        self.counters[counter as usize].load(Relaxed).min(MAX_COUNT)
     }
 
     /// Adds to a counter.
@@ -303,12 +303,12 @@ impl ProcSlot {
         self.leader_exited.fetch_add(1, Release);
         futex::wake(&self.leader_exited, i32::MAX as u32, futex::Scope::Shared);
         if self.state() == ProcState::Watching {
-            self.ring();
+            self.wake();
         }
     }
 
     /// Increments `wake_seq` and wakes its waiters, which read the slot again.
-    pub fn ring(&self) {
+    pub fn wake(&self) {
         self.wake_seq.fetch_add(1, Release);
         futex::wake(&self.wake_seq, i32::MAX as u32, futex::Scope::Shared);
     }

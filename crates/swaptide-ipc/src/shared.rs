@@ -32,7 +32,7 @@ pub const REGION_NAME: &CStr = c"swaptide-region";
 /// How its mappings' names begin in `/proc/PID/maps`.
 pub const REGION_PATH: &[u8] = b"/memfd:swaptide-region";
 /// Regions smaller than this are not worth it.
-pub const SMALLEST_REGION: u64 = 1 << 20;
+pub const MIN_REGION_BYTES: u64 = 1 << 20;
 /// What userfaultfds of shared regions are asked to do.
 pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::EVENT_REMAP)
@@ -43,10 +43,10 @@ pub const SHARED_FEATURES: Features = Features::EVENT_FORK
     .union(Features::WP_HUGETLBFS_SHMEM)
     .union(Features::POISON);
 
-/// Advice before a mapping is moved or grown by `mremap`: nothing goes out until [`SETTLE`].
-pub const HOLD: i32 = -1;
+/// Advice before a mapping is moved or grown by `mremap`: nothing goes out until [`ADVICE_SETTLE`].
+pub const ADVICE_HOLD: i32 = -1;
 /// Advice after that.
-pub const SETTLE: i32 = -2;
+pub const ADVICE_SETTLE: i32 = -2;
 
 /// The answer to [`Request::Attach`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -25,16 +25,16 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
-use crate::pager::{GUARD_PATIENCE, Inner, ROOM, STOP_FAULTS, State, is_hole, write_pages};
+use crate::pager::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole, write_pages};
 use crate::region::{PageState, RegionId};
 use crate::space::{Piece, Space, SpaceId, Standing};
 
 /// Most pages that one fault brings in: 2 MiB.
-const MOST_PAGES: usize = 512;
+const MAX_PAGES_PER_FAULT: usize = 512;
 /// Pages that are brought in before the one asked for is woken.
 const FIRST_PAGES: usize = 16;
 /// Without a limit, what one fault may bring in is bounded as under this one.
-const LIMIT_FOR_WINDOWS: u64 = 128 << 20;
+const DEFAULT_WINDOW_LIMIT_BYTES: u64 = 128 << 20;
 
 /// Memory of a thread that brings pages in.
 pub(crate) struct Loader {
@@ -51,7 +51,7 @@ impl Loader {
 
 /// Where pages of a fault are to be mapped at once.
 #[derive(Clone, Copy)]
-pub(crate) struct Door {
+pub(crate) struct EventPoller {
     space: SpaceId,
     piece: Piece,
 }
@@ -82,7 +82,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
         for event in &events[..ready] {
             let data = event.data.u64();
             let id = SpaceId(data >> 1);
-            if data == ROOM {
+            if data == ROOM_TOKEN {
                 let _ = rustix::io::read(&inner.room, &mut [0u8; 8]);
             } else if data & 1 == 1 {
                 inner.guard_gone(&mut state, id);
@@ -137,7 +137,7 @@ impl Inner {
             let space = &state.spaces[&id];
             if space.standing() == Standing::Gone {
                 self.forget_space(state, id);
-            } else if space.unguarded.elapsed() > GUARD_PATIENCE && !space.rescued {
+            } else if space.unguarded.elapsed() > GUARD_TIMEOUT && !space.rescued {
                 self.rescue(state, id);
             }
         }
@@ -258,7 +258,7 @@ impl Inner {
             self.wake(state, id, at);
             return;
         };
-        let door = Door { space: id, piece };
+        let door = EventPoller { space: id, piece };
         let comes_in = |state: PageState| state == PageState::Absent || state.is_out();
         if state.regions.get(&piece.region).is_some_and(|region| comes_in(region.state(page)))
             && self.is_full(state)
@@ -316,7 +316,7 @@ impl Inner {
 
     /// Pages that one fault may bring in.
     fn bound(&self) -> usize {
-        let limit = self.limit().unwrap_or(LIMIT_FOR_WINDOWS);
+        let limit = self.limit().unwrap_or(DEFAULT_WINDOW_LIMIT_BYTES);
         let bound = (limit / 64) as usize / PAGE_SIZE;
         // As for a process's own memory: with a file, page-cluster says how far is read ahead, of
         // compressed memory in front of it too.
@@ -326,13 +326,13 @@ impl Inner {
             _ => bound,
         };
         match self.segment.header.largest_order_plus.load(Relaxed) {
-            0 => bound.clamp(1, MOST_PAGES),
+            0 => bound.clamp(1, MAX_PAGES_PER_FAULT),
             plus => bound.clamp(1, 1 << (plus - 1).min(u32::from(LAST_ORDER))),
         }
     }
 
     /// Pages that nobody has touched yet.
-    fn grow(&self, state: &mut State, door: Door, page: usize) {
+    fn grow(&self, state: &mut State, door: EventPoller, page: usize) {
         let bound = self.bound();
         let Some(region) = state.regions.get_mut(&door.piece.region) else { return };
         let window = region.locality.growth_window(PageNo(page), bound);
@@ -370,7 +370,7 @@ impl Inner {
     }
 
     /// A page that is out, and what is likely to be wanted with it.
-    fn swap_in(&self, state: &mut State, door: Door, page: usize, loader: &mut Loader) {
+    fn swap_in(&self, state: &mut State, door: EventPoller, page: usize, loader: &mut Loader) {
         let bound = self.bound();
         let id = door.piece.region;
         let Some(region) = state.regions.get_mut(&id) else { return };
@@ -396,7 +396,7 @@ impl Inner {
             .iter()
             .map(|run| run.len())
             .sum::<usize>();
-        region.locality.came(ahead);
+        region.locality.record_swapped_in(ahead);
         let hits = region.locality.take_hits();
         self.count(Counter::SwapRaHit, hits as u64);
         self.count(Counter::SwapRa, ahead.saturating_sub(1) as u64);
@@ -448,8 +448,14 @@ impl Inner {
             .get(&id)
             .map_or(Vec::new(), |region| region.runs(pages, PageState::is_out));
         for run in runs {
-            for start in run.clone().step_by(MOST_PAGES) {
-                self.fill(state, None, id, start..(start + MOST_PAGES).min(run.end), &mut loader);
+            for start in run.clone().step_by(MAX_PAGES_PER_FAULT) {
+                self.fill(
+                    state,
+                    None,
+                    id,
+                    start..(start + MAX_PAGES_PER_FAULT).min(run.end),
+                    &mut loader,
+                );
             }
         }
     }
@@ -458,7 +464,7 @@ impl Inner {
     fn fill(
         &self,
         state: &mut State,
-        door: Option<Door>,
+        door: Option<EventPoller>,
         id: RegionId,
         run: Range<usize>,
         loader: &mut Loader,

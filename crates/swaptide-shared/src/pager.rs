@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::fs::FallocateFlags;
 use swaptide_engine::readahead::locality::Reading;
-use swaptide_ipc::shared::{Attached, HOLD, REGION_NAME, SETTLE};
+use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_SETTLE, Attached, REGION_NAME};
 use swaptide_ipc::{Counter, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::mem::memfd_create;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -34,16 +34,16 @@ use crate::space::{Piece, Space, SpaceId, Standing, scan};
 use crate::store::{OpenArea, SLOTS, Store};
 
 /// How long a process may be without a guard before its regions are brought back whole.
-pub const GUARD_PATIENCE: Duration = Duration::from_secs(1);
+pub const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
 /// In this time the guard of a forked child comes, unless none comes.
-const GUARD_SOON: Duration = Duration::from_millis(300);
+const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
 /// Regions larger than this are not taken.
-const LARGEST_REGION: u64 = 64 << 30;
+const MAX_REGION_BYTES: u64 = 64 << 30;
 /// A region that nobody has attached after this time was given up by who asked for it.
-const ABANDONED: Duration = Duration::from_secs(30);
+const UNATTACHED_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The number of [`Inner::room`] at the poll.
-pub(crate) const ROOM: u64 = u64::MAX;
+pub(crate) const ROOM_TOKEN: u64 = u64::MAX;
 /// The thread that makes room is to end.
 pub(crate) const STOP_ROOM: u32 = 1;
 /// The thread that answers is to end.
@@ -154,7 +154,7 @@ impl Pager {
         epoll::add(
             &inner.poll,
             &inner.room,
-            epoll::EventData::new_u64(ROOM),
+            epoll::EventData::new_u64(ROOM_TOKEN),
             epoll::EventFlags::IN,
         )?;
         let spawn = |name: &str, body: fn(Arc<Inner>)| {
@@ -337,7 +337,7 @@ impl Inner {
     fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
         let bytes = bytes
             .checked_next_multiple_of(PAGE_SIZE as u64)
-            .filter(|bytes| (1..=LARGEST_REGION).contains(bytes));
+            .filter(|bytes| (1..=MAX_REGION_BYTES).contains(bytes));
         let bytes = bytes.ok_or(Errno::INVAL)?;
         // There is no advice against huge pages that the kernel would heed then, and a part of one
         // cannot go out.
@@ -470,8 +470,9 @@ impl Inner {
             }
         }
         let any_stale = state.spaces.values().any(|space| space.stale);
-        let old =
-            |id: &RegionId| state.created.get(id).is_none_or(|made| made.elapsed() > ABANDONED);
+        let old = |id: &RegionId| {
+            state.created.get(id).is_none_or(|made| made.elapsed() > UNATTACHED_TIMEOUT)
+        };
         let gone: Vec<RegionId> = state
             .regions
             .values()
@@ -535,12 +536,12 @@ impl Inner {
             .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
         let Some(id) = found.map(|(id, _)| *id) else { return false };
         match advice {
-            HOLD => {
+            ADVICE_HOLD => {
                 state.generation += 1;
                 state.spaces.entry(id).and_modify(|space| space.moving += 1);
                 return true;
             }
-            SETTLE => {
+            ADVICE_SETTLE => {
                 state
                     .spaces
                     .entry(id)
@@ -645,7 +646,8 @@ impl State {
     /// way, a mapping that is being moved.
     pub fn is_passing(&self) -> bool {
         self.spaces.values().any(|space| {
-            space.moving > 0 || space.guard.is_none() && space.unguarded.elapsed() < GUARD_SOON
+            space.moving > 0
+                || space.guard.is_none() && space.unguarded.elapsed() < CHILD_GUARD_TIMEOUT
         })
     }
 

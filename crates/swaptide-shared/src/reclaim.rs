@@ -14,9 +14,9 @@
 //! Why no write is lost. From the end of `protect` on no page table entry lets anybody write:
 //! existing ones are protected, and where there is none a mark stands that makes one which comes
 //! protected. A thread that writes faults; its fault is answered under the lock, which makes the
-//! page `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`, what was
-//! read at `store` is the last that was written, unless somebody had an entry that `protect` did
-//! not reach:
+//! page `Present`, and then it does not go out. So of a page that is `Leaving` at `punch`,
+//! what was read at `store` is the last that was written, unless somebody had an entry that
+//! `protect` did not reach:
 //!
 //! 1. A forked child: its entries are copies, of protected ones if the fork came later. If it came
 //!    earlier and its event is unread, its parent's mappings are *changing* for the kernel;
@@ -50,7 +50,7 @@ use crate::pager::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
 use crate::pinned::pinned;
 use crate::region::{PageState, RegionId};
 use crate::space::{SpaceId, Standing};
-use crate::store::{Put, compressor};
+use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.
 const BATCH: usize = 1024;
@@ -58,7 +58,7 @@ const BATCH: usize = 1024;
 const WRITE_BACK: usize = 128;
 
 /// How long nobody waits for room after nothing could go out.
-const STUCK: Duration = Duration::from_millis(20);
+const FULL_BACKOFF: Duration = Duration::from_millis(20);
 
 /// What the thread works with.
 struct Worker {
@@ -87,7 +87,7 @@ struct Stored {
     region: RegionId,
     page: usize,
     slot: Slot,
-    put: Put,
+    put: PutOutcome,
 }
 
 /// What became of an attempt.
@@ -155,7 +155,7 @@ impl Worker {
             outcome = Outcome::Again;
         }
         if over > 0 && matches!(outcome, Outcome::Nothing | Outcome::Full) {
-            inner.lock().stuck_until = Some(Instant::now() + STUCK);
+            inner.lock().stuck_until = Some(Instant::now() + FULL_BACKOFF);
         }
         inner.tell_room();
         match outcome {
@@ -164,7 +164,7 @@ impl Worker {
             Outcome::Nothing => Duration::from_millis(5),
             Outcome::Full => {
                 inner.count(Counter::SwapFull, 1);
-                STUCK
+                FULL_BACKOFF
             }
         }
     }
@@ -182,7 +182,7 @@ impl Worker {
             inner.unprotect(&mut inner.lock(), &batch);
             return Outcome::Nothing;
         }
-        let full = !stored.is_empty() && stored.iter().all(|stored| stored.put == Put::Full);
+        let full = !stored.is_empty() && stored.iter().all(|stored| stored.put == PutOutcome::Full);
         match inner.finish(&batch, &stored, &self.buffer) {
             Some(_) if full => Outcome::Full,
             Some(out) => Outcome::Out(out),
@@ -214,14 +214,14 @@ impl Worker {
                 let slot = Slot(base + page as u32);
                 let put = inner.store.put(slot, data, &mut self.compressor);
                 match put {
-                    Put::Poor => inner.count(Counter::RejectCompressPoor, 1),
-                    Put::Refused(at_limit) => {
+                    PutOutcome::Poor => inner.count(Counter::RejectCompressPoor, 1),
+                    PutOutcome::Refused(at_limit) => {
                         inner.count(Counter::RejectPoolFull, 1);
                         inner.count(Counter::PoolLimitHit, at_limit.into());
                     }
-                    Put::In(_) | Put::Full => {}
+                    PutOutcome::In(_) | PutOutcome::Full => {}
                 }
-                if matches!(put, Put::Poor | Put::Refused(_)) {
+                if matches!(put, PutOutcome::Poor | PutOutcome::Refused(_)) {
                     for_file.push((stored.len(), slot, at));
                 }
                 stored.push(Stored { region: *id, page, slot, put });
@@ -238,7 +238,7 @@ impl Worker {
             }
             for (number, slot, at) in some {
                 stored[*number].put = match written {
-                    true => Put::In(PageState::File),
+                    true => PutOutcome::In(PageState::File),
                     false => inner.store.keep(*slot, &pages[*at], &mut self.compressor),
                 };
             }
@@ -468,7 +468,7 @@ impl Inner {
     /// Frees what a page was put into that does not go out. Its slot may be another region's by
     /// now, of which nothing can be stored there: only this thread stores.
     fn drop_stored(&self, stored: &Stored) {
-        if let Put::In(place) = stored.put {
+        if let PutOutcome::In(place) = stored.put {
             self.store.free(stored.slot, place);
         }
     }
@@ -485,7 +485,7 @@ impl Inner {
             });
         let mut outs: Vec<(RegionId, usize, PageState)> = Vec::new();
         for stored in stored {
-            let Put::In(place) = stored.put else { continue };
+            let PutOutcome::In(place) = stored.put else { continue };
             let (id, page) = (stored.region, stored.page);
             if quiet
                 && state

@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use swaptide_engine::memcg::acceptance::{Acceptance, Answer};
+use swaptide_engine::memcg::acceptance::{Acceptance, Verdict};
 use swaptide_ipc::{Area, AreaId, AreaMask, AreaState, ExtentId, Segment, SlotIndex, Transport};
 use swaptide_store::codec::{Compressor, Packed, PackedKind, Scheme, Unpacker};
 use swaptide_store::file::{
@@ -29,7 +29,7 @@ pub type OpenArea = Arc<dyn Fn(AreaId) -> Option<OwnedFd> + Send + Sync>;
 
 /// What the swap areas are to the pager: extents leased in the segment, and descriptors.
 #[derive(Clone)]
-struct Beyond {
+struct SegmentExtents {
     segment: &'static Segment,
     index: SlotIndex,
     open: OpenArea,
@@ -37,7 +37,7 @@ struct Beyond {
     change: Arc<Mutex<()>>,
 }
 
-impl Beyond {
+impl SegmentExtents {
     fn change(&self) -> MutexGuard<'_, ()> {
         let guard = self.change.lock().expect("no thread panics with it");
         if self.segment.is_moving(self.index) {
@@ -55,7 +55,7 @@ impl Beyond {
     }
 }
 
-impl ExtentSource for Beyond {
+impl ExtentSource for SegmentExtents {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change();
         self.segment.lease_charged_in(self.index, self.files()).map(|extent| Extent(extent.0))
@@ -71,7 +71,7 @@ impl ExtentSource for Beyond {
     }
 }
 
-impl Areas for Beyond {
+impl Areas for SegmentExtents {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
         let spot = Spot { area: place.area.0, generation: place.generation, offset: place.offset };
@@ -93,7 +93,7 @@ impl Areas for Beyond {
 pub struct Store {
     pool: Zram,
     file: FileDevice,
-    areas: Beyond,
+    areas: SegmentExtents,
     /// The table of areas, as of the last look, and whether something lies on one that is being
     /// taken away.
     looked: AtomicU32,
@@ -107,7 +107,7 @@ pub struct Store {
 
 /// A page that was put away, or was not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Put {
+pub enum PutOutcome {
     /// It is there.
     In(PageState),
     /// There is no room for it.
@@ -136,7 +136,7 @@ impl Store {
         }
         let mut salt = [0u8; 8];
         rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty())?;
-        let areas = Beyond { segment, index, open, change: Arc::default() };
+        let areas = SegmentExtents { segment, index, open, change: Arc::default() };
         let file = FileDevice::over(
             Box::new(areas.clone()),
             key,
@@ -162,7 +162,7 @@ impl Store {
     /// Whether there is anything beyond compressed memory that takes pages: a file or a block
     /// device.
     pub fn has_file(&self) -> bool {
-        let Beyond { segment, index, .. } = &self.areas;
+        let SegmentExtents { segment, index, .. } = &self.areas;
         segment.has_area()
             && segment.slot(*index).no_writeback.load(Relaxed) == 0
             && self.areas.files() != AreaMask(0)
@@ -193,7 +193,7 @@ impl Store {
     /// Sets what compressed memory may take: of a limit of `limit` bytes `percent`, and where it is
     /// bounded for all processes together, what the others leave.
     pub fn set_pool_limit(&self, limit: u64, percent: u64) {
-        let Beyond { segment, index, .. } = &self.areas;
+        let SegmentExtents { segment, index, .. } = &self.areas;
         let others = || {
             segment
                 .claimed()
@@ -231,19 +231,19 @@ impl Store {
     }
 
     /// Puts a page into compressed memory, unless it belongs in the file.
-    pub fn put(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
+    pub fn put(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> PutOutcome {
         let packed = compressor.compress(page);
         let has_file = self.has_file();
         match packed {
-            Packed::Zero => return Put::In(PageState::Zero),
-            Packed::Raw(_) if has_file => return Put::Poor,
+            Packed::Zero => return PutOutcome::In(PageState::Zero),
+            Packed::Raw(_) if has_file => return PutOutcome::Poor,
             Packed::Bytes(_) if has_file => {
                 match self
                     .acceptance
                     .ask(self.pool.pool_bytes() as u64, self.pool_bound.load(Relaxed))
                 {
-                    Answer::Takes => {}
-                    answer => return Put::Refused(answer == Answer::AtLimit),
+                    Verdict::Takes => {}
+                    answer => return PutOutcome::Refused(answer == Verdict::AtLimit),
                 }
             }
             _ => {}
@@ -251,20 +251,20 @@ impl Store {
         // With a file behind it, what is over the limit is written back; without one, this is the
         // end.
         if !has_file && self.pool_excess() > 0 {
-            return Put::Full;
+            return PutOutcome::Full;
         }
         match self.pool.insert(slot, &packed) {
-            Ok(()) => Put::In(PageState::Pool),
-            Err(_) if has_file => Put::Refused(true),
-            Err(_) => Put::Full,
+            Ok(()) => PutOutcome::In(PageState::Pool),
+            Err(_) if has_file => PutOutcome::Refused(true),
+            Err(_) => PutOutcome::Full,
         }
     }
 
     /// Puts a page into compressed memory that belongs in the file, which does not take it.
-    pub fn keep(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> Put {
+    pub fn keep(&self, slot: Slot, page: &Page, compressor: &mut Compressor) -> PutOutcome {
         let kept =
             self.pool_excess() == 0 && self.pool.insert(slot, &compressor.compress(page)).is_ok();
-        if kept { Put::In(PageState::Pool) } else { Put::Full }
+        if kept { PutOutcome::In(PageState::Pool) } else { PutOutcome::Full }
     }
 
     /// Writes pages to the file as they are. False when that failed: then none of them is there.

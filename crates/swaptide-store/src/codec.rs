@@ -98,12 +98,12 @@ pub struct Level(u8);
 
 impl Level {
     /// The last one. Higher ones take several times as long for a hundredth of the bytes of a page.
-    pub const LAST: Level = Level(9);
+    pub const MAX: Level = Level(9);
 
-    /// The level of a number from 1 to [`Level::LAST`]; `None` for others.
+    /// The level of a number from 1 to [`Level::MAX`]; `None` for others.
     #[must_use]
     pub fn new(level: u8) -> Option<Level> {
-        (1..=Level::LAST.0).contains(&level).then_some(Level(level))
+        (1..=Level::MAX.0).contains(&level).then_some(Level(level))
     }
 
     /// Its number.
@@ -164,7 +164,7 @@ pub const MAX_UNIT_PAGES: usize = 16;
 pub const RAW_ABOVE: usize = PAGE_SIZE * 7 / 8;
 
 /// Packed bytes are more than this, so that what is shorter can mean something else.
-pub const SHORTEST: usize = size_of::<u64>();
+pub const MIN_PACKED_BYTES: usize = size_of::<u64>();
 
 /// What kind of data a page holds.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
@@ -276,7 +276,7 @@ fn same_word(bytes: &[u8]) -> Option<u64> {
 
 /// Bytes of a page that are compressed: all but the run of one word it ends in, if that is long.
 fn head_len(page: &Page) -> usize {
-    const LEAST_RUN: usize = 32;
+    const MIN_RUN_BYTES: usize = 32;
     let (words, _) = page.as_chunks::<8>();
     let (lines, _) = words.as_chunks::<8>();
     let last = words[words.len() - 1];
@@ -292,7 +292,7 @@ fn head_len(page: &Page) -> usize {
     while start > 0 && words[start - 1] == last {
         start -= 1;
     }
-    if words.len() - start < LEAST_RUN { PAGE_SIZE } else { (start + 1) * 8 }
+    if words.len() - start < MIN_RUN_BYTES { PAGE_SIZE } else { (start + 1) * 8 }
 }
 
 /// Fills `out` with one repeated word.
@@ -416,7 +416,8 @@ impl Compressor {
     pub fn compress_tightly(&mut self, page: &Page, most: usize) -> Option<&[u8]> {
         let room = most.min(RAW_ABOVE);
         let len = self.zstd.compress(&page[..head_len(page)], &mut self.out[..room])?;
-        (Codec::of(&self.out[..len]) == Codec::Zstd && len > SHORTEST).then(|| &self.out[..len])
+        (Codec::of(&self.out[..len]) == Codec::Zstd && len > MIN_PACKED_BYTES)
+            .then(|| &self.out[..len])
     }
 
     /// Compresses a page into the buffer as was chosen; `None` when it does not get small enough.
@@ -447,7 +448,7 @@ impl Compressor {
         let (mark, out) = self.out.split_at_mut(SNAPPY_MARK.len());
         let len = SNAPPY_MARK.len() + self.snappy.as_mut()?.compress(input, out).ok()?;
         mark.copy_from_slice(&SNAPPY_MARK);
-        (len > SHORTEST).then_some(len)
+        (len > MIN_PACKED_BYTES).then_some(len)
     }
 
     /// Compresses `input` into the buffer with lz4; `None` only if the library refuses, which a

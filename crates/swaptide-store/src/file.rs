@@ -32,10 +32,10 @@
 //! 5. Cleaning moves a page under the writers' lock only. A reader that finds something else than
 //!    was written looks whether the page was moved before it calls it damaged.
 //!
-//! Locks: one of `read_buffers` or `bounce` (all of them only to keep everybody out, in this order),
-//! then `state`, or `emptied` alone. An inbox and `bounce` are held across I/O, `state` is not (but
-//! across calls to the source). Readers do not wait for writers, nor for each other while an inbox
-//! is free.
+//! Locks: one of `read_buffers` or `bounce` (all of them only to keep everybody out, in this
+//! order), then `state`, or `emptied` alone. An inbox and `bounce` are held across I/O, `state` is
+//! not (but across calls to the source). Readers do not wait for writers, nor for each other while
+//! an inbox is free.
 
 mod ahead;
 mod cipher;
@@ -55,13 +55,13 @@ use swaptide_sys::mem::Mapping;
 use swaptide_sys::thread::{Nanos, now};
 use swaptide_sys::{Errno, OwnedFd};
 
-pub use self::ahead::{Ahead, MOST_AHEAD, ReadAhead};
+pub use self::ahead::{Ahead, MAX_BLOCK_PAGES, ReadAhead};
 use self::cipher::Cipher;
 use self::digests::{Digester, Digests};
 use self::extents::{Extents, FreedExtent, Full, Purpose, Taken, WriteCursor};
 pub use self::io::own_ring_mappings;
 use self::io::{BlockIo, SwapFile};
-use self::places::{Place, Places};
+use self::places::{SlotExtent, SlotExtents};
 use self::reading::{READ_BUFFERS, ReadBuffer, Wanted, lay_out};
 use self::router::Router;
 pub use self::router::{Areas, HandedOver, InjectedFault, Location, MAX_AREAS, Opened, Spot};
@@ -79,15 +79,15 @@ const WRITE_BLOCKS: usize = 64;
 /// Blocks that a packed page may lie in.
 const PAGE_BLOCKS: usize = 2;
 /// Bytes that stand for a page of one repeated word: no packed page is so short.
-const WORD: usize = codec::SHORTEST;
+const WORD: usize = codec::MIN_PACKED_BYTES;
 /// A server that has not taken note of an empty extent for so long does not answer; then none is
 /// told for a while.
-const TRIM_TAKES: Duration = Duration::from_secs(1);
-const TRIMS_REST: Duration = Duration::from_secs(60);
+const TRIM_TIMEOUT: Duration = Duration::from_secs(1);
+const TRIM_BACKOFF: Duration = Duration::from_secs(60);
 /// Times a write cleans before it gives up.
-const CLEANINGS: usize = 8;
+const MAX_CLEANINGS_PER_WRITE: usize = 8;
 /// Times a write is tried: what one place does not take another may.
-const WRITE_TRIES: usize = 4;
+const MAX_WRITE_TRIES: usize = 4;
 
 /// A piece of the swap file: the bytes from `EXTENT_BYTES` times this number on.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -148,7 +148,7 @@ pub struct ServerId(pub u8);
 /// What a slot held at a moment. Two stamps of a slot that are equal mean that it held the same
 /// page all the time.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub struct Stamp(Place);
+pub struct Stamp(SlotExtent);
 
 /// A batch was not written; every slot has the page it had before.
 #[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -265,7 +265,7 @@ impl Buffer {
 }
 
 struct State {
-    places: Places,
+    places: SlotExtents,
     /// Of pages that were read and neither freed nor written again since.
     digests: Digests,
     extents: Extents,
@@ -320,7 +320,7 @@ impl FileDevice {
         // Kept in forked children, for the digests they inherit.
         let digester = Digester::new(cipher.digest_key());
         let extents = Extents::new(Arc::new(cipher));
-        let state = State { places: Places::default(), digests: Digests::default(), extents };
+        let state = State { places: SlotExtents::default(), digests: Digests::default(), extents };
         let read_buffers = core::array::from_fn(|_| {
             Lock::new(ReadBuffer { buffer: Buffer::default(), unpacker: Unpacker::new() })
         });
@@ -357,7 +357,7 @@ impl FileDevice {
         let mut bounce = self.bounce.lock();
         let _under_way = UnderWay::begin(&self.writing_since);
         let mut first = None;
-        for _ in 0..WRITE_TRIES {
+        for _ in 0..MAX_WRITE_TRIES {
             let (error, goes_on) = match self.try_to_write(pages, &mut bounce) {
                 Err(Unplaced::Refused(error, elsewhere)) => {
                     (error, elsewhere || !matches!(error.errno, Errno::NOSPC | Errno::TIMEDOUT))
@@ -419,7 +419,7 @@ impl FileDevice {
                 pages.iter().zip(&taken).zip(tags)
             {
                 state.digests.remove(slot);
-                if let Some(before) = state.places.set(slot, Place { span, count, tag }) {
+                if let Some(before) = state.places.set(slot, SlotExtent { span, count, tag }) {
                     vacated.extend(state.extents.free(before.span));
                 }
             }
@@ -439,7 +439,11 @@ impl FileDevice {
         loop {
             let mut state = self.state.lock();
             let mut pen = WriteCursor::default();
-            let purpose = if cleanings < CLEANINGS { Purpose::Write } else { Purpose::WriteAnyway };
+            let purpose = if cleanings < MAX_CLEANINGS_PER_WRITE {
+                Purpose::Write
+            } else {
+                Purpose::WriteAnyway
+            };
             let mut full = None;
             for (_, page) in &pages[taken.len()..] {
                 match state.extents.take(packed_len(page), &mut pen, &*self.source, purpose) {
@@ -461,7 +465,7 @@ impl FileDevice {
                 self.give_up(&taken, None);
                 return Err(WriteError { slot: pages[taken.len()].0, errno: Errno::NOSPC });
             }
-            cleanings = if self.clean(bounce) { cleanings + 1 } else { CLEANINGS };
+            cleanings = if self.clean(bounce) { cleanings + 1 } else { MAX_CLEANINGS_PER_WRITE };
         }
     }
 
@@ -519,7 +523,7 @@ impl FileDevice {
     /// Moves the live pages of the extents that gain most by it together. `false` if no block
     /// became free.
     fn clean(&self, bounce: &mut Buffer) -> bool {
-        let victims = self.state.lock().extents.victims();
+        let victims = self.state.lock().extents.extents_to_clean();
         self.relocate(&victims, Purpose::Clean, bounce).gained
     }
 
@@ -582,7 +586,7 @@ impl FileDevice {
             }
             let mut opened = Vec::with_capacity(n);
             for w in &*some {
-                let Place { span, tag, .. } = w.place;
+                let SlotExtent { span, tag, .. } = w.place;
                 let bytes = &mut inbox[w.at..w.at + span.len()];
                 let mut opens = w.cipher.open(w.form, w.counter, span.name(), &tag, bytes);
                 if !opens
@@ -673,7 +677,7 @@ impl FileDevice {
             let mut state = self.state.lock();
             for ((w, &Taken { span, count, .. }), tag) in pages.iter().zip(&taken).zip(tags) {
                 let unused = if state.places.get(w.slot) == Some(w.place) {
-                    state.places.set(w.slot, Place { span, count, tag });
+                    state.places.set(w.slot, SlotExtent { span, count, tag });
                     w.place.span
                 } else {
                     span
@@ -713,9 +717,9 @@ impl FileDevice {
             let began = now();
             let tells = !shared && began.0 >= self.trims_rest.load(Relaxed);
             let told = tells && self.punch(extent);
-            if tells && !told && now().since(began) > TRIM_TAKES {
+            if tells && !told && now().since(began) > TRIM_TIMEOUT {
                 self.trims_rest
-                    .store(now().0.saturating_add(TRIMS_REST.as_nanos() as u64), Relaxed);
+                    .store(now().0.saturating_add(TRIM_BACKOFF.as_nanos() as u64), Relaxed);
             }
             if !shared {
                 self.source.release(extent, told);
@@ -798,7 +802,7 @@ impl FileDevice {
     pub fn clear(&self) {
         let vacated = {
             let mut state = self.state.lock();
-            state.places = Places::default();
+            state.places = SlotExtents::default();
             state.digests = Digests::default();
             state.extents.clear()
         };

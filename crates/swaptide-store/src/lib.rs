@@ -1,9 +1,9 @@
 //! Where the data of swap slots lives.
 //!
-//! Two devices, each addressed by [`Slot`]: [`zram::Zram`] keeps pages compressed in this process's
-//! own memory, [`file::FileDevice`] keeps them encrypted in extents that several processes share,
-//! of a swap file or of an export that [`nbd`] reaches. [`codec`] turns a page into what a device
-//! stores and back.
+//! Two devices, each addressed by [`Slot`]: [`zram::Zram`] keeps pages compressed in this
+//! process's own memory, [`file::FileDevice`] keeps them encrypted in extents that several
+//! processes share, of a swap file or of an export that [`nbd`] reaches. [`codec`] turns a page
+//! into what a device stores and back.
 //!
 //! A device knows nothing of swap counts, tiers or policy: the caller never loads a slot it has
 //! freed, and never writes one slot from two threads at once. What the devices promise in return:

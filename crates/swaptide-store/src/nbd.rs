@@ -58,11 +58,11 @@ use crate::file::HandedOver;
 use crate::file::io::{BlockIo, Run};
 
 /// The most connections to one export.
-pub const MAX_CONNECTIONS: u32 = pool::SEATS as u32;
+pub const MAX_CONNECTIONS: u32 = pool::MAX_POOLED_CONNECTIONS as u32;
 /// Bytes of one request: enough for a disk, little enough that a few of them share a deep queue.
 const CHUNK: u32 = 128 << 10;
 /// After a write could not reach the server, writes fail at once for so long.
-const WRITES_REST: Duration = Duration::from_secs(1);
+const WRITE_BACKOFF: Duration = Duration::from_secs(1);
 
 /// What an export can do: the transmission flags of the protocol.
 #[derive(Copy, Clone, PartialEq, Eq, Debug, Default)]
@@ -197,7 +197,7 @@ pub struct Nbd {
     pool: Pool,
     /// Numbers the times a connection was taken, so that no cookie is used twice.
     serial: AtomicU64,
-    /// Writes fail before this moment without being tried; see [`WRITES_REST`].
+    /// Writes fail before this moment without being tried; see [`WRITE_BACKOFF`].
     writes_rest: AtomicU64,
     /// No second connection for a call is dialed before this moment.
     extras_rest: AtomicU64,
@@ -399,7 +399,7 @@ impl Nbd {
         }
         let answer = self.done(requests, self.options.write_patience);
         if requests.iter().any(|request| request.outcome() == Err(Failure::Unreachable)) {
-            self.writes_rest.store(now().0 + WRITES_REST.as_nanos() as u64, Relaxed);
+            self.writes_rest.store(now().0 + WRITE_BACKOFF.as_nanos() as u64, Relaxed);
         }
         answer
     }

@@ -5,9 +5,9 @@
 //! [`Compressor`](crate::codec::Compressor): a store is a copy into the pool, a load a copy out of
 //! it and, after the lock is dropped, a decompression.
 //!
-//! A page that stays long may be compressed again: [`Zram::unsettled`] gives what is worth it,
-//! [`Zram::settle`] puts the outcome in its place and notes that it was tried, so that no page is
-//! tried twice. Pages of both codecs lie side by side.
+//! A page that stays long may be compressed again: [`Zram::not_recompressed`] gives what is worth
+//! it, [`Zram::replace_recompressed`] puts the outcome in its place and notes that it was tried, so that no page
+//! is tried twice. Pages of both codecs lie side by side.
 //!
 //! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its
 //! own, and the last one frees the unit. Loading one page of a unit decompresses all of it, into a
@@ -133,10 +133,10 @@ struct Scratch {
 }
 
 /// Slots a device may have: more bits a head does not have for them.
-const MOST_SLOTS: u32 = Head::SETTLED;
+const MAX_SLOTS: u32 = Head::RECOMPRESSED;
 
 /// Objects of fewer bytes are not compressed again: the smallest size classes are not much smaller.
-const WORTH_IT: usize = 192;
+const MIN_RECOMPRESS_BYTES: usize = 192;
 
 impl Zram {
     /// A device of `max_slots` slots. Costs address space, no memory to speak of.
@@ -144,7 +144,7 @@ impl Zram {
     /// # Panics
     /// For more than 2^30 slots.
     pub fn new(max_slots: u32) -> Result<Zram, Error> {
-        assert!(max_slots <= MOST_SLOTS, "a device of {max_slots} slots");
+        assert!(max_slots <= MAX_SLOTS, "a device of {max_slots} slots");
         let pool = Pool::new(max_slots as usize * PAGE_SIZE)
             .map_err(|errno| Error::Reserve { slots: max_slots, errno })?;
         let handles = Handles::new(max_slots);
@@ -320,9 +320,9 @@ impl Zram {
     }
 
     /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not
-    /// [settled](Self::settle) before. What belongs to nobody, or to another slot, is not. Where
+    /// [settled](Self::replace_recompressed) before. What belongs to nobody, or to another slot, is not. Where
     /// `out` has room for a page it is not reallocated.
-    pub fn unsettled(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
+    pub fn not_recompressed(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();
         let Handle::Object(id) = state.handles.get(slot) else { return false };
@@ -330,7 +330,7 @@ impl Zram {
         // Units have live pages, settled pages another slot's number.
         if head.live != 0
             || head.slot != slot.0
-            || usize::from(head.len) < WORTH_IT
+            || usize::from(head.len) < MIN_RECOMPRESS_BYTES
             || usize::from(head.len) > RAW_ABOVE
         {
             return false;
@@ -352,7 +352,11 @@ impl Zram {
     /// Puts other bytes of the same page in the place of a slot's, or none if there are no better
     /// ones, and notes that this was tried. Gives the bytes saved. The caller vouches that the slot
     /// holds the page they are of. On failure nothing changes.
-    pub fn settle(&self, slot: Slot, bytes: Option<&[u8]>) -> Result<usize, PoolFull> {
+    pub fn replace_recompressed(
+        &self,
+        slot: Slot,
+        bytes: Option<&[u8]>,
+    ) -> Result<usize, PoolFull> {
         self.change(|state| {
             let Handle::Object(old) = state.handles.get(slot) else { return Ok(0) };
             let head = state.pool.head(old);
@@ -360,7 +364,7 @@ impl Zram {
                 return Ok(0);
             }
             let Some(bytes) = bytes else {
-                state.pool.settle(old);
+                state.pool.mark_recompressed(old);
                 return Ok(0);
             };
             let len = bytes.len() as u16;
@@ -371,7 +375,7 @@ impl Zram {
                 sum: sum_of(bytes),
             })?;
             state.pool.bytes_mut(id).copy_from_slice(bytes);
-            state.pool.settle(id);
+            state.pool.mark_recompressed(id);
             state.replace(slot, Handle::Object(id));
             Ok(usize::from(head.len).saturating_sub(bytes.len()))
         })

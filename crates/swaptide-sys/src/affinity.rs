@@ -5,7 +5,7 @@ use core::time::Duration;
 use linux_raw_sys::general as k;
 use rustix::io::Errno;
 
-use crate::procfs::{self, PathBuf, parse_u64};
+use crate::procfs::{self, ProcPath, parse_u64};
 use crate::raw::syscall;
 
 /// CPUs a [`CpuSet`] can name.
@@ -131,7 +131,7 @@ pub struct ThreadStat(crate::OwnedFd);
 impl ThreadStat {
     /// A thread by its id; `None` when there is no such thread.
     pub fn open(tid: u32) -> Option<ThreadStat> {
-        procfs::open_read(PathBuf::task(tid, "stat").as_c_str()).ok().map(ThreadStat)
+        procfs::open_read(ProcPath::task(tid, "stat").as_c_str()).ok().map(ThreadStat)
     }
 
     /// The CPU on which the thread last ran; `None` when it is gone.
@@ -160,7 +160,7 @@ impl ThreadTimes {
     /// A thread by its id; `None` when there is no such thread, or the kernel does not count this
     /// (`CONFIG_SCHED_INFO`).
     pub fn open(tid: u32) -> Option<ThreadTimes> {
-        procfs::open_read(PathBuf::task(tid, "schedstat").as_c_str()).ok().map(ThreadTimes)
+        procfs::open_read(ProcPath::task(tid, "schedstat").as_c_str()).ok().map(ThreadTimes)
     }
 
     /// Its times; those of a thread that runs at this moment may lag behind. `None` when it is

@@ -21,23 +21,23 @@ const CONTENDED: u32 = 2;
 /// Tries before sleeping: about the time of a short critical section, nothing like a time slice.
 const SPINS: u32 = 400;
 
-/// Who has slept so long for a lock calls what [`on_late`] set.
-const LATE: Duration = Duration::from_millis(3);
+/// Who has slept so long for a lock calls what [`on_long_wait`] set.
+const LONG_WAIT: Duration = Duration::from_millis(3);
 
 /// A `fn()`, or null.
-static ON_LATE: AtomicPtr<()> = AtomicPtr::new(core::ptr::null_mut());
+static ON_LONG_WAIT: AtomicPtr<()> = AtomicPtr::new(core::ptr::null_mut());
 
 /// Sets what a thread calls that has waited some milliseconds for a lock of this process, again and
 /// again until it has it. It must take no lock.
-pub fn on_late(call: fn()) {
-    ON_LATE.store(call as *mut (), Ordering::Release);
+pub fn on_long_wait(call: fn()) {
+    ON_LONG_WAIT.store(call as *mut (), Ordering::Release);
 }
 
 #[cold]
 fn late() {
-    let call = ON_LATE.load(Ordering::Acquire);
+    let call = ON_LONG_WAIT.load(Ordering::Acquire);
     if !call.is_null() {
-        // SAFETY: what is not null was stored by `on_late`, which takes a `fn()`.
+        // SAFETY: what is not null was stored by `on_long_wait`, which takes a `fn()`.
         let call = unsafe { core::mem::transmute::<*mut (), fn()>(call) };
         call();
     }
@@ -137,7 +137,7 @@ impl<T: ?Sized> Lock<T> {
         // From here on the word is left at 2: this thread cannot know whether it is the last
         // sleeper.
         while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
-            if futex::wait(&self.word, CONTENDED, Some(LATE), futex::Scope::Private)
+            if futex::wait(&self.word, CONTENDED, Some(LONG_WAIT), futex::Scope::Private)
                 == futex::TimedOut
             {
                 late();

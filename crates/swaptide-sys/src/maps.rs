@@ -8,7 +8,7 @@ use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
 
 use crate::page::{VirtAddr, VirtRange};
-use crate::procfs::{self, PathBuf, parse_hex, parse_u64};
+use crate::procfs::{self, ProcPath, parse_hex, parse_u64};
 use crate::raw::syscall;
 
 /// The smallest buffer [`for_each_vma`] takes: a line without its name, several times over.
@@ -55,7 +55,7 @@ pub fn for_each_vma_of(
     buf: &mut [u8],
     f: impl FnMut(Vma<'_>) -> bool,
 ) -> Result<(), Errno> {
-    each_line(procfs::open_read(PathBuf::proc(pid, "maps").as_c_str())?, buf, f)
+    each_line(procfs::open_read(ProcPath::proc(pid, "maps").as_c_str())?, buf, f)
 }
 
 /// Calls `f` with every VMA of this process and whether it bears the mark of `MADV_RANDOM`, in

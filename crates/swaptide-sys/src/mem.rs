@@ -44,17 +44,18 @@ const FILLING: usize = 1;
 
 /// One registry entry. `start` is the publishing word: stored last when a range enters, so that who
 /// reads the same start before and after reading `end` has a pair that belonged together.
-struct Slot {
+struct RegistrySlot {
     start: AtomicUsize,
     end: AtomicUsize,
 }
 
-static SLOTS: [Slot; MAX_OWN_RANGES] =
-    [const { Slot { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0) } }; MAX_OWN_RANGES];
+static SLOTS: [RegistrySlot; MAX_OWN_RANGES] =
+    [const { RegistrySlot { start: AtomicUsize::new(FREE), end: AtomicUsize::new(0) } };
+        MAX_OWN_RANGES];
 /// One past the highest slot ever used: readers look no further.
 static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 /// Where the last free slot was found; a hint only.
-static HINT: AtomicUsize = AtomicUsize::new(0);
+static NEXT_FREE_HINT: AtomicUsize = AtomicUsize::new(0);
 /// Held from before a mapping is made until it is in the registry.
 static CHANGES: Lock<()> = Lock::new(());
 /// How often, and with what pauses, [`hold_still`] tries: who makes a mapping may be stopped in the
@@ -85,17 +86,17 @@ pub fn own_ranges(mut f: impl FnMut(VirtRange)) {
 }
 
 /// While it lives, this crate makes no mapping.
-pub struct Still(#[allow(dead_code)] Guard<'static, ()>);
+pub struct HeldStill(#[allow(dead_code)] Guard<'static, ()>);
 
 /// Holds the registry still. `None` when somebody has been making a mapping for longer than that
 /// takes.
 ///
 /// Who has it must not make a mapping, allocate nothing therefore, and take no lock whose holder
 /// may.
-pub fn hold_still() -> Option<Still> {
+pub fn hold_still() -> Option<HeldStill> {
     for _ in 0..TRIES {
         if let Some(guard) = CHANGES.try_lock() {
-            return Some(Still(guard));
+            return Some(HeldStill(guard));
         }
         sleep(PAUSE);
     }
@@ -118,7 +119,7 @@ struct Registration {
 impl Registration {
     /// Takes a free slot, before the mapping is made, so that a full registry fails early.
     fn claim() -> Result<Registration, Errno> {
-        let hint = HINT.load(Ordering::Relaxed);
+        let hint = NEXT_FREE_HINT.load(Ordering::Relaxed);
         for n in 0..MAX_OWN_RANGES {
             let i = (hint + n) % MAX_OWN_RANGES;
             if SLOTS[i]
@@ -126,7 +127,7 @@ impl Registration {
                 .compare_exchange(FREE, FILLING, Ordering::AcqRel, Ordering::Relaxed)
                 .is_ok()
             {
-                HINT.store(i + 1, Ordering::Relaxed);
+                NEXT_FREE_HINT.store(i + 1, Ordering::Relaxed);
                 HIGH_WATER.fetch_max(i + 1, Ordering::AcqRel);
                 return Ok(Registration { slot: i });
             }
@@ -145,7 +146,7 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         SLOTS[self.slot].start.store(FREE, Ordering::Release);
-        HINT.store(self.slot, Ordering::Relaxed);
+        NEXT_FREE_HINT.store(self.slot, Ordering::Relaxed);
     }
 }
 

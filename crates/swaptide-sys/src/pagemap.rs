@@ -52,7 +52,7 @@ struct ScanArg {
 
 #[repr(C)]
 #[derive(Copy, Clone)]
-struct Region {
+struct ScanRegion {
     start: u64,
     end: u64,
     categories: u64,
@@ -60,7 +60,7 @@ struct Region {
 
 const _: () = {
     assert!(size_of::<ScanArg>() == size_of::<k::pm_scan_arg>());
-    assert!(size_of::<Region>() == size_of::<k::page_region>());
+    assert!(size_of::<ScanRegion>() == size_of::<k::page_region>());
 };
 
 /// _IOWR('f', 16, struct pm_scan_arg)
@@ -154,7 +154,7 @@ impl Pagemap {
         if range.is_empty() || WITHOUT_GUARDS.load(Relaxed) {
             return None;
         }
-        let mut region = Region { start: 0, end: 0, categories: 0 };
+        let mut region = ScanRegion { start: 0, end: 0, categories: 0 };
         let mut arg = ScanArg {
             size: size_of::<ScanArg>() as u64,
             flags: 0,
@@ -184,7 +184,7 @@ impl Pagemap {
     }
 
     fn scan(&self, range: VirtRange, out: &mut impl FnMut(PageRun)) -> Result<(), Errno> {
-        let mut regions = [Region { start: 0, end: 0, categories: 0 }; 64];
+        let mut regions = [ScanRegion { start: 0, end: 0, categories: 0 }; 64];
         let mut start = range.start.0 as u64;
         let end = range.end.0 as u64;
         while start < end {

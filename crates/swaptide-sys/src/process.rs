@@ -12,7 +12,7 @@ use rustix::fs::RawDir;
 use rustix::io::Errno;
 
 use crate::page::{PAGE_SIZE, VirtAddr};
-use crate::procfs::{self, PathBuf, parse_u64};
+use crate::procfs::{self, ProcPath, parse_u64};
 use crate::raw::syscall;
 
 /// What follows the command name in a `stat` file. The name is in parentheses and may itself
@@ -25,7 +25,7 @@ pub(crate) fn after_name(stat: &[u8]) -> Option<&[u8]> {
 /// `None` when it is gone. The kernel's own counters, which run a few pages late per CPU.
 pub fn anon_rss(pid: u32) -> Option<u64> {
     let mut buf = [0; 160];
-    parse_statm(procfs::read_file(PathBuf::proc(pid, "statm").as_c_str(), &mut buf).ok()?)
+    parse_statm(procfs::read_file(ProcPath::proc(pid, "statm").as_c_str(), &mut buf).ok()?)
 }
 
 /// Bytes of private anonymous memory out of a `statm` file: `size resident shared ...`, in pages.
@@ -48,7 +48,7 @@ impl StatmFd {
 
     /// Another process's.
     pub fn open(pid: u32) -> Result<StatmFd, Errno> {
-        procfs::open_read(PathBuf::proc(pid, "statm").as_c_str()).map(StatmFd)
+        procfs::open_read(ProcPath::proc(pid, "statm").as_c_str()).map(StatmFd)
     }
 
     /// As [`anon_rss`]; `None` when the process is gone.
@@ -63,7 +63,7 @@ impl StatmFd {
 /// divided among their users. Walks the page tables; not for every tick.
 pub fn pss_anon(pid: u32) -> Option<u64> {
     let mut buf = [0; 2048];
-    let text = procfs::read_file(PathBuf::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
+    let text = procfs::read_file(ProcPath::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
     procfs::kib_field(text, "Pss_Anon")
 }
 
@@ -71,7 +71,7 @@ pub fn pss_anon(pid: u32) -> Option<u64> {
 /// mapped.
 pub fn pss_shmem(pid: u32) -> Option<u64> {
     let mut buf = [0; 2048];
-    let text = procfs::read_file(PathBuf::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
+    let text = procfs::read_file(ProcPath::proc(pid, "smaps_rollup").as_c_str(), &mut buf).ok()?;
     procfs::kib_field(text, "Pss_Shmem")
 }
 
@@ -79,7 +79,7 @@ pub fn pss_shmem(pid: u32) -> Option<u64> {
 /// count in full.
 pub fn rss_shmem(pid: u32) -> Option<u64> {
     let mut buf = [0; 4096];
-    let text = procfs::read_file(PathBuf::proc(pid, "status").as_c_str(), &mut buf).ok()?;
+    let text = procfs::read_file(ProcPath::proc(pid, "status").as_c_str(), &mut buf).ok()?;
     procfs::kib_field(text, "RssShmem")
 }
 
@@ -114,7 +114,7 @@ pub struct ProcInfo {
 /// Looks one process up; `None` when it is gone.
 pub fn proc_info(pid: u32) -> Option<ProcInfo> {
     let mut buf = [0; 1024];
-    parse_stat(pid, procfs::read_file(PathBuf::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
+    parse_stat(pid, procfs::read_file(ProcPath::proc(pid, "stat").as_c_str(), &mut buf).ok()?)
 }
 
 /// What a `stat` file says of process `pid`.
@@ -138,7 +138,7 @@ impl StatFd {
     /// # Errors
     /// When it is gone or may not be read.
     pub fn open(pid: u32) -> Result<StatFd, Errno> {
-        Ok(StatFd(procfs::open_read(PathBuf::proc(pid, "stat").as_c_str())?))
+        Ok(StatFd(procfs::open_read(ProcPath::proc(pid, "stat").as_c_str())?))
     }
 
     /// Faults that took no reading: pages of zeros, copies of pages that a fork left shared, and
@@ -274,9 +274,11 @@ pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
 /// (in user or kernel mode) or is gone.
 pub fn blocked_in(tid: u32) -> Option<u64> {
     let mut buf = [0; 256];
-    let text =
-        crate::procfs::read_file(crate::procfs::PathBuf::task(tid, "syscall").as_c_str(), &mut buf)
-            .ok()?;
+    let text = crate::procfs::read_file(
+        crate::procfs::ProcPath::task(tid, "syscall").as_c_str(),
+        &mut buf,
+    )
+    .ok()?;
     crate::procfs::parse_u64(crate::procfs::words(text).next()?)
 }
 

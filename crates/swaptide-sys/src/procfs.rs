@@ -7,15 +7,15 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 /// A short path built on the stack, always ending in a zero byte.
-pub struct PathBuf {
+pub struct ProcPath {
     bytes: [u8; 64],
     len: usize,
 }
 
-impl PathBuf {
+impl ProcPath {
     /// `/proc/PID/FILE`.
-    pub fn proc(pid: u32, file: &str) -> PathBuf {
-        let mut path = PathBuf { bytes: [0; 64], len: 0 };
+    pub fn proc(pid: u32, file: &str) -> ProcPath {
+        let mut path = ProcPath { bytes: [0; 64], len: 0 };
         path.push(b"/proc/");
         path.push_number(pid);
         path.push(b"/");
@@ -24,8 +24,8 @@ impl PathBuf {
     }
 
     /// `/proc/self/task/TID/FILE`.
-    pub fn task(tid: u32, file: &str) -> PathBuf {
-        let mut path = PathBuf { bytes: [0; 64], len: 0 };
+    pub fn task(tid: u32, file: &str) -> ProcPath {
+        let mut path = ProcPath { bytes: [0; 64], len: 0 };
         path.push(b"/proc/self/task/");
         path.push_number(tid);
         path.push(b"/");
@@ -148,8 +148,8 @@ mod tests {
 
     #[test]
     fn paths_and_numbers() {
-        assert_eq!(PathBuf::proc(1234, "smaps_rollup").as_c_str(), c"/proc/1234/smaps_rollup");
-        assert_eq!(PathBuf::task(u32::MAX, "stat").as_c_str(), c"/proc/self/task/4294967295/stat");
+        assert_eq!(ProcPath::proc(1234, "smaps_rollup").as_c_str(), c"/proc/1234/smaps_rollup");
+        assert_eq!(ProcPath::task(u32::MAX, "stat").as_c_str(), c"/proc/self/task/4294967295/stat");
         assert_eq!(parse_u64(b"18446744073709551615"), Some(u64::MAX));
         assert_eq!(parse_u64(b"18446744073709551616"), None);
         assert_eq!(

@@ -32,7 +32,7 @@ const SIGTRAP: u32 = 5;
 
 /// What became of a followed thread.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum TraceeStop {
     /// It has forked, and stands still.
     Forked,
     /// It stands still because it was told to, or was born.
@@ -45,16 +45,16 @@ pub enum Change {
     Gone,
 }
 
-impl Change {
+impl TraceeStop {
     /// What the status of a wait says of a followed thread.
-    pub fn of(status: u32) -> Change {
+    pub fn of(status: u32) -> TraceeStop {
         let signal = status >> 8 & 0xff;
         match status >> 16 {
-            _ if status & 0xff != 0x7f => Change::Gone,
-            p::PTRACE_EVENT_FORK => Change::Forked,
-            EVENT_STOP if signal == SIGTRAP => Change::Still,
-            EVENT_STOP => Change::Stopped,
-            _ => Change::Signal(signal),
+            _ if status & 0xff != 0x7f => TraceeStop::Gone,
+            p::PTRACE_EVENT_FORK => TraceeStop::Forked,
+            EVENT_STOP if signal == SIGTRAP => TraceeStop::Still,
+            EVENT_STOP => TraceeStop::Stopped,
+            _ => TraceeStop::Signal(signal),
         }
     }
 }
@@ -95,7 +95,7 @@ impl Tracee {
         Tracee(tid)
     }
 
-    /// The child of a thread that has [`Change::Forked`]. It is followed.
+    /// The child of a thread that has [`TraceeStop::Forked`]. It is followed.
     ///
     /// # Errors
     /// When the thread is gone.

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use swaptide_sys::ptrace::{Change, Tracee, seize};
+use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
 
 unsafe extern "C" {
     fn fork() -> i32;
@@ -24,11 +24,11 @@ const PR_SET_PDEATHSIG: i32 = 1;
 const SIGKILL: i32 = 9;
 
 /// Waits for a change of one process.
-fn change(tracee: Tracee) -> Change {
+fn change(tracee: Tracee) -> TraceeStop {
     let mut status = 0;
     // SAFETY: the status is a local number.
     assert_eq!(unsafe { waitpid(tracee.tid() as i32, &mut status, WALL) }, tracee.tid() as i32);
-    Change::of(status as u32)
+    TraceeStop::of(status as u32)
 }
 
 fn status_of(pid: i32) -> i32 {
@@ -116,9 +116,9 @@ extern "C" fn elsewhere() -> ! {
 fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_still() {
     let (pid, go) = forking_child(exit_of, || 42);
     let Some(parent) = follow(pid, go) else { return };
-    assert_eq!(change(parent), Change::Forked);
+    assert_eq!(change(parent), TraceeStop::Forked);
     let child = parent.child().expect("its number");
-    assert_eq!(change(child), Change::Still);
+    assert_eq!(change(child), TraceeStop::Still);
     assert!(FRAME.odd == 0 && FRAME.stack.iter().all(|byte| *byte == 0));
     let entry = elsewhere as *const () as u64;
     // SAFETY: it stands still at its birth; what is at `entry` makes one system call.
@@ -140,9 +140,9 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
 fn a_child_that_is_let_go_knows_nothing_of_it() {
     let (pid, go) = forking_child(exit_of, || 42);
     let Some(parent) = follow(pid, go) else { return };
-    assert_eq!(change(parent), Change::Forked);
+    assert_eq!(change(parent), TraceeStop::Forked);
     let child = parent.child().expect("its number");
-    assert_eq!(change(child), Change::Still);
+    assert_eq!(change(child), TraceeStop::Still);
     child.release(0).expect("the child goes on");
     parent.release(0).expect("the parent goes on");
     assert_eq!(status_of(pid), 42 << 8);
@@ -166,7 +166,7 @@ fn both_are_killed_with_the_one_who_follows() {
                 write(go, b"x".as_ptr(), 1);
                 waitpid(pid, &mut status, WALL);
             }
-            if Change::of(status as u32) == Change::Forked {
+            if TraceeStop::of(status as u32) == TraceeStop::Forked {
                 numbers = [pid as u32, parent.child().map_or(0, Tracee::tid)];
             }
         }

@@ -83,7 +83,7 @@ pub fn leave() {
 /// What the child does first.
 extern "C" fn begin() {
     let Some(engine) = lifecycle::inherited_engine() else { return };
-    if let Err(errno) = engine.born() {
+    if let Err(errno) = engine.child_init() {
         let mut why = [0u8; 64];
         let len = {
             use std::io::Write;

@@ -67,7 +67,7 @@ pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -
     }
 }
 
-/// Stands in front of libc's `posix_madvise`, whose `DONTNEED` does nothing.
+/// Stands in front of libc's `posix_madvise`, whose `MADV_DONTNEED` does nothing.
 ///
 /// # Safety
 /// As for posix_madvise(3).
@@ -328,7 +328,7 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, len: usize) -> *mut c_void 
     let moved = unsafe { real(block, len) };
     // Where it was it may have grown.
     if matters && !moved.is_null() && (moved != block || end == 0 || end_of(moved) != end) {
-        mremap::settle(moved as usize);
+        mremap::wait_for_events(moved as usize);
     }
     moved
 }

@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use swaptide_engine::mm::types::MANAGED_END;
-use swaptide_engine::requests::Knock;
+use swaptide_engine::requests::FaultRequest;
 use swaptide_sys::mem::unlock_own_ranges;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -42,9 +42,9 @@ const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
 const SYS_MLOCKALL: u32 = linux_raw_sys::general::__NR_mlockall;
 const SYS_PROCESS_MADVISE: u32 = linux_raw_sys::general::__NR_process_madvise;
 
-const DONTNEED: usize = linux_raw_sys::general::MADV_DONTNEED as usize;
-const FREE: c_int = linux_raw_sys::general::MADV_FREE as c_int;
-const GUARD_INSTALL: c_int = linux_raw_sys::general::MADV_GUARD_INSTALL as c_int;
+const MADV_DONTNEED: usize = linux_raw_sys::general::MADV_DONTNEED as usize;
+const MADV_FREE: c_int = linux_raw_sys::general::MADV_FREE as c_int;
+const MADV_GUARD_INSTALL: c_int = linux_raw_sys::general::MADV_GUARD_INSTALL as c_int;
 /// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
 /// memory is not managed.
 const MADV_WIPEONFORK: c_int = linux_raw_sys::general::MADV_WIPEONFORK as c_int;
@@ -62,16 +62,16 @@ pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
 
 /// Has a range brought in and let go. False when some of it could not be brought in: where a fork
 /// is under way it is tried again.
-pub fn let_range_go(range: VirtRange) -> bool {
-    const TRIES: usize = 200;
+pub fn release_range(range: VirtRange) -> bool {
+    const MAX_TRIES: usize = 200;
     if seccomp::is() {
-        const KNOCKS: usize = 10_000;
-        return (0..KNOCKS).any(|_| {
-            lifecycle::engine_unasked()
-                .is_none_or(|engine| engine.bells.knock(Knock::Release, range))
+        const MAX_FAULT_REQUESTS: usize = 10_000;
+        return (0..MAX_FAULT_REQUESTS).any(|_| {
+            lifecycle::engine_without_calls()
+                .is_none_or(|engine| engine.bells.submit_by_fault(FaultRequest::Release, range))
         });
     }
-    (0..TRIES).any(|_| {
+    (0..MAX_TRIES).any(|_| {
         let is_gone = lifecycle::engine().is_none_or(|engine| engine.bells.release(range));
         if !is_gone {
             sleep(Duration::from_millis(1));
@@ -82,7 +82,7 @@ pub fn let_range_go(range: VirtRange) -> bool {
 
 /// True for advice that does more here than the call. All of it is for one's own process alone.
 fn matters(advice: c_int) -> bool {
-    matches!(advice, FREE | GUARD_INSTALL | MADV_WIPEONFORK)
+    matches!(advice, MADV_FREE | MADV_GUARD_INSTALL | MADV_WIPEONFORK)
         || advice == MADV_DONTFORK && lifecycle::may_follow_forks()
 }
 
@@ -97,11 +97,11 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
         // Under a filter no other advice may be given.
         _ if advice == MADV_WIPEONFORK
             || advice == MADV_DONTFORK
-            || seccomp::is() && lifecycle::engine_unasked().is_some() =>
+            || seccomp::is() && lifecycle::engine_without_calls().is_some() =>
         {
             if let Some(range) = pages(addr, len) {
                 excluded::exclude(range);
-                if !let_range_go(range) {
+                if !release_range(range) {
                     return -EAGAIN as isize;
                 }
             }
@@ -109,14 +109,14 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
         }
         _ => {
             let engine = lifecycle::engine();
-            if let Some(engine) = engine.filter(|_| advice == GUARD_INSTALL) {
+            if let Some(engine) = engine.filter(|_| advice == MADV_GUARD_INSTALL) {
                 engine.guarded.store(true, Relaxed);
             }
             let result = call(advice as usize);
             if result == 0 && engine.is_some() {
                 // Both have said that the contents may go at once: so nothing else is lost by this.
-                call(DONTNEED);
-                if advice == GUARD_INSTALL {
+                call(MADV_DONTNEED);
+                if advice == MADV_GUARD_INSTALL {
                     // A page that was on its way may have come over the guard, and went again.
                     return call(advice as usize);
                 }
@@ -144,17 +144,17 @@ pub fn advise_process(
     let call = |count: usize| unsafe {
         syscall6(SYS_PROCESS_MADVISE, [pidfd, iov, count, advice as usize, flags, 0]) as isize
     };
-    const MOST: usize = 1024;
+    const MAX_VECTORS: usize = 1024;
     if seccomp::is() && matters(advice) {
-        lifecycle::let_go();
+        lifecycle::detach();
         return call(count);
     }
     // Of another process the kernel refuses such advice, of none of its ranges too.
-    if !matters(advice) || iov == 0 || count > MOST || call(0) != 0 {
+    if !matters(advice) || iov == 0 || count > MAX_VECTORS || call(0) != 0 {
         return call(count);
     }
     // All of it before anything is done, as the kernel reads it.
-    let mut ranges = [const { IoVec { start: 0, len: 0 } }; MOST];
+    let mut ranges = [const { IoVec { start: 0, len: 0 } }; MAX_VECTORS];
     // SAFETY: any bytes are words.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>())
@@ -193,9 +193,9 @@ pub unsafe extern "C" fn process_madvise(
 /// all the address space that swaptide has reserved and not used would become memory. Swaptide's
 /// own memory is not locked.
 pub fn lock_all(flags: usize) -> isize {
-    const ONFAULT: usize = 4;
+    const MCL_ONFAULT: usize = 4;
     // SAFETY: locking memory changes no data.
-    let result = unsafe { syscall6(SYS_MLOCKALL, [flags | ONFAULT, 0, 0, 0, 0, 0]) as isize };
+    let result = unsafe { syscall6(SYS_MLOCKALL, [flags | MCL_ONFAULT, 0, 0, 0, 0, 0]) as isize };
     if result == 0 && !seccomp::is() {
         unlock_own_ranges();
     }
@@ -239,7 +239,7 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
     if seccomp::is() {
         if flags & SHM_REMAP != 0 {
-            lifecycle::let_go();
+            lifecycle::detach();
         }
         return call(addr, flags);
     }
@@ -256,7 +256,7 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     if elsewhere == -ENOMEM {
         // A limit on address space, which the call itself may keep to: its pages go, and no more.
         let _kept = excluded::exclude_for_now(range);
-        return if let_range_go(range) { call(addr, flags) } else { elsewhere };
+        return if release_range(range) { call(addr, flags) } else { elsewhere };
     }
     if (-4095..0).contains(&elsewhere) {
         return elsewhere;
@@ -316,14 +316,15 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
 fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
     const UFFD: u32 = 0xaa00;
     let request = request as u32;
-    let engine = || if seccomp::is() { lifecycle::engine_unasked() } else { lifecycle::engine() };
+    let engine =
+        || if seccomp::is() { lifecycle::engine_without_calls() } else { lifecycle::engine() };
     if request & 0xff00 != UFFD || engine().is_none() {
         return call();
     }
     let Some(range) = needed(request, arg) else { return call() };
     // Afterwards the kernel refuses to give what is the program's to swaptide.
     let _kept = excluded::exclude_for_now(range);
-    if !let_range_go(range) {
+    if !release_range(range) {
         real::set_errno(EAGAIN);
         return refused;
     }

@@ -18,7 +18,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use swaptide_engine::requests::Knock;
+use swaptide_engine::requests::FaultRequest;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
@@ -29,15 +29,15 @@ const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
 const SYS_MUNMAP: u32 = linux_raw_sys::general::__NR_munmap;
 pub const SYS_MREMAP: u32 = linux_raw_sys::general::__NR_mremap;
 const EFAULT: isize = -14;
-const MAYMOVE: usize = 1;
-const FIXED: usize = 2;
+const MREMAP_MAYMOVE: usize = 1;
+const MREMAP_FIXED: usize = 2;
 const PROT_NONE: usize = 0;
 const MAP_RESERVE: usize = 0x2 | 0x20 | 0x4000;
 const MAP_FIXED: usize = 0x10;
 /// Most pieces of one call.
-const PIECES: usize = 64;
+const MAX_PIECES: usize = 64;
 /// Times a call is tried that is refused although there is no reason to be seen.
-const TRIES: usize = 64;
+const MAX_TRIES: usize = 64;
 
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
@@ -53,26 +53,26 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     if crate::seccomp::is() {
         let word = call([old, old_len, new_len, flags as usize, to]);
         if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
-            settle(word as usize);
+            wait_for_events(word as usize);
         }
         return word;
     }
     let flags = flags as usize;
     let range =
         VirtRange { start: VirtAddr(old), end: VirtAddr(old.saturating_add(old_len)).page_up() };
-    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; PIECES];
+    let mut pieces = [VirtRange { start: VirtAddr(0), end: VirtAddr(0) }; MAX_PIECES];
     let len = VirtAddr(new_len).page_up().0;
-    let may_tear = flags == MAYMOVE | FIXED
+    let may_tear = flags == MREMAP_MAYMOVE | MREMAP_FIXED
         && is_moved_whole(range, len, to)
         && crate::lifecycle::engine().is_some();
     let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
         Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
         _ => call([old, old_len, new_len, flags, to]),
     };
-    for _ in 0..TRIES {
+    for _ in 0..MAX_TRIES {
         if word != EFAULT
             || crate::lifecycle::engine().is_none()
-            || flags & !(MAYMOVE | FIXED) != 0
+            || flags & !(MREMAP_MAYMOVE | MREMAP_FIXED) != 0
             || old_len == 0
         {
             break;
@@ -86,7 +86,7 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
         };
     }
     if !(-4095..0).contains(&word) && (word as usize != old || new_len > old_len) {
-        settle(word as usize);
+        wait_for_events(word as usize);
     }
     word
 }
@@ -101,10 +101,13 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
 
 /// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the
 /// engine knows. A program with one thread need not wait: its changes are told in their order.
-pub fn settle(at: usize) {
+pub fn wait_for_events(at: usize) {
     if crate::seccomp::is() {
-        if let Some(engine) = crate::lifecycle::engine_unasked().filter(|_| has_threads()) {
-            engine.bells.knock(Knock::Fence, VirtRange { start: VirtAddr(at), end: VirtAddr(at) });
+        if let Some(engine) = crate::lifecycle::engine_without_calls().filter(|_| has_threads()) {
+            engine.bells.submit_by_fault(
+                FaultRequest::Fence,
+                VirtRange { start: VirtAddr(at), end: VirtAddr(at) },
+            );
         }
         return;
     }
@@ -116,7 +119,7 @@ pub fn settle(at: usize) {
 /// Whether somebody would have to wait in [`settle`].
 pub fn matter() -> bool {
     let managed = if crate::seccomp::is() {
-        crate::lifecycle::engine_unasked()
+        crate::lifecycle::engine_without_calls()
     } else {
         crate::lifecycle::engine()
     };
@@ -137,7 +140,7 @@ fn has_threads() -> bool {
 
 /// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where
 /// they are not.
-fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; PIECES]) -> Option<usize> {
+fn pieces_of(range: VirtRange, pieces: &mut [VirtRange; MAX_PIECES]) -> Option<usize> {
     let maps = MapsFile::open_self().ok()?;
     let mut count = 0;
     let mut at = range.start;
@@ -166,7 +169,7 @@ fn in_pieces(
     let (first, last) = (pieces[0], pieces[pieces.len() - 1]);
     let old = first.start.0;
     let old_len = last.end.0 - old;
-    if flags & FIXED == 0 {
+    if flags & MREMAP_FIXED == 0 {
         if new_len <= old_len {
             return shrink(old, new_len, old_len);
         }
@@ -174,12 +177,12 @@ fn in_pieces(
         if word >= 0 {
             return old as isize;
         }
-        if flags & MAYMOVE == 0 {
+        if flags & MREMAP_MAYMOVE == 0 {
             return word;
         }
     }
     // Reserved, so that nobody else's mapping comes in between the pieces.
-    let place = if flags & FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
+    let place = if flags & MREMAP_FIXED != 0 { [to, MAP_FIXED] } else { [0, 0] };
     // SAFETY: without MAP_FIXED the kernel chooses free addresses; with it the program has named
     // them to be mapped over.
     let target = unsafe {
@@ -196,8 +199,9 @@ fn in_pieces(
         }
         let is_last = at + 1 == pieces.len() || piece.end.0 - old >= new_len;
         let len = if is_last { new_len - offset } else { piece.len() };
-        let word = call([piece.start.0, piece.len(), len, MAYMOVE | FIXED, target + offset]);
-        settle(target + offset);
+        let word =
+            call([piece.start.0, piece.len(), len, MREMAP_MAYMOVE | MREMAP_FIXED, target + offset]);
+        wait_for_events(target + offset);
         if word < 0 {
             for moved in &pieces[..at] {
                 // What cannot go back stays where it is: the program is told of an error and its
@@ -206,7 +210,7 @@ fn in_pieces(
                     target + moved.start.0 - old,
                     moved.len(),
                     moved.len(),
-                    MAYMOVE | FIXED,
+                    MREMAP_MAYMOVE | MREMAP_FIXED,
                     moved.start.0,
                 ]);
             }

@@ -7,7 +7,7 @@
 //!
 //! References for writing exist where a file system or a protocol takes the pages of a read without
 //! pinning them. What arrives on a page after that was taken out is lost. So the process is let go
-//! before it can read so ([`lifecycle::let_go`]): by a direct file on NFS or Ceph, or by kernel
+//! before it can read so ([`lifecycle::detach`]): by a direct file on NFS or Ceph, or by kernel
 //! TLS.
 //!
 //! docs/kernel-references.md lists who takes which kind, and what goes past these hooks.
@@ -96,7 +96,7 @@ fn option(level: c_int, name: c_int) {
 fn keep_all() {
     // A process that is not engaged yet will find nothing to manage.
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
-    lifecycle::let_go();
+    lifecycle::detach();
 }
 
 fn is_unpinned(fd: c_int) -> bool {

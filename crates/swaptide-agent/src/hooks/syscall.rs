@@ -11,7 +11,7 @@
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
-//! the process is let go ([`lifecycle::let_go`]).
+//! the process is let go ([`lifecycle::detach`]).
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 
@@ -56,9 +56,9 @@ const SYS_PROCESS_MADVISE: usize = linux_raw_sys::general::__NR_process_madvise 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const CALLS: usize = 512;
 /// [`hooked`] makes the call in the place of libc's function.
-const INSTEAD: u8 = 1;
+const HOOK_REPLACES: u8 = 1;
 /// [`syscall_next`] is told, and libc's function makes the call.
-const BEFORE: u8 = 2;
+const HOOK_BEFORE: u8 = 2;
 
 /// What [`syscall`] does with each call: one byte per number, 0 for those that pass through.
 static KINDS: [u8; CALLS] = {
@@ -96,23 +96,23 @@ static KINDS: [u8; CALLS] = {
     ];
     let mut i = 0;
     while i < sends.len() {
-        kinds[sends[i]] = BEFORE;
+        kinds[sends[i]] = HOOK_BEFORE;
         i += 1;
     }
     let opens = [sends::SYS_OPEN, sends::SYS_OPENAT, sends::SYS_OPENAT2, sends::SYS_FCNTL];
     let mut i = 0;
     while i < opens.len() {
-        kinds[opens[i]] = INSTEAD;
+        kinds[opens[i]] = HOOK_REPLACES;
         i += 1;
     }
     let mut i = 0;
     while i < instead.len() {
-        kinds[instead[i]] = INSTEAD;
+        kinds[instead[i]] = HOOK_REPLACES;
         i += 1;
     }
     let mut i = 0;
     while i < before.len() {
-        kinds[before[i]] = BEFORE;
+        kinds[before[i]] = HOOK_BEFORE;
         i += 1;
     }
     kinds
@@ -131,13 +131,13 @@ fn before_clone(flags: u64) {
     if seccomp::is() {
         // Only threads share all that there is.
         if flags & (CLONE_VFORK | CLONE_THREAD) == 0 {
-            lifecycle::let_go();
+            lifecycle::detach();
         }
         return;
     }
     if flags & CLONE_VM == 0 && lifecycle::engine().is_some_and(|engine| engine.followed) {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
-        lifecycle::let_go();
+        lifecycle::detach();
     }
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return;
@@ -158,7 +158,7 @@ fn before_clone(flags: u64) {
         let vma = info.vma();
         if vma.is_private_anon() {
             program_parts(vma.range, |part| {
-                if !mappings::let_range_go(part) {
+                if !mappings::release_range(part) {
                     swaptide_sys::thread::abort_with(&[
                         b"swaptide: a process that shares this one's memory needs all of it in \
                         RAM, and some cannot be brought back; \
@@ -236,7 +236,7 @@ extern "C" fn syscall_next(
     real::SYSCALL.address()
 }
 
-/// Called by [`syscall`] for the calls that have a hook of their own ([`INSTEAD`]), which
+/// Called by [`syscall`] for the calls that have a hook of their own ([`HOOK_REPLACES`]), which
 /// goes there by a jump: the seventh parameter is the call's sixth argument.
 unsafe extern "C" fn hooked(
     number: usize,
@@ -254,7 +254,7 @@ unsafe extern "C" fn hooked(
             const ALL_THREADS: usize = 1;
             // Without a filter the call only asks whether the kernel knows it.
             if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
-                lifecycle::let_go();
+                lifecycle::detach();
             }
             let sets = if number == SYS_PRCTL {
                 a == seccomp::PR_SET_SECCOMP as usize
@@ -331,8 +331,8 @@ pub unsafe extern "C" fn syscall() {
         "jmp rax",
         calls = const CALLS,
         kinds = sym KINDS,
-        instead = const INSTEAD,
-        before = const BEFORE,
+        instead = const HOOK_REPLACES,
+        before = const HOOK_BEFORE,
         real = sym real::SYSCALL,
         found = const real::FOUND,
         hooked = sym hooked,

@@ -17,10 +17,10 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 /// Ranges that are kept out at a time. More of them are joined with their neighbours.
 const RANGES: usize = 256;
 /// Ranges that are kept out for the time of one call.
-const FOR_NOW: usize = 16;
+const MAX_TEMPORARY: usize = 16;
 
 /// A range that is kept out. It only grows, until it is free again.
-struct Apart {
+struct ExcludedRange {
     start: AtomicUsize,
     /// The end, with a count of the calls that named the range in the bits below a page; 0: free.
     end: AtomicUsize,
@@ -30,9 +30,9 @@ const COUNT: usize = 0xfff;
 /// The end of a place that was taken a moment ago and covers nothing yet.
 const TAKEN: usize = usize::MAX & !COUNT;
 
-impl Apart {
-    const fn free() -> Apart {
-        Apart { start: AtomicUsize::new(usize::MAX), end: AtomicUsize::new(0) }
+impl ExcludedRange {
+    const fn free() -> ExcludedRange {
+        ExcludedRange { start: AtomicUsize::new(usize::MAX), end: AtomicUsize::new(0) }
     }
 
     /// What it covers; `None` while it is free, or about to be taken.
@@ -77,8 +77,8 @@ impl Apart {
     }
 }
 
-static APART: [Apart; RANGES] = [const { Apart::free() }; RANGES];
-static PASSING: [Apart; FOR_NOW] = [const { Apart::free() }; FOR_NOW];
+static EXCLUDED: [ExcludedRange; RANGES] = [const { ExcludedRange::free() }; RANGES];
+static TEMPORARY: [ExcludedRange; MAX_TEMPORARY] = [const { ExcludedRange::free() }; MAX_TEMPORARY];
 
 fn overlap(a: VirtRange, b: VirtRange) -> bool {
     a.start < b.end && b.start < a.end
@@ -93,10 +93,10 @@ fn distance(a: VirtRange, b: VirtRange) -> usize {
 /// takes no place. Where all places are taken those go whose memory is unmapped; then the nearest
 /// range grows to hold this one as well, and what lies between them is kept out, too.
 pub fn exclude(range: VirtRange) {
-    exclude_in(&APART, range);
+    exclude_in(&EXCLUDED, range);
 }
 
-fn exclude_in(places: &[Apart], range: VirtRange) {
+fn exclude_in(places: &[ExcludedRange], range: VirtRange) {
     let range = VirtRange {
         start: range.start.page_down(),
         end: VirtAddr(range.end.0.min(MANAGED_END.0)).page_up(),
@@ -104,7 +104,8 @@ fn exclude_in(places: &[Apart], range: VirtRange) {
     if range.start >= range.end {
         return;
     }
-    let touches = |place: &&Apart| place.range().is_some_and(|known| distance(known, range) == 0);
+    let touches =
+        |place: &&ExcludedRange| place.range().is_some_and(|known| distance(known, range) == 0);
     for is_tidy in [false, true] {
         if places.iter().filter(touches).any(|place| place.grow(range))
             || places.iter().any(|place| place.claim(range))
@@ -118,7 +119,8 @@ fn exclude_in(places: &[Apart], range: VirtRange) {
             places.iter().for_each(|place| place.free_if_unmapped(&maps));
         }
     }
-    let known = |place: &Apart| place.range().map_or(usize::MAX, |known| distance(known, range));
+    let known =
+        |place: &ExcludedRange| place.range().map_or(usize::MAX, |known| distance(known, range));
     while !places.iter().min_by_key(|place| known(place)).is_some_and(|place| place.grow(range)) {
         if places.iter().any(|place| place.claim(range)) {
             return;
@@ -127,9 +129,9 @@ fn exclude_in(places: &[Apart], range: VirtRange) {
 }
 
 /// A range that is kept out until this is dropped.
-pub struct ForNow(Option<&'static Apart>);
+pub struct TemporaryExclusion(Option<&'static ExcludedRange>);
 
-impl Drop for ForNow {
+impl Drop for TemporaryExclusion {
     fn drop(&mut self) {
         if let Some(place) = self.0 {
             place.end.store(0, Release);
@@ -137,21 +139,21 @@ impl Drop for ForNow {
     }
 }
 
-/// Keeps a range out of management for the time of a call; for good where more than [`FOR_NOW`]
-/// threads make one.
-pub fn exclude_for_now(range: VirtRange) -> ForNow {
-    let place = PASSING.iter().find(|place| place.claim(range));
+/// Keeps a range out of management for the time of a call; for good where more than
+/// [`MAX_TEMPORARY`] threads make one.
+pub fn exclude_for_now(range: VirtRange) -> TemporaryExclusion {
+    let place = TEMPORARY.iter().find(|place| place.claim(range));
     if place.is_none() {
         exclude(range);
     }
-    ForNow(place)
+    TemporaryExclusion(place)
 }
 
 /// True for a range that touches an excluded one.
 pub fn is_excluded(range: VirtRange) -> bool {
-    APART
+    EXCLUDED
         .iter()
-        .chain(&PASSING)
+        .chain(&TEMPORARY)
         .any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
 }
 
@@ -163,37 +165,38 @@ mod tests {
         VirtRange { start: VirtAddr(start), end: VirtAddr(start + len) }
     }
 
-    fn is_apart(places: &[Apart], range: VirtRange) -> bool {
+    fn is_excluded_range(places: &[ExcludedRange], range: VirtRange) -> bool {
         places.iter().any(|place| place.range().is_some_and(|apart| overlap(apart, range)))
     }
 
     #[test]
     fn a_range_named_again_takes_no_place() {
-        let places = [const { Apart::free() }; 4];
+        let places = [const { ExcludedRange::free() }; 4];
         for _ in 0..10_000 {
             exclude_in(&places, range(0x7000, 0x1000));
         }
         exclude_in(&places, range(0x8000, 0x2000));
         exclude_in(&places, range(0x6000, 0x1000));
         assert_eq!(
-            places.iter().filter_map(Apart::range).collect::<Vec<_>>(),
+            places.iter().filter_map(ExcludedRange::range).collect::<Vec<_>>(),
             [range(0x6000, 0x4000)]
         );
         assert!(
-            !is_apart(&places, range(0x5000, 0x1000)) && !is_apart(&places, range(0xa000, 0x1000))
+            !is_excluded_range(&places, range(0x5000, 0x1000))
+                && !is_excluded_range(&places, range(0xa000, 0x1000))
         );
     }
 
     #[test]
     fn full_places_are_freed_of_what_is_unmapped_and_then_joined() {
-        let places = [const { Apart::free() }; 4];
+        let places = [const { ExcludedRange::free() }; 4];
         // Page 16 and so on: no program has anything there.
         for n in 0..64 {
             exclude_in(&places, range(0x1_0000 + n * 0x2000, 0x1000));
         }
-        assert!(is_apart(&places, range(0x1_0000 + 63 * 0x2000, 0x1000)));
+        assert!(is_excluded_range(&places, range(0x1_0000 + 63 * 0x2000, 0x1000)));
         assert!(
-            !is_apart(&places, range(0x1_0000, 0x1000)),
+            !is_excluded_range(&places, range(0x1_0000, 0x1000)),
             "it is not mapped, and another one needed the place"
         );
         let map = swaptide_sys::mem::Mapping::reserve(64 * 0x1000).expect("memory");
@@ -202,12 +205,12 @@ mod tests {
             exclude_in(&places, range(base + n * 0x2000, 0x1000));
         }
         assert!(
-            (0..32).all(|n| is_apart(&places, range(base + n * 0x2000, 0x1000))),
+            (0..32).all(|n| is_excluded_range(&places, range(base + n * 0x2000, 0x1000))),
             "what is mapped is never dropped"
         );
         assert!(
-            !is_apart(&places, range(base + 64 * 0x1000, 0x1000))
-                && !is_apart(&places, range(base - 0x1000, 0x1000))
+            !is_excluded_range(&places, range(base + 64 * 0x1000, 0x1000))
+                && !is_excluded_range(&places, range(base - 0x1000, 0x1000))
         );
     }
 
@@ -222,7 +225,7 @@ mod tests {
 
     #[test]
     fn ranges_are_bounded_by_what_can_be_managed() {
-        let places = [const { Apart::free() }; 2];
+        let places = [const { ExcludedRange::free() }; 2];
         exclude_in(&places, VirtRange { start: VirtAddr(1 << 50), end: VirtAddr(1 << 51) });
         assert!(places.iter().all(|place| place.range().is_none()));
         exclude_in(&places, VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });

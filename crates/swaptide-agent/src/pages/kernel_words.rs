@@ -41,7 +41,7 @@ pub fn pin_own_block() {
     let pin = |at, len| {
         pinned::pin_for_thread(at, len, tid);
         // SAFETY: memory of this thread's own control block.
-        unsafe { pinned::settle(at, len) };
+        unsafe { pinned::publish_usage(at, len) };
     };
     pin(block, BLOCK);
     if let Some(offset) = real::rseq_offset() {
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: Mutex, attr: *const c_void) -
         ANY_MUTEX.store(true, Relaxed);
         pinned::pin(mutex as usize, MUTEX_BYTES);
         // SAFETY: the program's mutex.
-        unsafe { pinned::settle(mutex as usize, MUTEX_BYTES) };
+        unsafe { pinned::publish_usage(mutex as usize, MUTEX_BYTES) };
     }
     result
 }
@@ -118,7 +118,7 @@ const COMMAND: usize = 0x7f;
 const PRIVATE: usize = 0x80;
 /// Times an operation is made again that fails with `EFAULT`. Each finds the page in memory, unless
 /// it went out again within microseconds; memory that is not the caller's fails each time.
-const TRIES: usize = 64;
+const MAX_TRIES: usize = 64;
 /// Most pages pinned for futexes that are used by raw system calls; nobody says when they end.
 const RAW_PAGES: usize = 4096;
 static RAW_PINNED: AtomicUsize = AtomicUsize::new(0);
@@ -161,14 +161,14 @@ pub fn futex(a: [usize; 6]) -> isize {
     if is_pi
         && word % 4 == 0
         && RAW_PINNED.load(Relaxed) < RAW_PAGES
-        && pinned::pin_for_good(word, 4)
+        && pinned::pin_permanently(word, 4)
     {
         RAW_PINNED.fetch_add(1, Relaxed);
         pinned::await_taking();
         fetch(word, a[1]);
     }
     let mut result = call();
-    for _ in 0..TRIES {
+    for _ in 0..MAX_TRIES {
         if result != EFAULT || !fetch(a[0], a[1]) || (word != a[0] && !fetch(word, a[1])) {
             break;
         }
@@ -200,7 +200,7 @@ const HEAD: usize = 24;
 
 /// A word that the kernel was told of by a raw system call: its page stays.
 pub fn named(addr: usize, len: usize) {
-    if addr != 0 && pinned::pin_for_good(addr, len) {
+    if addr != 0 && pinned::pin_permanently(addr, len) {
         pinned::await_taking();
         if seccomp::is() {
             return;

@@ -47,7 +47,7 @@ static SECOND: [AtomicU64; 1 << 14] = [const { AtomicU64::new(0) }; 1 << 14];
 static THIRD: [AtomicU64; 1 << 18] = [const { AtomicU64::new(0) }; 1 << 18];
 static LEVELS: [&[AtomicU64]; 3] = [&FIRST, &SECOND, &THIRD];
 /// The deepest level that has had an entry.
-static DEEPEST: AtomicUsize = AtomicUsize::new(0);
+static DEEPEST_LEVEL: AtomicUsize = AtomicUsize::new(0);
 
 /// An entry: the page above 23 bits, of which the highest says that the others are a thread's id.
 /// Otherwise they are a count. Never 0.
@@ -58,7 +58,7 @@ const LOW_BITS: u32 = 23;
 const IS_THREAD: u64 = 1 << (LOW_BITS - 1);
 const VALUE: u64 = IS_THREAD - 1;
 /// A count that is never reduced.
-const FOR_GOOD: u64 = VALUE;
+const PERMANENT: u64 = VALUE;
 /// Pages above 2^47 bytes have no place, and are not managed either.
 const PAGES: usize = 1 << 35;
 
@@ -119,7 +119,7 @@ fn insert(page: PageNo, change: impl Fn(Option<Entry>) -> Option<u64>) {
         return;
     }
     for (depth, level) in LEVELS.iter().enumerate() {
-        DEEPEST.fetch_max(depth, SeqCst);
+        DEEPEST_LEVEL.fetch_max(depth, SeqCst);
         // The second round takes the places of threads that are gone, which costs a system call
         // each.
         if update(window(level, page.chunk()), &change)
@@ -162,7 +162,7 @@ pub fn pin(addr: usize, len: usize) {
         insert(page, |found| match found {
             None => Some(Entry::counted(page, 1).0),
             Some(entry) if entry.page() == page => {
-                entry.count().map(|count| Entry::counted(page, (count + 1).min(FOR_GOOD)).0)
+                entry.count().map(|count| Entry::counted(page, (count + 1).min(PERMANENT)).0)
             }
             Some(_) => None,
         });
@@ -172,10 +172,10 @@ pub fn pin(addr: usize, len: usize) {
 /// Undoes one [`pin`].
 pub fn unpin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
-        for level in &LEVELS[..=DEEPEST.load(Acquire)] {
+        for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
             let reduced =
                 |found: Option<Entry>| match found.filter(|entry| entry.page() == page)?.count()? {
-                    FOR_GOOD => None,
+                    PERMANENT => None,
                     1 => Some(0),
                     count => Some(Entry::counted(page, count - 1).0),
                 };
@@ -187,11 +187,11 @@ pub fn unpin(addr: usize, len: usize) {
 }
 
 /// Pins some bytes for good. True if they were not pinned so before.
-pub fn pin_for_good(addr: usize, len: usize) -> bool {
+pub fn pin_permanently(addr: usize, len: usize) -> bool {
     let mut any = false;
     for page in pages_of(addr, len).filter(|page| page.0 < PAGES) {
-        let whole = Entry::counted(page, FOR_GOOD).0;
-        let has = LEVELS[..=DEEPEST.load(Acquire)]
+        let whole = Entry::counted(page, PERMANENT).0;
+        let has = LEVELS[..=DEEPEST_LEVEL.load(Acquire)]
             .iter()
             .any(|level| window(level, page.chunk()).any(|place| place.load(Acquire) == whole));
         if !has {
@@ -210,7 +210,7 @@ pub fn pin_for_good(addr: usize, len: usize) -> bool {
 pub fn pinned_pages(chunk: ChunkNo) -> u16 {
     let first = chunk.first().0;
     let mut mask = 0;
-    for level in &LEVELS[..=DEEPEST.load(Acquire)] {
+    for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
         for place in window(level, chunk) {
             // With [`settle`]: the engine says that it chooses and then looks, the other pins and
             // then looks whether it chooses. One of them sees the other.
@@ -232,7 +232,7 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
 /// Waits until the engine has done with what it chose before the last pin was made.
 pub fn await_taking() {
     if seccomp::is() {
-        if let Some(engine) = lifecycle::engine_unasked() {
+        if let Some(engine) = lifecycle::engine_without_calls() {
             engine.await_taking(std::hint::spin_loop);
         }
     } else if let Some(engine) = lifecycle::engine() {
@@ -244,7 +244,7 @@ pub fn await_taking() {
 ///
 /// # Safety
 /// The bytes are mapped and readable.
-pub unsafe fn settle(addr: usize, len: usize) {
+pub unsafe fn publish_usage(addr: usize, len: usize) {
     await_taking();
     for page in pages_of(addr, len) {
         let at = VirtAddr(addr.max(page.0 * PAGE_SIZE));
@@ -328,7 +328,7 @@ mod tests {
     #[test]
     fn a_word_pinned_for_good_is_not_unpinned_and_counts_once() {
         let at = page(4, 1) * PAGE_SIZE;
-        assert!(pin_for_good(at, 4) && !pin_for_good(at + 8, 4));
+        assert!(pin_permanently(at, 4) && !pin_permanently(at + 8, 4));
         pin(at, 40);
         unpin(at, 40);
         unpin(at, 40);

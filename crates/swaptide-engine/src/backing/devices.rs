@@ -52,14 +52,14 @@ pub const POOL_SLOTS: u32 = 1 << 26;
 /// Slots for an extent of 512 blocks: packed pages may be a quarter of a block on average.
 const SLOTS_PER_EXTENT: u32 = 2048;
 /// Slots that there are at least: areas may be added later (64 GiB of pages).
-const FEWEST_FILE_SLOTS: u32 = 1 << 24;
+const MIN_FILE_SLOTS: u32 = 1 << 24;
 
 /// Slots that a device has at least where address space is refused (1 GiB of pages).
-const FEWEST_SLOTS: u32 = 1 << 18;
+const MIN_SLOTS: u32 = 1 << 18;
 
 /// An area that did not take a write is left alone for so long, where there is another one. One
 /// that fails again and again the supervisor retires.
-const SHUNNED: Duration = Duration::from_millis(200);
+const BACK_OFF: Duration = Duration::from_millis(200);
 /// How long a process leases nothing of an area where its limit on the size of files forbids it to
 /// write: it may have another limit by then.
 const BARRED: Duration = Duration::from_secs(10);
@@ -74,7 +74,7 @@ const CPU: CpuId = CpuId(0);
 /// What the swap areas are to this process: extents leased in the shared segment, and descriptors
 /// from the supervisor.
 #[derive(Clone)]
-struct Beyond {
+struct SegmentExtents {
     segment: &'static Segment,
     index: Arc<AtomicU32>,
     open: fn(AreaId) -> Option<OwnedFd>,
@@ -89,13 +89,13 @@ struct Beyond {
     transfers: Arc<[AtomicU32; 2]>,
 }
 
-impl Beyond {
+impl SegmentExtents {
     fn index(&self) -> SlotIndex {
         SlotIndex(self.index.load(Relaxed))
     }
 
     /// Areas that nothing is to be leased of for the moment.
-    fn shunned(&self) -> u32 {
+    fn back_off_until(&self) -> u32 {
         Self::now_in(&self.shunned)
     }
 
@@ -115,11 +115,11 @@ impl Beyond {
     }
 }
 
-impl ExtentSource for Beyond {
+impl ExtentSource for SegmentExtents {
     fn lease(&self) -> Option<Extent> {
         let _change = self.change.lock();
         self.follow_group();
-        let (shunned, barred) = (self.shunned(), Self::now_in(&self.barred));
+        let (shunned, barred) = (self.back_off_until(), Self::now_in(&self.barred));
         let lease = |mask: u32| self.segment.lease_charged_in(self.index(), AreaMask(mask));
         let elsewhere = (shunned != 0).then(|| lease(!shunned & !barred)).flatten();
         elsewhere.or_else(|| lease(!barred)).map(|extent| Extent(extent.0))
@@ -128,10 +128,12 @@ impl ExtentSource for Beyond {
     fn back_off(&self, extent: Extent) -> bool {
         let Some(place) = self.segment.place_of(ExtentId(extent.0)) else { return false };
         if let Some(until) = self.shunned.get(usize::from(place.area.0)) {
-            until.store(now().0 + SHUNNED.as_nanos() as u64, Relaxed);
+            until.store(now().0 + BACK_OFF.as_nanos() as u64, Relaxed);
         }
-        self.segment
-            .has_room_in(self.index(), AreaMask(!self.shunned() & !Self::now_in(&self.barred)))
+        self.segment.has_room_in(
+            self.index(),
+            AreaMask(!self.back_off_until() & !Self::now_in(&self.barred)),
+        )
     }
 
     fn bar(&self, extent: Extent) {
@@ -169,7 +171,7 @@ impl ExtentSource for Beyond {
     }
 }
 
-impl Areas for Beyond {
+impl Areas for SegmentExtents {
     fn locate(&self, extent: Extent) -> Option<Location> {
         let place = self.segment.place_of(ExtentId(extent.0))?;
         let mirror = place.mirror.map(|spot| Spot {
@@ -246,7 +248,7 @@ fn slot_device(ty: SwapType, mut slots: u32) -> Result<SwapDevice, EngineError> 
         match Mapping::reserve(SwapDevice::table_bytes(slots)) {
             Ok(mapping) => break mapping,
             // Strict overcommit: a smaller device is better than none.
-            Err(_) if slots / 2 >= FEWEST_SLOTS => slots /= 2,
+            Err(_) if slots / 2 >= MIN_SLOTS => slots /= 2,
             Err(errno) => return Err(EngineError::Memory("the swap tables' address space", errno)),
         }
     };
@@ -275,7 +277,7 @@ pub struct FileTier {
     pub slots: SwapDevice,
     /// Data.
     pub device: FileDevice,
-    areas: Beyond,
+    areas: SegmentExtents,
     roomy: AtomicBool,
     /// There are areas that are far.
     has_far: AtomicBool,
@@ -323,24 +325,24 @@ impl FileTier {
         self.device.rekey_salt(salt);
     }
 
-    fn look_for_far(&self) {
+    fn look_for_remote(&self) {
         let is_far = self.areas.segment.areas().any(|(_, area)| area.transport() == Transport::Nbd);
         self.has_far.store(is_far, Relaxed);
     }
 
     /// True when writing may take long, and how long nobody knows.
-    pub fn has_far(&self) -> bool {
+    pub fn has_remote(&self) -> bool {
         self.has_far.load(Relaxed)
     }
 
     /// True when a page's data is to be had from a server alone.
-    pub fn is_far(&self, entry: SwapEntry) -> bool {
-        self.has_far() && self.device.server_of(Slot(entry.offset().0)).is_some()
+    pub fn is_remote(&self, entry: SwapEntry) -> bool {
+        self.has_remote() && self.device.server_of(Slot(entry.offset().0)).is_some()
     }
 
     /// The table of areas has changed: looks what shall be left.
     pub fn look_at_areas(&self) {
-        self.look_for_far();
+        self.look_for_remote();
         let closed = |extent: Extent| {
             let place = self.areas.segment.place_of(ExtentId(extent.0));
             place.is_some_and(|place| {
@@ -367,7 +369,7 @@ impl FileTier {
 impl Devices {
     /// What compressed memory holds for an entry of it will be loaded soon: has it brought near
     /// while there is something else to do.
-    pub fn bring_near(&self, entry: SwapEntry) {
+    pub fn prefetch(&self, entry: SwapEntry) {
         if entry.ty() == POOL {
             self.pool_slots.prefetch(entry.offset());
             self.pool.prefetch(Slot(entry.offset().0));
@@ -392,9 +394,9 @@ impl Devices {
             bytes.copy_from_slice(&word.load(Relaxed).to_le_bytes());
         }
         let slots =
-            segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(FEWEST_FILE_SLOTS, 1 << 27);
+            segment.extents().saturating_mul(SLOTS_PER_EXTENT).clamp(MIN_FILE_SLOTS, 1 << 27);
         let slots = slot_device(FILE, slots)?;
-        let areas = Beyond {
+        let areas = SegmentExtents {
             segment,
             index,
             open,
@@ -412,7 +414,7 @@ impl Devices {
             has_far: false.into(),
             leaving: false.into(),
         };
-        file.look_for_far();
+        file.look_for_remote();
         file.open_files();
         Ok(Devices { pool_slots, pool, file, segment })
     }

@@ -1,16 +1,16 @@
 //! What backs a range of pages: compressed memory, the swap file, zeros, the swap cache, or several
 //! of them.
 //!
-//! Owns: [`Snapshot`], what the words and the slots of up to [`MOST`] neighbouring pages said at a
-//! moment.
+//! Owns: [`Snapshot`], what the words and the slots of up to [`MAX_SNAPSHOT_PAGES`] neighbouring
+//! pages said at a moment.
 //!
 //! Rules
 //! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at
 //!    without it, and without any lock of theirs ([`Snapshot::look`]). So a snapshot may be out of
 //!    date as soon as it is taken.
 //! 2. Whoever loads by a snapshot looks again under the memory lock before anything is put in place
-//!    ([`Snapshot::stands`]). A swapped word that is found again stands for the same data: while it
-//!    stands, only write-back touches its slot, and that gives the word another entry.
+//!    ([`Snapshot::still_valid`]). A swapped word that is found again stands for the same data:
+//!    while it stands, only write-back touches its slot, and that gives the word another entry.
 
 use swaptide_core::{Slot as TableSlot, SwapEntry};
 
@@ -19,11 +19,11 @@ use crate::mm::page_table::{PageState, PageTable};
 use crate::mm::types::PageNo;
 
 /// Most pages of a snapshot.
-pub const MOST: usize = 64;
+pub const MAX_SNAPSHOT_PAGES: usize = 64;
 
 /// Where one page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Place {
+pub enum PageLocation {
     /// Not swapped: the program has it, or nobody.
     Absent,
     /// In compressed memory.
@@ -40,10 +40,10 @@ pub enum Place {
     Changed,
 }
 
-impl Place {
+impl PageLocation {
     /// There is data to bring from a device that answers soon.
     pub fn is_stored(self) -> bool {
-        matches!(self, Place::Pool | Place::File | Place::Zero)
+        matches!(self, PageLocation::Pool | PageLocation::File | PageLocation::Zero)
     }
 }
 
@@ -73,24 +73,24 @@ pub enum Backing {
 pub struct Snapshot {
     first: PageNo,
     len: usize,
-    entries: [SwapEntry; MOST],
-    places: [Place; MOST],
+    entries: [SwapEntry; MAX_SNAPSHOT_PAGES],
+    places: [PageLocation; MAX_SNAPSHOT_PAGES],
 }
 
 impl Snapshot {
-    /// Copies the words of `n` pages (at most [`MOST`]) from `first` on.
+    /// Copies the words of `n` pages (at most [`MAX_SNAPSHOT_PAGES`]) from `first` on.
     pub fn note(table: &PageTable, first: PageNo, n: usize) -> Snapshot {
         let mut snapshot = Snapshot {
             first,
-            len: n.min(MOST),
-            entries: [NO_ENTRY; MOST],
-            places: [Place::Absent; MOST],
+            len: n.min(MAX_SNAPSHOT_PAGES),
+            entries: [NO_ENTRY; MAX_SNAPSHOT_PAGES],
+            places: [PageLocation::Absent; MAX_SNAPSHOT_PAGES],
         };
         for k in 0..snapshot.len {
             if let PageState::Swapped(entry) = table.get(first.plus(k)) {
                 snapshot.entries[k] = entry;
                 // Until its slot is looked at.
-                snapshot.places[k] = Place::Changed;
+                snapshot.places[k] = PageLocation::Changed;
             }
         }
         snapshot
@@ -99,18 +99,20 @@ impl Snapshot {
     /// Looks at the slots of the words that were copied.
     pub fn look(&mut self, devices: &Devices) {
         for (entry, place) in self.entries.iter().zip(&mut self.places).take(self.len) {
-            if *place == Place::Absent {
+            if *place == PageLocation::Absent {
                 continue;
             }
             *place = match devices.slots(entry.ty()).lookup(entry.offset()) {
-                TableSlot::Folio(_) => Place::Cached,
-                TableSlot::Shadow { zero: true, .. } => Place::Zero,
-                TableSlot::Shadow { .. } if entry.ty() == FILE && devices.file.is_far(*entry) => {
-                    Place::Far
+                TableSlot::Folio(_) => PageLocation::Cached,
+                TableSlot::Shadow { zero: true, .. } => PageLocation::Zero,
+                TableSlot::Shadow { .. }
+                    if entry.ty() == FILE && devices.file.is_remote(*entry) =>
+                {
+                    PageLocation::Far
                 }
-                TableSlot::Shadow { .. } if entry.ty() == FILE => Place::File,
-                TableSlot::Shadow { .. } => Place::Pool,
-                TableSlot::Free | TableSlot::Bad => Place::Changed,
+                TableSlot::Shadow { .. } if entry.ty() == FILE => PageLocation::File,
+                TableSlot::Shadow { .. } => PageLocation::Pool,
+                TableSlot::Free | TableSlot::Bad => PageLocation::Changed,
             };
         }
     }
@@ -122,9 +124,9 @@ impl Snapshot {
             Snapshot::note(&PageTable::new(), first, crate::mm::types::PAGES_PER_CHUNK);
         for k in 0..snapshot.len {
             snapshot.places[k] = match is_in_file(k) {
-                Some(true) => Place::File,
-                Some(false) => Place::Pool,
-                None => Place::Absent,
+                Some(true) => PageLocation::File,
+                Some(false) => PageLocation::Pool,
+                None => PageLocation::Absent,
             };
         }
         snapshot
@@ -136,7 +138,7 @@ impl Snapshot {
     }
 
     /// Where the `k`-th page is.
-    pub fn place(&self, k: usize) -> Place {
+    pub fn place(&self, k: usize) -> PageLocation {
         self.places[k]
     }
 
@@ -151,16 +153,16 @@ impl Snapshot {
     }
 
     /// How many pages from the first on are far.
-    pub fn far(&self) -> usize {
-        self.places[..self.len].iter().take_while(|place| **place == Place::Far).count()
+    pub fn any_remote(&self) -> usize {
+        self.places[..self.len].iter().take_while(|place| **place == PageLocation::Far).count()
     }
 
     /// Far pages count as near: they are to be waited for.
-    pub fn bring_near(&mut self) {
+    pub fn wait_for_remote(&mut self) {
         self.places[..self.len]
             .iter_mut()
-            .filter(|place| **place == Place::Far)
-            .for_each(|place| *place = Place::File);
+            .filter(|place| **place == PageLocation::Far)
+            .for_each(|place| *place = PageLocation::File);
     }
 
     /// What backs `n` pages from the `k`-th on.
@@ -168,12 +170,12 @@ impl Snapshot {
         let (mut pool, mut file, mut zero, mut other, mut cached) = (0, 0, 0, 0, 0);
         for place in self.places[..self.len].iter().skip(k).take(n) {
             match place {
-                Place::Absent => {}
-                Place::Pool => pool += 1,
-                Place::File | Place::Far => file += 1,
-                Place::Zero => zero += 1,
-                Place::Cached => cached += 1,
-                Place::Changed => other += 1,
+                PageLocation::Absent => {}
+                PageLocation::Pool => pool += 1,
+                PageLocation::File | PageLocation::Far => file += 1,
+                PageLocation::Zero => zero += 1,
+                PageLocation::Cached => cached += 1,
+                PageLocation::Changed => other += 1,
             }
         }
         match (pool, file, zero, cached, other) {
@@ -187,9 +189,9 @@ impl Snapshot {
     }
 
     /// The second look: how many of `n` pages from the first on still have the word they had.
-    pub fn stands(&self, table: &PageTable, n: usize) -> usize {
+    pub fn still_valid(&self, table: &PageTable, n: usize) -> usize {
         let same = |k: &usize| match (self.places[*k], table.get(self.first.plus(*k))) {
-            (Place::Absent, state) => !matches!(state, PageState::Swapped(_)),
+            (PageLocation::Absent, state) => !matches!(state, PageState::Swapped(_)),
             (_, PageState::Swapped(entry)) => entry == self.entries[*k],
             _ => false,
         };
@@ -259,7 +261,7 @@ mod tests {
             set(12 + k, PageState::Swapped(devices.alloc_pool(0, FOLIO).expect("a slot")));
         }
         set(20, PageState::Present);
-        let all = look(&devices, &table, first, MOST);
+        let all = look(&devices, &table, first, MAX_SNAPSHOT_PAGES);
         assert_eq!(all.backing(0, 4), Backing::Pool);
         assert_eq!(all.backing(4, 4), Backing::File);
         assert_eq!(all.backing(8, 4), Backing::Zero);
@@ -279,15 +281,15 @@ mod tests {
             table.set(first.plus(k), PageState::Swapped(pooled(&devices, false)));
         }
         let before = look(&devices, &table, first, 8);
-        assert_eq!(before.stands(&table, 8), 8);
+        assert_eq!(before.still_valid(&table, 8), 8);
         let old = table.set(first.plus(5), PageState::Swapped(filed(&devices)));
-        assert_eq!(before.stands(&table, 8), 5, "write-back moved it");
+        assert_eq!(before.still_valid(&table, 8), 5, "write-back moved it");
         table.set(first.plus(5), old);
-        assert_eq!(before.stands(&table, 8), 8);
+        assert_eq!(before.still_valid(&table, 8), 8);
         table.set(first.plus(2), PageState::Empty);
-        assert_eq!(before.stands(&table, 8), 2, "the program gave it up");
+        assert_eq!(before.still_valid(&table, 8), 2, "the program gave it up");
         table.set(first.plus(2), PageState::Present);
-        assert_eq!(before.stands(&table, 8), 2, "it came in otherwise");
+        assert_eq!(before.still_valid(&table, 8), 2, "it came in otherwise");
     }
 
     #[test]
@@ -299,7 +301,7 @@ mod tests {
         let mut snapshot = Snapshot::note(&table, first, 1);
         devices.free_slot(entry, swaptide_core::Expect::Shadow);
         snapshot.look(&devices);
-        assert_eq!((snapshot.place(0), snapshot.stored()), (Place::Changed, 0));
+        assert_eq!((snapshot.place(0), snapshot.stored()), (PageLocation::Changed, 0));
         assert!(matches!(snapshot.backing(0, 1), Backing::Mixed { .. }));
     }
 }

@@ -17,11 +17,11 @@ use crate::event_loop::Handler;
 use crate::reclaim::worker::Step;
 
 /// Turns in which room is left to be made by the workers, where they write to a server.
-const FOR_WORKERS: usize = 16;
+const MAX_WAITS_FOR_WORKERS: usize = 16;
 /// A write to a server that has taken so long may take long. Until it is over the program goes past
 /// its limit by this part of it at most, and then slowly.
-const STUCK: Duration = Duration::from_millis(100);
-const STUCK_PART: i64 = 32;
+const STALLED_WRITE: Duration = Duration::from_millis(100);
+const STALLED_OVERSHOOT_DIVISOR: i64 = 32;
 
 impl Handler {
     /// Makes room for `n` pages.
@@ -36,17 +36,19 @@ impl Handler {
                 return;
             }
             self.stalls();
-            if engine.devices.file.has_far() && !self.giving {
-                let stuck = engine.devices.file.device.is_writing_for(STUCK);
+            if engine.devices.file.has_remote() && !self.giving {
+                let stuck = engine.devices.file.device.is_writing_for(STALLED_WRITE);
                 if stuck
-                    && engine.charge.room() + engine.charge.limit() as i64 / STUCK_PART >= bytes
+                    && engine.charge.room()
+                        + engine.charge.limit() as i64 / STALLED_OVERSHOOT_DIVISOR
+                        >= bytes
                 {
                     return;
                 }
                 // Who writes to a server may wait for it: the workers, rather than everybody whose
                 // fault comes next.
                 self.worker.balance(engine);
-                if stuck || turn < FOR_WORKERS && self.workers_are_busy() {
+                if stuck || turn < MAX_WAITS_FOR_WORKERS && self.workers_are_busy() {
                     engine.call_workers();
                     self.drain_events();
                     continue;
@@ -69,7 +71,7 @@ impl Handler {
                     engine.call_workers();
                     let mut mm = engine.mm.lock();
                     mm.staging.trim(n);
-                    engine.settle(&mm);
+                    engine.publish_usage(&mm);
                     return;
                 }
                 Step::Nothing => {
@@ -80,7 +82,7 @@ impl Handler {
                     }
                     let mut mm = engine.mm.lock();
                     mm.staging.trim(n);
-                    engine.settle(&mm);
+                    engine.publish_usage(&mm);
                     return;
                 }
             }
@@ -90,7 +92,7 @@ impl Handler {
     /// True in a family when most of what the program has is another's, too.
     fn has_little_but_shared(&self) -> bool {
         let engine = self.engine;
-        if !engine.charge.family.is_one() {
+        if !engine.charge.family.is_active() {
             return false;
         }
         let mm = engine.mm.lock();

@@ -28,7 +28,7 @@ use swaptide_sys::page::PAGE_SIZE;
 
 use crate::engine::Mm;
 use crate::event_loop::Handler;
-use crate::fault::path::{Stop, settle_fill};
+use crate::fault::path::{Stop, finish_fill};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, range_of};
 
@@ -47,7 +47,7 @@ impl Handler {
         }
         // SAFETY: the caller's pages are the engine's own, in frames or buffers that nobody changes
         // meanwhile.
-        settle_fill(unsafe { self.uffd.copy_pages(page.addr(), from, n * PAGE_SIZE, true, false) })
+        finish_fill(unsafe { self.uffd.copy_pages(page.addr(), from, n * PAGE_SIZE, true, false) })
     }
 
     /// How many of `n` pages lie before the first guard.
@@ -59,7 +59,7 @@ impl Handler {
 
     /// The program has something where a word says swapped. A guard discarded the contents, and the
     /// slot is released. Anything else: one of the two is wrong, and nothing tells which.
-    pub(crate) fn overtaken(
+    pub(crate) fn resolve_mapped_twice(
         &mut self,
         mm: &mut Mm,
         page: PageNo,

@@ -1,14 +1,14 @@
 //! From the devices into the handler's buffers: what a snapshot says is on them.
 //!
 //! Owns: what loading costs, as it is told to the division of the limit; and, of swap areas on
-//! disks that turn, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here touches
-//! the program or its words: whoever put pages into a buffer looks again whether they are still
-//! meant.
+//! rotational disks, what was read ahead ([`swaptide_store::file::ReadAhead`]). Nothing here
+//! touches the program or its words: whoever put pages into a buffer looks again whether they are
+//! still meant.
 //!
 //! Rules
 //! 1. Zeros are not loaded, compressed pages are decompressed one by one, all that is in the file
 //!    is read in one go.
-//! 2. A page that is read alone from a disk that turns brings along what was written beside it:
+//! 2. A page that is read alone from a rotational disk brings along what was written beside it:
 //!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
 //!    the last ones proved worth it. None where the program is past its limit: then what is held is
 //!    given up. (kernel-facts G, cluster readahead. The windows of streams are
@@ -23,21 +23,21 @@ use std::time::Duration;
 use swaptide_core::SwapEntry;
 use swaptide_ipc::Counter;
 use swaptide_store::codec::Codec;
-use swaptide_store::file::{Ahead, MOST_AHEAD, ReadError, ReadErrorKind};
+use swaptide_store::file::{Ahead, MAX_BLOCK_PAGES, ReadError, ReadErrorKind};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::thread::{now, sleep};
 
-use crate::backing::snapshot::{Place, Snapshot};
+use crate::backing::snapshot::{PageLocation, Snapshot};
 use crate::engine::Mm;
 use crate::event_loop::Handler;
 use crate::memcg::pool_sizing::Loads;
 use crate::mm::types::PageNo;
-use crate::readahead::policy::Gate;
+use crate::readahead::policy::ReadaheadLimits;
 
 /// What lies between the attempts to read a page before it is given up, but for the first two,
 /// which follow each other.
-pub(crate) const PAUSES: [Duration; 3] =
+pub(crate) const READ_RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(1), Duration::from_millis(10), Duration::from_millis(100)];
 /// `page-cluster` where nothing is said.
 const PAGE_CLUSTER: u8 = 3;
@@ -70,7 +70,7 @@ impl Handler {
     }
 
     /// Now and then, tells the division what loads cost.
-    pub(crate) fn tell_loads(&mut self, mm: &mut Mm) {
+    pub(crate) fn report_load_cost(&mut self, mm: &mut Mm) {
         if self.loads.pages >= 64 {
             let any_zstd = self.loads.zstd > 0;
             mm.split
@@ -90,8 +90,8 @@ impl Handler {
             let place = snapshot.place(at);
             let run = (at..loaded).take_while(|k| snapshot.place(*k) == place).count();
             match place {
-                Place::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
-                Place::File => in_file += run,
+                PageLocation::Zero => out[at..at + run].iter_mut().for_each(|page| page.fill(0)),
+                PageLocation::File => in_file += run,
                 _ => {
                     let good = self.load_pool(&entries[at..at + run], &mut out[at..at + run]);
                     if good < run {
@@ -104,7 +104,7 @@ impl Handler {
         if in_file == 0 {
             return loaded;
         }
-        let is_in_file = |k: &usize| snapshot.place(*k) == Place::File;
+        let is_in_file = |k: &usize| snapshot.place(*k) == PageLocation::File;
         let mut requests: Vec<(usize, Slot, &mut Page)> = out[..loaded]
             .iter_mut()
             .enumerate()
@@ -127,7 +127,7 @@ impl Handler {
         let most = self.cluster_window();
         let mut requests: Vec<(Slot, &mut Page)> =
             pages.iter_mut().map(|(_, slot, out)| (*slot, &mut **out)).collect();
-        let (place, ahead) = (&mut self.place, &mut self.ahead);
+        let (place, ahead) = (&mut self.cpu, &mut self.ahead);
         let error = match place.normally(|| ahead.read(&file.device, &mut requests, most)) {
             Ok(Ahead { hits, ahead }) => {
                 engine.count(Counter::SwapRaHit, hits);
@@ -149,7 +149,7 @@ impl Handler {
         (engine.start.log)(&format!("reading from the swap file failed: {error}"));
         for (at, (k, slot, out)) in pages.iter_mut().enumerate() {
             let mut result = file.device.read(&mut [(*slot, &mut **out)]);
-            for pause in PAUSES {
+            for pause in READ_RETRY_DELAYS {
                 // What is wrong on a disk stays so, and a server that does not answer was waited
                 // for. What could not be read may be read a little later, and what is wrong on its
                 // way here may be right then.
@@ -181,21 +181,24 @@ impl Handler {
         None
     }
 
-    /// Pages that one from a disk that turns may come with, itself among them.
+    /// Pages that one from a rotational disk may come with, itself among them.
     fn cluster_window(&mut self) -> usize {
         let charge = &self.engine.charge;
-        let cluster = self.gate().page_cluster.unwrap_or(PAGE_CLUSTER);
+        let cluster = self.readahead_limits().page_cluster.unwrap_or(PAGE_CLUSTER);
         if charge.room() < 0 {
             self.ahead.clear();
             return 1;
         }
-        (1 << cluster).min(MOST_AHEAD).min(charge.window_pages() / 2)
+        (1 << cluster).min(MAX_BLOCK_PAGES).min(charge.window_pages() / 2)
     }
 
     /// How much may come in at a time. Read anew each time: it may be changed while the run is
     /// under way.
-    pub(crate) fn gate(&self) -> Gate {
+    pub(crate) fn readahead_limits(&self) -> ReadaheadLimits {
         let header = &self.engine.start.segment.header;
-        Gate::new(header.page_cluster_plus.load(Relaxed), header.largest_order_plus.load(Relaxed))
+        ReadaheadLimits::new(
+            header.page_cluster_plus.load(Relaxed),
+            header.largest_order_plus.load(Relaxed),
+        )
     }
 }

@@ -36,24 +36,26 @@ use swaptide_sys::thread::Nanos;
 use swaptide_sys::uffd::{MoveFlags, Progress};
 
 use crate::backing::devices::POOL;
-use crate::backing::snapshot::{self, Place, Snapshot};
+use crate::backing::snapshot::{self, PageLocation, Snapshot};
 use crate::engine::Mm;
 use crate::event_loop::{COPY_BYTES, Fault, Handler};
 use crate::mm::page_table::PageState;
 use crate::mm::staging::FrameRun;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, pages_of, range_of};
 use crate::readahead::locality::Reading;
-use crate::readahead::policy::{Admitted, Ask, Came, Costs, admit};
+use crate::readahead::policy::{Costs, SwapInPlan, SwapInRequest, SwappedIn, admit};
 
 /// Fewer pages than this are copied in.
 const MOVE_FROM: usize = 4;
 /// Pages that are brought in at a time: moves of this size cost little for each page.
-pub(crate) const GROUP_PAGES: usize = 64;
+pub(crate) const COPY_GROUP_PAGES: usize = 64;
 /// Beyond every page of a program.
 pub(crate) const LAST_PAGE: PageNo = PageNo(1 << 36);
-const _: () = assert!(GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && GROUP_PAGES <= snapshot::MOST);
+const _: () = assert!(
+    COPY_GROUP_PAGES * PAGE_SIZE <= COPY_BYTES && COPY_GROUP_PAGES <= snapshot::MAX_SNAPSHOT_PAGES
+);
 /// Out-of-date snapshots of a single page in a row before other messages get their turn.
-const MOST_STALE: u32 = 8;
+const MAX_STALE_SNAPSHOTS: u32 = 8;
 /// What a fault costs besides bringing pages in, and what a page from compressed memory costs with
 /// the one that goes out for it, in nanoseconds.
 const FAULT_NS: u64 = 8_000;
@@ -96,7 +98,7 @@ impl Handler {
         // A worker faults pages in order to take them out.
         let is_of_program = !self.is_of_worker(fault);
         // What is looked at later comes from memory meanwhile.
-        self.trail.bring_near(page);
+        self.prefetcher.bring_near(page);
         let (state, region) = {
             let mut mm = self.engine.mm.lock();
             if is_of_program {
@@ -106,28 +108,28 @@ impl Handler {
         };
         let Some(region) = region else { return Served::Unmanaged };
         let result = match state {
-            PageState::Present | PageState::Kept(_) => return self.already_there(page),
+            PageState::Present | PageState::PresentClean(_) => return self.is_already_mapped(page),
             PageState::Poisoned => {
                 let _ = self.uffd.poison(range_of(page, 1));
                 return Served::Spurious;
             }
-            PageState::Empty => self.grow(page, region),
-            PageState::Swapped(_) if self.away.waits(page) => {
+            PageState::Empty => self.demand_zero(page, region),
+            PageState::Swapped(_) if self.remote.begin_wait(page) => {
                 self.stalls();
                 return Served::Away;
             }
             PageState::Swapped(entry) => {
-                self.engine.devices.bring_near(entry);
+                self.engine.devices.prefetch(entry);
                 self.stalls();
-                self.away.asks(Some(page));
+                self.remote.asks(Some(page));
                 let result = self.swap_in(page, entry, region);
-                self.post();
-                self.away.asks(None);
+                self.submit();
+                self.remote.asks(None);
                 result
             }
         };
         match result {
-            Ok(()) if self.away.has(page) => Served::Away,
+            Ok(()) if self.remote.has(page) => Served::Away,
             Ok(()) => Served::Filled,
             Err(Stop::Again | Stop::Stale) => Served::Again,
             Err(Stop::Gone | Stop::Exists) => Served::Spurious,
@@ -138,9 +140,9 @@ impl Handler {
     /// Two threads touched the page and the other's fault was answered; or the kernel dropped a
     /// page that was freed lazily, and zeros are right. The lock is held: a worker must not take
     /// the page out between the look at its word and the zeros.
-    fn already_there(&mut self, page: PageNo) -> Served {
+    fn is_already_mapped(&mut self, page: PageNo) -> Served {
         let mm = self.engine.mm.lock();
-        if !matches!(mm.table.get(page), PageState::Present | PageState::Kept(_)) {
+        if !matches!(mm.table.get(page), PageState::Present | PageState::PresentClean(_)) {
             // It went out meanwhile; the thread faults again and finds it swapped.
             return Served::Spurious;
         }
@@ -157,7 +159,7 @@ impl Handler {
     }
 
     /// Answers a first touch.
-    fn grow(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
+    fn demand_zero(&mut self, page: PageNo, region: VirtRange) -> Result<(), Stop> {
         let engine = self.engine;
         // While events are noted and not applied, what surrounds the page may be something else by
         // now.
@@ -211,12 +213,12 @@ impl Handler {
                 // The page asked for is in; the rest is a gift.
                 Err(_) if done > 0 => break,
                 Err(stop) => {
-                    engine.settle(mm);
+                    engine.publish_usage(mm);
                     return Err(stop);
                 }
             }
         }
-        engine.settle(mm);
+        engine.publish_usage(mm);
         drop(guard);
         self.locality.grew_as(page, done, if step < MOVE_FROM { step } else { done });
         engine.charge.brought(done);
@@ -237,16 +239,16 @@ impl Handler {
             // SAFETY: the frames of the run are full, free and taken by nobody else.
             unsafe { std::ptr::write_bytes(addr.as_ptr::<u8>(), 0, run.len * PAGE_SIZE) };
             let progress = self.move_in(mm, page, addr, run.len);
-            return settle_run(mm, run, progress);
+            return finish_run(mm, run, progress);
         }
         let bytes = n * PAGE_SIZE;
-        if self.mint.populate_write(0, bytes).is_err() {
+        if self.fresh_pages.populate_write(0, bytes).is_err() {
             return self.copy_zeros(page);
         }
-        let progress = self.move_in(mm, page, VirtAddr(self.mint.as_ptr() as usize), n);
-        let filled = settle_fill(progress);
+        let progress = self.move_in(mm, page, VirtAddr(self.fresh_pages.as_ptr() as usize), n);
+        let filled = finish_fill(progress);
         if !matches!(filled, Ok(k) if k == n) {
-            let _ = self.mint.discard(0, bytes);
+            let _ = self.fresh_pages.discard(0, bytes);
         }
         filled
     }
@@ -269,74 +271,75 @@ impl Handler {
         let engine = self.engine;
         if self.is_alone() {
             self.make_room(1);
-            return self.bring_page(page, 1);
+            return self.swap_in_page(page, 1);
         }
-        let window =
-            match self.away.is_usual() || entry.ty() != POOL && engine.devices.file.is_far(entry) {
-                true => engine.charge.far_window_pages(),
-                false => engine.charge.window_pages(),
-            };
-        let most = self.gate().most(window, engine.devices.is_backed());
+        let window = match self.remote.is_usual()
+            || entry.ty() != POOL && engine.devices.file.is_remote(entry)
+        {
+            true => engine.charge.far_window_pages(),
+            false => engine.charge.window_pages(),
+        };
+        let most = self.readahead_limits().most(window, engine.devices.is_backed());
         self.held_came = 0;
         let evidence =
             self.locality.swap_in(PageNo::of(region.start), page, self.reading(page.addr()), most);
         engine.count(Counter::SwapRaHit, self.locality.take_hits());
-        let ask = Ask {
+        let ask = SwapInRequest {
             page,
             region: &pages_of(region),
             evidence,
-            wanted_16: self.locality.wanted_16().into(),
+            wanted_16: self.locality.density_x16().into(),
             most,
             costs: Costs { fault: FAULT_NS, pool: POOL_NS, file: self.read_ns },
         };
         let admitted = admit(
             &ask,
-            |chunk| self.probe(chunk.first(), PAGES_PER_CHUNK),
+            |chunk| self.snapshot(chunk.first(), PAGES_PER_CHUNK),
             |order| self.refused(order),
         );
-        let mut came = Came::new(page);
+        let mut came = SwappedIn::new(page);
         match admitted {
-            Admitted::Page => {
+            SwapInPlan::Page => {
                 self.make_room(1);
-                self.bring_page(page, most)?;
+                self.swap_in_page(page, most)?;
                 self.follow(page, most);
                 return Ok(());
             }
-            Admitted::Around { first, order } => {
+            SwapInPlan::Around { first, order } => {
                 self.make_room(1 << order);
                 if !self.has_room(1 << order) {
                     self.refused(order);
-                    return self.bring(page, 1);
+                    return self.swap_in_range(page, 1);
                 }
-                self.bring_span(first, 1 << order, page, &mut came)?;
+                self.swap_in_span(first, 1 << order, page, &mut came)?;
             }
-            Admitted::Onward(pages) => {
+            SwapInPlan::Onward(pages) => {
                 let first = pages.min(PAGES_PER_CHUNK);
                 self.make_room(first);
                 if !self.has_room(first) {
                     self.refused(first.ilog2() as u8);
-                    return self.bring(page, 1);
+                    return self.swap_in_range(page, 1);
                 }
                 self.leaves_out = self.locality.leave_out(page, pages);
-                let brought = self.bring_span(page, first, page, &mut came);
+                let brought = self.swap_in_span(page, first, page, &mut came);
                 if brought.is_err() {
                     self.leaves_out = None;
                 }
                 brought?;
                 // The thread goes on while its window is filled; a fault it meets there waits for
                 // the rest.
-                if pages > first && !self.away.has(page) {
+                if pages > first && !self.remote.has(page) {
                     let _ = self.uffd.wake(range_of(page, 1));
                 }
                 let mut at = first;
                 while at < pages {
-                    let n = (pages - at).min(GROUP_PAGES);
+                    let n = (pages - at).min(COPY_GROUP_PAGES);
                     self.make_room(n);
                     if !self.has_room(n) {
                         self.refused(n.ilog2() as u8);
                         break;
                     }
-                    if self.bring_span(page.plus(at), n, page, &mut came).is_err() {
+                    if self.swap_in_span(page.plus(at), n, page, &mut came).is_err() {
                         break;
                     }
                     at += n;
@@ -346,8 +349,8 @@ impl Handler {
         }
         came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
         // What was sent for comes too, a little later.
-        self.locality.came(came.pages() + self.away.asks(Some(page)));
-        if self.away.has(page) {
+        self.locality.record_swapped_in(came.pages() + self.remote.asks(Some(page)));
+        if self.remote.has(page) {
             self.count_ahead(came.pages());
             return Ok(());
         }
@@ -357,7 +360,7 @@ impl Handler {
         Ok(())
     }
 
-    /// Counts pages that came unasked since the last call, but for those that a disk that turns had
+    /// Counts pages that came unasked since the last call, but for those that a rotational disk had
     /// brought before: they were counted then.
     pub(crate) fn count_ahead(&mut self, pages: usize) {
         let held = std::mem::take(&mut self.held_came);
@@ -369,16 +372,17 @@ impl Handler {
         self.engine.count_order(OfOrder::SwpinFallback, order, 1);
     }
 
-    /// What backs `n` pages (at most [`GROUP_PAGES`]) from `first` on.
-    fn probe(&self, first: PageNo, n: usize) -> Snapshot {
-        let mut snapshot = Snapshot::note(&self.engine.mm.lock().table, first, n.min(GROUP_PAGES));
+    /// What backs `n` pages (at most [`COPY_GROUP_PAGES`]) from `first` on.
+    fn snapshot(&self, first: PageNo, n: usize) -> Snapshot {
+        let mut snapshot =
+            Snapshot::note(&self.engine.mm.lock().table, first, n.min(COPY_GROUP_PAGES));
         snapshot.look(&self.engine.devices);
         snapshot
     }
 
-    /// Brings in one page: what [`Handler::bring`] does, in the fewest steps for a page in
+    /// Brings in one page: what [`Handler::swap_in_range`] does, in the fewest steps for a page in
     /// compressed memory. One from the file may bring its neighbours there, `most` pages together.
-    pub(crate) fn bring_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
+    pub(crate) fn swap_in_page(&mut self, page: PageNo, most: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let state = engine.mm.lock().table.get(page);
         let entry = match state {
@@ -391,22 +395,22 @@ impl Handler {
                 let (start, n) = self.around_in_file(page, most);
                 self.make_room(n);
                 if n == 1 || !self.has_room(n) {
-                    return self.bring(page, 1);
+                    return self.swap_in_range(page, 1);
                 }
                 // What keeps a neighbour away is no reason for the page not to come.
-                match self.bring(start, n) {
-                    Err(Stop::Stale) => return self.bring(page, 1),
+                match self.swap_in_range(start, n) {
+                    Err(Stop::Stale) => return self.swap_in_range(page, 1),
                     Err(stop) if start == page => return Err(stop),
-                    Err(_) => return self.bring(page, 1),
+                    Err(_) => return self.swap_in_range(page, 1),
                     Ok(()) => {}
                 }
                 self.count_ahead(n - 1);
-                let mut came = Came::new(start);
+                let mut came = SwappedIn::new(start);
                 came.add(start, n);
                 came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
                 return Ok(());
             }
-            _ => return self.bring(page, 1),
+            _ => return self.swap_in_range(page, 1),
         };
         let (loaded, zero) = match engine.devices.pool_slots.lookup(entry.offset()) {
             TableSlot::Shadow { zero: true, .. } => (true, true),
@@ -421,19 +425,19 @@ impl Handler {
         let mm = &mut *guard;
         if !loaded || mm.table.get(page) != PageState::Swapped(entry) {
             drop(guard);
-            return self.bring(page, 1);
+            return self.swap_in_range(page, 1);
         }
         let from = if zero { self.zeros.as_ptr() } else { self.copy.as_ptr() };
         match self.copy_in(page, from, 1) {
-            Err(Stop::Exists) => return self.overtaken(mm, page, entry).map(drop),
+            Err(Stop::Exists) => return self.resolve_mapped_twice(mm, page, entry).map(drop),
             Err(stop) => return Err(stop),
             Ok(_) => {}
         }
-        self.landed(mm, page, entry);
-        self.tell_loads(mm);
+        self.finish_swap_in(mm, page, entry);
+        self.report_load_cost(mm);
         mm.split.fault(1);
         engine.charge.brought(1);
-        engine.settle(mm);
+        engine.publish_usage(mm);
         drop(guard);
         engine.count(if zero { Counter::SwpinZero } else { Counter::Zswpin }, 1);
         Ok(())
@@ -452,14 +456,14 @@ impl Handler {
         (PageNo(start), end - start)
     }
 
-    /// Brings in what is swapped of `n` pages (at most [`GROUP_PAGES`]) from `start` on; `page`, if
-    /// it lies there, must be among it. What came is noted in `came`.
-    pub(crate) fn bring_span(
+    /// Brings in what is swapped of `n` pages (at most [`COPY_GROUP_PAGES`]) from `start` on;
+    /// `page`, if it lies there, must be among it. What came is noted in `came`.
+    pub(crate) fn swap_in_span(
         &mut self,
         start: PageNo,
         n: usize,
         page: PageNo,
-        came: &mut Came,
+        came: &mut SwappedIn,
     ) -> Result<(), Stop> {
         let mut mask = 0u64;
         {
@@ -490,58 +494,58 @@ impl Handler {
             mask &= if first + len == 64 { 0 } else { u64::MAX << (first + len) };
             let run = start.plus(first);
             let asked = run <= page && page < run.plus(len);
-            match self.bring(run, len) {
-                Ok(()) if self.away.is_empty() => came.add(run, len),
+            match self.swap_in_range(run, len) {
+                Ok(()) if self.remote.is_empty() => came.add(run, len),
                 Ok(()) => (0..len)
                     .map(|k| run.plus(k))
-                    .filter(|page| !self.away.has(*page))
+                    .filter(|page| !self.remote.has(*page))
                     .for_each(|page| came.add(page, 1)),
                 Err(Stop::Stale) if asked => {
                     // The range changed under the load: what was loaded is dropped, and the page
                     // comes alone.
-                    self.bring(page, 1)?;
+                    self.swap_in_range(page, 1)?;
                     came.add(page, 1);
                 }
                 Err(stop) if asked => return Err(stop),
                 Err(_) => {}
             }
         }
-        self.post();
+        self.submit();
         Ok(())
     }
 
     /// Brings in `n` neighbouring swapped pages. [`Stop::Stale`] only where there are several: one
     /// is tried again.
-    pub(crate) fn bring(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
+    pub(crate) fn swap_in_range(&mut self, page: PageNo, n: usize) -> Result<(), Stop> {
         let engine = self.engine;
         let mut at = 0;
         let mut stale = 0;
         let mut waits = false;
         while at < n {
-            let mut snapshot = self.probe(page.plus(at), n - at);
+            let mut snapshot = self.snapshot(page.plus(at), n - at);
             if waits || !self.may_send() {
-                snapshot.bring_near();
+                snapshot.wait_for_remote();
             }
             match snapshot.place(0) {
-                Place::Absent => at += 1,
-                Place::Far => match self.send_for(&snapshot, snapshot.far()) {
+                PageLocation::Absent => at += 1,
+                PageLocation::Far => match self.send_for(&snapshot, snapshot.any_remote()) {
                     // It changed, or nobody reads.
                     Err(Stop::Stale) => waits = true,
                     sent => at += sent?,
                 },
-                Place::Cached => at += self.bring_cached(page.plus(at))?,
-                Place::Pool | Place::File | Place::Zero => {
-                    let filled = self.bring_stored(&snapshot);
-                    engine.settle(&engine.mm.lock());
+                PageLocation::Cached => at += self.swap_in_cached(page.plus(at))?,
+                PageLocation::Pool | PageLocation::File | PageLocation::Zero => {
+                    let filled = self.swap_in_stored(&snapshot);
+                    engine.publish_usage(&engine.mm.lock());
                     match filled {
-                        Err(Stop::Stale) if n == 1 && stale < MOST_STALE => stale += 1,
+                        Err(Stop::Stale) if n == 1 && stale < MAX_STALE_SNAPSHOTS => stale += 1,
                         Err(Stop::Stale) if n == 1 => return Err(Stop::Again),
                         filled => at += filled?,
                     }
                 }
                 // Its slot was freed between the two looks: write-back has just moved it.
-                Place::Changed if stale < MOST_STALE => stale += 1,
-                Place::Changed => {
+                PageLocation::Changed if stale < MAX_STALE_SNAPSHOTS => stale += 1,
+                PageLocation::Changed => {
                     let mm = engine.mm.lock();
                     let PageState::Swapped(entry) = mm.table.get(page.plus(at)) else { continue };
                     if let slot @ (TableSlot::Free | TableSlot::Bad) =
@@ -559,7 +563,7 @@ impl Handler {
     }
 
     /// Copies a page back that is in the swap cache, if it still is. Gives how many were.
-    fn bring_cached(&mut self, page: PageNo) -> Result<usize, Stop> {
+    fn swap_in_cached(&mut self, page: PageNo) -> Result<usize, Stop> {
         let engine = self.engine;
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -573,21 +577,21 @@ impl Handler {
         // The frame is full and stays so while the memory lock is held.
         let filled = match self.copy_in(page, from.as_ptr(), 1) {
             Err(Stop::Exists) => {
-                let dropped = self.overtaken(mm, page, entry);
-                engine.settle(mm);
+                let dropped = self.resolve_mapped_twice(mm, page, entry);
+                engine.publish_usage(mm);
                 return dropped;
             }
             Err(stop) => return Err(stop),
             Ok(filled) => filled,
         };
         engine.count(Counter::SwapCacheHit, 1);
-        self.landed(mm, page, entry);
-        engine.settle(mm);
+        self.finish_swap_in(mm, page, entry);
+        engine.publish_usage(mm);
         Ok(filled)
     }
 
     /// A swapped page is in the program: its heat is set, its slot released.
-    pub(crate) fn landed(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
+    pub(crate) fn finish_swap_in(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
         if self.deferring && engine.followed {
             self.note_brought(page);
@@ -595,7 +599,7 @@ impl Handler {
         let distance = mm.refault_distance(&engine.devices, entry);
         // Where there is room, what comes back soon was sent out by the program itself.
         if self.squeeze.came_back(distance) && engine.charge.room() < engine.charge.goal() {
-            engine.charge.widen();
+            engine.charge.grant_grace();
         }
         let Some(distance) = distance else {
             // Wanted again before it was even stored: it gets a second chance.
@@ -610,17 +614,17 @@ impl Handler {
             mm.table.update(page.chunk(), |c| c.hot = 1);
             engine.count(Counter::WorkingsetActivate, 1);
         }
-        let kept = mm.table.kept();
+        let kept = mm.table.clean_copies();
         let keeps = match entry.ty() {
             POOL => engine.charge.keeps_copies(kept, mm.table.swapped() + kept),
             // What compressed memory refuses goes to the file however soon it comes back.
             _ => {
-                let late = mm.split.belongs_to_file(distance) && !engine.charge.takes_what_is_old();
+                let late = mm.split.belongs_to_file(distance) && !engine.charge.may_compact_old();
                 (late || engine.charge.pool_refuses()) && engine.devices.file_is_roomy()
             }
         };
         if keeps {
-            mm.mark_kept(page, entry);
+            mm.mark_clean(page, entry);
         } else {
             mm.mark_present(page);
             engine.release(mm, entry);
@@ -634,7 +638,7 @@ impl Handler {
     /// The memory lock is not held while they are loaded: the words of swapped pages are the
     /// handler's alone but for write-back, which gives them entries of the file. So a word that is
     /// found again stands for what was loaded.
-    fn bring_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
+    fn swap_in_stored(&mut self, snapshot: &Snapshot) -> Result<usize, Stop> {
         let engine = self.engine;
         let page = snapshot.first();
         let mut len = snapshot.stored();
@@ -655,10 +659,10 @@ impl Handler {
         // the handler's own and as long.
         let buffer = unsafe { std::slice::from_raw_parts_mut(from.as_ptr::<Page>(), len) };
         let loaded = self.load(snapshot, buffer);
-        let injected = len > 1 && self.is_stale_by_order();
+        let injected = len > 1 && self.inject_stale();
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
-        let same = if injected { 0 } else { snapshot.stands(&mm.table, len) };
+        let same = if injected { 0 } else { snapshot.still_valid(&mm.table, len) };
         if same < len || loaded == 0 {
             if let Some(run) = run {
                 mm.staging.run_used(run, 0);
@@ -671,22 +675,22 @@ impl Handler {
             }
             return self.poison(mm, page, snapshot.entries()[0]);
         }
-        let filled = self.put_in(mm, page, from, loaded, run);
+        let filled = self.install(mm, page, from, loaded, run);
         let filled = match filled {
-            Err(Stop::Exists) => return self.overtaken(mm, page, snapshot.entries()[0]),
+            Err(Stop::Exists) => return self.resolve_mapped_twice(mm, page, snapshot.entries()[0]),
             filled => filled?,
         };
-        self.tell_loads(mm);
+        self.report_load_cost(mm);
         // Those that were held have been counted when they were read.
         let held = std::mem::take(&mut self.held_hits);
         let (mut pool, mut file) = (0, 0);
         for k in 0..filled {
             match snapshot.place(k) {
-                Place::Pool => pool += 1,
-                Place::File => file += 1,
+                PageLocation::Pool => pool += 1,
+                PageLocation::File => file += 1,
                 _ => {}
             }
-            self.landed(mm, page.plus(k), snapshot.entries()[k]);
+            self.finish_swap_in(mm, page.plus(k), snapshot.entries()[k]);
         }
         self.held_came += held.min(file);
         engine.count(Counter::Zswpin, pool);
@@ -696,14 +700,14 @@ impl Handler {
     }
 
     /// True when a test wants this load to be out of date.
-    pub(crate) fn is_stale_by_order(&mut self) -> bool {
+    pub(crate) fn inject_stale(&mut self) -> bool {
         self.large_loads = self.large_loads.wrapping_add(1);
         self.stale_every != 0 && self.large_loads.is_multiple_of(self.stale_every)
     }
 
     /// Puts loaded pages in their place: moves them there when they lie in staging frames, else
     /// copies them.
-    pub(crate) fn put_in(
+    pub(crate) fn install(
         &mut self,
         mm: &mut Mm,
         page: PageNo,
@@ -721,7 +725,7 @@ impl Handler {
             let progress = self.move_in(mm, page, from, len);
             if progress.done > 0 || !matches!(progress.error, Some(Errno::INVAL | Errno::NOENT)) {
                 mm.staging.run_used(run, progress.done / PAGE_SIZE);
-                return settle_fill(progress);
+                return finish_fill(progress);
             }
         }
         // A read-only mapping takes copies, not moves, and a fill must not reach into another
@@ -768,7 +772,7 @@ impl Handler {
         if poisoned == Some(Errno::EXIST) {
             // The program has something there, and not what the slot held.
             engine.slot().uncount(Counter::PagesPoisoned, 1);
-            return self.overtaken(mm, page, entry);
+            return self.resolve_mapped_twice(mm, page, entry);
         }
         mm.table.set(page, PageState::Poisoned);
         engine.release(mm, entry);
@@ -781,13 +785,13 @@ impl Handler {
 }
 
 /// Frames of a run that were moved in are gone, the rest is given back.
-fn settle_run(mm: &mut Mm, run: FrameRun, progress: Progress) -> Result<usize, Stop> {
+fn finish_run(mm: &mut Mm, run: FrameRun, progress: Progress) -> Result<usize, Stop> {
     mm.staging.run_used(run, progress.done / PAGE_SIZE);
-    settle_fill(progress)
+    finish_fill(progress)
 }
 
 /// Pages filled, or why none was.
-pub(crate) fn settle_fill(progress: Progress) -> Result<usize, Stop> {
+pub(crate) fn finish_fill(progress: Progress) -> Result<usize, Stop> {
     if progress.done > 0 {
         return Ok(progress.done / PAGE_SIZE);
     }

@@ -1,14 +1,14 @@
 //! Pages that are far: a server alone has them, and how long it takes nobody knows. They are sent
 //! for, and the handler goes on.
 //!
-//! Owns: what was sent for and has not landed ([`Far`], and the handler's [`Away`]), and the memory
-//! it is read into.
+//! Owns: what was sent for and has not landed ([`RemoteReads`], and the handler's [`InFlight`]),
+//! and the memory it is read into.
 //!
 //! | who | does |
 //! |---|---|
 //! | handler ([`Handler::send_for`]) | notes entries and stamps of far pages, a chunk at a time, and leaves the thread waiting that asked for one |
 //! | reader ([`Engine::read_far`]) | takes what was sent for meanwhile and lies on one server, reads it at once, strikes the gong |
-//! | handler ([`Handler::land`]) | puts in place what is still what it was, and wakes whoever waits |
+//! | handler ([`Handler::complete`]) | puts in place what is still what it was, and wakes whoever waits |
 //!
 //! So a program's threads wait for the network side by side, readahead is on its way while its
 //! stream is worked through, and a server that is away stops those alone that want what it has: not
@@ -57,34 +57,34 @@ use crate::backing::devices::NO_ENTRY;
 use crate::backing::snapshot::Snapshot;
 use crate::engine::{Engine, Mm};
 use crate::event_loop::{Fault, Handler};
-use crate::fault::load::PAUSES;
+use crate::fault::load::READ_RETRY_DELAYS;
 use crate::fault::path::{LAST_PAGE, Stop};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo, range_of};
-use crate::readahead::policy::Came;
+use crate::readahead::policy::SwappedIn;
 
 /// Orders that can be under way.
-const SEATS: usize = 64;
-const SEAT_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
+const MAX_REMOTE_READS: usize = 64;
+const READ_BUFFER_BYTES: usize = PAGES_PER_CHUNK * PAGE_SIZE;
 /// Readers at most. Each takes all that waits for its server, so that a deep queue does not need
 /// many; one less may read from one server.
-const READERS: usize = 5;
+const MAX_READERS: usize = 5;
 /// Orders that a reader takes at a time.
-const MOST_ORDERS: usize = 8;
+const MAX_READS_PER_TURN: usize = 8;
 /// A server that a reader has waited for so long gets no other one.
-const LATE: Duration = Duration::from_secs(1);
+const SLOW_SERVER: Duration = Duration::from_secs(1);
 /// What a test sets to have a reader end with an order in its hand.
 pub(crate) const FAIL_OF_A_READER: u32 = 5;
 /// Tries to put a page in its place, while events are unread.
-const TRIES: u32 = 64;
+const MAX_INSTALL_TRIES: u32 = 64;
 /// After so many faults for which nothing was sent for, far pages are the exception.
-const QUIET: u32 = 64;
+const RARE_AFTER_FAULTS: u32 = 64;
 /// With more seats than this in use, their memory is given back when all has landed.
-const KEPT_SEATS: u32 = 4;
+const KEPT_BUFFERS: u32 = 4;
 
 /// Some pages of a chunk, to be read and as they were read. A bit for each page.
 #[derive(Clone, Copy, Debug)]
-struct Order {
+struct RemoteRead {
     seat: usize,
     server: ServerId,
     slots: [Slot; PAGES_PER_CHUNK],
@@ -97,15 +97,15 @@ struct Order {
 
 #[derive(Default)]
 struct Queue {
-    sent: VecDeque<Order>,
-    back: VecDeque<Order>,
+    sent: VecDeque<RemoteRead>,
+    back: VecDeque<RemoteRead>,
     /// What each reader waits for, and since when.
-    calls: [Option<(ServerId, Nanos)>; READERS],
+    calls: [Option<(ServerId, Nanos)>; MAX_READERS],
 }
 
 impl Queue {
     /// Takes orders in, before those that no fault has led to.
-    fn send(&mut self, orders: impl Iterator<Item = Order>) {
+    fn send(&mut self, orders: impl Iterator<Item = RemoteRead>) {
         for order in orders {
             let at = if order.unasked {
                 None
@@ -117,16 +117,16 @@ impl Queue {
     }
 
     /// A reader comes for orders: those of the first server that it may go to.
-    fn take(&mut self, reader: usize, orders: &mut Vec<Order>) {
+    fn take(&mut self, reader: usize, orders: &mut Vec<RemoteRead>) {
         let now = now();
         self.calls[reader] = None;
         let may_go = |server: ServerId| {
             let (mut there, mut late) = (0, false);
             for (_, since) in self.calls.iter().flatten().filter(|(to, _)| *to == server) {
                 there += 1;
-                late |= now.since(*since) > LATE;
+                late |= now.since(*since) > SLOW_SERVER;
             }
-            !late && there < READERS - 1
+            !late && there < MAX_READERS - 1
         };
         let Some(server) =
             self.sent.iter().map(|order| order.server).find(|server| may_go(*server))
@@ -134,7 +134,7 @@ impl Queue {
             return;
         };
         let mut at = 0;
-        while at < self.sent.len() && orders.len() < MOST_ORDERS {
+        while at < self.sent.len() && orders.len() < MAX_READS_PER_TURN {
             if self.sent[at].server == server {
                 orders.extend(self.sent.remove(at));
             } else {
@@ -146,7 +146,7 @@ impl Queue {
 }
 
 /// What the handler and the readers share.
-pub struct Far {
+pub struct RemoteReads {
     queue: Lock<Queue>,
     /// Futex word of idle readers: raised when something was sent for, and when they shall end.
     calls: AtomicU32,
@@ -157,10 +157,10 @@ pub struct Far {
     struck: AtomicBool,
     readers: AtomicU32,
     /// Those of them that have allocated what they need: a fork waits for that
-    /// ([`Far::is_settled`], which acquires what they release).
+    /// ([`RemoteReads::is_settled`], which acquires what they release).
     settled: AtomicU32,
     /// Their numbers, 0 where there is none.
-    tids: [AtomicU32; READERS],
+    tids: [AtomicU32; MAX_READERS],
     idle: AtomicU32,
     /// Where readers may run: the handler, who starts them, is bound to one CPU.
     cpus: Lock<Option<CpuSet>>,
@@ -169,34 +169,34 @@ pub struct Far {
     seats: Mapping,
 }
 
-impl Far {
+impl RemoteReads {
     /// Nothing was sent for.
     ///
     /// # Errors
     /// When address space is refused.
-    pub(crate) fn new() -> Result<Far, Errno> {
+    pub(crate) fn new() -> Result<RemoteReads, Errno> {
         let queue = Queue {
-            sent: VecDeque::with_capacity(SEATS),
-            back: VecDeque::with_capacity(SEATS),
+            sent: VecDeque::with_capacity(MAX_REMOTE_READS),
+            back: VecDeque::with_capacity(MAX_REMOTE_READS),
             ..Queue::default()
         };
-        Ok(Far {
+        Ok(RemoteReads {
             queue: Lock::new(queue),
             calls: AtomicU32::new(0),
             gong: Lock::new(None),
             struck: AtomicBool::new(false),
             readers: AtomicU32::new(0),
             settled: AtomicU32::new(0),
-            tids: [const { AtomicU32::new(0) }; READERS],
+            tids: [const { AtomicU32::new(0) }; MAX_READERS],
             idle: AtomicU32::new(0),
             cpus: Lock::new(None),
             refused: AtomicBool::new(false),
-            seats: Mapping::reserve(SEATS * SEAT_BYTES)?,
+            seats: Mapping::reserve(MAX_REMOTE_READS * READ_BUFFER_BYTES)?,
         })
     }
 
     /// What is struck when something is back, for a new handler.
-    pub(crate) fn open_gong(&self) -> Result<Arc<EventFd>, Errno> {
+    pub(crate) fn open_event(&self) -> Result<Arc<EventFd>, Errno> {
         let gong = Arc::new(EventFd::new()?);
         // A parent's is not closed: its number means something else here.
         std::mem::forget(self.gong.lock().replace(Arc::clone(&gong)));
@@ -242,13 +242,13 @@ impl Far {
         futex::wake(&self.calls, u32::MAX >> 1, futex::Scope::Private);
     }
 
-    fn seat(&self, seat: usize) -> VirtAddr {
-        VirtAddr(self.seats.as_ptr() as usize + seat * SEAT_BYTES)
+    fn buffer(&self, seat: usize) -> VirtAddr {
+        VirtAddr(self.seats.as_ptr() as usize + seat * READ_BUFFER_BYTES)
     }
 
     /// The pages that an order's wanted bits name, and where they are read to.
-    fn pages(&self, order: &Order) -> impl Iterator<Item = (u16, Slot, &mut Page)> {
-        let base = self.seat(order.seat);
+    fn pages(&self, order: &RemoteRead) -> impl Iterator<Item = (u16, Slot, &mut Page)> {
+        let base = self.buffer(order.seat);
         let (slots, wanted) = (order.slots, order.wanted);
         (0..PAGES_PER_CHUNK).filter(move |k| wanted >> k & 1 != 0).map(move |k| {
             // SAFETY: the page lies in the order's seat, which nobody else uses while the reader
@@ -259,16 +259,16 @@ impl Far {
     }
 
     /// Reads what was ordered of one server, at once. What fails is tried again, as often and for
-    /// as long as any other page ([`PAUSES`]), and then lost; when the server does not answer, all
-    /// that is left is lost.
-    fn read(&self, device: &FileDevice, orders: &mut [Order], log: fn(&str)) {
+    /// as long as any other page ([`READ_RETRY_DELAYS`]), and then lost; when the server does not
+    /// answer, all that is left is lost.
+    fn read(&self, device: &FileDevice, orders: &mut [RemoteRead], log: fn(&str)) {
         // What is still to be had of each order.
-        let mut left: [u16; MOST_ORDERS] =
+        let mut left: [u16; MAX_READS_PER_TURN] =
             core::array::from_fn(|n| orders.get(n).map_or(0, |order| order.wanted));
-        let mut pauses = [Duration::ZERO].into_iter().chain(PAUSES);
+        let mut pauses = [Duration::ZERO].into_iter().chain(READ_RETRY_DELAYS);
         loop {
             let answered = self.try_to_read(device, orders, &mut left, log);
-            if !answered || left == [0; MOST_ORDERS] {
+            if !answered || left == [0; MAX_READS_PER_TURN] {
                 break;
             }
             let Some(pause) = pauses.next() else { break };
@@ -284,11 +284,11 @@ impl Far {
     fn try_to_read(
         &self,
         device: &FileDevice,
-        orders: &mut [Order],
-        left: &mut [u16; MOST_ORDERS],
+        orders: &mut [RemoteRead],
+        left: &mut [u16; MAX_READS_PER_TURN],
         log: fn(&str),
     ) -> bool {
-        let mut failed = [0u16; MOST_ORDERS];
+        let mut failed = [0u16; MAX_READS_PER_TURN];
         let mut answered = true;
         loop {
             let mut requests: Vec<(Slot, &mut Page)> =
@@ -344,7 +344,7 @@ impl Engine {
             let _ = clear_own_affinity(cpus);
         }
         let gong = far.gong.lock().clone();
-        let mut orders = Vec::with_capacity(MOST_ORDERS);
+        let mut orders = Vec::with_capacity(MAX_READS_PER_TURN);
         let number = far.settled.fetch_add(1, Release) as usize;
         let (Some(gong), Some(tid)) = (gong, far.tids.get(number)) else { return };
         tid.store(gettid().0, Relaxed);
@@ -377,7 +377,7 @@ impl Engine {
 }
 
 /// What was sent for, as it was then.
-struct Sent {
+struct InFlightRead {
     seat: usize,
     chunk: ChunkNo,
     server: ServerId,
@@ -391,7 +391,7 @@ struct Sent {
     at: Nanos,
 }
 
-impl Sent {
+impl InFlightRead {
     fn page(&self, k: usize) -> PageNo {
         self.chunk.first().plus(k)
     }
@@ -405,10 +405,10 @@ impl Sent {
 }
 
 /// The handler's part of what is under way.
-pub(crate) struct Away {
-    sent: Vec<Sent>,
+pub(crate) struct InFlight {
+    sent: Vec<InFlightRead>,
     /// Orders that are not sent yet: more of their chunks may follow.
-    drafts: Vec<Order>,
+    drafts: Vec<RemoteRead>,
     /// A bit for each seat in use, and how many were at most since their memory was given back.
     seats: u64,
     most: u32,
@@ -422,16 +422,16 @@ pub(crate) struct Away {
     crowd: VecDeque<Fault>,
 }
 
-impl Away {
-    pub(crate) fn new() -> Away {
-        Away {
-            sent: Vec::with_capacity(SEATS),
-            drafts: Vec::with_capacity(SEATS),
+impl InFlight {
+    pub(crate) fn new() -> InFlight {
+        InFlight {
+            sent: Vec::with_capacity(MAX_REMOTE_READS),
+            drafts: Vec::with_capacity(MAX_REMOTE_READS),
             seats: 0,
             most: 0,
             asking: None,
             pages: 0,
-            quiet: QUIET,
+            quiet: RARE_AFTER_FAULTS,
             crowd: VecDeque::with_capacity(64),
         }
     }
@@ -447,7 +447,7 @@ impl Away {
     }
 
     /// A thread waits for a page. False when it was not sent for.
-    pub(crate) fn waits(&mut self, page: PageNo) -> bool {
+    pub(crate) fn begin_wait(&mut self, page: PageNo) -> bool {
         let bit = 1 << page.in_chunk();
         let order =
             self.sent.iter_mut().find(|sent| sent.chunk == page.chunk() && sent.wanted & bit != 0);
@@ -473,8 +473,8 @@ impl Away {
     }
 
     /// True when there is a place for so many orders.
-    pub(crate) fn has_seats(&self, n: usize) -> bool {
-        SEATS - self.seats.count_ones() as usize >= n
+    pub(crate) fn has_buffers(&self, n: usize) -> bool {
+        MAX_REMOTE_READS - self.seats.count_ones() as usize >= n
     }
 
     /// A fault is being answered, or pages are brought in that nobody asked for ([`LAST_PAGE`]);
@@ -487,7 +487,7 @@ impl Away {
 
     /// True while something is sent for again and again.
     pub(crate) fn is_usual(&self) -> bool {
-        self.quiet < QUIET
+        self.quiet < RARE_AFTER_FAULTS
     }
 
     /// A fault waits for a seat.
@@ -497,12 +497,16 @@ impl Away {
 
     /// The order that is put together for a chunk and a server: the last one, or a new one. None if
     /// there is no seat for it.
-    fn draft(&mut self, chunk: ChunkNo, server: ServerId) -> Option<(&mut Order, &mut Sent)> {
+    fn draft(
+        &mut self,
+        chunk: ChunkNo,
+        server: ServerId,
+    ) -> Option<(&mut RemoteRead, &mut InFlightRead)> {
         if self.drafts.is_empty()
             || self.sent.last().is_none_or(|sent| (sent.chunk, sent.server) != (chunk, server))
         {
             let seat = (!self.seats).trailing_zeros();
-            if seat as usize >= SEATS {
+            if seat as usize >= MAX_REMOTE_READS {
                 return None;
             }
             self.seats |= 1 << seat;
@@ -510,7 +514,7 @@ impl Away {
             let seat = seat as usize;
             let unasked = self.asking == Some(LAST_PAGE);
             let (entries, stamps) = ([NO_ENTRY; PAGES_PER_CHUNK], [None; PAGES_PER_CHUNK]);
-            self.drafts.push(Order {
+            self.drafts.push(RemoteRead {
                 seat,
                 server,
                 slots: [Slot(0); PAGES_PER_CHUNK],
@@ -519,7 +523,7 @@ impl Away {
                 lost: 0,
                 unasked,
             });
-            self.sent.push(Sent {
+            self.sent.push(InFlightRead {
                 seat,
                 chunk,
                 server,
@@ -539,7 +543,7 @@ impl Handler {
     /// True when far pages may be sent for rather than waited for: for the fault that is being
     /// answered.
     pub(crate) fn may_send(&self) -> bool {
-        self.away.asking.is_some()
+        self.remote.asking.is_some()
             && !(self.forking
                 || self.deferring
                 || self.giving
@@ -571,7 +575,7 @@ impl Handler {
             return Err(Stop::Stale);
         }
         let (chunk, base) = (first.chunk(), first.in_chunk());
-        let (there, asking) = (self.away.of_chunk(chunk), self.away.asking);
+        let (there, asking) = (self.remote.of_chunk(chunk), self.remote.asking);
         let mm = engine.mm.lock();
         let (device, mut new) = (&engine.devices.file.device, 0);
         for (k, entry) in (base..).zip(entries).filter(|(k, _)| there >> k & 1 == 0) {
@@ -582,7 +586,7 @@ impl Handler {
             if mm.table.get(page) != PageState::Swapped(*entry) {
                 continue;
             }
-            let Some((order, sent)) = self.away.draft(chunk, server) else {
+            let Some((order, sent)) = self.remote.draft(chunk, server) else {
                 return if new == 0 { Err(Stop::Crowded) } else { Ok(()) };
             };
             (sent.entries[k], sent.stamps[k], order.slots[k]) = (*entry, Some(stamp), slot);
@@ -594,18 +598,18 @@ impl Handler {
             new += 1;
         }
         drop(mm);
-        self.away.pages += new;
+        self.remote.pages += new;
         // All of it was sent for before, or some is another page's by now.
         if new == 0 && there == 0 { Err(Stop::Stale) } else { Ok(()) }
     }
 
     /// Sends what was put together.
-    pub(crate) fn post(&mut self) {
-        if self.away.drafts.is_empty() {
+    pub(crate) fn submit(&mut self) {
+        if self.remote.drafts.is_empty() {
             return;
         }
-        self.away.quiet = 0;
-        self.engine.far.queue.lock().send(self.away.drafts.drain(..));
+        self.remote.quiet = 0;
+        self.engine.far.queue.lock().send(self.remote.drafts.drain(..));
         self.engine.far.call();
     }
 
@@ -613,9 +617,9 @@ impl Handler {
     fn is_read_for(&self) -> bool {
         let far = &self.engine.far;
         let readers = far.readers.load(Relaxed);
-        if far.idle.load(Acquire) == 0 && readers < READERS as u32 {
+        if far.idle.load(Acquire) == 0 && readers < MAX_READERS as u32 {
             // One that is started in the idle class would stay there.
-            if self.place.normally(self.engine.start.spawn_reader) {
+            if self.cpu.normally(self.engine.start.spawn_reader) {
                 far.readers.store(readers + 1, Relaxed);
                 self.engine.slot().engine_threads.fetch_add(1, Relaxed);
             } else if readers == 0 {
@@ -627,57 +631,57 @@ impl Handler {
     }
 
     /// Puts in place what is back.
-    pub(crate) fn land(&mut self) {
+    pub(crate) fn complete(&mut self) {
         let far = &self.engine.far;
-        if self.away.sent.is_empty() || self.deferring || self.giving {
+        if self.remote.sent.is_empty() || self.deferring || self.giving {
             return;
         }
         // In this order: who strikes when the word is free again is heard. The queue is looked at
         // in any case: a fork may come in between here, and the one that had heard is still at its
         // first order.
         if far.struck.load(Acquire) {
-            self.gong.clear();
+            self.wake_event.clear();
             far.struck.swap(false, AcqRel);
         }
         loop {
             let back = far.queue.lock().back.pop_front();
             let Some(order) = back else { break };
-            let Some(at) = self.away.sent.iter().position(|sent| sent.seat == order.seat) else {
+            let Some(at) = self.remote.sent.iter().position(|sent| sent.seat == order.seat) else {
                 crate::fatal("something came back that was not sent for");
             };
             // A fork may come in between: then this is not waited for.
-            let sent = self.away.sent.swap_remove(at);
-            self.put_down(&sent, order.read);
+            let sent = self.remote.sent.swap_remove(at);
+            self.install_read(&sent, order.read);
             self.poison_lost(&sent, order.lost & sent.asked);
-            self.away.seats &= !(1 << sent.seat);
+            self.remote.seats &= !(1 << sent.seat);
             let _ = self.uffd.wake(range_of(sent.chunk.first(), PAGES_PER_CHUNK));
             if sent.asked != 0 {
                 self.engine.slot().faults.record(now().since(sent.at).as_nanos() as u64);
                 self.engine.count(Counter::Pgmajfault, 1);
             }
         }
-        self.pending.extend(self.away.crowd.drain(..));
+        self.pending.extend(self.remote.crowd.drain(..));
         // Not while another order is in hand: a fork that comes in between lands what is left.
-        if self.away.seats == 0 && self.away.most > KEPT_SEATS {
+        if self.remote.seats == 0 && self.remote.most > KEPT_BUFFERS {
             let _ = far.seats.discard(0, far.seats.len());
-            self.away.most = 0;
+            self.remote.most = 0;
         }
     }
 
     /// Puts the pages in place that were read, in runs.
-    fn put_down(&mut self, sent: &Sent, read: u16) {
-        let injected = sent.wanted.count_ones() > 1 && self.is_stale_by_order();
+    fn install_read(&mut self, sent: &InFlightRead, read: u16) {
+        let injected = sent.wanted.count_ones() > 1 && self.inject_stale();
         let mut left = if injected { 0 } else { read };
         self.make_room(left.count_ones() as usize);
         if !self.has_room(left.count_ones() as usize) {
             left &= sent.asked;
         }
-        let mut came = Came::new(sent.chunk.first());
+        let mut came = SwappedIn::new(sent.chunk.first());
         let mut tries = 0;
-        while left != 0 && tries < TRIES {
+        while left != 0 && tries < MAX_INSTALL_TRIES {
             let k = left.trailing_zeros() as usize;
             let run = (left >> k).trailing_ones() as usize;
-            match self.put_down_run(sent, k, run) {
+            match self.install_run(sent, k, run) {
                 Ok(0) | Err(Stop::Gone) => left &= !(1 << k),
                 Ok(n) => {
                     came.add(sent.page(k), n);
@@ -705,7 +709,7 @@ impl Handler {
 
     /// Puts `n` neighbours from the `k`-th page on in place. Gives how many; 0 when the first is
     /// not what it was.
-    fn put_down_run(&mut self, sent: &Sent, k: usize, n: usize) -> Result<usize, Stop> {
+    fn install_run(&mut self, sent: &InFlightRead, k: usize, n: usize) -> Result<usize, Stop> {
         let engine = self.engine;
         let mut guard = engine.mm.lock();
         let mm = &mut *guard;
@@ -715,11 +719,11 @@ impl Handler {
             engine.count(Counter::SwpinStale, 1);
             return Ok(0);
         }
-        let from = engine.far.seat(sent.seat).offset(k * PAGE_SIZE);
-        let filled = match self.put_in(mm, sent.page(k), from, same, None) {
+        let from = engine.far.buffer(sent.seat).offset(k * PAGE_SIZE);
+        let filled = match self.install(mm, sent.page(k), from, same, None) {
             Err(Stop::Exists) => {
-                let dropped = self.overtaken(mm, sent.page(k), sent.entries[k]);
-                engine.settle(mm);
+                let dropped = self.resolve_mapped_twice(mm, sent.page(k), sent.entries[k]);
+                engine.publish_usage(mm);
                 return dropped;
             }
             filled => filled?,
@@ -729,18 +733,18 @@ impl Handler {
             mm.grace.lands(sent.page(k), at);
         }
         for k in k..k + filled {
-            self.landed(mm, sent.page(k), sent.entries[k]);
+            self.finish_swap_in(mm, sent.page(k), sent.entries[k]);
         }
-        engine.settle(mm);
+        engine.publish_usage(mm);
         engine.count(Counter::Pswpin, filled);
         Ok(filled)
     }
 
     /// Poisons the pages that a thread asked for and that cannot be read.
-    fn poison_lost(&mut self, sent: &Sent, lost: u16) {
+    fn poison_lost(&mut self, sent: &InFlightRead, lost: u16) {
         let engine = self.engine;
         for k in (0..PAGES_PER_CHUNK).filter(|k| lost >> k & 1 != 0) {
-            for _ in 0..TRIES {
+            for _ in 0..MAX_INSTALL_TRIES {
                 let mut mm = engine.mm.lock();
                 if !sent.stands(&mm, &engine.devices.file.device, k) {
                     break;

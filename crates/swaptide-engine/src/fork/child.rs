@@ -27,30 +27,30 @@ use crate::EngineError;
 use crate::engine::Engine;
 use crate::event_loop::Handler;
 use crate::fork::control::NONE;
-use crate::fork::layout::Change;
+use crate::fork::layout::VmaChange;
 use crate::fork::protocol::{
-    DECLINED, Decline, MESSAGE_BYTES, NO_SLOT, OFF, OFF_TORN, TAKEN, decode,
+    DECLINED, Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, NO_SLOT, decode,
 };
 use crate::mm::page_table::PageState;
 use crate::mm::types::PageNo;
-use crate::sched::deadline::Patience;
+use crate::sched::deadline::Deadline;
 
 /// What a child's handler got from its parent's.
-pub struct Inheritance {
+pub struct ForkHandoff {
     conn: Conn,
     uffd: Option<Uffd>,
     areas: Vec<HandedOver>,
     served: Vec<PageNo>,
-    changes: Vec<Change>,
+    changes: Vec<VmaChange>,
 }
 
-impl Inheritance {
+impl ForkHandoff {
     /// Tells the parent's handler that this process serves itself.
     ///
     /// # Errors
     /// When the parent is gone, which is no harm any more.
     pub fn taken(&self) -> Result<(), Errno> {
-        self.conn.send(&[TAKEN], &[])
+        self.conn.send(&[MSG_SERVING], &[])
     }
 
     /// Tells the parent's handler that this process cannot serve itself; returns when all its
@@ -73,11 +73,11 @@ fn counted(words: &[usize]) -> (&[usize], &[usize]) {
 }
 
 /// How long the parent's handler is waited for. It may have much to copy.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(600);
+const PARENT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The next message of the parent's handler.
 fn hear(conn: &Conn, buf: &mut [u8], fds: &mut [Option<OwnedFd>]) -> Result<usize, Errno> {
-    let mut patience = Patience::new(ANSWERS_WITHIN);
+    let mut patience = Deadline::new(PARENT_TIMEOUT);
     while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(40)))? == 0 {
         if patience.is_over(|| proc_info(parent()).is_some_and(|parent| parent.stopped)) {
             return Err(Errno::TIMEDOUT);
@@ -92,8 +92,8 @@ fn hear_off(conn: &Conn) -> Result<bool, Errno> {
     let mut word = [0u8; 8];
     let n = hear(conn, &mut word, &mut [])?;
     match u64::from_le_bytes(word) {
-        OFF if n == 8 => Ok(true),
-        OFF_TORN if n == 8 => Ok(false),
+        NO_ENGINE if n == 8 => Ok(true),
+        NO_ENGINE_INCOMPLETE if n == 8 => Ok(false),
         _ => Err(Errno::PROTO),
     }
 }
@@ -167,12 +167,12 @@ impl Engine {
         &self,
         end: Option<Conn>,
         index: SlotIndex,
-    ) -> Result<Option<Inheritance>, Errno> {
+    ) -> Result<Option<ForkHandoff>, Errno> {
         let conn = self.greet(end, index.0)?;
         let mut total = [0u8; 8];
         let mut fds: [Option<OwnedFd>; 1 + MAX_AREAS] = Default::default();
         let n = hear(&conn, &mut total, &mut fds)?;
-        if n == 8 && [OFF, OFF_TORN].contains(&u64::from_le_bytes(total)) {
+        if n == 8 && [NO_ENGINE, NO_ENGINE_INCOMPLETE].contains(&u64::from_le_bytes(total)) {
             return Ok(None);
         }
         let mut fds = fds.into_iter();
@@ -204,14 +204,14 @@ impl Engine {
         let areas = areas.collect();
         let served = served.iter().map(|p| PageNo(*p)).collect();
         let changes = changes.chunks_exact(4).filter_map(decode).collect();
-        Ok(Some(Inheritance { conn, uffd: Some(Uffd::from_fd(uffd)), areas, served, changes }))
+        Ok(Some(ForkHandoff { conn, uffd: Some(Uffd::from_fd(uffd)), areas, served, changes }))
     }
 }
 
 impl Handler {
     /// In a forked child: mappings that its parent kept for itself (`MADV_DONTFORK`) are not here,
     /// and what stands in their place is the engine's own, made since. Their pages are given up.
-    fn forget_what_did_not_come(&mut self) -> Result<(), EngineError> {
+    fn forget_missing(&mut self) -> Result<(), EngineError> {
         let engine = self.engine;
         let regions: Vec<VirtRange> = engine.mm.lock().regions.iter().collect();
         let mut missing = Vec::new();
@@ -260,7 +260,7 @@ impl Handler {
         engine: &'static Engine,
         index: SlotIndex,
         salt: u64,
-        left: &mut Inheritance,
+        left: &mut ForkHandoff,
     ) -> Result<Handler, EngineError> {
         engine.set_index(index);
         let uffd =
@@ -285,7 +285,7 @@ impl Handler {
         engine.set_uffd(uffd);
         let mut handler = Handler::new(engine)?;
         if let Some(book) = engine.childrens_book.lock().take() {
-            handler.trail.inherit(book);
+            handler.prefetcher.inherit(book);
         }
         engine.mm.lock().staging.reopen()?;
         engine.is_shared_anew();
@@ -296,7 +296,8 @@ impl Handler {
             mm.recent.clear();
             // They are in their order; what the parent's threads owe is not owed here.
             mm.owed.clear();
-            for event in std::mem::take(&mut left.changes).into_iter().filter_map(Change::event) {
+            for event in std::mem::take(&mut left.changes).into_iter().filter_map(VmaChange::event)
+            {
                 engine.apply_now(&mut mm, event);
             }
             engine.apply_late(&mut mm);
@@ -306,18 +307,18 @@ impl Handler {
             let mut mm = engine.mm.lock();
             match mm.table.get(page) {
                 PageState::Swapped(entry) => engine.release(&mm, entry),
-                PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+                PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
                 _ => {}
             }
             if mm.regions.find(page.addr()).is_some() {
                 mm.mark_present(page);
             }
         }
-        handler.forget_what_did_not_come()?;
+        handler.forget_missing()?;
         if engine.followed {
-            handler.close_shield();
+            handler.deny_fork();
         }
-        engine.charge.part_with();
+        engine.charge.split_limit();
         engine.charge.take_limit(engine.slot());
         engine.charge.inherit(swaptide_sys::process::parent());
         engine.fork.set(NONE);

@@ -35,47 +35,47 @@ use swaptide_sys::{AsFd, Errno, FromRawFd, OwnedFd};
 
 use crate::engine::{Engine, FEATURES};
 use crate::event_loop::Handler;
-use crate::fork::layout::Change;
+use crate::fork::layout::VmaChange;
 
 /// The child's first word: it is there.
-const BORN: u8 = b'B';
+const MSG_STARTED: u8 = b'B';
 /// Its second: its userfaultfd comes with it.
-const ARMED: u8 = b'A';
+const MSG_REGISTERED: u8 = b'A';
 /// A test wants the child to stand still before it says that it is there.
 const FAIL_BIRTH: u32 = 13;
 /// The handler's: it has it.
-const TAKEN_IN: u8 = b'G';
+const MSG_RECEIVED: u8 = b'G';
 /// All is in doubt: the child arms what bears the mark, whatever its table lists.
 const EVERYTHING: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) };
 /// Doubts that are told one by one.
-const MOST_DOUBTS: usize = 64;
+const MAX_DOUBTFUL_RANGES: usize = 64;
 const DOUBT_BYTES: usize = 16;
 /// Working space for lists of mappings, on a stack of [`STACK`] bytes.
 const LIST: usize = 16 << 10;
-/// Bytes of stack that [`Engine::born`] is to find.
+/// Bytes of stack that [`Engine::child_init`] is to find.
 pub const STACK: usize = 96 << 10;
 /// How long a moment is waited for in which no thread changes mappings.
-const BUSY: Duration = Duration::from_millis(20);
+const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// Between two looks at what the kernel says.
-const LOOK: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// The ranges that a change may have altered.
-fn ranges_of(change: Change) -> impl Iterator<Item = VirtRange> {
+fn ranges_of(change: VmaChange) -> impl Iterator<Item = VirtRange> {
     let (one, other) = match change {
-        Change::Moved { from, to, len } => (
+        VmaChange::Moved { from, to, len } => (
             Some(VirtRange { start: from, end: from.offset(len) }),
             Some(VirtRange { start: to, end: to.offset(len) }),
         ),
-        Change::Gone(range) => (Some(range), None),
+        VmaChange::Gone(range) => (Some(range), None),
         // Given up and still there is no doubt; what the table armed it knows.
-        Change::Dropped(_) | Change::Armed(_) => (None, None),
+        VmaChange::Dropped(_) | VmaChange::Armed(_) => (None, None),
     };
     one.into_iter().chain(other)
 }
 
-fn encode(doubts: &[VirtRange]) -> ([u8; MOST_DOUBTS * DOUBT_BYTES], usize) {
-    let mut bytes = [0; MOST_DOUBTS * DOUBT_BYTES];
-    let doubts = if doubts.len() > MOST_DOUBTS { &[EVERYTHING] } else { doubts };
+fn encode(doubts: &[VirtRange]) -> ([u8; MAX_DOUBTFUL_RANGES * DOUBT_BYTES], usize) {
+    let mut bytes = [0; MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
+    let doubts = if doubts.len() > MAX_DOUBTFUL_RANGES { &[EVERYTHING] } else { doubts };
     for (place, range) in bytes.chunks_exact_mut(DOUBT_BYTES).zip(doubts) {
         place[..8].copy_from_slice(&(range.start.0 as u64).to_le_bytes());
         place[8..].copy_from_slice(&(range.end.0 as u64).to_le_bytes());
@@ -118,7 +118,7 @@ fn split(
 
 impl Handler {
     /// Waits a moment for the child of a followed fork, or for anybody's message, and reads that.
-    pub(super) fn attend_birth(&mut self, conn: &Conn, patience: Duration) {
+    pub(super) fn receive_child_uffd(&mut self, conn: &Conn, patience: Duration) {
         let ready = poll_readable(&[self.uffd.as_fd(), conn.as_fd()], Some(patience)).unwrap_or(0);
         if ready & 1 != 0 {
             self.read_within(Some(Duration::ZERO));
@@ -130,15 +130,15 @@ impl Handler {
         let answered = match conn.recv(&mut word, &mut fds) {
             // There is no child: the forking thread has closed its end, and rings in a moment.
             Ok((0, _)) => return self.read_within(Some(patience)),
-            Ok((1, _)) if word[0] == BORN => {
+            Ok((1, _)) if word[0] == MSG_STARTED => {
                 // The copy was made: memory may be allocated again.
                 self.has_forked = true;
-                self.tell_doubts(conn)
+                self.send_doubtful_ranges(conn)
             }
-            Ok((1, 1)) if word[0] == ARMED => {
+            Ok((1, 1)) if word[0] == MSG_REGISTERED => {
                 let [fd] = fds;
                 self.child = fd.map(Uffd::from_fd);
-                conn.send(&[TAKEN_IN], &[])
+                conn.send(&[MSG_RECEIVED], &[])
             }
             _ => Err(Errno::PROTO),
         };
@@ -151,24 +151,25 @@ impl Handler {
         }
     }
 
-    fn tell_doubts(&mut self, conn: &Conn) -> Result<(), Errno> {
+    fn send_doubtful_ranges(&mut self, conn: &Conn) -> Result<(), Errno> {
         let began = now();
         let mut quiet = false;
-        while !quiet && now().since(began) < BUSY {
+        while !quiet && now().since(began) < QUIET_TIMEOUT {
             quiet = self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing;
             let _ = poll_readable(
                 &[self.uffd.as_fd()],
-                Some(if quiet { Duration::ZERO } else { LOOK }),
+                Some(if quiet { Duration::ZERO } else { POLL_INTERVAL }),
             );
             self.read_noting();
         }
-        let late: Vec<Change> = self.engine.mm.lock().late.iter().filter_map(Change::of).collect();
+        let late: Vec<VmaChange> =
+            self.engine.mm.lock().late.iter().filter_map(VmaChange::of).collect();
         let doubts: Vec<VirtRange> =
             self.noted.iter().chain(&late).copied().flat_map(ranges_of).collect();
         let (bytes, length) = encode(if quiet && !self.torn { &doubts } else { &[EVERYTHING] });
         // A message of nothing would look like the end.
-        let mut message = [0u8; 1 + MOST_DOUBTS * DOUBT_BYTES];
-        message[0] = BORN;
+        let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
+        message[0] = MSG_STARTED;
         message[1..=length].copy_from_slice(&bytes[..length]);
         conn.send(&message[..=length], &[])
     }
@@ -181,7 +182,7 @@ impl Engine {
     ///
     /// # Errors
     /// What the kernel answers, or `EPROTO` where the parent does not: the process must be ended.
-    pub fn born(&self) -> Result<(), Errno> {
+    pub fn child_init(&self) -> Result<(), Errno> {
         // The parent's end of the pair is of no use here: its number may be needed.
         self.fork.close_end(false);
         let number = self.fork.child_end().ok_or(Errno::PROTO)?;
@@ -191,15 +192,15 @@ impl Engine {
         while self.start.segment.header.fail.load(Relaxed) == FAIL_BIRTH {
             sleep(Duration::from_millis(100));
         }
-        conn.send(&[BORN], &[])?;
-        let mut message = [0u8; 1 + MOST_DOUBTS * DOUBT_BYTES];
+        conn.send(&[MSG_STARTED], &[])?;
+        let mut message = [0u8; 1 + MAX_DOUBTFUL_RANGES * DOUBT_BYTES];
         let (length, _) = conn.recv(&mut message, &mut [])?;
-        if length == 0 || message[0] != BORN {
+        if length == 0 || message[0] != MSG_STARTED {
             return Err(Errno::PROTO);
         }
         let uffd = Uffd::open(FEATURES, true).map_err(|error| error.errno())?;
         uffd.register_missing(self.bells.range())?;
-        uffd.register_missing(self.bells.porch())?;
+        uffd.register_missing(self.bells.request_pages())?;
         // SAFETY: this is the only thread of the process; the parent's, one of which may have had
         // the lock, are not here.
         unsafe { self.mm.force_unlock() };
@@ -220,12 +221,12 @@ impl Engine {
         }
         drop(mm);
         if length > 1 {
-            arm_marked(&uffd, doubts)?;
+            register_marked(&uffd, doubts)?;
         }
-        conn.send(&[ARMED], &[uffd.as_fd()])?;
+        conn.send(&[MSG_REGISTERED], &[uffd.as_fd()])?;
         let mut answer = [0u8];
         match conn.recv(&mut answer, &mut [])? {
-            (1, _) if answer == [TAKEN_IN] => Ok(()),
+            (1, _) if answer == [MSG_RECEIVED] => Ok(()),
             _ => Err(Errno::PROTO),
         }
     }
@@ -252,7 +253,10 @@ fn arm(uffd: &Uffd, range: VirtRange) -> Result<(), Errno> {
 }
 
 /// Arms what of the doubtful ranges bears the mark.
-fn arm_marked(uffd: &Uffd, doubts: impl Iterator<Item = VirtRange> + Clone) -> Result<(), Errno> {
+fn register_marked(
+    uffd: &Uffd,
+    doubts: impl Iterator<Item = VirtRange> + Clone,
+) -> Result<(), Errno> {
     let mut armed = Ok(());
     for_each_marked_vma(&mut [0; LIST], |vma, marked| {
         for doubt in doubts.clone().filter(|_| marked) {
@@ -277,10 +281,10 @@ mod tests {
     #[test]
     fn what_is_in_doubt_is_told_and_told_apart() {
         let noted = [
-            Change::Gone(range(4, 6)),
-            Change::Moved { from: VirtAddr(20 << 12), to: VirtAddr(30 << 12), len: 2 << 12 },
-            Change::Dropped(range(8, 9)),
-            Change::Armed(range(10, 11)),
+            VmaChange::Gone(range(4, 6)),
+            VmaChange::Moved { from: VirtAddr(20 << 12), to: VirtAddr(30 << 12), len: 2 << 12 },
+            VmaChange::Dropped(range(8, 9)),
+            VmaChange::Armed(range(10, 11)),
         ];
         let (bytes, length) =
             encode(&noted.iter().copied().flat_map(ranges_of).collect::<Vec<_>>());
@@ -310,7 +314,7 @@ mod tests {
     #[test]
     fn of_too_many_doubts_everything_is_one() {
         let doubts: Vec<VirtRange> =
-            (0..=MOST_DOUBTS).map(|at| range(at * 4, at * 4 + 1)).collect();
+            (0..=MAX_DOUBTFUL_RANGES).map(|at| range(at * 4, at * 4 + 1)).collect();
         let (bytes, length) = encode(&doubts);
         assert_eq!(decode(&bytes[..length]).collect::<Vec<_>>(), [EVERYTHING]);
         let (bytes, length) = encode(&doubts[1..]);

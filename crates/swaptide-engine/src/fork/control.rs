@@ -21,16 +21,16 @@ use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::thread::{getpid, random_name};
 use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
-use crate::sched::deadline::{Patience, TURN, Waited};
+use crate::sched::deadline::{Deadline, WAIT_SLICE, Waited};
 
 /// No fork is under way.
 pub const NONE: u32 = 0;
 /// The handler stands still for the forking thread.
 pub const PREPARED: u32 = 1;
 /// The forking thread shall bring the handler its end.
-const DOOR: u32 = 2;
+const END_SOCKET: u32 = 2;
 /// It has brought it.
-const BROUGHT: u32 = 3;
+const END_SENT: u32 = 3;
 /// The handler cannot hear of a fork.
 pub(super) const REFUSED: u32 = 4;
 /// No descriptor.
@@ -140,13 +140,13 @@ impl ForkControl {
             return None;
         }
         let random = random_name().ok()?;
-        let (name, len) = door_name(random);
+        let (name, len) = end_socket_name(random);
         let listener = Listener::bind_abstract(&name[..len]).ok()?;
         listener.set_nonblocking(true).ok()?;
         self.name[0].store(random as u64, Relaxed);
         self.name[1].store((random >> 64) as u64, Relaxed);
-        self.set(DOOR);
-        let mut patience = Patience::new(BROUGHT_WITHIN);
+        self.set(END_SOCKET);
+        let mut patience = Deadline::new(END_TIMEOUT);
         let mut end = None;
         while end.is_none() && self.phase.load(Acquire) != NONE && !patience.is_over(|| false) {
             let _ = poll_readable(&[listener.as_fd()], Some(Duration::from_millis(10)));
@@ -163,7 +163,7 @@ impl ForkControl {
     fn bring_end(&self) {
         let random =
             u128::from(self.name[1].load(Relaxed)) << 64 | u128::from(self.name[0].load(Relaxed));
-        let (name, len) = door_name(random);
+        let (name, len) = end_socket_name(random);
         let brought = || {
             let number = Some(self.ends[0].load(Acquire)).filter(|number| *number != NONE_FD)?;
             // SAFETY: opened by `open_ends` in this thread's table, and not closed before the fork
@@ -174,9 +174,9 @@ impl ForkControl {
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
             (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
         };
-        let failed = if brought().is_some() { BROUGHT } else { NONE };
+        let failed = if brought().is_some() { END_SENT } else { NONE };
         // Not if the handler has gone on meanwhile.
-        let _ = self.phase.compare_exchange(DOOR, failed, AcqRel, Acquire);
+        let _ = self.phase.compare_exchange(END_SOCKET, failed, AcqRel, Acquire);
     }
 
     /// Waits until the phase is `phase`. `mask`: the calling thread's own signal mask, while it has
@@ -188,7 +188,8 @@ impl ForkControl {
             if now == phase {
                 return;
             }
-            waited.turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask);
+            waited
+                .turn(futex::wait(&self.phase, now, Some(WAIT_SLICE), futex::Scope::Private), mask);
         }
     }
 
@@ -207,9 +208,11 @@ impl ForkControl {
                     self.set(NONE);
                     return false;
                 }
-                DOOR => self.bring_end(),
-                now => waited
-                    .turn(futex::wait(&self.phase, now, Some(TURN), futex::Scope::Private), mask),
+                END_SOCKET => self.bring_end(),
+                now => waited.turn(
+                    futex::wait(&self.phase, now, Some(WAIT_SLICE), futex::Scope::Private),
+                    mask,
+                ),
             }
         }
     }
@@ -250,11 +253,11 @@ impl ForkControl {
 /// What the forking thread says with the handler's end.
 const END: u8 = b'E';
 /// How long the forking thread is waited for that was asked to bring the handler's end.
-const BROUGHT_WITHIN: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The handler's end, out of the connection that brings it.
 fn receive_end(conn: &Conn) -> Option<Conn> {
-    let mut patience = Patience::new(BROUGHT_WITHIN);
+    let mut patience = Deadline::new(END_TIMEOUT);
     while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10))).ok()? == 0 {
         if patience.is_over(|| false) {
             return None;
@@ -268,7 +271,7 @@ fn receive_end(conn: &Conn) -> Option<Conn> {
 }
 
 /// The name of the listener to which the handler's end is brought, made without allocating.
-fn door_name(random: u128) -> ([u8; 64], usize) {
+fn end_socket_name(random: u128) -> ([u8; 64], usize) {
     use std::io::Write;
     let mut name = [0u8; 64];
     let mut rest = &mut name[..];
@@ -296,11 +299,11 @@ mod tests {
         })
     }
 
-    fn wait_for_door(control: &ForkControl) -> ([u8; 64], usize) {
-        while control.phase.load(Acquire) != DOOR {
+    fn serve_end_socket(control: &ForkControl) -> ([u8; 64], usize) {
+        while control.phase.load(Acquire) != END_SOCKET {
             std::thread::yield_now();
         }
-        door_name(
+        end_socket_name(
             u128::from(control.name[1].load(Relaxed)) << 64
                 | u128::from(control.name[0].load(Relaxed)),
         )
@@ -323,7 +326,7 @@ mod tests {
         let control = ForkControl::new();
         control.open_ends();
         let end = fetched(&control, || {
-            let (name, len) = wait_for_door(&control);
+            let (name, len) = serve_end_socket(&control);
             // SAFETY: the child makes system calls only, and ends.
             let child = unsafe { fork() };
             if child == 0 {

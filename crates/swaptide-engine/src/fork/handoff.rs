@@ -9,9 +9,9 @@
 //!    parent goes on.
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
-//! 4. A child that says nothing for [`SILENT`] is given all its memory and goes on without an
-//!    engine. One that was sent its userfaultfd and says nothing for [`ANSWERS_WITHIN`] is killed
-//!    before what it shares is given up.
+//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and goes on without
+//!    an engine. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
+//!    killed before what it shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
 //!    claimed.
 //!
@@ -28,22 +28,24 @@ use swaptide_sys::uffd::{Message, Uffd};
 use swaptide_sys::{AsFd, BorrowedFd, Errno};
 
 use crate::event_loop::Handler;
-use crate::fork::populate::Recipient;
+use crate::fork::populate::UnmanagedChild;
 use crate::fork::prepare::FAIL_HANDING_OVER;
-use crate::fork::protocol::{Decline, MESSAGE_BYTES, OFF, OFF_TORN, TAKEN, encode};
+use crate::fork::protocol::{
+    Decline, MESSAGE_BYTES, MSG_SERVING, NO_ENGINE, NO_ENGINE_INCOMPLETE, encode,
+};
 use crate::mm::types::{PageNo, range_of};
-use crate::sched::deadline::Patience;
+use crate::sched::deadline::Deadline;
 
 /// How long a child may run before it says hello: libc and other libraries do their part first.
-const SILENT: Duration = Duration::from_secs(15);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long it may take to take over when it has everything.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(30);
+const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same where a test wants to see what happens then.
 const IN_TESTS: Duration = Duration::from_secs(2);
 const SIGKILL: i32 = 9;
 
 /// Of the children of this process the one that was born last is stopped.
-fn newborn_is_stopped() -> bool {
+fn is_new_child_stopped() -> bool {
     let this = getpid().0;
     let all = processes().unwrap_or_default();
     all.iter()
@@ -81,8 +83,8 @@ impl Handler {
     pub(super) fn hand_over(&mut self, child: Uffd, mut door: Option<Conn>) {
         let mut children = vec![self.recipient(child, !self.torn)];
         let mut served: Vec<u64> = Vec::new();
-        let mut patience = Patience::new(self.bound(SILENT));
-        self.stand_still_as_told(FAIL_HANDING_OVER);
+        let mut patience = Deadline::new(self.bound(HELLO_TIMEOUT));
+        self.inject_standstill(FAIL_HANDING_OVER);
         if door.is_none() {
             (self.engine.start.log)(
                 "there is no way to a forked child: it gets all its memory at once and is not \
@@ -120,9 +122,9 @@ impl Handler {
                 // It was another thread's; this one's fork is yet to come, and the engine's memory
                 // has changed meanwhile.
                 self.torn = true;
-                patience = Patience::new(self.bound(SILENT));
+                patience = Deadline::new(self.bound(HELLO_TIMEOUT));
             }
-            if patience.is_over(newborn_is_stopped) {
+            if patience.is_over(is_new_child_stopped) {
                 (self.engine.start.log)(
                     "a forked child does not say that it is there: it gets all its memory and is \
                     not managed",
@@ -134,21 +136,22 @@ impl Handler {
 
     /// Gives all children everything, and leaves word of that for the one that comes to the door
     /// later.
-    fn abandon(&mut self, children: &mut [Recipient], door: Option<Conn>) {
+    fn abandon(&mut self, children: &mut [UnmanagedChild], door: Option<Conn>) {
         let hooked = !self.torn && children.len() == 1;
         for child in children {
             self.lay_out(child, hooked);
-            self.give_all(child);
+            self.populate(child);
         }
         if let Some(conn) = door {
             // It lies there when this end is closed.
-            let _ =
-                conn.set_nonblocking(true).and_then(|()| conn.send(&OFF_TORN.to_le_bytes(), &[]));
+            let _ = conn
+                .set_nonblocking(true)
+                .and_then(|()| conn.send(&NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]));
         }
     }
 
     /// Waits a moment for whoever may have something to say.
-    fn wait_for_child(&self, children: &[Recipient], door: Option<&Conn>) {
+    fn wait_for_child(&self, children: &[UnmanagedChild], door: Option<&Conn>) {
         let mut fds = vec![self.uffd.as_fd()];
         fds.extend(door.map(|conn| conn.as_fd()));
         fds.extend(children.iter().take(4).map(|child| child.uffd.as_fd()));
@@ -159,7 +162,7 @@ impl Handler {
     /// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
     /// forked past the hook and this is that one's child, not yet in it, and then it must go on.
     /// The children get the page first.
-    fn serve_forker(&mut self, children: &mut [Recipient], served: &mut Vec<u64>) {
+    fn serve_forker(&mut self, children: &mut [UnmanagedChild], served: &mut Vec<u64>) {
         let forker = self.engine.fork.forker.load(Acquire);
         let Some(at) = self.pending.iter().position(|fault| fault.tid == forker) else { return };
         let page = PageNo::of(self.pending[at].addr);
@@ -168,7 +171,7 @@ impl Handler {
         }
         let Some(fault) = self.pending.remove(at) else { return };
         for child in children {
-            served.extend(self.give(child, page).map(|place| place.0 as u64));
+            served.extend(self.copy_page(child, page).map(|place| place.0 as u64));
         }
         self.answer(fault);
     }
@@ -178,13 +181,13 @@ impl Handler {
     fn hear(
         &self,
         conn: &Conn,
-        children: &[Recipient],
+        children: &[UnmanagedChild],
         pid: u32,
         message: &mut [u8],
     ) -> Result<(), Errno> {
-        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
+        let mut patience = Deadline::new(self.bound(TAKEOVER_TIMEOUT));
         while poll_readable(&[conn.as_fd()], Some(Duration::from_millis(10)))? == 0 {
-            if children.iter().all(Recipient::is_gone) {
+            if children.iter().all(UnmanagedChild::is_gone) {
                 return Err(Errno::SRCH);
             }
             if patience.is_over(|| is_stopped(pid)) {
@@ -204,7 +207,7 @@ impl Handler {
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), Errno> {
         conn.set_nonblocking(true)?;
-        let mut patience = Patience::new(self.bound(ANSWERS_WITHIN));
+        let mut patience = Deadline::new(self.bound(TAKEOVER_TIMEOUT));
         loop {
             match conn.send(bytes, fds) {
                 Err(Errno::AGAIN) if patience.is_over(|| is_stopped(pid)) => {
@@ -217,7 +220,7 @@ impl Handler {
     }
 
     /// Answers the child's faults, and notes what else it tells.
-    fn read_child(&mut self, child: &mut Recipient, served: &mut Vec<u64>) {
+    fn read_child(&mut self, child: &mut UnmanagedChild, served: &mut Vec<u64>) {
         let mut messages = Message::buffer::<8>();
         if let Ok(n) = child.uffd.read(&mut messages) {
             for message in &mut messages[..n] {
@@ -232,16 +235,16 @@ impl Handler {
             }
             let _ = child.uffd.wake(range_of(place, 1));
         }
-        self.give_to_its_children(child);
+        self.populate_its_children(child);
     }
 
     /// Parent and child have together what the parent had, until the supervisor has seen the child:
     /// what they share now is two pages as soon as one of them writes to it, and no fault tells of
     /// that. Where there is much to keep they take it over a little later
-    /// ([`crate::memcg::charge::Charge::part_with`]).
+    /// ([`crate::memcg::charge::Charge::split_limit`]).
     fn share_limit(&self, child: SlotIndex) {
         let engine = self.engine;
-        let half = engine.charge.part_with();
+        let half = engine.charge.split_limit();
         for slot in [engine.slot(), engine.start.segment.slot(child)] {
             slot.limit_bytes.store(half, Relaxed);
         }
@@ -252,7 +255,7 @@ impl Handler {
     fn send(
         &mut self,
         conn: &Conn,
-        children: &mut [Recipient],
+        children: &mut [UnmanagedChild],
         served: &[u64],
     ) -> Result<(), Errno> {
         let engine = self.engine;
@@ -275,7 +278,7 @@ impl Handler {
         let why = match declined {
             Some(decline) => Some(decline.why()),
             None if has_claimed().is_none() => Some("it says a process slot that is not its own"),
-            None if children.iter().any(Recipient::has_moved) => {
+            None if children.iter().any(UnmanagedChild::has_moved) => {
                 Some("other libraries have moved memory in it")
             }
             None => None,
@@ -288,15 +291,20 @@ impl Handler {
         let [child] = children else {
             for child in children.iter_mut() {
                 self.lay_out(child, false);
-                self.give_all(child);
+                self.populate(child);
             }
-            return self.say(conn, pid, &OFF_TORN.to_le_bytes(), &[]);
+            return self.say(conn, pid, &NO_ENGINE_INCOMPLETE.to_le_bytes(), &[]);
         };
         let Some(index) = has_claimed().filter(|_| why.is_none() && !self.torn) else {
             // It may be another thread's after all.
             self.lay_out(child, !self.torn);
-            self.give_all(child);
-            return self.say(conn, pid, &if self.torn { OFF_TORN } else { OFF }.to_le_bytes(), &[]);
+            self.populate(child);
+            return self.say(
+                conn,
+                pid,
+                &if self.torn { NO_ENGINE_INCOMPLETE } else { NO_ENGINE }.to_le_bytes(),
+                &[],
+            );
         };
         self.share_limit(index);
         let own = engine.slot_index();
@@ -321,13 +329,13 @@ impl Handler {
                 }
             }
             Err(errno) => return Err(errno),
-            Ok(false) => self.give_all(child),
+            Ok(false) => self.populate(child),
         }
         file.device.leased(|extent| {
             engine.start.segment.release_charged(own, index, ExtentId(extent.0));
         });
         match taken {
-            Ok(_) => self.say(conn, pid, &OFF.to_le_bytes(), &[]),
+            Ok(_) => self.say(conn, pid, &NO_ENGINE.to_le_bytes(), &[]),
             Err(_) => Ok(()),
         }
     }
@@ -336,7 +344,7 @@ impl Handler {
     fn pass_on(
         &self,
         conn: &Conn,
-        child: &Recipient,
+        child: &UnmanagedChild,
         pid: u32,
         served: &[u64],
     ) -> Result<bool, Errno> {
@@ -361,6 +369,6 @@ impl Handler {
         }
         let mut answer = [0u8];
         self.hear(conn, std::slice::from_ref(child), pid, &mut answer)?;
-        Ok(answer == [TAKEN])
+        Ok(answer == [MSG_SERVING])
     }
 }

@@ -10,9 +10,9 @@
 //! 1. Hints that may be dropped are answered at once and are not done. What was mapped is found at
 //!    the next look, which is due when the fork is over.
 //! 2. Everything else changes the engine's memory. It is done only while the forking thread waits
-//!    in a system call that is no fork, or has used [`SPIN`] of CPU time and no fork is under way
-//!    by the kernel's word. If it is not seen waiting before and after, the copy counts as torn and
-//!    the child does not use it.
+//!    in a system call that is no fork, or has used [`SPIN_CPU_TIME`] of CPU time and no fork is
+//!    under way by the kernel's word. If it is not seen waiting before and after, the copy counts
+//!    as torn and the child does not use it.
 //! 3. Where forks are told of, the kernel refuses fills and moves from the moment a fork copies
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.
@@ -31,15 +31,15 @@ use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
 use swaptide_sys::uffd::Coverage;
 
 use crate::event_loop::Handler;
-use crate::fork::MOST_BROUGHT;
+use crate::fork::MAX_HELPED_PAGES;
 use crate::mm::types::PageNo;
-use crate::requests::{Hint, Ring};
+use crate::requests::{HandlerRequest, Hint};
 
 /// CPU time after which the forking thread is taken to spin for a lock.
-const SPIN: Duration = Duration::from_millis(20);
+const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
 
 /// Pages that come in with one fault at most, by far.
-const MOST_OF_ONE: usize = 512;
+const MAX_PAGES_PER_FAULT: usize = 512;
 
 /// What is known of the forking thread.
 pub(super) struct Forker {
@@ -59,7 +59,7 @@ impl Forker {
 
     fn spins(&mut self) -> bool {
         let Some(used) = cpu_time_of(Tid(self.tid)) else { return false };
-        used.since(*self.began.get_or_insert(used)) >= SPIN
+        used.since(*self.began.get_or_insert(used)) >= SPIN_CPU_TIME
     }
 }
 
@@ -67,12 +67,12 @@ impl Handler {
     /// Answers the hints that may be dropped (invariant 1).
     pub(super) fn drop_hints(&mut self) {
         let bells = &self.engine.bells;
-        if !self.rung.contains(&Ring::Hint) || !bells.may_be_dropped() {
+        if !self.requests.contains(&HandlerRequest::Hint) || !bells.may_be_dropped() {
             return;
         }
-        self.rung.retain(|ring| *ring != Ring::Hint);
+        self.requests.retain(|ring| *ring != HandlerRequest::Hint);
         if let Some((Hint::Mapped, _)) = bells.take_hint() {
-            self.note_ring(Ring::Adopt);
+            self.note_request(HandlerRequest::Adopt);
         }
         bells.answer();
     }
@@ -82,12 +82,15 @@ impl Handler {
     pub(super) fn help(&mut self, forker: &mut Forker) -> bool {
         self.drop_hints();
         self.wake_held();
-        let asks = self.rung.iter().any(|ring| matches!(ring, Ring::Fence | Ring::Hint));
+        let asks = self
+            .requests
+            .iter()
+            .any(|ring| matches!(ring, HandlerRequest::Fence | HandlerRequest::Hint));
         let engine = self.engine;
         if self.child.is_some() || !engine.fork.goes_on() || self.pending.is_empty() && !asks {
             return false;
         }
-        if engine.followed && self.brought.len() >= MOST_BROUGHT - MOST_OF_ONE {
+        if engine.followed && self.brought.len() >= MAX_HELPED_PAGES - MAX_PAGES_PER_FAULT {
             return false;
         }
         let waits = forker.waits();
@@ -100,12 +103,12 @@ impl Handler {
         self.apply_noted();
         if let Some(fault) = self.pending.pop_front() {
             self.answer(fault);
-        } else if self.rung.contains(&Ring::Fence) {
-            self.rung.retain(|ring| *ring != Ring::Fence);
+        } else if self.requests.contains(&HandlerRequest::Fence) {
+            self.requests.retain(|ring| *ring != HandlerRequest::Fence);
             self.fence();
             if engine.followed {
                 // What was listed just now is kept out of forks.
-                self.open_regions();
+                self.allow_fork_of_regions();
             }
         } else if let Some((hint, range)) = engine.bells.take_hint() {
             if engine.followed && hint == Hint::Release {
@@ -118,11 +121,11 @@ impl Handler {
                 // It is done when the fork is over.
                 engine.bells.put_back(hint);
             } else {
-                self.rung.retain(|ring| *ring != Ring::Hint);
+                self.requests.retain(|ring| *ring != HandlerRequest::Hint);
                 engine.bells.answer();
             }
         } else {
-            self.rung.retain(|ring| *ring != Ring::Hint);
+            self.requests.retain(|ring| *ring != HandlerRequest::Hint);
             engine.bells.answer();
         }
         if self.child.is_some() || !waits || !self.seen_waiting && !forker.waits() {
@@ -142,7 +145,7 @@ impl Handler {
     /// A page has come in during a fork that is followed (invariant 4).
     #[cold]
     pub(crate) fn note_brought(&mut self, page: PageNo) {
-        if self.brought.len() == MOST_BROUGHT {
+        if self.brought.len() == MAX_HELPED_PAGES {
             crate::fatal("more pages came in during a fork than can be noted");
         }
         self.brought.push(page);
@@ -155,7 +158,7 @@ impl Handler {
     }
 
     /// What a test wants to fail at this stage of a fork.
-    pub(super) fn stand_still_as_told(&self, stage: u32) {
+    pub(super) fn inject_standstill(&self, stage: u32) {
         let header = &self.engine.start.segment.header;
         while header.fail.load(Acquire) == stage {
             swaptide_sys::thread::sleep(Duration::from_millis(100));

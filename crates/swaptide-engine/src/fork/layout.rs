@@ -18,7 +18,7 @@
 //! histories that have nothing to do with each other; of each the child has a first part, and which
 //! one its userfaultfd tells: what of the places concerned is armed there. A fresh mapping is no
 //! event, and looks the same where something else was before: what the handler arms is therefore a
-//! change as well ([`Change::Armed`]).
+//! change as well ([`VmaChange::Armed`]).
 //!
 //! Owns: the changes in which a child differs from its parent's table.
 //!
@@ -44,7 +44,7 @@ use crate::mm::types::{PageNo, range_of};
 
 /// A change of mappings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Change {
+pub enum VmaChange {
     /// `len` bytes at `from` are at `to`.
     Moved {
         /// The old start.
@@ -63,15 +63,15 @@ pub enum Change {
     Armed(VirtRange),
 }
 
-impl Change {
+impl VmaChange {
     /// The change that an event tells of.
-    pub fn of(event: &Event) -> Option<Change> {
+    pub fn of(event: &Event) -> Option<VmaChange> {
         match event {
             Event::Remap { from, to, len } => {
-                Some(Change::Moved { from: *from, to: *to, len: *len })
+                Some(VmaChange::Moved { from: *from, to: *to, len: *len })
             }
-            Event::Unmap(range) => Some(Change::Gone(*range)),
-            Event::Remove(range) => Some(Change::Dropped(*range)),
+            Event::Unmap(range) => Some(VmaChange::Gone(*range)),
+            Event::Remove(range) => Some(VmaChange::Dropped(*range)),
             Event::Fault { .. } | Event::Fork { .. } | Event::Unknown(_) => None,
         }
     }
@@ -79,36 +79,36 @@ impl Change {
     /// The event that tells of it, if one does.
     pub fn event(self) -> Option<Event> {
         match self {
-            Change::Moved { from, to, len } => Some(Event::Remap { from, to, len }),
-            Change::Gone(range) => Some(Event::Unmap(range)),
-            Change::Dropped(range) => Some(Event::Remove(range)),
-            Change::Armed(_) => None,
+            VmaChange::Moved { from, to, len } => Some(Event::Remap { from, to, len }),
+            VmaChange::Gone(range) => Some(Event::Unmap(range)),
+            VmaChange::Dropped(range) => Some(Event::Remove(range)),
+            VmaChange::Armed(_) => None,
         }
     }
 
     /// What is not what it was before.
     fn source(self) -> Option<VirtRange> {
         match self {
-            Change::Moved { from, len, .. } => {
+            VmaChange::Moved { from, len, .. } => {
                 Some(VirtRange { start: from, end: from.offset(len) })
             }
-            Change::Gone(range) | Change::Dropped(range) => Some(range),
-            Change::Armed(_) => None,
+            VmaChange::Gone(range) | VmaChange::Dropped(range) => Some(range),
+            VmaChange::Armed(_) => None,
         }
     }
 
     /// Where something is that was not there before.
     fn target(self) -> Option<VirtRange> {
         match self {
-            Change::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),
-            Change::Armed(range) => Some(range),
-            Change::Gone(_) | Change::Dropped(_) => None,
+            VmaChange::Moved { to, len, .. } => Some(VirtRange { start: to, end: to.offset(len) }),
+            VmaChange::Armed(range) => Some(range),
+            VmaChange::Gone(_) | VmaChange::Dropped(_) => None,
         }
     }
 
     /// Whether something of a range was free afterwards.
     fn frees(self, range: VirtRange) -> bool {
-        !matches!(self, Change::Dropped(_)) && self.takes(range)
+        !matches!(self, VmaChange::Dropped(_)) && self.takes(range)
     }
 
     /// Whether something was at a range before this change, if that is to be seen from it.
@@ -145,8 +145,8 @@ fn shifted(page: PageNo, from: VirtAddr, to: VirtAddr) -> PageNo {
 /// See the module's description.
 #[derive(Clone, Default, Debug)]
 pub struct Layout {
-    undone: Vec<Change>,
-    done: Vec<Change>,
+    undone: Vec<VmaChange>,
+    done: Vec<VmaChange>,
 }
 
 impl Layout {
@@ -155,12 +155,12 @@ impl Layout {
     /// mapping at a page; `managed`: whether the table has one managed. What is applied and says
     /// that something is unmapped says it of what the table knew.
     pub fn judge(
-        applied: &[Change],
-        noted: &[Change],
+        applied: &[VmaChange],
+        noted: &[VmaChange],
         mut armed: impl FnMut(PageNo) -> bool,
         managed: impl Fn(VirtAddr) -> bool,
     ) -> Layout {
-        let all: Vec<Change> = applied.iter().chain(noted).copied().collect();
+        let all: Vec<VmaChange> = applied.iter().chain(noted).copied().collect();
         let ends = ends_of_moves(&all);
         let mut has = vec![false; all.len()];
         for history in histories(&all, &ends) {
@@ -168,9 +168,9 @@ impl Layout {
             history.changes.iter().take(cut).for_each(|at| has[*at] = true);
         }
         for at in 0..all.len() {
-            if let Change::Dropped(range) = all[at] {
+            if let VmaChange::Dropped(range) = all[at] {
                 let lacks = |k: usize| {
-                    !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], Change::Dropped(_))
+                    !has[k] && !ends.contains(&Some(k)) && !matches!(all[k], VmaChange::Dropped(_))
                 };
                 has[at] = !(0..at).any(|k| lacks(k) && all[k].concerns(range));
             }
@@ -192,12 +192,12 @@ impl Layout {
         let mut at = page;
         for (k, change) in self.undone.iter().enumerate().rev() {
             match *change {
-                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
+                VmaChange::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
                     at = shifted(at, to, from)
                 }
                 // The child has there what was taken away before. Where nothing was, it has this or
                 // nothing.
-                Change::Armed(range)
+                VmaChange::Armed(range)
                     if range.contains(at.addr())
                         && self.undone[..k].iter().any(|c| c.takes(range_of(at, 1))) =>
                 {
@@ -208,7 +208,7 @@ impl Layout {
         }
         for change in &self.done {
             match *change {
-                Change::Moved { from, to, .. } if change.takes(range_of(at, 1)) => {
+                VmaChange::Moved { from, to, .. } if change.takes(range_of(at, 1)) => {
                     at = shifted(at, from, to)
                 }
                 _ if change.concerns(range_of(at, 1)) => return None,
@@ -223,7 +223,7 @@ impl Layout {
         let mut at = page;
         for change in self.done.iter().rev() {
             match *change {
-                Change::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
+                VmaChange::Moved { from, to, .. } if change.reaches(range_of(at, 1)) => {
                     at = shifted(at, to, from)
                 }
                 _ if change.takes(range_of(at, 1)) => return None,
@@ -231,7 +231,7 @@ impl Layout {
             }
         }
         for change in &self.undone {
-            if let Change::Moved { from, to, .. } = *change
+            if let VmaChange::Moved { from, to, .. } = *change
                 && change.takes(range_of(at, 1))
             {
                 at = shifted(at, from, to);
@@ -241,25 +241,25 @@ impl Layout {
     }
 
     /// What the child has, and the table has not.
-    pub fn done(&self) -> &[Change] {
+    pub fn done(&self) -> &[VmaChange] {
         &self.done
     }
 
     /// The child has made a change itself.
-    pub fn changed(&mut self, change: Change) {
+    pub fn changed(&mut self, change: VmaChange) {
         self.done.push(change);
     }
 }
 
 /// For each change the later `Unmap` that only ends its old place, if it is a move and there is
 /// one.
-fn ends_of_moves(all: &[Change]) -> Vec<Option<usize>> {
+fn ends_of_moves(all: &[VmaChange]) -> Vec<Option<usize>> {
     let mut ends = vec![None; all.len()];
     for (at, change) in all.iter().enumerate() {
-        if let Change::Gone(range) = change {
+        if let VmaChange::Gone(range) = change {
             let of = |k: &usize| {
                 ends[*k].is_none()
-                    && matches!(all[*k], Change::Moved { .. })
+                    && matches!(all[*k], VmaChange::Moved { .. })
                     && all[*k].source() == Some(*range)
             };
             if let Some(of) = (0..at).rev().find(of) {
@@ -277,10 +277,10 @@ struct History {
     ranges: Vec<VirtRange>,
 }
 
-fn histories(all: &[Change], ends: &[Option<usize>]) -> Vec<History> {
+fn histories(all: &[VmaChange], ends: &[Option<usize>]) -> Vec<History> {
     let mut histories: Vec<History> = Vec::new();
     for (at, change) in all.iter().enumerate() {
-        if matches!(change, Change::Dropped(_)) || ends.contains(&Some(at)) {
+        if matches!(change, VmaChange::Dropped(_)) || ends.contains(&Some(at)) {
             continue;
         }
         let mut joined = History {
@@ -312,7 +312,7 @@ impl History {
     /// numbers the one that is nearest to what was read before the fork.
     fn cut(
         &self,
-        all: &[Change],
+        all: &[VmaChange],
         ends: &[Option<usize>],
         read_before: usize,
         armed: &mut impl FnMut(PageNo) -> bool,
@@ -333,10 +333,10 @@ impl History {
                     is_at(all[**at].source(), *place) || is_at(all[**at].target(), *place)
                 };
                 match self.changes.iter().find(concerns).map(|at| (*at, all[*at])) {
-                    Some((_, c @ (Change::Moved { .. } | Change::Armed(_)))) => {
+                    Some((_, c @ (VmaChange::Moved { .. } | VmaChange::Armed(_)))) => {
                         is_at(c.source(), *place)
                     }
-                    Some((at, Change::Gone(_))) if at < read_before => true,
+                    Some((at, VmaChange::Gone(_))) if at < read_before => true,
                     _ => managed(*place),
                 }
             })
@@ -348,7 +348,7 @@ impl History {
                 let at = self.changes[cut - 1];
                 // A move without an end is one that leaves its old place mapped
                 // (`MREMAP_DONTUNMAP`).
-                let leaves = ends[at].is_some() || matches!(all[at], Change::Gone(_));
+                let leaves = ends[at].is_some() || matches!(all[at], VmaChange::Gone(_));
                 for (place, expected) in places.iter().zip(&mut expected) {
                     if leaves && is_at(all[at].source(), *place) {
                         *expected = false;
@@ -393,8 +393,8 @@ mod tests {
         VirtRange { start: at(place), end: at(place).offset(LEN) }
     }
 
-    fn moved(from: usize, to: usize) -> Change {
-        Change::Moved { from: at(from), to: at(to), len: LEN }
+    fn moved(from: usize, to: usize) -> VmaChange {
+        VmaChange::Moved { from: at(from), to: at(to), len: LEN }
     }
 
     /// What is at each place: the number of a block.
@@ -404,30 +404,34 @@ mod tests {
         (addr.0 - at(0).0) / LEN
     }
 
-    fn happen(world: &mut World, call: usize, change: Change) {
+    fn happen(world: &mut World, call: usize, change: VmaChange) {
         match change {
-            Change::Moved { from, to, .. } => {
+            VmaChange::Moved { from, to, .. } => {
                 if let Some(block) = world.remove(&place_of(from)) {
                     world.insert(place_of(to), block);
                 }
             }
-            Change::Gone(range) => drop(world.remove(&place_of(range.start))),
-            Change::Armed(range) => drop(world.insert(place_of(range.start), FRESH + call as u32)),
-            Change::Dropped(_) => {}
+            VmaChange::Gone(range) => {
+                world.remove(&place_of(range.start));
+            }
+            VmaChange::Armed(range) => {
+                world.insert(place_of(range.start), FIRST_LATER_BLOCK + call as u32);
+            }
+            VmaChange::Dropped(_) => {}
         }
     }
 
     /// Blocks from this number on were armed later.
-    const FRESH: u32 = 100;
+    const FIRST_LATER_BLOCK: u32 = 100;
 
     /// Every way to cut a history in two: the child has what is before the cut, whatever was
     /// applied to the table. What was armed is applied.
-    fn all_cuts(blocks: &[usize], calls: &[&[Change]]) {
+    fn all_cuts(blocks: &[usize], calls: &[&[VmaChange]]) {
         let start: World =
             blocks.iter().enumerate().map(|(block, place)| (*place, block as u32)).collect();
         let least = calls
             .iter()
-            .rposition(|c| c.iter().any(|c| matches!(c, Change::Armed(_))))
+            .rposition(|c| c.iter().any(|c| matches!(c, VmaChange::Armed(_))))
             .map_or(0, |at| at + 1);
         let of = |first: usize| {
             calls[..first]
@@ -441,7 +445,7 @@ mod tests {
                 of(cut).for_each(|(call, change)| happen(&mut child, call, change));
                 let mut table = start.clone();
                 of(applied).for_each(|(call, change)| happen(&mut table, call, change));
-                let flat = |calls: &[&[Change]]| {
+                let flat = |calls: &[&[VmaChange]]| {
                     calls.iter().flat_map(|c| c.iter()).copied().collect::<Vec<_>>()
                 };
                 let layout = Layout::judge(
@@ -467,7 +471,7 @@ mod tests {
                             Some(*place),
                             "block {block} back: cut {cut}, applied {applied}, {layout:?}"
                         );
-                    } else if *block >= FRESH && cut + 1 >= least {
+                    } else if *block >= FIRST_LATER_BLOCK && cut + 1 >= least {
                         // Something is armed only when no fork can be older than what was applied,
                         // if that is to be had.
                         let free = found.is_none_or(|place| !child.contains_key(&place));
@@ -484,46 +488,46 @@ mod tests {
 
     #[test]
     fn a_block_that_moves_is_found_on_either_side_of_the_fork() {
-        all_cuts(&[0, 1], &[&[moved(0, 5), Change::Gone(range(0))]]);
+        all_cuts(&[0, 1], &[&[moved(0, 5), VmaChange::Gone(range(0))]]);
         all_cuts(
             &[0, 1],
             &[
-                &[moved(0, 5), Change::Gone(range(0))],
-                &[moved(5, 6), Change::Gone(range(5))],
-                &[moved(6, 0), Change::Gone(range(6))],
+                &[moved(0, 5), VmaChange::Gone(range(0))],
+                &[moved(5, 6), VmaChange::Gone(range(5))],
+                &[moved(6, 0), VmaChange::Gone(range(6))],
             ],
         );
     }
 
     #[test]
     fn a_block_that_moves_over_another_one_is_found() {
-        all_cuts(&[0, 1], &[&[Change::Gone(range(1)), moved(0, 1), Change::Gone(range(0))]]);
+        all_cuts(&[0, 1], &[&[VmaChange::Gone(range(1)), moved(0, 1), VmaChange::Gone(range(0))]]);
     }
 
     #[test]
     fn blocks_that_follow_each_other_are_told_apart() {
         all_cuts(
             &[0, 2],
-            &[&[moved(0, 1), Change::Gone(range(0))], &[moved(2, 0), Change::Gone(range(2))]],
+            &[&[moved(0, 1), VmaChange::Gone(range(0))], &[moved(2, 0), VmaChange::Gone(range(2))]],
         );
         all_cuts(
             &[0, 1],
-            &[&[moved(1, 2), Change::Gone(range(1))], &[moved(0, 1), Change::Gone(range(0))]],
+            &[&[moved(1, 2), VmaChange::Gone(range(1))], &[moved(0, 1), VmaChange::Gone(range(0))]],
         );
     }
 
     #[test]
     fn what_is_given_up_at_the_fork_is_empty_and_nothing_else_is() {
-        let layout = Layout::judge(&[], &[Change::Dropped(range(0))], |_| true, |_| true);
+        let layout = Layout::judge(&[], &[VmaChange::Dropped(range(0))], |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(0))), None);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))));
         // The child has not seen the move, so what was given up at the new place is not what it has
         // there.
         let over = [
-            Change::Gone(range(1)),
+            VmaChange::Gone(range(1)),
             moved(0, 1),
-            Change::Gone(range(0)),
-            Change::Dropped(range(1)),
+            VmaChange::Gone(range(0)),
+            VmaChange::Dropped(range(1)),
         ];
         let layout = Layout::judge(&[], &over, |_| true, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1))), Some(PageNo::of(at(1))), "{layout:?}");
@@ -531,12 +535,12 @@ mod tests {
 
     #[test]
     fn a_block_that_goes_to_and_fro_is_where_it_is_armed() {
-        let back_and_forth: Vec<[Change; 2]> = (0..9)
+        let back_and_forth: Vec<[VmaChange; 2]> = (0..9)
             .map(|k| {
                 if k % 2 == 0 {
-                    [moved(0, 5), Change::Gone(range(0))]
+                    [moved(0, 5), VmaChange::Gone(range(0))]
                 } else {
-                    [moved(5, 0), Change::Gone(range(5))]
+                    [moved(5, 0), VmaChange::Gone(range(5))]
                 }
             })
             .collect();
@@ -550,8 +554,8 @@ mod tests {
         all_cuts(
             &[0, 2],
             &[
-                &[Change::Gone(range(2)), moved(0, 2), Change::Gone(range(0))],
-                &[moved(2, 1), Change::Gone(range(2))],
+                &[VmaChange::Gone(range(2)), moved(0, 2), VmaChange::Gone(range(0))],
+                &[moved(2, 1), VmaChange::Gone(range(2))],
             ],
         );
     }
@@ -559,11 +563,11 @@ mod tests {
     #[test]
     fn what_was_armed_where_nothing_was_stays_where_it_is() {
         // Its first page may be another mapping's by now: that says nothing of the others.
-        let layout = Layout::judge(&[Change::Armed(range(1))], &[], |_| false, |_| true);
+        let layout = Layout::judge(&[VmaChange::Armed(range(1))], &[], |_| false, |_| true);
         assert_eq!(layout.place(PageNo::of(at(1)).plus(1)), Some(PageNo::of(at(1)).plus(1)));
         // But it is not put into what the child has there from before.
         let layout = Layout {
-            undone: vec![Change::Gone(range(1)), Change::Armed(range(1))],
+            undone: vec![VmaChange::Gone(range(1)), VmaChange::Armed(range(1))],
             done: Vec::new(),
         };
         assert_eq!(layout.place(PageNo::of(at(1))), None);
@@ -572,25 +576,25 @@ mod tests {
     #[test]
     fn a_fresh_mapping_is_not_taken_for_what_was_there_before() {
         // The block goes over one fresh mapping, and another is made where it has been.
-        let over = [Change::Gone(range(2)), moved(1, 2), Change::Gone(range(1))];
-        let on = [moved(2, 0), Change::Gone(range(2))];
-        let back = [moved(0, 1), Change::Gone(range(0))];
-        let fresh = [Change::Armed(range(2))];
+        let over = [VmaChange::Gone(range(2)), moved(1, 2), VmaChange::Gone(range(1))];
+        let on = [moved(2, 0), VmaChange::Gone(range(2))];
+        let back = [moved(0, 1), VmaChange::Gone(range(0))];
+        let fresh = [VmaChange::Armed(range(2))];
         all_cuts(&[1, 2], &[&over, &on, &back, &fresh]);
         all_cuts(&[1, 2], &[&over, &on, &back, &fresh, &over, &on]);
         all_cuts(&[1], &[&fresh, &over, &on, &fresh]);
         all_cuts(
             &[0],
-            &[&back, &[Change::Armed(range(0))], &[moved(1, 5), Change::Gone(range(1))]],
+            &[&back, &[VmaChange::Armed(range(0))], &[moved(1, 5), VmaChange::Gone(range(1))]],
         );
     }
 
     #[test]
     fn a_move_onto_what_is_being_armed_may_be_told_of_after_it() {
-        let told = [moved(0, 1), Change::Gone(range(0))];
+        let told = [moved(0, 1), VmaChange::Gone(range(0))];
         for (child_has, place) in [(0, 0), (1, 1)] {
             for applied in 0..=told.len() {
-                let before: Vec<Change> = [Change::Armed(range(1))]
+                let before: Vec<VmaChange> = [VmaChange::Armed(range(1))]
                     .into_iter()
                     .chain(told[..applied].iter().copied())
                     .collect();
@@ -610,10 +614,10 @@ mod tests {
 
     #[test]
     fn what_is_unmapped_is_gone_in_the_child_only_if_it_is_not_armed_there() {
-        let layout = Layout::judge(&[], &[Change::Gone(range(0))], |_| true, |_| true);
+        let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| true, |_| true);
         assert_eq!(layout.done(), []);
-        let layout = Layout::judge(&[], &[Change::Gone(range(0))], |_| false, |_| true);
-        assert_eq!(layout.done(), [Change::Gone(range(0))]);
+        let layout = Layout::judge(&[], &[VmaChange::Gone(range(0))], |_| false, |_| true);
+        assert_eq!(layout.done(), [VmaChange::Gone(range(0))]);
     }
 
     #[test]

@@ -71,12 +71,12 @@ mod populate;
 mod prepare;
 pub mod protocol;
 
-pub use child::Inheritance;
+pub use child::ForkHandoff;
 pub use control::{ForkControl, NONE};
-pub(crate) use populate::Recipient;
+pub(crate) use populate::UnmanagedChild;
 pub use protocol::Decline;
 
 /// Most pages that come in for other threads during a fork that is followed.
-pub(crate) const MOST_BROUGHT: usize = 1024;
+pub(crate) const MAX_HELPED_PAGES: usize = 1024;
 /// Most events of other threads that are noted during a fork.
-pub(crate) const NOTED: usize = 16 << 10;
+pub(crate) const MAX_NOTED_EVENTS: usize = 16 << 10;

@@ -26,30 +26,30 @@ use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
-use crate::event_loop::{Handler, LATEST};
-use crate::fork::layout::{Change, Layout, is_armed};
+use crate::event_loop::{Handler, LATE_EVENT_TIMEOUT};
+use crate::fork::layout::{Layout, VmaChange, is_armed};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, pages_of, range_of};
 
 /// How long a moment is waited for in which no thread changes mappings, before it is enough that
 /// the child has everything where it is expected.
-const BUSY: Duration = Duration::from_millis(20);
+const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// So many pages of a stranger's come between two looks at this process's own faults, of which so
 /// many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
 /// Strangers that are taken in before what was noted is applied, and those can go on whom that
 /// concerns.
-const MOST_MET: usize = 4;
+const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
-const LOOK: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Pages of swap areas that are read at a time for one who gets everything.
-const AHEAD: usize = 64;
+const READ_BATCH_PAGES: usize = 64;
 
 /// Pages that were read from swap areas before their turn: one at a time, each would take as long
 /// as its device takes to answer.
-struct Ahead {
+struct ReadBatch {
     buffer: Option<Mapping>,
     /// Whose the pages in the buffer are, and what their slots held.
     read: Vec<(SwapEntry, Option<Stamp>)>,
@@ -57,9 +57,9 @@ struct Ahead {
     next: PageNo,
 }
 
-impl Ahead {
-    fn new() -> Ahead {
-        Ahead { buffer: None, read: Vec::new(), next: PageNo(0) }
+impl ReadBatch {
+    fn new() -> ReadBatch {
+        ReadBatch { buffer: None, read: Vec::new(), next: PageNo(0) }
     }
 
     /// A page's contents, if they were read and nothing else is there by now.
@@ -75,12 +75,12 @@ impl Ahead {
 }
 
 /// A process that is given pages.
-pub(crate) struct Recipient {
+pub(crate) struct UnmanagedChild {
     pub(super) uffd: Uffd,
     /// Where it had, at its fork, what the parent's table knows.
     layout: Layout,
     /// What it has changed itself since.
-    own: Vec<Change>,
+    own: Vec<VmaChange>,
     /// The same, to follow a page.
     since: Layout,
     /// What it has forked.
@@ -90,9 +90,9 @@ pub(crate) struct Recipient {
     faults: VecDeque<PageNo>,
 }
 
-impl Recipient {
-    fn new(uffd: Uffd) -> Recipient {
-        Recipient {
+impl UnmanagedChild {
+    fn new(uffd: Uffd) -> UnmanagedChild {
+        UnmanagedChild {
             uffd,
             layout: Layout::default(),
             own: Vec::new(),
@@ -108,13 +108,13 @@ impl Recipient {
     }
 
     /// What it has changed of its mappings since.
-    pub(super) fn own(&self) -> &[Change] {
+    pub(super) fn own(&self) -> &[VmaChange] {
         &self.own
     }
 
     /// It has moved a mapping since. What was given to it before is not where it was given to.
     pub(super) fn has_moved(&self) -> bool {
-        self.own.iter().any(|change| matches!(change, Change::Moved { .. }))
+        self.own.iter().any(|change| matches!(change, VmaChange::Moved { .. }))
     }
 
     /// A fault that was not answered yet.
@@ -139,8 +139,8 @@ impl Recipient {
             Event::Fault { addr, .. } => return self.faults.push_back(PageNo::of(addr)),
             _ => {}
         }
-        let Some(change) = Change::of(&event) else { return };
-        let ends_a_move = |c: &Change| matches!((c, change), (Change::Moved { from, .. }, Change::Gone(range)) if *from == range.start);
+        let Some(change) = VmaChange::of(&event) else { return };
+        let ends_a_move = |c: &VmaChange| matches!((c, change), (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) if *from == range.start);
         if !self.own.iter().any(ends_a_move) {
             self.own.push(change);
             self.since.changed(change);
@@ -158,7 +158,7 @@ impl Recipient {
     }
 
     /// Whether it had an armed mapping at a page at its fork.
-    fn had(&mut self, page: PageNo) -> bool {
+    fn record_page(&mut self, page: PageNo) -> bool {
         loop {
             let at = range_of(page, 1);
             match is_armed(&self.uffd, page) {
@@ -178,19 +178,19 @@ impl Handler {
     /// The child of a fork event that was just read, when all is known of where it has its pages.
     /// `hooked`: what the table has happened before the fork, for the forking thread waited until
     /// it was read.
-    pub(super) fn recipient(&mut self, uffd: Uffd, hooked: bool) -> Recipient {
-        let mut child = Recipient::new(uffd);
+    pub(super) fn recipient(&mut self, uffd: Uffd, hooked: bool) -> UnmanagedChild {
+        let mut child = UnmanagedChild::new(uffd);
         let began = now();
         // The forking thread itself counts as a change until it has run again.
         while self.uffd.coverage(self.engine.bells.range()) == Coverage::Changing {
             let waited = now().since(began);
-            if waited > BUSY {
+            if waited > QUIET_TIMEOUT {
                 self.lay_out(&mut child, hooked);
-                if waited > LATEST || self.accounts_for(&mut child) {
+                if waited > LATE_EVENT_TIMEOUT || self.accounts_for(&mut child) {
                     return child;
                 }
             }
-            let _ = poll_readable(&[self.uffd.as_fd()], Some(LOOK));
+            let _ = poll_readable(&[self.uffd.as_fd()], Some(POLL_INTERVAL));
             self.read_noting();
         }
         self.lay_out(&mut child, hooked);
@@ -198,13 +198,13 @@ impl Handler {
     }
 
     /// Looks where a child has its pages. See [`Handler::recipient`].
-    pub(super) fn lay_out(&self, child: &mut Recipient, hooked: bool) {
-        let (regions, applied, mut noted): (Vec<VirtRange>, Vec<Change>, Vec<Change>) = {
+    pub(super) fn lay_out(&self, child: &mut UnmanagedChild, hooked: bool) {
+        let (regions, applied, mut noted): (Vec<VirtRange>, Vec<VmaChange>, Vec<VmaChange>) = {
             let mm = self.engine.mm.lock();
             (
                 mm.regions.iter().collect(),
                 if hooked { Vec::new() } else { mm.recent.clone() },
-                mm.late.iter().filter_map(Change::of).collect(),
+                mm.late.iter().filter_map(VmaChange::of).collect(),
             )
         };
         noted.extend_from_slice(&self.noted);
@@ -212,12 +212,16 @@ impl Handler {
             child.layout = Layout::default();
             return;
         }
-        child.layout =
-            Layout::judge(&applied, &noted, |page| child.had(page), |addr| is_in(&regions, addr));
+        child.layout = Layout::judge(
+            &applied,
+            &noted,
+            |page| child.record_page(page),
+            |addr| is_in(&regions, addr),
+        );
     }
 
     /// True when the child has an armed mapping wherever something swapped is expected.
-    fn accounts_for(&self, child: &mut Recipient) -> bool {
+    fn accounts_for(&self, child: &mut UnmanagedChild) -> bool {
         let mut at = PageNo(0);
         loop {
             let next = {
@@ -227,7 +231,8 @@ impl Handler {
             };
             let Some((page, is_swapped)) = next else { return true };
             // Mappings move as a whole: one page in a chunk tells of the others.
-            if is_swapped && child.layout.place(page).is_some_and(|place| !child.had(place)) {
+            if is_swapped && child.layout.place(page).is_some_and(|place| !child.record_page(place))
+            {
                 return false;
             }
             at = if is_swapped { page.chunk().plus(1).first() } else { page.plus(1) };
@@ -235,17 +240,17 @@ impl Handler {
     }
 
     /// Forks that came through no hook: the children get everything.
-    pub(crate) fn serve_strangers(&mut self) {
-        if self.strangers.is_empty() {
+    pub(crate) fn populate_untracked(&mut self) {
+        if self.untracked_children.is_empty() {
             return;
         }
         self.giving = true;
-        self.met = 0;
-        self.meet_strangers();
+        self.untracked_since_quiesce = 0;
+        self.take_in_untracked();
         while !self.recipients.is_empty() {
             let mut child = self.recipients.remove(0);
-            self.give_all(&mut child);
-            self.meet_strangers();
+            self.populate(&mut child);
+            self.take_in_untracked();
         }
         self.giving = false;
         if !self.deferring {
@@ -254,9 +259,9 @@ impl Handler {
     }
 
     /// Finds out where those have their pages that were told of.
-    fn meet_strangers(&mut self) {
-        while !self.strangers.is_empty() {
-            let uffd = self.strangers.remove(0);
+    fn take_in_untracked(&mut self) {
+        while !self.untracked_children.is_empty() {
+            let uffd = self.untracked_children.remove(0);
             (self.engine.start.log)(
                 "a fork came through no hook of libc: the child gets all its memory at once and is \
                 not managed",
@@ -265,22 +270,22 @@ impl Handler {
             self.engine.count(Counter::Forks, 1);
             let child = self.recipient(uffd, false);
             self.recipients.push(child);
-            self.met += 1;
+            self.untracked_since_quiesce += 1;
         }
     }
 
     /// Between two pages for a stranger: threads of this process that wait for a page get it, after
     /// all strangers. Where threads fork without pause their turn would never come otherwise.
-    fn attend(&mut self, child: &mut Recipient) {
+    fn attend(&mut self, child: &mut UnmanagedChild) {
         if self.deferring {
             return;
         }
         for _ in 0..ATTENDED {
-            if self.met < MOST_MET {
+            if self.untracked_since_quiesce < MAX_NEW_CHILDREN {
                 self.read_noting();
             }
             // Nothing leaves the table before all know of it.
-            self.meet_strangers();
+            self.take_in_untracked();
             let Some(at) =
                 self.pending.iter().position(|fault| self.can_answer(PageNo::of(fault.addr)))
             else {
@@ -288,10 +293,10 @@ impl Handler {
             };
             let Some(fault) = self.pending.remove(at) else { return };
             let page = PageNo::of(fault.addr);
-            self.give(child, page);
+            self.copy_page(child, page);
             let mut others = std::mem::take(&mut self.recipients);
             for other in &mut others {
-                self.give(other, page);
+                self.copy_page(other, page);
             }
             self.recipients = others;
             self.answer(fault);
@@ -307,10 +312,10 @@ impl Handler {
 
     /// Gives a process everything that is swapped, and those that it forks meanwhile: they have
     /// what it had at that moment.
-    pub(super) fn give_all(&mut self, child: &mut Recipient) {
+    pub(super) fn populate(&mut self, child: &mut UnmanagedChild) {
         let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
         let mut copied = 0;
-        let mut ahead = Ahead::new();
+        let mut ahead = ReadBatch::new();
         for region in regions {
             let pages = pages_of(region);
             let end = PageNo(pages.end);
@@ -338,13 +343,13 @@ impl Handler {
         for at in 0..self.brought.len() {
             self.copy_read(child, self.brought[at], &ahead);
         }
-        self.give_to_its_children(child);
+        self.populate_its_children(child);
     }
 
     /// Gives a page that has come in during the fork.
     fn copy_brought(
         &mut self,
-        child: &mut Recipient,
+        child: &mut UnmanagedChild,
         page: PageNo,
         mut place: PageNo,
     ) -> Option<PageNo> {
@@ -389,18 +394,20 @@ impl Handler {
 
     /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
     /// when it is its turn.
-    fn read_ahead(&self, ahead: &mut Ahead, page: PageNo, end: PageNo) {
+    fn read_ahead(&self, ahead: &mut ReadBatch, page: PageNo, end: PageNo) {
         let devices = &self.engine.devices;
         ahead.read.clear();
         if ahead.buffer.is_none() {
-            ahead.buffer = Mapping::reserve(AHEAD * PAGE_SIZE).ok();
+            ahead.buffer = Mapping::reserve(READ_BATCH_PAGES * PAGE_SIZE).ok();
         }
         let Some(buffer) = &mut ahead.buffer else { return };
         {
             let mm = self.engine.mm.lock();
             let mut at = page;
-            while let Some(page) =
-                mm.table.next_used(at, end).filter(|page| *page < end && ahead.read.len() < AHEAD)
+            while let Some(page) = mm
+                .table
+                .next_used(at, end)
+                .filter(|page| *page < end && ahead.read.len() < READ_BATCH_PAGES)
             {
                 if let PageState::Swapped(entry) = mm.table.get(page)
                     && entry.ty() != POOL
@@ -425,14 +432,14 @@ impl Handler {
 
     /// Gives everything to what a process has forked. A fork that began before the last page was
     /// there is told of only after it; while one is under way the kernel says so.
-    pub(super) fn give_to_its_children(&mut self, child: &mut Recipient) {
+    pub(super) fn populate_its_children(&mut self, child: &mut UnmanagedChild) {
         loop {
             child.read();
             match child.uffd.coverage(self.engine.bells.range()) {
                 Coverage::Changing => yield_now(),
                 _ if child.forked.is_empty() => return,
                 _ => {
-                    let mut grandchild = Recipient::new(child.forked.remove(0));
+                    let mut grandchild = UnmanagedChild::new(child.forked.remove(0));
                     let regions: Vec<VirtRange> = self.engine.mm.lock().regions.iter().collect();
                     let known = |addr| {
                         child
@@ -440,17 +447,18 @@ impl Handler {
                             .origin(PageNo::of(addr))
                             .is_some_and(|page| is_in(&regions, page.addr()))
                     };
-                    let own = Layout::judge(&[], &child.own, |page| grandchild.had(page), known);
+                    let own =
+                        Layout::judge(&[], &child.own, |page| grandchild.record_page(page), known);
                     grandchild.layout = child.layout.clone();
                     own.done().iter().for_each(|change| grandchild.layout.changed(*change));
-                    self.give_all(&mut grandchild);
+                    self.populate(&mut grandchild);
                 }
             }
         }
     }
 
     /// Answers a child's own fault. The page's place, if it is there now and was not before.
-    pub(super) fn copy_at(&mut self, child: &mut Recipient, place: PageNo) -> Option<PageNo> {
+    pub(super) fn copy_at(&mut self, child: &mut UnmanagedChild, place: PageNo) -> Option<PageNo> {
         // Where it was at the fork, and where the table has that.
         match child.since.origin(place).and_then(|at| child.layout.origin(at)) {
             Some(page) => self.copy_to(child, page),
@@ -463,7 +471,7 @@ impl Handler {
 
     /// Copies a page to another process that is about to leave the table. Its place there, if it is
     /// there now and was not before. What is not swapped the other has itself, or nobody has.
-    pub(super) fn give(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
+    pub(super) fn copy_page(&mut self, child: &mut UnmanagedChild, page: PageNo) -> Option<PageNo> {
         let state = self.engine.mm.lock().table.get(page);
         matches!(state, PageState::Swapped(_) | PageState::Poisoned)
             .then(|| self.copy_to(child, page))?
@@ -471,12 +479,17 @@ impl Handler {
 
     /// Copies what this process has for a page to another one. Its place there, if it is there now
     /// and was not before.
-    fn copy_to(&mut self, child: &mut Recipient, page: PageNo) -> Option<PageNo> {
-        self.copy_read(child, page, &Ahead::new())
+    fn copy_to(&mut self, child: &mut UnmanagedChild, page: PageNo) -> Option<PageNo> {
+        self.copy_read(child, page, &ReadBatch::new())
     }
 
     /// The same where some was read ahead.
-    fn copy_read(&mut self, child: &mut Recipient, page: PageNo, ahead: &Ahead) -> Option<PageNo> {
+    fn copy_read(
+        &mut self,
+        child: &mut UnmanagedChild,
+        page: PageNo,
+        ahead: &ReadBatch,
+    ) -> Option<PageNo> {
         let engine = self.engine;
         loop {
             let place = child.place(page)?;
@@ -538,7 +551,7 @@ impl Handler {
                     }
                 }
                 PageState::Poisoned => child.uffd.poison(range),
-                PageState::Empty | PageState::Present | PageState::Kept(_) => {
+                PageState::Empty | PageState::Present | PageState::PresentClean(_) => {
                     child.uffd.zero_pages(range, true)
                 }
             };

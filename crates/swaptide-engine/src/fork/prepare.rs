@@ -20,8 +20,8 @@ use swaptide_sys::uffd::Event;
 use crate::event_loop::Handler;
 use crate::fork::control::{NONE, PREPARED, REFUSED};
 use crate::fork::help::Forker;
-use crate::fork::layout::Change;
-use crate::readahead::history::ChildrensBook;
+use crate::fork::layout::VmaChange;
+use crate::readahead::history::SharedMissHistory;
 
 /// Tests want the handler to stand still for good: before it is prepared, when it is, and while a
 /// child is served.
@@ -40,18 +40,18 @@ impl Handler {
             return;
         }
         self.forking = true;
-        self.place.leave(swaptide_sys::thread::now());
+        self.cpu.leave(swaptide_sys::thread::now());
         // The last fork's end may have been told after its hand-over.
         self.fork_done = false;
-        self.stand_still_as_told(FAIL_BEFORE);
+        self.inject_standstill(FAIL_BEFORE);
         self.park_workers();
         while self.worker.store_waiting(engine) {}
         engine.mm.lock().staging.trim(0);
-        let _ = self.mint.discard(0, self.mint.len());
+        let _ = self.fresh_pages.discard(0, self.fresh_pages.len());
         // The child makes buffers of its own, and nobody would ever give these back there.
         self.ahead.clear();
         engine.devices.file.device.freeze_all();
-        self.open_book();
+        self.open_history();
         let token = swaptide_sys::thread::now().0.rotate_left(17) ^ u64::from(forker);
         engine.fork.token.store(token, Relaxed);
         let door = engine.fork.take_end().or_else(|| engine.fork.fetch_end());
@@ -62,12 +62,12 @@ impl Handler {
                 engine.fork.set(REFUSED);
                 return;
             }
-            self.open_shield();
+            self.allow_fork();
         }
         engine.fork.shut(door.is_none());
         self.deferring = true;
         engine.fork.set(PREPARED);
-        self.stand_still_as_told(FAIL_PREPARED);
+        self.inject_standstill(FAIL_PREPARED);
         let mut watched = Forker::new(forker);
         let mut helped = false;
         loop {
@@ -87,7 +87,7 @@ impl Handler {
             }
             let patience = if helped { Duration::ZERO } else { Duration::from_millis(1) };
             match &door {
-                Some(conn) if engine.followed => self.attend_birth(conn, patience),
+                Some(conn) if engine.followed => self.receive_child_uffd(conn, patience),
                 _ => self.read_within(Some(patience)),
             }
             helped = self.help(&mut watched);
@@ -107,11 +107,11 @@ impl Handler {
     }
 
     /// A book for what this process's children do, if they are worth one.
-    fn open_book(&self) {
+    fn open_history(&self) {
         let mut book = self.engine.childrens_book.lock();
-        if book.is_none() && self.engine.charge.is_worth_keeping() {
+        if book.is_none() && self.engine.charge.is_pool_worth_sharing() {
             // Without it, children begin their own.
-            *book = ChildrensBook::new(self.engine.charge.limit()).ok();
+            *book = SharedMissHistory::new(self.engine.charge.limit()).ok();
         }
     }
 
@@ -135,13 +135,13 @@ impl Handler {
             engine.work.store(1, Release);
             futex::wake(&engine.work, u32::MAX >> 1, futex::Scope::Private);
             let stand_still = engine.parked.load(Acquire) == engine.workers.load(Acquire);
-            if stand_still && self.away.is_empty() && engine.far.is_settled() {
+            if stand_still && self.remote.is_empty() && engine.far.is_settled() {
                 return;
             }
             // A worker may be waiting for the handler to read its bell, or for a page.
             self.drain_events();
-            self.post();
-            self.land();
+            self.submit();
+            self.complete();
             if let Some(fault) = self.pending.pop_front() {
                 self.answer(fault);
             }
@@ -158,7 +158,7 @@ impl Handler {
         self.brought.clear();
         self.apply_noted();
         if engine.followed {
-            self.close_shield();
+            self.deny_fork();
         }
         self.unpark_workers();
         engine.fork.set(NONE);
@@ -183,11 +183,11 @@ impl Handler {
         }
         let engine = self.engine;
         let mut mm = engine.mm.lock();
-        for event in self.noted.drain(..).filter_map(Change::event) {
+        for event in self.noted.drain(..).filter_map(VmaChange::event) {
             engine.apply(&mut mm, event);
         }
         mm.behind = false;
-        engine.settle(&mm);
+        engine.publish_usage(&mm);
         let is_late = !mm.late.is_empty();
         drop(mm);
         if is_late {
@@ -199,7 +199,7 @@ impl Handler {
 
     /// Notes an event for after the fork.
     pub(crate) fn note_event(&mut self, event: Event) {
-        let Some(change) = Change::of(&event) else {
+        let Some(change) = VmaChange::of(&event) else {
             crate::fatal(&format!("the userfaultfd sent {event:?} during a fork"));
         };
         // Behind the fork event memory may be allocated again.

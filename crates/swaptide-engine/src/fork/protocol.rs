@@ -3,24 +3,24 @@
 //! | from | message |
 //! |---|---|
 //! | child | hello: its process slot, or a [`Decline`]; its process id; the fork's token |
-//! | parent | the length of what follows, with the userfaultfd and a descriptor for each swap area; or [`OFF`] or [`OFF_TORN`] |
+//! | parent | the length of what follows, with the userfaultfd and a descriptor for each swap area; or [`NO_ENGINE`] or [`NO_ENGINE_INCOMPLETE`] |
 //! | parent | in parts of [`MESSAGE_BYTES`]: how many swap areas, their numbers and generations; how many pages were copied, their numbers; the changes of
 //! mappings that the child has |
-//! | child | [`TAKEN`], or [`DECLINED`] and then waits for [`OFF`] |
+//! | child | [`MSG_SERVING`], or [`DECLINED`] and then waits for [`NO_ENGINE`] |
 //!
 //! Locks: none.
 
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
-use crate::fork::layout::Change;
+use crate::fork::layout::VmaChange;
 
 /// Instead of a length: the child shall go on without an engine; all its memory is there.
-pub(super) const OFF: u64 = u64::MAX;
+pub(super) const NO_ENGINE: u64 = u64::MAX;
 /// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from
 /// it any more.
-pub(super) const OFF_TORN: u64 = u64::MAX - 1;
+pub(super) const NO_ENGINE_INCOMPLETE: u64 = u64::MAX - 1;
 /// The child's word at the end: it serves itself.
-pub(super) const TAKEN: u8 = b'T';
+pub(super) const MSG_SERVING: u8 = b'T';
 /// Or it cannot.
 pub(super) const DECLINED: u8 = b'D';
 /// In a child's hello instead of its slot: a [`Decline`] less than this.
@@ -57,23 +57,23 @@ impl Decline {
 }
 
 /// A change of mappings as it goes over the socket; nothing for one that is the table's alone.
-pub(super) fn encode(change: &Change) -> Option<[u64; 4]> {
+pub(super) fn encode(change: &VmaChange) -> Option<[u64; 4]> {
     match change {
-        Change::Gone(r) => Some([1, r.start.0 as u64, r.end.0 as u64, 0]),
-        Change::Moved { from, to, len } => Some([2, from.0 as u64, to.0 as u64, *len as u64]),
-        Change::Dropped(r) => Some([3, r.start.0 as u64, r.end.0 as u64, 0]),
-        Change::Armed(_) => None,
+        VmaChange::Gone(r) => Some([1, r.start.0 as u64, r.end.0 as u64, 0]),
+        VmaChange::Moved { from, to, len } => Some([2, from.0 as u64, to.0 as u64, *len as u64]),
+        VmaChange::Dropped(r) => Some([3, r.start.0 as u64, r.end.0 as u64, 0]),
+        VmaChange::Armed(_) => None,
     }
 }
 
 /// The same back.
-pub(super) fn decode(words: &[usize]) -> Option<Change> {
+pub(super) fn decode(words: &[usize]) -> Option<VmaChange> {
     let &[kind, a, b, len] = words else { return None };
     let range = VirtRange { start: VirtAddr(a), end: VirtAddr(b) };
     match kind {
-        1 => Some(Change::Gone(range)),
-        2 => Some(Change::Moved { from: VirtAddr(a), to: VirtAddr(b), len }),
-        3 => Some(Change::Dropped(range)),
+        1 => Some(VmaChange::Gone(range)),
+        2 => Some(VmaChange::Moved { from: VirtAddr(a), to: VirtAddr(b), len }),
+        3 => Some(VmaChange::Dropped(range)),
         _ => None,
     }
 }
@@ -86,9 +86,9 @@ mod tests {
     fn changes_come_over_as_they_were() {
         let range = VirtRange { start: VirtAddr(0x7000), end: VirtAddr(0x9000) };
         for change in [
-            Change::Gone(range),
-            Change::Dropped(range),
-            Change::Moved { from: range.start, to: range.end, len: 0x2000 },
+            VmaChange::Gone(range),
+            VmaChange::Dropped(range),
+            VmaChange::Moved { from: range.start, to: range.end, len: 0x2000 },
         ] {
             assert_eq!(
                 encode(&change).and_then(|words| decode(&words.map(|word| word as usize))),

@@ -27,7 +27,7 @@ pub struct Acceptance {
 
 /// What compressed memory says to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Answer {
+pub enum Verdict {
     /// It comes in.
     Takes,
     /// Compressed memory is at its bound.
@@ -56,22 +56,22 @@ impl Acceptance {
     }
 
     /// What is said to a page when compressed memory has `pool` bytes and may have `bound`.
-    pub fn ask(&self, pool: u64, bound: u64) -> Answer {
+    pub fn ask(&self, pool: u64, bound: u64) -> Verdict {
         if self.threshold_percent == 0 || bound == u64::MAX {
-            return Answer::Takes;
+            return Verdict::Takes;
         }
         if pool >= bound {
             self.full.store(true, Relaxed);
-            return Answer::AtLimit;
+            return Verdict::AtLimit;
         }
         if !self.is_full() {
-            return Answer::Takes;
+            return Verdict::Takes;
         }
         if pool <= self.threshold(bound) {
             self.full.store(false, Relaxed);
-            return Answer::Takes;
+            return Verdict::Takes;
         }
-        Answer::NotYet
+        Verdict::NotYet
     }
 
     /// The bound was reached, and no page has been taken since.
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(bound, 200);
         let answers = [0, 199, 200, 199, 150, 101, 100, 150, 199, 230, 101, 99]
             .map(|pool| acceptance.ask(pool, bound));
-        use Answer::{AtLimit, NotYet, Takes};
+        use Verdict::{AtLimit, NotYet, Takes};
         let expected = [
             Takes, Takes, AtLimit, NotYet, NotYet, NotYet, Takes, Takes, Takes, AtLimit, NotYet,
             Takes,
@@ -116,14 +116,14 @@ mod tests {
         let always = Acceptance::new(0, 0);
         assert_eq!(
             (always.ask(1 << 40, 1 << 20), always.is_full(), always.bound(1 << 30)),
-            (Answer::Takes, false, u64::MAX)
+            (Verdict::Takes, false, u64::MAX)
         );
         let unbounded = Acceptance::new(0, 80);
-        assert_eq!(unbounded.ask(1 << 40, u64::MAX), Answer::Takes);
+        assert_eq!(unbounded.ask(1 << 40, u64::MAX), Verdict::Takes);
         // A bound of bytes, as `zram:SIZE` sets it, does with a threshold alone.
         assert_eq!(
             (unbounded.ask(100, 100), unbounded.ask(81, 100), unbounded.ask(80, 100)),
-            (Answer::AtLimit, Answer::NotYet, Answer::Takes)
+            (Verdict::AtLimit, Verdict::NotYet, Verdict::Takes)
         );
     }
 

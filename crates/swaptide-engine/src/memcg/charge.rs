@@ -16,35 +16,35 @@ use swaptide_ipc::ProcSlot;
 use swaptide_sys::page::PAGE_SIZE;
 use swaptide_sys::process::StatmFd;
 
-use crate::memcg::acceptance::{Acceptance, Answer};
-use crate::memcg::cow_group::Family;
+use crate::memcg::acceptance::{Acceptance, Verdict};
+use crate::memcg::cow_group::CowGroup;
 use crate::mm::types::{CHUNK_BYTES, CHUNKS_PER_LEAF};
 
 /// Copies of pages that the program has again take at most this part of the limit.
-const KEPT_PART: u64 = 128;
+const CLEAN_COPIES_DIVISOR: u64 = 128;
 
 /// Where a fault brings in fewer pages than this, on average, they come in one by one.
-const SPARSE: u32 = 2;
+const SPARSE_PAGES_PER_CHUNK: u32 = 2;
 
 /// Where nothing can be put any more, at least this part of what there is to divide stays with the
 /// program.
-const LEAST_RESIDENT: u64 = 8;
+const MIN_RESIDENT_DIVISOR: u64 = 8;
 
 /// By so much at a time the program may go past its limit where it cannot work within, and to this
 /// part of the limit at most.
 const GRACE_STEP: u64 = 64 << 10;
-const GRACE_PART: u64 = 20;
+const GRACE_DIVISOR: u64 = 20;
 
 /// Compressed memory that a fork shares with its parent, from which on it is worth something to
 /// keep it so.
-const WORTH_KEEPING: u64 = 16 << 20;
+const MIN_SHARED_POOL_BYTES: u64 = 16 << 20;
 
 /// The share of compressed memory in a family, in 1/1024.
-const FAMILY_SHARE: u32 = 960;
+const COW_GROUP_SHARE_1024: u32 = 960;
 /// What compressed memory may grow by when a family has ended, in 1/1024.
-const FAMILY_SLACK: u32 = 16;
+const COW_GROUP_SLACK_1024: u32 = 16;
 /// What a fork leaves to each of the two, if there was that much.
-const LEAST_PARTED: u64 = 4 << 20;
+const MIN_FORK_SHARE_BYTES: u64 = 4 << 20;
 
 /// See the module's description.
 pub struct Charge {
@@ -69,7 +69,7 @@ pub struct Charge {
     /// Bytes in shared memory that are this process's to pay for.
     aside: AtomicU64,
     /// Whether others have much of this process's memory.
-    pub(crate) family: Family,
+    pub(crate) family: CowGroup,
 }
 
 impl Charge {
@@ -89,9 +89,9 @@ impl Charge {
             rest: AtomicI64::new(0),
             surge: AtomicI64::new(0),
             scattered: AtomicBool::new(false),
-            brought_16: AtomicU32::new(16 * SPARSE),
+            brought_16: AtomicU32::new(16 * SPARSE_PAGES_PER_CHUNK),
             aside: AtomicU64::new(0),
-            family: Family::default(),
+            family: CowGroup::default(),
         }
     }
 
@@ -118,22 +118,22 @@ impl Charge {
     /// Takes over what the supervisor wrote.
     pub fn take_limit(&self, slot: &ProcSlot) {
         let limit = slot.limit_bytes.load(Relaxed);
-        if limit != 0 && self.family.heeds(limit) {
+        if limit != 0 && self.family.accepts_limit(limit) {
             self.limit.store(limit, Relaxed);
         }
         self.pool_max.store(slot.pool_max_plus.load(Relaxed).wrapping_sub(1), Relaxed);
-        self.family.hear(slot.cow_hint.load(Relaxed));
+        self.family.on_hint(slot.cow_hint.load(Relaxed));
     }
 
     /// What a fork leaves to each of the two: half of the limit, if there is that much. Where there
-    /// is something to keep, it is not heeded at once ([`Family::part`]). In both processes, before
-    /// another limit is taken over.
-    pub fn part_with(&self) -> u64 {
+    /// is something to keep, it is not heeded at once ([`CowGroup::part`]). In both processes,
+    /// before another limit is taken over.
+    pub fn split_limit(&self) -> u64 {
         // Of several forks before the supervisor has looked each leaves half of what the last one
         // left.
-        let limit = self.family.parted().unwrap_or_else(|| self.limit());
-        let half = (limit / 2).max(LEAST_PARTED.min(limit));
-        if self.is_worth_keeping() {
+        let limit = self.family.fork_limit_set().unwrap_or_else(|| self.limit());
+        let half = (limit / 2).max(MIN_FORK_SHARE_BYTES.min(limit));
+        if self.is_pool_worth_sharing() {
             self.family.part(half);
         }
         half
@@ -141,13 +141,13 @@ impl Charge {
 
     /// The program does not get on within its limit (see [`crate::memcg::thrash`]): it may go a
     /// little further past it.
-    pub fn widen(&self) {
-        let most = self.limit() / GRACE_PART;
+    pub fn grant_grace(&self) {
+        let most = self.limit() / GRACE_DIVISOR;
         self.grace.store((self.grace.load(Relaxed) + GRACE_STEP).min(most), Relaxed);
     }
 
-    /// Takes back some of what [`Charge::widen`] gave.
-    pub fn narrow(&self) {
+    /// Takes back some of what [`Charge::grant_grace`] gave.
+    pub fn decay_grace(&self) {
         let grace = self.grace.load(Relaxed);
         self.grace.store(grace - (grace / 64 + PAGE_SIZE as u64).min(grace), Relaxed);
     }
@@ -173,8 +173,8 @@ impl Charge {
 
     /// True when there is so much in compressed memory that it is worth something to look after
     /// what forks do with it.
-    pub fn is_worth_keeping(&self) -> bool {
-        self.pool() >= WORTH_KEEPING
+    pub fn is_pool_worth_sharing(&self) -> bool {
+        self.pool() >= MIN_SHARED_POOL_BYTES
     }
 
     /// Bytes that are not under management.
@@ -235,7 +235,7 @@ impl Charge {
     /// True while pages come in one by one: little need be kept free for them, however many go out
     /// together.
     pub fn is_sparse(&self) -> bool {
-        self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE
+        self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE_PAGES_PER_CHUNK
     }
 
     /// While there is less room than this, whoever answers faults has something taken out.
@@ -278,8 +278,8 @@ impl Charge {
 
     /// Bytes that the compressed pool may take before its oldest pages go to the file.
     pub fn pool_limit(&self) -> u64 {
-        let share = if self.family.is_one() {
-            FAMILY_SHARE.max(self.pool_share())
+        let share = if self.family.is_active() {
+            COW_GROUP_SHARE_1024.max(self.pool_share())
         } else {
             self.pool_share()
         };
@@ -298,7 +298,7 @@ impl Charge {
     }
 
     /// Whether compressed memory takes pages, now that it has `pool` bytes.
-    pub fn ask_pool(&self, pool: u64) -> Answer {
+    pub fn ask_pool(&self, pool: u64) -> Verdict {
         self.acceptance.ask(pool, self.pool_bound())
     }
 
@@ -323,7 +323,7 @@ impl Charge {
         let pool = self.pool();
         let resident = self.pages.load(Relaxed) * PAGE_SIZE as u64;
         let bounded = self.pool_bound() != u64::MAX;
-        pool > self.pool_limit() && (bounded || resident < self.divisible() / LEAST_RESIDENT)
+        pool > self.pool_limit() && (bounded || resident < self.divisible() / MIN_RESIDENT_DIVISOR)
     }
 
     /// Bytes to be divided between managed pages and compressed memory: the limit less what is not
@@ -356,7 +356,8 @@ impl Charge {
     /// have the same memory, which giving them up would not free but have copied.
     pub fn keeps_copies(&self, kept: usize, pages: usize) -> bool {
         let bytes = self.pool() as u128 * kept as u128 / pages.max(1) as u128;
-        let few = bytes < u128::from(self.limit() / KEPT_PART) || self.family.is_one();
+        let few =
+            bytes < u128::from(self.limit() / CLEAN_COPIES_DIVISOR) || self.family.is_active();
         few && self.pool() < self.pool_limit()
     }
 
@@ -364,26 +365,26 @@ impl Charge {
     /// then goes there when it goes out again, however old it is: a child that reads all that its
     /// parent had (to save it) would else read much of it twice. Elsewhere that loses more than it
     /// gains.
-    pub fn takes_what_is_old(&self) -> bool {
-        self.family.is_heir() && self.pool() < self.pool_limit() / 8 * 7
+    pub fn may_compact_old(&self) -> bool {
+        self.family.is_child_member() && self.pool() < self.pool_limit() / 8 * 7
     }
 
     /// Looks whether this process is still of a family; called now and then.
-    pub fn follow_family(&self) {
+    pub fn follow_cow_group(&self) {
         self.family.look_for_parent();
         if self.family.follow(self.pool() > self.pool_goal()) {
             // What grew meanwhile is divided anew, but not by writing away at once what the next
             // child would have as well.
             let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32
-                + FAMILY_SLACK;
-            self.pool_share.fetch_max(has.min(crate::memcg::pool_sizing::MOST), Relaxed);
+                + COW_GROUP_SLACK_1024;
+            self.pool_share.fetch_max(has.min(crate::memcg::pool_sizing::MAX_SHARE_1024), Relaxed);
         }
     }
 
     /// This process is a fork of `parent`; what it has, it shares with it. So little that many
     /// small forks could have as much again each does not count.
     pub fn inherit(&self, parent: u32) {
-        if self.is_worth_keeping() {
+        if self.is_pool_worth_sharing() {
             self.family.inherit(parent);
         }
     }
@@ -413,11 +414,11 @@ mod tests {
         let charge = Charge::new(40 << 20, 75, 0);
         charge.publish(40 << 8, 0, 0);
         assert_eq!(charge.headroom(), 0);
-        charge.widen();
+        charge.grant_grace();
         assert_eq!(charge.headroom(), 64 << 10);
-        (0..100).for_each(|_| charge.widen());
+        (0..100).for_each(|_| charge.grant_grace());
         assert_eq!(charge.headroom(), 2 << 20);
-        (0..1000).for_each(|_| charge.narrow());
+        (0..1000).for_each(|_| charge.decay_grace());
         assert_eq!(charge.headroom(), 0);
     }
 
@@ -437,17 +438,17 @@ mod tests {
             charge.take_limit(slot);
             charge.limit() >> 20
         };
-        assert_eq!(charge.part_with(), 32 << 20);
+        assert_eq!(charge.split_limit(), 32 << 20);
         assert_eq!(takes(32 << 20), 32);
         assert_eq!(takes(64 << 20), 64);
         charge.publish(0, 0, 16 << 20);
-        assert_eq!(charge.part_with(), 32 << 20);
+        assert_eq!(charge.split_limit(), 32 << 20);
         assert_eq!(
             (takes(32 << 20), takes(50 << 20), takes(32 << 20)),
             (64, 50, 32),
             "until the supervisor has seen the child"
         );
-        assert_eq!(Charge::new(3 << 20, 75, 0).part_with(), 3 << 20);
+        assert_eq!(Charge::new(3 << 20, 75, 0).split_limit(), 3 << 20);
     }
 
     #[test]
@@ -455,31 +456,31 @@ mod tests {
         let (charge, slot) = (Charge::new(64 << 20, 50, 0), slot());
         charge.publish(0, 0, 15 << 20);
         charge.inherit(swaptide_sys::process::parent());
-        assert!(!charge.family.is_one(), "so little is not worth it");
+        assert!(!charge.family.is_active(), "so little is not worth it");
         charge.publish(0, 0, 33 << 20);
         assert!(
             !charge.keeps_copies(500, 1000)
-                && !charge.takes_what_is_old()
+                && !charge.may_compact_old()
                 && charge.pool_limit() == 32 << 20
         );
         charge.inherit(swaptide_sys::process::parent());
-        charge.follow_family();
+        charge.follow_cow_group();
         assert!(
             charge.keeps_copies(500, 1000)
-                && charge.takes_what_is_old()
+                && charge.may_compact_old()
                 && charge.pool_limit() == 60 << 20
         );
         charge.publish(0, 0, 61 << 20);
-        assert!(!charge.keeps_copies(500, 1000) && !charge.takes_what_is_old(), "past its share");
+        assert!(!charge.keeps_copies(500, 1000) && !charge.may_compact_old(), "past its share");
         charge.publish(0, 0, 40 << 20);
         charge.inherit(1 << 30);
-        charge.follow_family();
+        charge.follow_cow_group();
         assert!(
-            !charge.takes_what_is_old() && charge.keeps_copies(500, 1000),
+            !charge.may_compact_old() && charge.keeps_copies(500, 1000),
             "the parent is another one, but that may not be all"
         );
         std::thread::sleep(std::time::Duration::from_millis(220));
-        charge.follow_family();
+        charge.follow_cow_group();
         assert!(!charge.keeps_copies(500, 1000));
         assert!(
             (40 << 20..42 << 20).contains(&charge.pool_limit()),
@@ -532,11 +533,11 @@ mod tests {
             (charge.pool_bound(), charge.pool_limit(), charge.pool_goal()),
             (20 << 20, 20 << 20, 20 << 20)
         );
-        assert_eq!(charge.ask_pool(20 << 20), Answer::AtLimit);
+        assert_eq!(charge.ask_pool(20 << 20), Verdict::AtLimit);
         assert_eq!((charge.pool_goal(), charge.pool_refuses()), (10 << 20, true));
         assert_eq!(
             (charge.ask_pool(11 << 20), charge.ask_pool(10 << 20)),
-            (Answer::NotYet, Answer::Takes)
+            (Verdict::NotYet, Verdict::Takes)
         );
         assert_eq!(charge.pool_goal(), 20 << 20);
         charge.set_pool_share(100);

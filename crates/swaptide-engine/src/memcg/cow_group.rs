@@ -12,9 +12,9 @@
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
 //!
 //! Invariants
-//! 1. A limit that a fork left is heeded after [`PARTS`] at the latest.
-//! 2. Who shares nothing any more is of no family after [`PATIENCE`], and compressed memory that is
-//!    past its share for so long goes to the swap areas in a family, too.
+//! 1. A limit that a fork left is heeded after [`FORK_LIMIT_TIMEOUT`] at the latest.
+//! 2. Who shares nothing any more is of no family after [`HINT_HYSTERESIS`], and compressed memory
+//!    that is past its share for so long goes to the swap areas in a family, too.
 //!
 //! Locks: none; atomics, each read on its own.
 
@@ -24,17 +24,17 @@ use std::time::Duration;
 use swaptide_sys::thread::now;
 
 /// How long a process waits after a fork for the supervisor to say what each of the two may have.
-const PARTS: Duration = Duration::from_millis(100);
+const FORK_LIMIT_TIMEOUT: Duration = Duration::from_millis(100);
 /// What the supervisor says may change and change back within so long: it carries on what it
 /// measures in between.
-const PATIENCE: Duration = Duration::from_millis(200);
+const HINT_HYSTERESIS: Duration = Duration::from_millis(200);
 /// A fork is of its parent's family for so long, whatever the supervisor says: until then it has
 /// measured.
-const HEIR: Duration = Duration::from_secs(1);
+const CHILD_MEMBERSHIP: Duration = Duration::from_secs(1);
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Family {
+pub struct CowGroup {
     is_one: AtomicBool,
     /// The process of which this one is a fork, while it lives; 0 otherwise.
     heir_of: AtomicU32,
@@ -53,26 +53,26 @@ fn after(time: Duration) -> u64 {
     now().0.saturating_add(time.as_nanos() as u64)
 }
 
-impl Family {
+impl CowGroup {
     /// A fork that is worth it left `limit` to each of the two. What they share counts once, which
     /// the supervisor alone can tell: until it has seen the child and says how much it is, for
-    /// [`PARTS`] at most, both go on with the whole. (Were they to take half of it out at once,
-    /// they would copy what they share to do so, and have to bring it back.) In both processes,
-    /// before they take over another limit.
+    /// [`FORK_LIMIT_TIMEOUT`] at most, both go on with the whole. (Were they to take half of it out
+    /// at once, they would copy what they share to do so, and have to bring it back.) In both
+    /// processes, before they take over another limit.
     pub fn part(&self, limit: u64) {
         self.parted.store(limit, Relaxed);
-        self.parted_until.store(after(PARTS), Relaxed);
+        self.parted_until.store(after(FORK_LIMIT_TIMEOUT), Relaxed);
         self.stay();
     }
 
     /// What the last fork left, while the supervisor may still say another limit.
-    pub fn parted(&self) -> Option<u64> {
+    pub fn fork_limit_set(&self) -> Option<u64> {
         let is_on = now().0 < self.parted_until.load(Relaxed);
         Some(self.parted.load(Relaxed)).filter(|limit| is_on && *limit != 0)
     }
 
     /// False for the limit that a fork left, as long as the supervisor may still say another.
-    pub fn heeds(&self, limit: u64) -> bool {
+    pub fn accepts_limit(&self, limit: u64) -> bool {
         if limit == self.parted.load(Relaxed) && now().0 < self.parted_until.load(Relaxed) {
             return false;
         }
@@ -82,7 +82,7 @@ impl Family {
 
     /// What the supervisor says: 0, or a number that is another one each time it has seen that this
     /// process is of a family. (If it is gone, it says nothing.)
-    pub fn hear(&self, said: u32) {
+    pub fn on_hint(&self, said: u32) {
         if self.said.swap(said, Relaxed) != said && said != 0 {
             self.stay();
         }
@@ -90,7 +90,7 @@ impl Family {
 
     /// It is one for a while.
     pub fn stay(&self) {
-        self.until.fetch_max(after(PATIENCE), Relaxed);
+        self.until.fetch_max(after(HINT_HYSTERESIS), Relaxed);
         self.is_one.store(true, Relaxed);
     }
 
@@ -98,25 +98,26 @@ impl Family {
     pub fn inherit(&self, parent: u32) {
         self.heir_of.store(parent, Relaxed);
         self.stay();
-        self.until.fetch_max(after(HEIR), Relaxed);
+        self.until.fetch_max(after(CHILD_MEMBERSHIP), Relaxed);
     }
 
-    /// Ends what [`Family::inherit`] began when the parent is another one now: the first has ended.
+    /// Ends what [`CowGroup::inherit`] began when the parent is another one now: the first has
+    /// ended.
     pub fn look_for_parent(&self) {
         let parent = self.heir_of.load(Relaxed);
         if parent != 0 && parent != swaptide_sys::process::parent() {
             self.heir_of.store(0, Relaxed);
-            self.until.store(after(PATIENCE), Relaxed);
+            self.until.store(after(HINT_HYSTERESIS), Relaxed);
         }
     }
 
     /// True in a fork whose parent lives.
-    pub fn is_heir(&self) -> bool {
+    pub fn is_child_member(&self) -> bool {
         self.heir_of.load(Relaxed) != 0
     }
 
     /// See the module's description.
-    pub fn is_one(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         self.is_one.load(Relaxed)
     }
 
@@ -134,11 +135,11 @@ impl Family {
 
     /// False while what is in compressed memory should stay there although it is past its share.
     pub fn may_write_back(&self) -> bool {
-        if !self.is_one() {
+        if !self.is_active() {
             return true;
         }
         let since = self.pressed.load(Relaxed);
-        since != 0 && now().0.saturating_sub(since) >= PATIENCE.as_nanos() as u64
+        since != 0 && now().0.saturating_sub(since) >= HINT_HYSTERESIS.as_nanos() as u64
     }
 }
 
@@ -152,62 +153,62 @@ mod tests {
 
     #[test]
     fn what_a_fork_left_is_not_heeded_until_the_supervisor_says_more_or_says_nothing() {
-        let family = Family::default();
-        assert!(family.heeds(32 << 20));
+        let family = CowGroup::default();
+        assert!(family.accepts_limit(32 << 20));
         family.part(32 << 20);
-        assert!(!family.heeds(32 << 20), "nobody has seen the child");
-        assert!(family.heeds(50 << 20), "somebody has");
-        assert!(family.heeds(32 << 20));
+        assert!(!family.accepts_limit(32 << 20), "nobody has seen the child");
+        assert!(family.accepts_limit(50 << 20), "somebody has");
+        assert!(family.accepts_limit(32 << 20));
         family.part(32 << 20);
-        wait(PARTS);
-        assert!(family.heeds(32 << 20), "nobody ever will");
+        wait(FORK_LIMIT_TIMEOUT);
+        assert!(family.accepts_limit(32 << 20), "nobody ever will");
     }
 
     #[test]
     fn a_family_ends_a_while_after_nothing_is_shared_any_more() {
-        let family = Family::default();
-        assert!(!family.is_one() && !family.follow(false));
+        let family = CowGroup::default();
+        assert!(!family.is_active() && !family.follow(false));
         family.stay();
-        assert!(family.is_one() && !family.follow(false) && family.is_one());
-        wait(PATIENCE);
-        assert!(family.is_one(), "nobody has looked");
-        assert!(family.follow(false) && !family.is_one());
+        assert!(family.is_active() && !family.follow(false) && family.is_active());
+        wait(HINT_HYSTERESIS);
+        assert!(family.is_active(), "nobody has looked");
+        assert!(family.follow(false) && !family.is_active());
         assert!(!family.follow(false), "it is told once");
     }
 
     #[test]
     fn an_heir_is_of_the_family_for_a_while_and_then_by_the_supervisors_word() {
-        let family = Family::default();
+        let family = CowGroup::default();
         family.inherit(swaptide_sys::process::parent());
         family.look_for_parent();
-        wait(PATIENCE);
-        assert!(!family.follow(false) && family.is_one() && family.is_heir());
-        wait(HEIR);
-        assert!(family.follow(false) && !family.is_one() && family.is_heir());
-        family.hear(7);
-        assert!(family.is_one());
-        wait(PATIENCE);
-        family.hear(7);
+        wait(HINT_HYSTERESIS);
+        assert!(!family.follow(false) && family.is_active() && family.is_child_member());
+        wait(CHILD_MEMBERSHIP);
+        assert!(family.follow(false) && !family.is_active() && family.is_child_member());
+        family.on_hint(7);
+        assert!(family.is_active());
+        wait(HINT_HYSTERESIS);
+        family.on_hint(7);
         assert!(family.follow(false), "the supervisor says nothing new");
         family.inherit(1 << 30);
         family.look_for_parent();
-        assert!(!family.is_heir() && family.is_one());
-        wait(PATIENCE);
+        assert!(!family.is_child_member() && family.is_active());
+        wait(HINT_HYSTERESIS);
         assert!(family.follow(false));
     }
 
     #[test]
     fn compressed_memory_that_is_past_its_share_for_long_goes_on() {
-        let family = Family::default();
+        let family = CowGroup::default();
         assert!(family.may_write_back());
         family.inherit(swaptide_sys::process::parent());
         family.follow(true);
         assert!(!family.may_write_back());
-        wait(PATIENCE);
+        wait(HINT_HYSTERESIS);
         family.follow(false);
         family.follow(true);
         assert!(!family.may_write_back(), "it was not all the time");
-        wait(PATIENCE);
+        wait(HINT_HYSTERESIS);
         assert!(family.may_write_back());
     }
 }

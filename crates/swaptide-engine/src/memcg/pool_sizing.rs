@@ -24,15 +24,15 @@
 //! the memory lock; the share it decides on is kept in [`crate::memcg::charge::Charge`].
 
 /// Smallest share of compressed memory, in 1/1024 of what there is to divide.
-pub const LEAST: u32 = 48;
+pub const MIN_SHARE_1024: u32 = 48;
 /// Largest share.
-pub const MOST: u32 = 700;
+pub const MAX_SHARE_1024: u32 = 700;
 /// One step.
-const STEP: u32 = 16;
+const SHARE_STEP_1024: u32 = 16;
 /// Refaults that say something.
-const ENOUGH: u64 = 48;
+const MIN_REFAULTS: u64 = 48;
 /// Refaults from the file that are remembered.
-const REMEMBERED: u64 = 4096;
+const MAX_GHOST_REFAULTS: u64 = 4096;
 /// What a fault costs besides bringing pages in (its delivery), in nanoseconds.
 const FAULT_NS: u64 = 8_000;
 /// What bringing one page in from compressed memory and taking another one out costs.
@@ -43,7 +43,7 @@ const WRITE_NS: u64 = 8_000;
 const PAGES_FOR_ONE: u64 = 3;
 
 /// See the module's description. Distances and ages are in pages taken out.
-pub struct Split {
+pub struct PoolSizer {
     near: u64,
     next: u64,
     tail: u64,
@@ -69,7 +69,7 @@ pub struct Split {
     regret: u64,
 }
 
-impl Default for Split {
+impl Default for PoolSizer {
     fn default() -> Self {
         Self::new()
     }
@@ -92,7 +92,7 @@ pub struct Loads {
 
 /// What the division is decided upon.
 #[derive(Clone, Copy, Debug)]
-pub struct Standing {
+pub struct PoolSample {
     /// The share of compressed memory, in 1/1024 of the limit.
     pub share: u32,
     /// What there is to divide: the limit less what is not under management, in bytes.
@@ -107,10 +107,10 @@ pub struct Standing {
     pub settled: bool,
 }
 
-impl Split {
+impl PoolSizer {
     /// Nothing seen.
-    pub fn new() -> Split {
-        Split {
+    pub fn new() -> PoolSizer {
+        PoolSizer {
             near: 0,
             next: 0,
             tail: 0,
@@ -156,7 +156,7 @@ impl Split {
         }
         if from_file && distance >= self.age {
             *(if distance < 2 * self.age { &mut self.soon } else { &mut self.late }) += 1;
-            if self.soon + self.late > REMEMBERED {
+            if self.soon + self.late > MAX_GHOST_REFAULTS {
                 (self.soon, self.late) = (self.soon / 2, self.late / 2);
             }
         }
@@ -177,7 +177,7 @@ impl Split {
     /// False when the pages that come back from the file had been out for much longer than
     /// compressed memory could have kept them, however tightly it packs them.
     pub fn tighter_helps(&self) -> bool {
-        self.soon * 8 >= self.late || self.soon + self.late < ENOUGH
+        self.soon * 8 >= self.late || self.soon + self.late < MIN_REFAULTS
     }
 
     /// A fault brought in `pages`.
@@ -202,10 +202,10 @@ impl Split {
     }
 
     /// The share from now on. Called every some ten milliseconds.
-    pub fn decide(&mut self, at: Standing) -> u32 {
-        let step_bytes = at.limit / 1024 * u64::from(STEP);
-        let share = if self.seen < ENOUGH { at.share } else { self.choose(&at) };
-        if self.seen >= ENOUGH {
+    pub fn decide(&mut self, at: PoolSample) -> u32 {
+        let step_bytes = at.limit / 1024 * u64::from(SHARE_STEP_1024);
+        let share = if self.seen < MIN_REFAULTS { at.share } else { self.choose(&at) };
+        if self.seen >= MIN_REFAULTS {
             for count in
                 [&mut self.near, &mut self.next, &mut self.tail, &mut self.missed, &mut self.seen]
             {
@@ -222,8 +222,8 @@ impl Split {
         share
     }
 
-    fn choose(&mut self, at: &Standing) -> u32 {
-        let step_pages = at.limit / 1024 * u64::from(STEP) / 4096;
+    fn choose(&mut self, at: &PoolSample) -> u32 {
+        let step_pages = at.limit / 1024 * u64::from(SHARE_STEP_1024) / 4096;
         let delivery = FAULT_NS * 16 / self.pages_16.max(16);
         let from_pool = delivery + POOL_NS + self.zstd_ns * self.zstd_part / 1024;
         let from_old = POOL_NS / 2 + if at.settled { self.zstd_ns } else { 0 };
@@ -235,7 +235,7 @@ impl Split {
         let growing_gains = self.missed * more_from_file;
         // A quarter more is worth a move; less is chance.
         // What was decided last is not done yet: write-back takes its time.
-        let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * STEP);
+        let behind = at.pool > at.limit / 1024 * u64::from(at.share + 2 * SHARE_STEP_1024);
         if !behind
             && resident > shrinking_costs + shrinking_costs / 4
             && near * 64 > self.seen
@@ -249,11 +249,15 @@ impl Split {
             self.regret = 0;
             // The share may lie above what the pool holds: what counts is to be below that.
             let holds = (u128::from(at.pool) * 1024 / u128::from(at.limit.max(1))) as u32;
-            return at.share.min(holds.max(LEAST)).saturating_sub(STEP).max(LEAST);
+            return at
+                .share
+                .min(holds.max(MIN_SHARE_1024))
+                .saturating_sub(SHARE_STEP_1024)
+                .max(MIN_SHARE_1024);
         }
         self.regret -= self.regret / 8;
         if growing_gains > resident + resident / 4 && self.missed * 64 > self.seen {
-            return (at.share + STEP).min(MOST);
+            return (at.share + SHARE_STEP_1024).min(MAX_SHARE_1024);
         }
         at.share
     }
@@ -263,7 +267,7 @@ impl Split {
 mod tests {
     use super::*;
 
-    const AT: Standing = Standing {
+    const AT: PoolSample = PoolSample {
         share: 512,
         limit: 64 << 20,
         resident: 8192,
@@ -272,14 +276,14 @@ mod tests {
         settled: false,
     };
 
-    fn ready() -> Split {
-        let mut split = Split::new();
+    fn ready() -> PoolSizer {
+        let mut split = PoolSizer::new();
         assert_eq!(split.decide(AT), 512, "nothing is known yet");
         split
     }
 
     /// What is decided after a hundred refaults of one kind.
-    fn decided(split: &mut Split, at: Standing, distance: u64, from_file: bool) -> u32 {
+    fn decided(split: &mut PoolSizer, at: PoolSample, distance: u64, from_file: bool) -> u32 {
         (0..100).for_each(|_| split.refault(distance, from_file));
         split.decide(at)
     }
@@ -292,7 +296,7 @@ mod tests {
             "what it saved is not yet what it costs"
         );
         let steps = (0..100)
-            .find(|_| decided(&mut split, AT, 300, false) == 512 - STEP)
+            .find(|_| decided(&mut split, AT, 300, false) == 512 - SHARE_STEP_1024)
             .expect("a step in the end");
         assert!(steps < 20, "{steps}");
         assert_eq!(decided(&mut split, AT, 300, false), 512, "the next one has its own price");
@@ -318,7 +322,7 @@ mod tests {
         for _ in 0..100 {
             split.refault(20_100, true);
         }
-        assert_eq!(split.decide(AT), 512 + STEP);
+        assert_eq!(split.decide(AT), 512 + SHARE_STEP_1024);
     }
 
     #[test]
@@ -327,7 +331,7 @@ mod tests {
         // as many as just keep it as it is.
         let share = |slow: bool| {
             let mut split = ready();
-            let at = Standing { settled: slow, ..AT };
+            let at = PoolSample { settled: slow, ..AT };
             for _ in 0..64 {
                 let zstd_ns = if slow { 64 * 40_000 } else { 0 };
                 split.loaded(Loads {
@@ -345,7 +349,7 @@ mod tests {
                 })
                 .min()
         };
-        assert_eq!((share(false), share(true)), (Some(512), Some(512 - STEP)));
+        assert_eq!((share(false), share(true)), (Some(512), Some(512 - SHARE_STEP_1024)));
     }
 
     #[test]
@@ -376,20 +380,20 @@ mod tests {
         for _ in 0..2000 {
             share = decided(
                 &mut split,
-                Standing { share, pool: u64::from(share) << 16, ..AT },
+                PoolSample { share, pool: u64::from(share) << 16, ..AT },
                 300,
                 false,
             );
         }
-        assert_eq!(share, LEAST);
+        assert_eq!(share, MIN_SHARE_1024);
         for _ in 0..200 {
             share = decided(
                 &mut split,
-                Standing { share, pool: u64::from(share) << 16, ..AT },
+                PoolSample { share, pool: u64::from(share) << 16, ..AT },
                 20_001,
                 true,
             );
         }
-        assert_eq!(share, MOST);
+        assert_eq!(share, MAX_SHARE_1024);
     }
 }

@@ -64,7 +64,7 @@ impl Stall {
 impl Handler {
     /// True while something is sent for that a thread waits for, or a thread is held.
     fn is_awaited(&self) -> bool {
-        self.away.is_awaited() || self.throttle.holds()
+        self.remote.is_awaited() || self.throttle.holds()
     }
 
     /// A fault is being answered since then; `None`: none is.

@@ -2,7 +2,7 @@
 //!
 //! The supervisor says in the process's slot what so many fresh pages cost in waiting time; the
 //! pages are there at once, and the thread that asked for them is woken when the time is over. So
-//! only who grows waits, nobody waits longer than [`LONGEST`] for a fault, and nobody is ended.
+//! only who grows waits, nobody waits longer than [`MAX_DELAY`] for a fault, and nobody is ended.
 //!
 //! Invariants
 //! 1. A thread that is held is woken when its time is over, at the latest before the handler waits
@@ -20,9 +20,9 @@ use crate::event_loop::Handler;
 use crate::mm::types::{PageNo, range_of};
 
 /// The longest that one fault waits.
-const LONGEST: Duration = Duration::from_secs(2);
+const MAX_DELAY: Duration = Duration::from_secs(2);
 /// What is less is owed until more comes together.
-const SHORTEST: Duration = Duration::from_millis(1);
+const MIN_DELAY: Duration = Duration::from_millis(1);
 
 /// See the module's description.
 pub(crate) struct Throttle {
@@ -44,12 +44,12 @@ impl Throttle {
             return;
         }
         let cost = Duration::from_nanos(u64::from(price_us) * 1000 * pages as u64 / THROTTLE_PAGES);
-        self.owed = (self.owed + cost).min(LONGEST);
+        self.owed = (self.owed + cost).min(MAX_DELAY);
     }
 
     /// The time that is owed, if it is worth a wait.
     fn due(&mut self) -> Option<Duration> {
-        (self.owed >= SHORTEST).then(|| std::mem::take(&mut self.owed))
+        (self.owed >= MIN_DELAY).then(|| std::mem::take(&mut self.owed))
     }
 
     /// True while a thread waits.
@@ -58,7 +58,7 @@ impl Throttle {
     }
 
     /// How long the handler may wait for a message.
-    pub(crate) fn patience(&self) -> Option<Duration> {
+    pub(crate) fn time_left(&self) -> Option<Duration> {
         let (first, _) = self.held.iter().min_by_key(|(until, _)| until.0)?;
         Some(Duration::from_nanos(first.0.saturating_sub(now().0)))
     }
@@ -67,7 +67,7 @@ impl Throttle {
 impl Handler {
     /// Has the thread wait that asked for a page, which is there, if it is its turn to. False if it
     /// is to be woken at once.
-    pub(crate) fn is_held(&mut self, page: PageNo) -> bool {
+    pub(crate) fn hold_fault(&mut self, page: PageNo) -> bool {
         let free = self.forking
             || self.deferring
             || self.giving
@@ -109,9 +109,9 @@ mod tests {
         throttle.grew(THROTTLE_PAGES as usize / 4, 2000);
         assert_eq!(throttle.due(), None, "half a millisecond");
         throttle.grew(THROTTLE_PAGES as usize / 4, 2000);
-        assert_eq!((throttle.due(), throttle.due()), (Some(SHORTEST), None));
+        assert_eq!((throttle.due(), throttle.due()), (Some(MIN_DELAY), None));
         throttle.grew(1 << 20, 1_000_000);
-        assert_eq!(throttle.due(), Some(LONGEST));
+        assert_eq!(throttle.due(), Some(MAX_DELAY));
         throttle.grew(THROTTLE_PAGES as usize, 500);
         throttle.grew(1, 0);
         throttle.grew(THROTTLE_PAGES as usize, 600);
@@ -121,12 +121,12 @@ mod tests {
     #[test]
     fn the_handler_waits_no_longer_than_the_first_of_those_that_are_held() {
         let mut throttle = Throttle::new();
-        assert_eq!(throttle.patience(), None);
+        assert_eq!(throttle.time_left(), None);
         let now = now().0;
         throttle.held.push_back((Nanos(now + 900_000_000), PageNo(1)));
         throttle.held.push_back((Nanos(now + 500_000_000), PageNo(2)));
-        assert!(throttle.patience().expect("a bound") <= Duration::from_millis(500));
+        assert!(throttle.time_left().expect("a bound") <= Duration::from_millis(500));
         throttle.held.push_back((Nanos(0), PageNo(3)));
-        assert_eq!(throttle.patience(), Some(Duration::ZERO));
+        assert_eq!(throttle.time_left(), Some(Duration::ZERO));
     }
 }

@@ -4,34 +4,38 @@
 //! reaches the limit, whatever else comes in goes out at once, before the instruction that asked
 //! for it has its second operand: the program stands still though it runs. It is seen by how soon
 //! pages come back: after fewer others than any program needs at hand. Then it gets a little more
-//! than its limit ([`crate::memcg::charge::Charge::widen`]), step by step until that ends, and
-//! gives it back as time goes by.
+//! than its limit ([`crate::memcg::charge::Charge::grant_grace`]), step by step until that ends,
+//! and gives it back as time goes by.
 //!
 //! Owns: how many of the last refaults were such ones. Locks: none; it is the handler's.
 
 /// A page that comes back when no more pages than these went out since was not to be spared.
-const SOON: u64 = 128;
+const MAX_REFAULT_DISTANCE_PAGES: u64 = 128;
 /// Of 1024 refaults (smoothed), so many are such ones in a program that stands still.
-const SQUEEZED: u32 = 896;
+const THRASHING_SCORE: u32 = 896;
 /// What is left of that after a step, so that the next one waits for what this one does.
-const AFTER_STEP: u32 = 768;
+const SCORE_AFTER_STEP_1024: u32 = 768;
 
 /// See the module's description.
 #[derive(Default, Debug)]
-pub struct Squeeze {
+pub struct ThrashDetector {
     soon: u32,
 }
 
-impl Squeeze {
+impl ThrashDetector {
     /// A page came back after so many others went out; `None` if it was still on its way. True when
     /// a step is due.
     pub fn came_back(&mut self, distance: Option<u64>) -> bool {
-        let now = if distance.is_none_or(|distance| distance < SOON) { 1024 } else { 0 };
+        let now = if distance.is_none_or(|distance| distance < MAX_REFAULT_DISTANCE_PAGES) {
+            1024
+        } else {
+            0
+        };
         self.soon = (self.soon * 63 + now) / 64;
-        if self.soon < SQUEEZED {
+        if self.soon < THRASHING_SCORE {
             return false;
         }
-        self.soon = AFTER_STEP;
+        self.soon = SCORE_AFTER_STEP_1024;
         true
     }
 }
@@ -42,7 +46,7 @@ mod tests {
 
     #[test]
     fn only_who_gets_everything_back_at_once_is_squeezed() {
-        let mut squeeze = Squeeze::default();
+        let mut squeeze = ThrashDetector::default();
         // Three of four at once, and one later: hot pages that a scan pushes out.
         assert!(
             !(0..10_000u64).any(|k| squeeze.came_back((k % 4 != 0).then_some(20).or(Some(5000))))

@@ -6,7 +6,8 @@
 //! the thread faulted for ever.
 //!
 //! Owns: for each of the last [`THREADS`] threads that faulted, the last [`PAGES`] different pages
-//! it faulted on, and when. Reclaim passes these pages by for [`FOR`], whatever the limit is.
+//! it faulted on, and when. Reclaim passes these pages by for [`GRACE_PERIOD`], whatever the limit
+//! is.
 //!
 //! Invariants
 //! 1. A page is noted under the memory lock before it is filled, so no batch sees it unnoted.
@@ -33,7 +34,7 @@ const THREADS: usize = 64;
 /// Pages of a thread.
 const PAGES: usize = 16;
 /// How long a page is spared after its fault.
-const FOR: Duration = Duration::from_secs(1);
+const GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Counters of noted pages, by a hash of the chunk.
 const BUCKETS: usize = 256;
 
@@ -147,11 +148,11 @@ impl Grace {
         }
         let mut spared = 0;
         for (faults, last) in self.faults.iter().zip(&self.last) {
-            if now.since(*last) >= FOR {
+            if now.since(*last) >= GRACE_PERIOD {
                 continue;
             }
             for (page, since) in faults.pages().iter().zip(&faults.since) {
-                if page.chunk() == chunk && now.since(*since) < FOR {
+                if page.chunk() == chunk && now.since(*since) < GRACE_PERIOD {
                     spared |= 1 << page.in_chunk();
                 }
             }
@@ -226,7 +227,7 @@ mod tests {
     fn pages_are_spared_for_a_time_and_not_against_the_programs_will() {
         let mut grace = Grace::default();
         grace.note(1, PageNo(7), BEGIN);
-        let later = Nanos(BEGIN.0 + FOR.as_nanos() as u64);
+        let later = Nanos(BEGIN.0 + GRACE_PERIOD.as_nanos() as u64);
         assert!(spares(&grace, PageNo(7), Nanos(later.0 - 1)) && !spares(&grace, PageNo(7), later));
         grace.note(2, PageNo(500), later);
         assert!(!spares(&grace, PageNo(7), later) && spares(&grace, PageNo(500), later));

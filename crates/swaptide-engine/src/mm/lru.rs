@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 
 use crate::mm::page_table::{
-    KEPT_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED,
+    CLEAN_LOGGED, OWN_LOGGED, POOL_LOGGED, PageTable, QUEUED, SETTLED_LOGGED, SHARED_LOGGED,
 };
 use crate::mm::types::ChunkNo;
 
@@ -46,17 +46,17 @@ impl Queues {
     }
 
     /// Copies of pages of the chunk are kept.
-    pub fn copied(&mut self, table: &mut PageTable, chunk: ChunkNo) {
-        if table.is_used(chunk) && table.chunk(chunk).flags & KEPT_LOGGED == 0 {
-            table.update(chunk, |c| c.flags |= KEPT_LOGGED);
+    pub fn log_clean(&mut self, table: &mut PageTable, chunk: ChunkNo) {
+        if table.is_used(chunk) && table.chunk(chunk).flags & CLEAN_LOGGED == 0 {
+            table.update(chunk, |c| c.flags |= CLEAN_LOGGED);
             self.kept.push_back(chunk);
         }
     }
 
     /// Takes the chunk of which copies have been kept longest.
-    pub fn next_copied(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
+    pub fn next_clean(&mut self, table: &mut PageTable) -> Option<ChunkNo> {
         let chunk = self.kept.pop_front()?;
-        table.update(chunk, |c| c.flags &= !KEPT_LOGGED);
+        table.update(chunk, |c| c.flags &= !CLEAN_LOGGED);
         Some(chunk)
     }
 

@@ -4,9 +4,9 @@
 //! directory by address.
 //!
 //! Invariants
-//! 1. A page's word is `Present` or `Kept` only between the moment its presence was established (a
-//!    scan at adoption, a fill by a handler) and the moment it is taken out or given up. A page
-//!    whose word is neither is never taken out, whatever the kernel maps there.
+//! 1. A page's word is `Present` or `PresentClean` only between the moment its presence was
+//!    established (a scan at adoption, a fill by a handler) and the moment it is taken out or given
+//!    up. A page whose word is neither is never taken out, whatever the kernel maps there.
 //! 2. A chunk's masks of present and swapped pages are derived from its words by [`PageTable::set`]
 //!    alone; `shared` and `own` are told, and hold present pages only.
 //! 3. A chunk with present pages stands in the queue of resident chunks, or all its present pages
@@ -38,7 +38,7 @@ pub enum PageState {
     /// The program has it, and the slot of the swap entry still holds what it was when it was
     /// brought in: if it has not been written since, it needs no second compression when it goes
     /// out again.
-    Kept(SwapEntry),
+    PresentClean(SwapEntry),
     /// Its data is where the swap entry says.
     Swapped(SwapEntry),
     /// Its data could not be brought back; the page is poisoned in the program.
@@ -49,11 +49,11 @@ const EMPTY: u32 = 0;
 const PRESENT: u32 = 1;
 const POISONED: u32 = 2;
 const SWAPPED: u32 = 2 << 30;
-const KEPT: u32 = 3 << 30;
+const PRESENT_CLEAN: u32 = 3 << 30;
 const KIND: u32 = 3 << 30;
 
 fn is_present(word: u32) -> bool {
-    word == PRESENT || word & KIND == KEPT
+    word == PRESENT || word & KIND == PRESENT_CLEAN
 }
 
 fn is_swapped(word: u32) -> bool {
@@ -73,7 +73,7 @@ impl PageState {
             PageState::Empty => EMPTY,
             PageState::Present => PRESENT,
             PageState::Poisoned => POISONED,
-            PageState::Kept(entry) => KEPT | entry.raw(),
+            PageState::PresentClean(entry) => PRESENT_CLEAN | entry.raw(),
             PageState::Swapped(entry) => SWAPPED | entry.raw(),
         }
     }
@@ -85,7 +85,11 @@ impl PageState {
             POISONED => PageState::Poisoned,
             other => {
                 let entry = SwapEntry::from_raw(other & !KIND).expect("a word made from an entry");
-                if is_swapped(other) { PageState::Swapped(entry) } else { PageState::Kept(entry) }
+                if is_swapped(other) {
+                    PageState::Swapped(entry)
+                } else {
+                    PageState::PresentClean(entry)
+                }
             }
         }
     }
@@ -109,7 +113,7 @@ pub struct Chunk {
     pub epoch: u32,
     /// How many times reclaim passes the chunk by before it takes it.
     pub hot: u8,
-    /// [`QUEUED`], [`POOL_LOGGED`], [`STUCK`], [`KEPT_LOGGED`], [`SETTLED_LOGGED`],
+    /// [`QUEUED`], [`POOL_LOGGED`], [`UNMOVABLE`], [`CLEAN_LOGGED`], [`SETTLED_LOGGED`],
     /// [`SHARED_LOGGED`], [`OWN_LOGGED`].
     pub flags: u8,
     /// Words that are not empty.
@@ -121,9 +125,9 @@ pub const QUEUED: u8 = 1;
 /// The chunk stands in the log of chunks that went to compressed memory.
 pub const POOL_LOGGED: u8 = 2;
 /// Moving the chunk out failed for a reason that lasts (locked memory, protection).
-pub const STUCK: u8 = 4;
+pub const UNMOVABLE: u8 = 4;
 /// The chunk stands in the log of chunks of which copies are kept.
-pub const KEPT_LOGGED: u8 = 8;
+pub const CLEAN_LOGGED: u8 = 8;
 
 /// The chunk stands in the log of chunks that were in compressed memory for long (see
 /// [`crate::reclaim::recompress`]).
@@ -133,7 +137,8 @@ pub const SHARED_LOGGED: u8 = 32;
 /// The chunk stands in the list of chunks with pages that were made this process's own.
 pub const OWN_LOGGED: u8 = 64;
 /// The chunk stands in some queue, where its flag must be found again.
-const LISTED: u8 = QUEUED | POOL_LOGGED | KEPT_LOGGED | SETTLED_LOGGED | SHARED_LOGGED | OWN_LOGGED;
+const LISTED: u8 =
+    QUEUED | POOL_LOGGED | CLEAN_LOGGED | SETTLED_LOGGED | SHARED_LOGGED | OWN_LOGGED;
 
 /// 64 KiB: what the table is made of, so that memory touched here and there costs little.
 struct Cell {
@@ -183,7 +188,7 @@ impl PageTable {
     }
 
     /// Pages that are present and of which a slot holds a copy.
-    pub fn kept(&self) -> usize {
+    pub fn clean_copies(&self) -> usize {
         self.kept
     }
 
@@ -290,7 +295,8 @@ impl PageTable {
         self.shared -= was_shared;
         self.present = self.present + usize::from(is_present(word)) - usize::from(is_present(old));
         self.swapped = self.swapped + usize::from(is_swapped(word)) - usize::from(is_swapped(old));
-        self.kept = self.kept + usize::from(word & KIND == KEPT) - usize::from(old & KIND == KEPT);
+        self.kept = self.kept + usize::from(word & KIND == PRESENT_CLEAN)
+            - usize::from(old & KIND == PRESENT_CLEAN);
         if unused {
             self.drop_cell(page.chunk());
         }
@@ -382,7 +388,7 @@ mod tests {
             let mut shared = std::collections::BTreeSet::new();
             let mut own = std::collections::BTreeSet::new();
             for (page, kind) in ops {
-                let is_present = matches!(model.get(&page), Some(PageState::Present | PageState::Kept(_)));
+                let is_present = matches!(model.get(&page), Some(PageState::Present | PageState::PresentClean(_)));
                 if kind >= 7 {
                     table.make_own(PageNo(page).chunk(), 1 << PageNo(page).in_chunk());
                     own.extend(is_present.then_some(page));
@@ -407,11 +413,11 @@ mod tests {
                     0 => PageState::Empty,
                     1 => PageState::Present,
                     2 => PageState::Poisoned,
-                    3 => PageState::Kept(SwapEntry::from_raw(page as u32 * 5).expect("an entry")),
+                    3 => PageState::PresentClean(SwapEntry::from_raw(page as u32 * 5).expect("an entry")),
                     _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
                 };
                 let old = table.set(PageNo(page), state);
-                if is_present && !matches!(state, PageState::Present | PageState::Kept(_)) {
+                if is_present && !matches!(state, PageState::Present | PageState::PresentClean(_)) {
                     shared.remove(&page);
                     own.remove(&page);
                 }
@@ -428,11 +434,11 @@ mod tests {
                 let mask = mask_of(&shared);
                 prop_assert!(info.shared == mask && info.movable() == info.present & !mask && info.own == mask_of(&own));
             }
-            prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::Kept(_))).count());
-            prop_assert_eq!(table.kept(), model.values().filter(|s| matches!(s, PageState::Kept(_))).count());
+            prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::PresentClean(_))).count());
+            prop_assert_eq!(table.clean_copies(), model.values().filter(|s| matches!(s, PageState::PresentClean(_))).count());
             prop_assert_eq!(table.swapped(), model.values().filter(|s| matches!(s, PageState::Swapped(_))).count());
             for chunk in 0..3000 / 16 {
-                let mask = (0..16).filter(|i| matches!(model.get(&(chunk * 16 + i)), Some(PageState::Present | PageState::Kept(_)))).fold(0u16, |m, i| m | 1 << i);
+                let mask = (0..16).filter(|i| matches!(model.get(&(chunk * 16 + i)), Some(PageState::Present | PageState::PresentClean(_)))).fold(0u16, |m, i| m | 1 << i);
                 prop_assert_eq!(table.chunk(ChunkNo(chunk)).present, mask);
             }
             let mut at = PageNo(0);

@@ -2,11 +2,11 @@
 //! round for ever.
 //!
 //! Owns: one area of the process's memory, cut into slabs of 512 frames, and a second area with a
-//! userfaultfd of its own, the *[`Trash`]*, through which frames go back to the kernel. The frames
-//! are registered with the program's userfaultfd, and pages are moved out on it: the kernel then
-//! refuses a move while a change of mappings is unread, which is what makes moving by address safe
-//! (see `events`). For the same reason frames cannot be given up where they are: that would be an
-//! event of its own. They are moved to the trash and given up there.
+//! userfaultfd of its own, the *[`DiscardArea`]*, through which frames go back to the kernel. The
+//! frames are registered with the program's userfaultfd, and pages are moved out on it: the kernel
+//! then refuses a move while a change of mappings is unread, which is what makes moving by address
+//! safe (see `events`). For the same reason frames cannot be given up where they are: that would be
+//! an event of its own. They are moved to the trash and given up there.
 //!
 //! A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab;
 //! once written their frames are free but full, and growth and swap-in move the same physical pages
@@ -46,9 +46,9 @@ use crate::mm::references::References;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, range_of};
 
 /// Times in a row that the trash is found full before something else must be wrong.
-const MOST_IN_VAIN: u32 = 16;
+const MAX_FULL_RETRIES: u32 = 16;
 /// Milliseconds for which a frame may be pinned before it cannot be given back.
-const MOST_PINNED: u32 = 1000;
+const MAX_PINNED_MS: u32 = 1000;
 
 const SLABS: usize = 48;
 const SLAB_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
@@ -88,7 +88,7 @@ pub struct FrameRun {
 }
 
 /// Where frames are moved to be given up.
-struct Trash {
+struct DiscardArea {
     map: Mapping,
     uffd: Uffd,
     pagemap: Pagemap,
@@ -100,13 +100,13 @@ pub struct Discard {
     start: VirtAddr,
     full: [u64; PAGES_PER_LEAF / 64],
     count: usize,
-    trash: Arc<Lock<Trash>>,
+    trash: Arc<Lock<DiscardArea>>,
 }
 
 /// See the module's description.
 pub struct Staging {
     map: Mapping,
-    trash: Arc<Lock<Trash>>,
+    trash: Arc<Lock<DiscardArea>>,
     pagemap: Pagemap,
     slabs: Vec<Slab>,
     empty: Vec<SlabNo>,
@@ -129,7 +129,7 @@ impl Staging {
         map.unlock();
         Ok(Staging {
             map,
-            trash: Arc::new(Lock::new(Trash::new()?)),
+            trash: Arc::new(Lock::new(DiscardArea::new()?)),
             pagemap: pagemap()?,
             slabs: vec![Slab { full: [0; PAGES_PER_LEAF / 64], count: 0, lent: 0 }; SLABS],
             empty: (0..SLABS as u16).rev().map(SlabNo).collect(),
@@ -302,7 +302,7 @@ impl Staging {
 
     fn discard_one(&mut self, keep: usize) -> bool {
         let Some(discard) = self.spare(keep) else { return false };
-        discard.throw_away();
+        discard.release_frames();
         self.discarded(discard);
         true
     }
@@ -378,18 +378,18 @@ fn really_moved(
 
 impl Discard {
     /// Gives the pages back to the kernel.
-    pub fn throw_away(&self) {
+    pub fn release_frames(&self) {
         self.trash.lock().take(self.start, &self.full);
     }
 }
 
-impl Trash {
-    fn new() -> Result<Trash, EngineError> {
+impl DiscardArea {
+    fn new() -> Result<DiscardArea, EngineError> {
         let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES)
             .map_err(|e| EngineError::Memory("the trash", e))?;
         map.unlock();
         let uffd = Self::open(map.range())?;
-        Ok(Trash { map, uffd, pagemap: pagemap()? })
+        Ok(DiscardArea { map, uffd, pagemap: pagemap()? })
     }
 
     fn open(range: VirtRange) -> Result<Uffd, EngineError> {
@@ -434,7 +434,7 @@ impl Trash {
                 None | Some(Errno::AGAIN | Errno::NOENT) => {}
                 // The kernel begins a part of a move again that it has done in part, and meets its
                 // own pages there. What lies in the trash is wanted by nobody.
-                Some(Errno::EXIST) if in_vain < MOST_IN_VAIN => {
+                Some(Errno::EXIST) if in_vain < MAX_FULL_RETRIES => {
                     if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
                         crate::fatal(&format!(
                             "emptying the trash failed: {}",
@@ -442,7 +442,7 @@ impl Trash {
                         ));
                     }
                 }
-                Some(Errno::BUSY) if in_vain < MOST_PINNED => {
+                Some(Errno::BUSY) if in_vain < MAX_PINNED_MS => {
                     // A fork without a hook left it shared: a write makes it this process's own
                     // again. Or it has so many references (of pipes, by `tee`) that the kernel
                     // takes it for pinned: then it is waited for. It keeps its contents, which
@@ -450,7 +450,7 @@ impl Trash {
                     let frame = start.offset(at.min(PAGES_PER_LEAF - 1) * PAGE_SIZE).as_ptr::<u8>();
                     // SAFETY: a free frame that is full, or the call would have gone on.
                     unsafe { frame.write_volatile(frame.read_volatile()) };
-                    if in_vain > MOST_IN_VAIN {
+                    if in_vain > MAX_FULL_RETRIES {
                         swaptide_sys::thread::sleep(Duration::from_millis(1));
                     }
                 }

@@ -13,11 +13,11 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Regions {
+pub struct VmaSet {
     ranges: Vec<VirtRange>,
 }
 
-impl Regions {
+impl VmaSet {
     /// The managed range that holds an address.
     pub fn find(&self, addr: VirtAddr) -> Option<VirtRange> {
         let at = self.ranges.partition_point(|r| r.end <= addr);
@@ -102,7 +102,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_list_is_a_set_of_pages(ops in prop::collection::vec((any::<bool>(), 0usize..60, 1usize..20), 1..60)) {
-            let mut regions = Regions::default();
+            let mut regions = VmaSet::default();
             let mut model = [false; 80];
             for (insert, start, len) in ops {
                 let range = VirtRange { start: VirtAddr(start * 4096), end: VirtAddr((start + len) * 4096) };

@@ -17,11 +17,11 @@
 //!    not asked for either is left out, and less is brought next time.
 //! 3. The pages brought for a fault end with one that is not: the next fault comes there, or the
 //!    program went another way. So a trail that is left costs what was brought for one fault, and
-//!    less each time; after [`LOST`] faults elsewhere it is lost.
+//!    less each time; after [`MAX_MISSES`] faults elsewhere it is lost.
 //! 4. A book that was of no use from end to end is given back, and begun anew after some time,
 //!    which doubles.
-//! 5. The book takes 12 bytes an entry, [`PART`] of the limit at most; what of a child's lies in
-//!    shared memory is charged to its parent.
+//! 5. The book takes 12 bytes an entry, [`HISTORY_DIVISOR`] of the limit at most; what of a child's
+//!    lies in shared memory is charged to its parent.
 //!
 //! Locks: none; the handler alone has it. Two processes never write one book: a child claims it;
 //! and were it so, the entries would be nonsense, no more.
@@ -43,28 +43,28 @@ use crate::mm::types::PageNo;
 use crate::readahead::locality::Reading;
 
 /// The part of the limit that a book may take.
-const PART: u64 = 64;
+const HISTORY_DIVISOR: u64 = 64;
 const ENTRY_BYTES: u64 = 12;
 /// Entries of the smallest and of the largest book.
-const FEWEST: u64 = 1 << 12;
-const MOST: u64 = 1 << 22;
+const MIN_ENTRIES: u64 = 1 << 12;
+const MAX_ENTRIES: u64 = 1 << 22;
 /// Most pages that are brought ahead for a fault.
-const DEEPEST: usize = 64;
+const MAX_DEPTH_PAGES: usize = 64;
 /// How far beyond what was brought a fault may come and be on the trail: what lies between was
 /// there already.
-const SLACK: u32 = 64;
+const FOLLOW_SLACK_ENTRIES: u32 = 64;
 /// The same for the second fault by which a trail is found.
-const NEAR: u32 = 8;
+const START_SLACK_ENTRIES: u32 = 8;
 /// Faults elsewhere after which a trail is lost.
-const LOST: u32 = 32;
+const MAX_MISSES: u32 = 32;
 /// Of so many faults one at least must have been on a trail, or the book is of no use.
-const WORTH: u32 = 32;
+const MIN_HIT_DIVISOR: u32 = 32;
 /// So many books' lengths at most pass until it is tried again.
-const LONGEST_REST: u32 = 64;
+const MAX_REST_LENGTHS: u32 = 64;
 
 /// What stands before the entries.
 #[repr(C)]
-struct Head {
+struct HistoryHeader {
     /// The process that writes it; 0: nobody yet.
     writer: AtomicU32,
     /// Entries written so far, wrapping.
@@ -72,44 +72,50 @@ struct Head {
 }
 
 /// Where a book lies.
-enum Memory {
+enum HistoryMemory {
     Own(Mapping),
     Shared(SharedMap),
 }
 
 /// Pages in the order in which they were asked for, the last so many; and where each stands last.
-struct Book {
-    memory: Memory,
+struct MissHistory {
+    memory: HistoryMemory,
     entries: u32,
 }
 
-impl Book {
+impl MissHistory {
     fn bytes(entries: u32) -> usize {
         PAGE_SIZE + entries as usize * ENTRY_BYTES as usize
     }
 
     /// One that no child gets to see.
-    fn own(entries: u32) -> Result<Book, Errno> {
-        Ok(Book { memory: Memory::Own(Mapping::reserve(Book::bytes(entries))?), entries })
+    fn own(entries: u32) -> Result<MissHistory, Errno> {
+        Ok(MissHistory {
+            memory: HistoryMemory::Own(Mapping::reserve(MissHistory::bytes(entries))?),
+            entries,
+        })
     }
 
-    fn shared(entries: u32) -> Result<Book, Errno> {
-        let bytes = Book::bytes(entries);
+    fn shared(entries: u32) -> Result<MissHistory, Errno> {
+        let bytes = MissHistory::bytes(entries);
         let fd = memfd_create(c"swaptide-trail", bytes as u64)?;
-        Ok(Book { memory: Memory::Shared(SharedMap::map(fd.as_fd(), bytes)?), entries })
+        Ok(MissHistory {
+            memory: HistoryMemory::Shared(SharedMap::map(fd.as_fd(), bytes)?),
+            entries,
+        })
     }
 
     fn start(&self) -> *mut u8 {
         match &self.memory {
-            Memory::Own(mapping) => mapping.as_ptr(),
-            Memory::Shared(map) => map.as_ptr(),
+            HistoryMemory::Own(mapping) => mapping.as_ptr(),
+            HistoryMemory::Shared(map) => map.as_ptr(),
         }
     }
 
-    fn head(&self) -> &Head {
+    fn head(&self) -> &HistoryHeader {
         // SAFETY: the first page of the memory is the head's; all zeros is one; it consists of
         // atomics, and lives as long as `self`.
-        unsafe { &*self.start().cast::<Head>() }
+        unsafe { &*self.start().cast::<HistoryHeader>() }
     }
 
     fn pages(&self) -> &[AtomicU64] {
@@ -177,15 +183,15 @@ impl Book {
 }
 
 /// A book that a process has for its children.
-pub(crate) struct ChildrensBook(Book);
+pub(crate) struct SharedMissHistory(MissHistory);
 
-impl ChildrensBook {
+impl SharedMissHistory {
     /// An empty one, for processes with a limit of `limit` bytes.
     ///
     /// # Errors
     /// When there is no memory or no descriptor for it.
-    pub(crate) fn new(limit: u64) -> Result<ChildrensBook, Errno> {
-        Book::shared(entries_for(limit)).map(ChildrensBook)
+    pub(crate) fn new(limit: u64) -> Result<SharedMissHistory, Errno> {
+        MissHistory::shared(entries_for(limit)).map(SharedMissHistory)
     }
 
     /// Bytes of it that are in use.
@@ -206,13 +212,13 @@ fn has_ended(pid: u32) -> bool {
 
 /// As many entries as a limit bears, a power of two.
 fn entries_for(limit: u64) -> u32 {
-    let entries = (limit / PART / ENTRY_BYTES).clamp(FEWEST, MOST);
+    let entries = (limit / HISTORY_DIVISOR / ENTRY_BYTES).clamp(MIN_ENTRIES, MAX_ENTRIES);
     1 << entries.ilog2()
 }
 
 /// See the module's description.
-pub(crate) struct Trail {
-    book: Option<Book>,
+pub(crate) struct TemporalPrefetcher {
+    book: Option<MissHistory>,
     /// The entry that is expected next, on a trail.
     next: Option<u32>,
     /// What of the trail from there on was looked at: up to this entry.
@@ -240,10 +246,10 @@ pub(crate) struct Trail {
     rested: u32,
 }
 
-impl Trail {
+impl TemporalPrefetcher {
     /// One that knows nothing.
-    pub(crate) fn new() -> Trail {
-        Trail {
+    pub(crate) fn new() -> TemporalPrefetcher {
+        TemporalPrefetcher {
             book: None,
             next: None,
             shown: 0,
@@ -262,7 +268,7 @@ impl Trail {
     }
 
     /// In a fork: goes on with the parent's book for its children, if no other child writes it.
-    pub(crate) fn inherit(&mut self, book: ChildrensBook) {
+    pub(crate) fn inherit(&mut self, book: SharedMissHistory) {
         let own = getpid().0;
         let writer = &book.0.head().writer;
         let before = writer.load(Relaxed);
@@ -273,9 +279,9 @@ impl Trail {
     }
 
     /// A fault asks for a page; a new book is made for `limit` bytes. What may be brought ahead, at
-    /// most `most` pages (1 to [`DEEPEST`]), is told by [`Trail::ahead`] then. `is_out` tells
-    /// whether a page is swapped.
-    pub(crate) fn asks(
+    /// most `most` pages (1 to [`MAX_DEPTH_PAGES`]), is told by [`TemporalPrefetcher::ahead`] then.
+    /// `is_out` tells whether a page is swapped.
+    pub(crate) fn learn(
         &mut self,
         page: PageNo,
         limit: u64,
@@ -288,7 +294,7 @@ impl Trail {
             return;
         }
         if self.book.is_none() {
-            self.book = Book::own(entries_for(limit)).ok();
+            self.book = MissHistory::own(entries_for(limit)).ok();
         }
         let Some(book) = self.book.take() else {
             self.rests = u32::MAX;
@@ -312,10 +318,16 @@ impl Trail {
     }
 
     /// Finds a page on the trail, or a trail that goes on from there.
-    fn find(&mut self, book: &Book, page: PageNo, most: usize, is_out: impl Fn(PageNo) -> bool) {
+    fn find(
+        &mut self,
+        book: &MissHistory,
+        page: PageNo,
+        most: usize,
+        is_out: impl Fn(PageNo) -> bool,
+    ) {
         let on_trail = self.next.and_then(|next| {
             // First where it is expected; then in what was brought, and went out again.
-            let at = find(book, page, self.shown, SLACK)
+            let at = find(book, page, self.shown, FOLLOW_SLACK_ENTRIES)
                 .or_else(|| find(book, page, next, self.shown.wrapping_sub(next)));
             at.map(|at| (next, at))
         });
@@ -333,20 +345,23 @@ impl Trail {
             }
             self.gone_over += self.came.min(at.wrapping_sub(next)) as usize;
             self.depth = if is_straight { self.depth * 2 } else { self.depth / 2 }
-                .clamp(1, DEEPEST.min(most));
+                .clamp(1, MAX_DEPTH_PAGES.min(most));
             self.follow(at.wrapping_add(1));
             return;
         }
         self.missed += 1;
         self.depth -= self.depth / 4;
-        if self.missed > LOST {
+        if self.missed > MAX_MISSES {
             self.next = None;
         }
         if self.next.is_some() {
             return;
         }
-        if let Some(at) =
-            self.begins.iter().flatten().find_map(|begin| find(book, page, *begin, NEAR))
+        if let Some(at) = self
+            .begins
+            .iter()
+            .flatten()
+            .find_map(|begin| find(book, page, *begin, START_SLACK_ENTRIES))
         {
             self.depth = 1;
             self.begins = [None; 2];
@@ -364,11 +379,11 @@ impl Trail {
         self.next = Some(next);
         self.shown = next;
         self.left = self.depth;
-        self.bound = next.wrapping_add(4 * self.depth as u32 + SLACK);
+        self.bound = next.wrapping_add(4 * self.depth as u32 + FOLLOW_SLACK_ENTRIES);
     }
 
     /// The next page on the trail that may be brought in for the fault that was asked about last.
-    /// That it was is told with [`Trail::brought`].
+    /// That it was is told with [`TemporalPrefetcher::brought`].
     pub(crate) fn ahead(&mut self) -> Option<PageNo> {
         if self.left == 0 || self.shown == self.bound {
             return None;
@@ -386,7 +401,7 @@ impl Trail {
     }
 
     /// Pages that were read for this and that the program went over, since the last call.
-    pub(crate) fn take_gone_over(&mut self) -> usize {
+    pub(crate) fn take_replayed(&mut self) -> usize {
         std::mem::take(&mut self.gone_over)
     }
 
@@ -394,12 +409,12 @@ impl Trail {
     #[cold]
     fn judge(&mut self) {
         let Some(book) = &self.book else { return };
-        if self.hits >= self.asked / WORTH {
+        if self.hits >= self.asked / MIN_HIT_DIVISOR {
             self.rested = 0;
         } else {
-            self.rested = (self.rested * 2).clamp(1, LONGEST_REST);
+            self.rested = (self.rested * 2).clamp(1, MAX_REST_LENGTHS);
             self.rests = book.entries.saturating_mul(self.rested);
-            if let Memory::Own(mapping) = &book.memory {
+            if let HistoryMemory::Own(mapping) = &book.memory {
                 // All zeros is an empty book; if it stays as it is, no harm is done.
                 let _ = mapping.discard(0, mapping.len());
             }
@@ -416,28 +431,28 @@ impl Handler {
     pub(crate) fn follow(&mut self, page: PageNo, most: usize) {
         let engine = self.engine;
         if most < 2
-            || self.away.is_usual()
-            || self.away.has(page)
+            || self.remote.is_usual()
+            || self.remote.has(page)
             || self.reading(page.addr()) == Reading::Random
         {
             return;
         }
         let is_out =
             |page: PageNo| matches!(engine.mm.lock().table.get(page), PageState::Swapped(_));
-        self.trail.asks(page, engine.charge.limit(), most, is_out);
-        engine.count(Counter::SwapRaHit, self.trail.take_gone_over());
+        self.prefetcher.learn(page, engine.charge.limit(), most, is_out);
+        engine.count(Counter::SwapRaHit, self.prefetcher.take_replayed());
         self.held_came = 0;
         let mut came = 0;
-        while let Some(next) = self.trail.ahead() {
+        while let Some(next) = self.prefetcher.ahead() {
             if !is_out(next) {
                 continue;
             }
             self.make_room(1);
             let held = self.held_came;
-            if !self.has_room(1) || self.bring_page(next, 1).is_err() {
+            if !self.has_room(1) || self.swap_in_page(next, 1).is_err() {
                 break;
             }
-            self.trail.brought(self.held_came == held);
+            self.prefetcher.brought(self.held_came == held);
             came += 1;
         }
         self.count_ahead(came);
@@ -445,7 +460,7 @@ impl Handler {
 }
 
 /// Where a page stands among the `n` entries from `from` on.
-fn find(book: &Book, page: PageNo, from: u32, n: u32) -> Option<u32> {
+fn find(book: &MissHistory, page: PageNo, from: u32, n: u32) -> Option<u32> {
     (0..n)
         .map(|k| from.wrapping_add(k))
         .take_while(|at| book.page_at(*at).is_some())
@@ -459,7 +474,7 @@ mod tests {
 
     /// Memory for some pages, the oldest of which goes first; and a trail.
     struct Paged {
-        trail: Trail,
+        trail: TemporalPrefetcher,
         there: HashSet<usize>,
         order: VecDeque<usize>,
         room: usize,
@@ -470,7 +485,7 @@ mod tests {
     impl Paged {
         fn new(room: usize) -> Paged {
             Paged {
-                trail: Trail::new(),
+                trail: TemporalPrefetcher::new(),
                 there: HashSet::new(),
                 order: VecDeque::new(),
                 room,
@@ -494,7 +509,8 @@ mod tests {
             }
             self.faults += 1;
             self.bring(page);
-            self.trail.asks(PageNo(page), 64 << 20, 64, |PageNo(page)| !self.there.contains(&page));
+            self.trail
+                .learn(PageNo(page), 64 << 20, 64, |PageNo(page)| !self.there.contains(&page));
             while let Some(PageNo(page)) = self.trail.ahead() {
                 if !self.there.contains(&page) {
                     self.bring(page);
@@ -535,7 +551,7 @@ mod tests {
         assert_eq!(paged.walk(way.iter().copied()), (4000, 0));
         let (faults, brought) = paged.walk(way.iter().copied());
         assert!(faults < 150 && faults + brought < 4100, "{faults} {brought}");
-        let gone_over = paged.trail.take_gone_over();
+        let gone_over = paged.trail.take_replayed();
         assert!(gone_over <= brought && gone_over > brought / 10 * 9, "{gone_over} {brought}");
         let (faults, _) = paged.walk(way.iter().copied());
         assert!(faults < 80, "{faults}");
@@ -594,21 +610,21 @@ mod tests {
     #[test]
     fn a_child_goes_on_with_what_the_last_one_wrote() {
         let way = shuffled(3000, 1);
-        let book = ChildrensBook::new(64 << 20).unwrap();
+        let book = SharedMissHistory::new(64 << 20).unwrap();
         assert_eq!(book.used_bytes(), 0);
         let mut first = Paged::new(800);
         first.trail.inherit(book);
         assert_eq!(first.walk(way.iter().copied()).0, 3000);
         let Some(book) = first.trail.book.take() else { panic!("it was free") };
         let mut second = Paged::new(800);
-        second.trail.inherit(ChildrensBook(book));
+        second.trail.inherit(SharedMissHistory(book));
         assert!(second.walk(way.iter().copied()).0 < 150);
         let Some(book) = second.trail.book.take() else { panic!("it was its own") };
         assert!(book.used_bytes() > 12 << 10);
         // Another process has it.
         book.head().writer.store(1, Relaxed);
-        let mut third = Trail::new();
-        third.inherit(ChildrensBook(book));
+        let mut third = TemporalPrefetcher::new();
+        third.inherit(SharedMissHistory(book));
         assert!(third.book.is_none());
     }
 
@@ -618,7 +634,8 @@ mod tests {
             let entries = u64::from(entries_for(limit));
             assert!(
                 entries.is_power_of_two()
-                    && (entries * ENTRY_BYTES <= (limit / PART).max(FEWEST * ENTRY_BYTES))
+                    && (entries * ENTRY_BYTES
+                        <= (limit / HISTORY_DIVISOR).max(MIN_ENTRIES * ENTRY_BYTES))
             );
         }
         assert_eq!(entries_for(256 << 20), 1 << 18);

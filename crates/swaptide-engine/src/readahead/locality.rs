@@ -10,9 +10,9 @@
 //!    halves. Elsewhere a fault starts a stream of one page.
 //! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That
 //!    cannot be seen of pages that are brought in; so some chunks are put under observation: of
-//!    them single pages are brought in, and their faults during the next [`HORIZON`] are counted.
-//!    The mean of the last counts decides for the others. Each region has its own mean; a new one
-//!    begins with that of all.
+//!    them single pages are brought in, and their faults during the next [`OBSERVATION_FAULTS`] are
+//!    counted. The mean of the last counts decides for the others. Each region has its own mean; a
+//!    new one begins with that of all.
 //! 3. Of a window a page is left out now and then ([`crate::readahead::sampling`]). Where less than
 //!    a third of those is asked for, windows are halved until they close and the stream ends; one
 //!    that is asked for lets them grow again. A page that came for nothing costs a third of a
@@ -21,27 +21,27 @@
 //!    more than the page.
 
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
-use crate::readahead::sampling::{SMALLEST, Samples, StreamId, Trust};
+use crate::readahead::sampling::{MIN_WINDOW_PAGES, Samples, StreamId, Trust};
 
 const STREAMS: usize = 8;
 /// Regions of which the mean is kept.
-const HOMES: usize = 16;
+const TRACKED_REGIONS: usize = 16;
 /// Score of a stream of which all is wanted; and, negative, of one that is to be made smaller.
-const SURE: i8 = 4;
+const MAX_SCORE: i8 = 4;
 /// Chunks under observation at a time.
-const OBSERVED: usize = 16;
+const OBSERVED_CHUNKS: usize = 16;
 /// Faults during which a chunk is observed.
-const HORIZON: u32 = 128;
+const OBSERVATION_FAULTS: u32 = 128;
 /// While chunks are brought in whole, every so manyth is put under observation.
 const OBSERVE_EVERY: u32 = 16;
 /// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper. A
 /// page that is brought in for nothing costs its loading, another page's going out, and that one's
 /// coming back: about as much as a fault. So at least half of a chunk must be wanted.
-const WORTH_16: u32 = 7 * 16;
+const MIN_DENSITY_X16: u32 = 7 * 16;
 
 /// The same for pages in the file: one reading brings them all, and a page that was not written
 /// goes out again for next to nothing.
-const WORTH_READING_16: u32 = 16 + 8;
+const MIN_FILE_DENSITY_X16: u32 = 16 + 8;
 
 #[derive(Clone, Copy)]
 struct Stream {
@@ -72,16 +72,16 @@ impl Stream {
 
     /// A page that was left out was asked for.
     fn wants(&mut self) {
-        self.score = (self.score + 2).min(SURE);
+        self.score = (self.score + 2).min(MAX_SCORE);
         self.most = self.most.saturating_mul(4);
     }
 
     /// One was not.
     fn wants_not(&mut self) {
         self.score -= 1;
-        if self.score <= -SURE {
+        if self.score <= -MAX_SCORE {
             // From here on each one more makes them smaller.
-            self.score = 1 - SURE;
+            self.score = 1 - MAX_SCORE;
             self.most = self.most.min(self.window) / 2;
         }
     }
@@ -164,7 +164,7 @@ pub enum SwapIn {
 
 /// A region, and what is known of its chunks.
 #[derive(Clone, Copy)]
-struct Home {
+struct RegionStats {
     first: usize,
     /// Mean of the further faults in an observed chunk, in 1/16.
     mean_16: u32,
@@ -184,13 +184,13 @@ struct Observed {
 pub struct Locality {
     growth: Streams,
     reads: Streams,
-    observed: [Observed; OBSERVED],
+    observed: [Observed; OBSERVED_CHUNKS],
     next_observed: usize,
     /// Swap-in faults so far.
     faults: u32,
     /// The same mean over all regions.
     mean_16: u32,
-    homes: [Home; HOMES],
+    homes: [RegionStats; TRACKED_REGIONS],
     /// The region that was asked about last.
     home: usize,
     samples: Samples,
@@ -210,17 +210,18 @@ impl Locality {
         Locality {
             growth: Streams::new(),
             reads: Streams::new(),
-            observed: [Observed { chunk: usize::MAX, home: 0, since: 0, faults: 0 }; OBSERVED],
+            observed: [Observed { chunk: usize::MAX, home: 0, since: 0, faults: 0 };
+                OBSERVED_CHUNKS],
             next_observed: 0,
             faults: 0,
             // Nothing is brought in for nothing before there is a reason to.
-            mean_16: WORTH_READING_16 - 8,
-            homes: [Home {
+            mean_16: MIN_FILE_DENSITY_X16 - 8,
+            homes: [RegionStats {
                 first: usize::MAX,
-                mean_16: WORTH_READING_16 - 8,
+                mean_16: MIN_FILE_DENSITY_X16 - 8,
                 until_observation: 0,
                 used: 0,
-            }; HOMES],
+            }; TRACKED_REGIONS],
             home: 0,
             samples: Samples::default(),
             hits: 0,
@@ -253,7 +254,7 @@ impl Locality {
     }
 
     /// What to bring in for a fault on a swapped page of the region that begins with page `home`,
-    /// at most `bound` pages. What came of it is told with [`Locality::came`].
+    /// at most `bound` pages. What came of it is told with [`Locality::record_swapped_in`].
     pub fn swap_in(
         &mut self,
         home: PageNo,
@@ -278,7 +279,7 @@ impl Locality {
                 stream.wants_not();
             }
             self.hits += std::mem::take(&mut stream.ahead);
-            if stream.most < SMALLEST {
+            if stream.most < MIN_WINDOW_PAGES {
                 // Too little of it is wanted.
                 self.samples.ended(stream.id);
                 *stream = Stream::NONE;
@@ -306,7 +307,8 @@ impl Locality {
             return SwapIn::Onward(window);
         }
         self.reads.start(page.0 + 1, 1);
-        if observed || self.observe(page.chunk()) || self.homes[self.home].mean_16 < WORTH_16 {
+        if observed || self.observe(page.chunk()) || self.homes[self.home].mean_16 < MIN_DENSITY_X16
+        {
             return SwapIn::Page;
         }
         // Who touches the page after the chunk goes on from there.
@@ -319,7 +321,7 @@ impl Locality {
     pub fn leave_out(&mut self, page: PageNo, pages: usize) -> Option<PageNo> {
         let stream = &self.reads.streams[self.reads.current];
         let trust = match stream.score {
-            SURE.. => Trust::Sure,
+            MAX_SCORE.. => Trust::Sure,
             ..0 => Trust::Doubt,
             _ => Trust::Unknown,
         };
@@ -332,7 +334,7 @@ impl Locality {
     }
 
     /// `pages` came in for the fault that was asked about last.
-    pub fn came(&mut self, pages: usize) {
+    pub fn record_swapped_in(&mut self, pages: usize) {
         let current = self.reads.current;
         self.reads.streams[current].ahead = pages.saturating_sub(1);
     }
@@ -344,14 +346,14 @@ impl Locality {
     }
 
     /// Pages of a chunk that are wanted, the one asked for among them, in 1/16.
-    pub fn wanted_16(&self) -> u32 {
+    pub fn density_x16(&self) -> u32 {
         self.homes[self.home].mean_16 + 16
     }
 
     /// True when a page that is read from the file shall bring its neighbours in the chunk from
     /// there with it.
     pub fn reads_around(&self) -> bool {
-        self.homes[self.home].mean_16 >= WORTH_READING_16
+        self.homes[self.home].mean_16 >= MIN_FILE_DENSITY_X16
     }
 
     /// Looks up what is known of a region.
@@ -366,7 +368,7 @@ impl Locality {
                     .enumerate()
                     .max_by_key(|(_, home)| clock.wrapping_sub(home.used));
                 let at = oldest.map_or(0, |(at, _)| at);
-                self.homes[at] = Home {
+                self.homes[at] = RegionStats {
                     first: first.0,
                     mean_16: self.mean_16,
                     until_observation: 0,
@@ -384,7 +386,7 @@ impl Locality {
         match self
             .observed
             .iter_mut()
-            .find(|o| o.chunk == chunk.0 && faults.wrapping_sub(o.since) <= HORIZON)
+            .find(|o| o.chunk == chunk.0 && faults.wrapping_sub(o.since) <= OBSERVATION_FAULTS)
         {
             Some(observed) => {
                 observed.faults += 1;
@@ -398,7 +400,7 @@ impl Locality {
     fn observe(&mut self, chunk: ChunkNo) -> bool {
         let place = &mut self.observed[self.next_observed];
         if place.chunk != usize::MAX {
-            if self.faults.wrapping_sub(place.since) <= HORIZON {
+            if self.faults.wrapping_sub(place.since) <= OBSERVATION_FAULTS {
                 return false;
             }
             let follow = |mean: &mut u32| *mean = (*mean * 15 + 16 * place.faults) / 16;
@@ -409,14 +411,14 @@ impl Locality {
             place.chunk = usize::MAX;
         }
         let home = &mut self.homes[self.home];
-        if home.mean_16 >= WORTH_16 {
+        if home.mean_16 >= MIN_DENSITY_X16 {
             home.until_observation += 1;
             if !home.until_observation.is_multiple_of(OBSERVE_EVERY) {
                 return false;
             }
         }
         *place = Observed { chunk: chunk.0, home: home.first, since: self.faults, faults: 0 };
-        self.next_observed = (self.next_observed + 1) % OBSERVED;
+        self.next_observed = (self.next_observed + 1) % OBSERVED_CHUNKS;
         true
     }
 }
@@ -459,7 +461,7 @@ mod tests {
                     .extend(PageNo(page).chunk().first().0..PageNo(page).chunk().plus(1).first().0),
                 SwapIn::Onward(n) => {
                     there.extend(page..page + n);
-                    locality.came(n);
+                    locality.record_swapped_in(n);
                     if let Some(out) = locality.leave_out(PageNo(page), n) {
                         there.remove(&out.0);
                         locality.left_out(out);
@@ -585,7 +587,7 @@ mod tests {
         for _ in 0..11 {
             match locality.swap_in(HOME, PageNo(at), Reading::Unknown, 64) {
                 SwapIn::Onward(n) => {
-                    locality.came(n);
+                    locality.record_swapped_in(n);
                     at += n;
                 }
                 _ => at += 1,

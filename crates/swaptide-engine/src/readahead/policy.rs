@@ -24,18 +24,21 @@ use crate::readahead::locality::SwapIn;
 
 /// What a run was told of how much may come in at a time.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub struct Gate {
+pub struct ReadaheadLimits {
     /// `--page-cluster`.
     pub page_cluster: Option<u8>,
     /// The largest order.
     pub largest_order: Option<u8>,
 }
 
-impl Gate {
+impl ReadaheadLimits {
     /// From the words of a segment's header, each one more than its value or 0.
-    pub fn new(page_cluster_plus: u32, largest_order_plus: u32) -> Gate {
+    pub fn new(page_cluster_plus: u32, largest_order_plus: u32) -> ReadaheadLimits {
         let value = |plus: u32| plus.checked_sub(1).map(|n| n.min(9) as u8);
-        Gate { page_cluster: value(page_cluster_plus), largest_order: value(largest_order_plus) }
+        ReadaheadLimits {
+            page_cluster: value(page_cluster_plus),
+            largest_order: value(largest_order_plus),
+        }
     }
 
     /// Most pages of one fault, where `window` is what the limit allows. Without a swap file
@@ -59,7 +62,7 @@ pub struct Costs {
 
 /// A fault, and what is known.
 #[derive(Clone, Copy)]
-pub struct Ask<'a> {
+pub struct SwapInRequest<'a> {
     /// The page.
     pub page: PageNo,
     /// The managed region around it, in pages.
@@ -76,7 +79,7 @@ pub struct Ask<'a> {
 
 /// What is brought in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Admitted {
+pub enum SwapInPlan {
     /// The page alone.
     Page,
     /// An aligned range around the page.
@@ -93,17 +96,17 @@ pub enum Admitted {
 /// Chooses. `probe` gives a snapshot of the page's chunk, if one is needed. The orders that were
 /// refused are told to `refused`.
 pub fn admit(
-    ask: &Ask<'_>,
+    ask: &SwapInRequest<'_>,
     probe: impl FnOnce(ChunkNo) -> Snapshot,
     mut refused: impl FnMut(u8),
-) -> Admitted {
+) -> SwapInPlan {
     match ask.evidence {
-        _ if ask.most < 2 => Admitted::Page,
-        SwapIn::Page => Admitted::Page,
+        _ if ask.most < 2 => SwapInPlan::Page,
+        SwapIn::Page => SwapInPlan::Page,
         SwapIn::Onward(pages) => {
             match pages.min(ask.most).min(ask.region.end.saturating_sub(ask.page.0)) {
-                0 | 1 => Admitted::Page,
-                pages => Admitted::Onward(pages),
+                0 | 1 => SwapInPlan::Page,
+                pages => SwapInPlan::Onward(pages),
             }
         }
         SwapIn::Chunk => {
@@ -117,16 +120,16 @@ pub fn admit(
                         refused(order)
                     }
                     Backing::Nothing => {}
-                    _ => return Admitted::Around { first, order },
+                    _ => return SwapInPlan::Around { first, order },
                 }
             }
-            Admitted::Page
+            SwapInPlan::Page
         }
     }
 }
 
 /// True when loading a mixed range costs less than a fault for each of its pages that are wanted.
-fn is_cheaper_whole(ask: &Ask<'_>, order: u8, pool: usize, file: usize) -> bool {
+fn is_cheaper_whole(ask: &SwapInRequest<'_>, order: u8, pool: usize, file: usize) -> bool {
     let Costs { fault, pool: from_pool, file: from_file } = ask.costs;
     let pages = (pool + file) as u64;
     if pages < 2 {
@@ -141,19 +144,19 @@ fn is_cheaper_whole(ask: &Ask<'_>, order: u8, pool: usize, file: usize) -> bool 
 }
 
 /// The pages that came in for one fault.
-pub struct Came {
+pub struct SwappedIn {
     base: usize,
-    chunks: [u16; Came::CHUNKS],
+    chunks: [u16; SwappedIn::CHUNKS],
     pages: usize,
 }
 
-impl Came {
+impl SwappedIn {
     /// A window of 2 MiB may begin anywhere.
     const CHUNKS: usize = 64;
 
     /// Nothing yet; `first` is the first page that may come.
-    pub fn new(first: PageNo) -> Came {
-        Came { base: first.chunk().0 / 32 * 32, chunks: [0; Came::CHUNKS], pages: 0 }
+    pub fn new(first: PageNo) -> SwappedIn {
+        SwappedIn { base: first.chunk().0 / 32 * 32, chunks: [0; SwappedIn::CHUNKS], pages: 0 }
     }
 
     /// `n` pages from `first` on came in.
@@ -186,7 +189,7 @@ impl Came {
             let n = 1u32 << order;
             let block = u64::MAX >> (64 - n);
             let mut found = 0;
-            for at in (0..Came::CHUNKS as u32).step_by(n as usize) {
+            for at in (0..SwappedIn::CHUNKS as u32).step_by(n as usize) {
                 if whole >> at & block == block {
                     whole &= !(block << at);
                     found += 1;
@@ -204,11 +207,18 @@ mod tests {
     use super::*;
     use crate::mm::page_table::PageTable;
 
-    const COSTS: Costs = Costs { fault: 8_000, pool: 6_000, file: 60_000 };
+    const DEFAULT_COSTS: Costs = Costs { fault: 8_000, pool: 6_000, file: 60_000 };
     const REGION: Range<usize> = 0..1 << 20;
 
-    fn ask(evidence: SwapIn, most: usize) -> Ask<'static> {
-        Ask { page: PageNo(165), region: &REGION, evidence, wanted_16: 8 * 16, most, costs: COSTS }
+    fn ask(evidence: SwapIn, most: usize) -> SwapInRequest<'static> {
+        SwapInRequest {
+            page: PageNo(165),
+            region: &REGION,
+            evidence,
+            wanted_16: 8 * 16,
+            most,
+            costs: DEFAULT_COSTS,
+        }
     }
 
     /// A chunk of which these pages lie in the file and the others in compressed memory; `None`:
@@ -217,7 +227,10 @@ mod tests {
         move |chunk| Snapshot::made_up(chunk.first(), &is_in_file)
     }
 
-    fn decide(ask: Ask<'_>, probe: impl FnOnce(ChunkNo) -> Snapshot) -> (Admitted, Vec<u8>) {
+    fn decide(
+        ask: SwapInRequest<'_>,
+        probe: impl FnOnce(ChunkNo) -> Snapshot,
+    ) -> (SwapInPlan, Vec<u8>) {
         let mut refused = Vec::new();
         (admit(&ask, probe, |order| refused.push(order)), refused)
     }
@@ -228,21 +241,21 @@ mod tests {
 
     #[test]
     fn without_evidence_or_room_for_two_a_page_comes_alone() {
-        assert_eq!(decide(ask(SwapIn::Page, 512), unasked).0, Admitted::Page);
-        assert_eq!(decide(ask(SwapIn::Chunk, 1), unasked).0, Admitted::Page);
-        assert_eq!(decide(ask(SwapIn::Onward(64), 1), unasked).0, Admitted::Page);
+        assert_eq!(decide(ask(SwapIn::Page, 512), unasked).0, SwapInPlan::Page);
+        assert_eq!(decide(ask(SwapIn::Chunk, 1), unasked).0, SwapInPlan::Page);
+        assert_eq!(decide(ask(SwapIn::Onward(64), 1), unasked).0, SwapInPlan::Page);
     }
 
     #[test]
     fn a_window_ends_at_its_bound_and_at_its_region() {
-        assert_eq!(decide(ask(SwapIn::Onward(512), 16), unasked).0, Admitted::Onward(16));
+        assert_eq!(decide(ask(SwapIn::Onward(512), 16), unasked).0, SwapInPlan::Onward(16));
         assert_eq!(
-            decide(Ask { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
-            Admitted::Onward(5)
+            decide(SwapInRequest { region: &(0..170), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            SwapInPlan::Onward(5)
         );
         assert_eq!(
-            decide(Ask { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
-            Admitted::Page
+            decide(SwapInRequest { region: &(0..166), ..ask(SwapIn::Onward(512), 64) }, unasked).0,
+            SwapInPlan::Page
         );
     }
 
@@ -252,7 +265,7 @@ mod tests {
             for in_file in [false, true] {
                 let (admitted, refused) =
                     decide(ask(SwapIn::Chunk, most), chunk(|_| Some(in_file)));
-                assert_eq!(admitted, Admitted::Around { first: PageNo(first), order });
+                assert_eq!(admitted, SwapInPlan::Around { first: PageNo(first), order });
                 assert!(refused.is_empty());
             }
         }
@@ -265,30 +278,30 @@ mod tests {
         let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(half));
         assert_eq!(
             (admitted, refused),
-            (Admitted::Around { first: PageNo(160), order: 3 }, vec![4])
+            (SwapInPlan::Around { first: PageNo(160), order: 3 }, vec![4])
         );
-        let all = Ask { wanted_16: 16 * 16, ..ask(SwapIn::Chunk, 512) };
-        assert_eq!(decide(all, chunk(half)).0, Admitted::Around { first: PageNo(160), order: 4 });
+        let all = SwapInRequest { wanted_16: 16 * 16, ..ask(SwapIn::Chunk, 512) };
+        assert_eq!(decide(all, chunk(half)).0, SwapInPlan::Around { first: PageNo(160), order: 4 });
         // Every second page: no order helps where half is wanted.
         let (admitted, refused) = decide(ask(SwapIn::Chunk, 512), chunk(|k| Some(k % 2 == 0)));
-        assert_eq!((admitted, refused), (Admitted::Page, vec![4, 3, 2, 1]));
+        assert_eq!((admitted, refused), (SwapInPlan::Page, vec![4, 3, 2, 1]));
     }
 
     #[test]
     fn the_gate_is_for_what_has_a_file_behind() {
-        let gate = Gate::new(4, 0);
-        assert_eq!(gate, Gate { page_cluster: Some(3), largest_order: None });
+        let gate = ReadaheadLimits::new(4, 0);
+        assert_eq!(gate, ReadaheadLimits { page_cluster: Some(3), largest_order: None });
         assert_eq!((gate.most(512, true), gate.most(512, false)), (8, 512));
-        assert_eq!(Gate::new(1, 0).most(512, true), 1, "page-cluster 0");
-        assert_eq!(Gate::new(0, 1).most(512, false), 1, "order 0");
-        assert_eq!(Gate::new(0, 0).most(300, true), 300);
-        assert_eq!(Gate::new(10, 5).most(512, true), 16);
+        assert_eq!(ReadaheadLimits::new(1, 0).most(512, true), 1, "page-cluster 0");
+        assert_eq!(ReadaheadLimits::new(0, 1).most(512, false), 1, "order 0");
+        assert_eq!(ReadaheadLimits::new(0, 0).most(300, true), 300);
+        assert_eq!(ReadaheadLimits::new(10, 5).most(512, true), 16);
     }
 
     #[test]
     fn blocks_are_counted_at_the_largest_order_that_came_whole() {
         let count = |parts: &[(usize, usize)]| {
-            let mut came = Came::new(PageNo(parts[0].0));
+            let mut came = SwappedIn::new(PageNo(parts[0].0));
             parts.iter().for_each(|(first, n)| came.add(PageNo(*first), *n));
             let mut found = Vec::new();
             came.blocks(|order, n| found.push((order, n)));
@@ -306,6 +319,6 @@ mod tests {
     fn a_table_without_swapped_pages_backs_nothing() {
         let (admitted, refused) =
             decide(ask(SwapIn::Chunk, 512), |c| Snapshot::note(&PageTable::new(), c.first(), 16));
-        assert_eq!((admitted, refused.len()), (Admitted::Page, 0));
+        assert_eq!((admitted, refused.len()), (SwapInPlan::Page, 0));
     }
 }

@@ -40,9 +40,9 @@ impl Trust {
 }
 
 /// Windows smaller than this are not sampled.
-pub const SMALLEST: usize = 8;
+pub const MIN_WINDOW_PAGES: usize = 8;
 /// The page was not wanted if the program went on for so many windows.
-const PATIENCE: u8 = 2;
+const MAX_WINDOWS_UNTOUCHED: u8 = 2;
 const HOLES: usize = 8;
 
 /// A stream: its number is never used again.
@@ -76,7 +76,7 @@ impl Samples {
     /// A page that is to be left out of a window of `pages` pages from `page` on, if it is time.
     pub fn choose(&mut self, page: PageNo, pages: usize, trust: Trust) -> Option<PageNo> {
         self.since += pages;
-        if pages < SMALLEST
+        if pages < MIN_WINDOW_PAGES
             || self.since < trust.spacing()
             || !self.holes.iter().any(|hole| hole.page == NONE.page)
         {
@@ -92,7 +92,7 @@ impl Samples {
     /// It was left out.
     pub fn left_out(&mut self, page: PageNo, stream: StreamId) {
         if let Some(hole) = self.holes.iter_mut().find(|hole| hole.page == NONE.page) {
-            *hole = Hole { page: page.0, stream, patience: PATIENCE };
+            *hole = Hole { page: page.0, stream, patience: MAX_WINDOWS_UNTOUCHED };
         }
     }
 
@@ -152,7 +152,7 @@ mod tests {
             let most = 1000 * pages / trust.spacing();
             assert!(left > 0 && left <= most.min(1000), "{left} of {most}");
         }
-        assert_eq!(Samples::default().choose(PageNo(8), SMALLEST - 1, Trust::Doubt), None);
+        assert_eq!(Samples::default().choose(PageNo(8), MIN_WINDOW_PAGES - 1, Trust::Doubt), None);
     }
 
     #[test]

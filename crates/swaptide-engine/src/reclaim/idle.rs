@@ -13,13 +13,13 @@ use swaptide_sys::affinity::{CpuTimes, ThreadTimes};
 use swaptide_sys::thread::Nanos;
 
 /// A process is calm when nothing happened for so long.
-const AFTER: Duration = Duration::from_millis(200);
+const IDLE_AFTER: Duration = Duration::from_millis(200);
 /// How often the worker's own waiting is looked at.
-const LOOK: Duration = Duration::from_millis(10);
+const WAIT_SAMPLE_INTERVAL: Duration = Duration::from_millis(10);
 /// It rests so long when others want the CPU.
-const REST: Duration = Duration::from_secs(1);
+const BACKOFF: Duration = Duration::from_secs(1);
 /// Its waiting may be this part of its running.
-const WAITS_PART: u64 = 4;
+const MAX_WAIT_DIVISOR: u64 = 4;
 
 /// See the module's description.
 pub struct Calm {
@@ -57,11 +57,11 @@ impl Calm {
         if std::mem::replace(&mut self.happened, happened) != happened {
             self.since = now;
         }
-        if now.since(self.since) < AFTER || now < self.rests_until {
+        if now.since(self.since) < IDLE_AFTER || now < self.rests_until {
             self.seen = None;
             return false;
         }
-        if self.seen.is_some_and(|(_, looked)| now.since(looked) < LOOK) {
+        if self.seen.is_some_and(|(_, looked)| now.since(looked) < WAIT_SAMPLE_INTERVAL) {
             return true;
         }
         let times = times(self);
@@ -80,8 +80,8 @@ impl Calm {
         let Some((then, _)) = self.seen.replace((times, now)) else { return true };
         let (ran, waited) =
             (times.ran.saturating_sub(then.ran), times.waited.saturating_sub(then.waited));
-        if waited > ran / WAITS_PART && waited > LOOK.as_nanos() as u64 / 10 {
-            self.rests_until = Nanos(now.0 + REST.as_nanos() as u64);
+        if waited > ran / MAX_WAIT_DIVISOR && waited > WAIT_SAMPLE_INTERVAL.as_nanos() as u64 / 10 {
+            self.rests_until = Nanos(now.0 + BACKOFF.as_nanos() as u64);
             self.seen = None;
             return false;
         }

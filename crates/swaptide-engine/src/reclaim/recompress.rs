@@ -41,9 +41,9 @@ const BATCH: usize = 8;
 /// Bytes that are moved to make room where there is none.
 const HOLES_BYTES: usize = 256 << 10;
 /// Chunks looked at for one batch.
-const MOST_CHUNKS: usize = 64;
+const MAX_CHUNKS_PER_BATCH: usize = 64;
 /// Saved bytes in 1/1024 of the tried ones, below which most chunks are left untried.
-const POOR: u32 = 100;
+const MIN_SAVED_1024: u32 = 100;
 /// Of those, one in so many is tried: at first, and at last.
 const SAMPLE: u32 = 16;
 const SAMPLE_LAST: u32 = 512;
@@ -110,13 +110,15 @@ impl Recompress {
             // that has twice the memory.
             let old = (mm.table.present() / 2) as u64;
             mm.put_back_young(&engine.devices);
-            while looked < MOST_CHUNKS && self.items.len() < BATCH {
+            while looked < MAX_CHUNKS_PER_BATCH && self.items.len() < BATCH {
                 if mm.oldest_unsettled(&engine.devices).is_some_and(|distance| distance < old) {
                     break;
                 }
                 let Some(chunk) = mm.queues.next_pooled(&mut mm.table) else { break };
                 looked += 1;
-                if (self.gain < POOR || !mm.split.tighter_helps()) && self.skipped < self.every {
+                if (self.gain < MIN_SAVED_1024 || !mm.split.tighter_helps())
+                    && self.skipped < self.every
+                {
                     self.skipped += 1;
                 } else {
                     self.skipped = 0;
@@ -161,7 +163,7 @@ impl Recompress {
         tight.clear();
         items.retain_mut(|item| {
             packed.clear();
-            if !engine.devices.pool.unsettled(Slot(item.entry.offset().0), packed) {
+            if !engine.devices.pool.not_recompressed(Slot(item.entry.offset().0), packed) {
                 return false;
             }
             // The fault path tells of damage when the page is needed.
@@ -196,7 +198,8 @@ impl Recompress {
                     return false;
                 }
                 let bytes = item.tight.as_ref().map(|range| &self.tight[range.clone()]);
-                let Ok(less) = engine.devices.pool.settle(Slot(item.entry.offset().0), bytes)
+                let Ok(less) =
+                    engine.devices.pool.replace_recompressed(Slot(item.entry.offset().0), bytes)
                 else {
                     return true;
                 };
@@ -204,7 +207,7 @@ impl Recompress {
                 saved += less;
                 false
             });
-            engine.settle(&guard);
+            engine.publish_usage(&guard);
             drop(guard);
             if self.items.is_empty() || is_last {
                 break;

@@ -31,23 +31,23 @@ use swaptide_sys::uffd::MoveFlags;
 
 use crate::backing::devices::{FILE, POOL, entry_plus};
 use crate::engine::{Engine, Mm};
-use crate::mm::page_table::{PageState, STUCK};
+use crate::mm::page_table::{PageState, UNMOVABLE};
 use crate::mm::staging::{FrameNo, SlabNo};
 use crate::mm::types::{
     CHUNKS_PER_LEAF, ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, folios, range_of,
 };
-use crate::sched::handler_cpu::GivesWay;
-use crate::vma::unarmed::{self, Answer, Seen};
+use crate::sched::handler_cpu::YieldEvery;
+use crate::vma::unarmed::{self, Lookup, Seen};
 
 /// Moves of one batch at most: each costs about a microsecond, more where another CPU runs the
 /// program, and all happen under the lock.
-const MOST_MOVES: usize = 128;
+const MAX_MOVES_PER_BATCH: usize = 128;
 /// Fewer pages than this in a move, on average, make a batch a scattered one.
-const DENSE: usize = 8;
+const DENSE_PAGES_PER_MOVE: usize = 8;
 
 /// A chunk of the batch: its pages lie one after the other from `place` on.
 #[derive(Clone, Copy)]
-struct Taken {
+struct TakenPage {
     chunk: ChunkNo,
     /// Pages to move.
     planned: u16,
@@ -59,7 +59,7 @@ struct Taken {
 
 /// A folio on its way out.
 #[derive(Clone, Copy)]
-struct Leaving {
+struct OutgoingPage {
     place: usize,
     order: u8,
     entry: SwapEntry,
@@ -67,7 +67,7 @@ struct Leaving {
 }
 
 /// A page on its way to the file.
-struct Beyond {
+struct BackingPage {
     frame: FrameNo,
     /// Its entry in compressed memory, which it leaves if the file takes it.
     entry: SwapEntry,
@@ -77,7 +77,7 @@ struct Beyond {
     place: Option<SwapEntry>,
 }
 
-impl Beyond {
+impl BackingPage {
     /// The page as it is stored.
     ///
     /// # Safety
@@ -132,13 +132,13 @@ impl Places {
 /// See the module's description.
 pub struct Batch {
     slab: Option<SlabNo>,
-    chunks: Vec<Taken>,
+    chunks: Vec<TakenPage>,
     runs: Vec<Run>,
-    leaving: Vec<Leaving>,
+    leaving: Vec<OutgoingPage>,
     /// Pages that moved.
     pages: usize,
     /// Pages that do not compress, or that compressed memory refuses: they go to the file.
-    beyond: Vec<Beyond>,
+    beyond: Vec<BackingPage>,
     is_beyond: Places,
     /// The bytes of those that are compressed.
     packed: Vec<u8>,
@@ -213,7 +213,7 @@ impl Batch {
         Batch {
             slab: None,
             chunks: Vec::with_capacity(64),
-            runs: Vec::with_capacity(2 * MOST_MOVES),
+            runs: Vec::with_capacity(2 * MAX_MOVES_PER_BATCH),
             leaving: Vec::with_capacity(512),
             pages: 0,
             beyond: Vec::with_capacity(512),
@@ -286,7 +286,7 @@ impl Batch {
         }
         self.slab = Some(slab);
         mm.jobs.in_flight += self.pages;
-        engine.charge.set_scattered(self.pages < DENSE * moves);
+        engine.charge.set_scattered(self.pages < DENSE_PAGES_PER_MOVE * moves);
         mm.evicted += self.pages as u64;
         self.pages
     }
@@ -298,7 +298,7 @@ impl Batch {
         let bound = mm.queues.resident_len().min(4096);
         let mut place = 0;
         let now = now();
-        while self.chunks.len() < want && self.runs.len() < MOST_MOVES && scanned < bound {
+        while self.chunks.len() < want && self.runs.len() < MAX_MOVES_PER_BATCH && scanned < bound {
             let Some(chunk) = mm.queues.next_resident(&mut mm.table) else { break };
             scanned += 1;
             let info = mm.table.chunk(chunk);
@@ -310,18 +310,18 @@ impl Batch {
             movable &= !mm.grace.spared(chunk, now);
             let range = range_of(chunk.first(), PAGES_PER_CHUNK);
             let held = range.start < mm.held.end && mm.held.start < range.end;
-            if info.hot > 0 || info.flags & STUCK != 0 || held || movable == 0 {
+            if info.hot > 0 || info.flags & UNMOVABLE != 0 || held || movable == 0 {
                 mm.table.update(chunk, |c| {
                     c.hot = c.hot.saturating_sub(1);
                     // A reason that lasts may still end: the chunk is tried again when it comes
                     // round.
-                    c.flags &= !STUCK;
+                    c.flags &= !UNMOVABLE;
                 });
                 mm.queues.arrived(&mut mm.table, chunk);
                 continue;
             }
             let index = self.chunks.len();
-            self.chunks.push(Taken { chunk, planned: movable, moved: 0, place });
+            self.chunks.push(TakenPage { chunk, planned: movable, moved: 0, place });
             for (first, len) in crate::mm::types::runs(movable) {
                 let run = Run { page: chunk.first().plus(first), place, len, index };
                 place += len;
@@ -357,19 +357,19 @@ impl Batch {
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
             let source = range_of(page, attempt);
             match self.seen.ask(engine, mm, source) {
-                Answer::Armed => {}
-                Answer::NotOne if attempt > 1 => {
+                Lookup::Armed => {}
+                Lookup::NotOne if attempt > 1 => {
                     most = within_mapping(page, attempt);
                     continue;
                 }
-                Answer::NotOne
+                Lookup::NotOne
                     if mm.regions.find(page.addr()).is_none()
                         || unarmed::forget(engine, mm, source) =>
                 {
                     at += 1;
                     continue;
                 }
-                Answer::NotOne | Answer::Unread => {
+                Lookup::NotOne | Lookup::Unread => {
                     self.refused = true;
                     break;
                 }
@@ -404,7 +404,7 @@ impl Batch {
                 Some(Errno::NOENT) => {
                     // The program's page is gone without an event: freed lazily. Its next touch
                     // gets zeros.
-                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                    if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
                         engine.devices.drop_swapped(entry);
                     }
                     at += 1;
@@ -429,14 +429,14 @@ impl Batch {
                 Some(Errno::FAULT) if mm.staging.is_guard(page) => {
                     // A guard was installed past libc, and discarded the contents (see `guards`).
                     engine.guarded.store(true, Relaxed);
-                    if let PageState::Kept(entry) = mm.table.set(page, PageState::Empty) {
+                    if let PageState::PresentClean(entry) = mm.table.set(page, PageState::Empty) {
                         engine.devices.drop_swapped(entry);
                     }
                     at += 1;
                 }
                 Some(Errno::INVAL) => {
                     // Locked or protected memory: the chunk is not tried again at once.
-                    mm.table.update(page.chunk(), |c| c.flags |= STUCK);
+                    mm.table.update(page.chunk(), |c| c.flags |= UNMOVABLE);
                     at += 1;
                 }
                 Some(_) => {
@@ -460,7 +460,7 @@ impl Batch {
                 engine,
                 mm,
                 slab,
-                Leaving {
+                OutgoingPage {
                     place,
                     order,
                     entry: crate::backing::devices::NO_ENTRY,
@@ -481,10 +481,10 @@ impl Batch {
         engine: &Engine,
         mm: &mut Mm,
         slab: SlabNo,
-        mut leaving: Leaving,
+        mut leaving: OutgoingPage,
         first: usize,
     ) {
-        let Leaving { place, order, chunk, .. } = leaving;
+        let OutgoingPage { place, order, chunk, .. } = leaving;
         let frame = slab.frame(place);
         let Some(entry) = engine.devices.alloc_pool(order, FolioId(frame.0)) else {
             if order == 0 {
@@ -495,12 +495,12 @@ impl Batch {
             engine.count(Counter::SwpoutFallback, 1);
             engine.count_order(OfOrder::SwpoutFallback, order, 1);
             let half = 1 << (order - 1);
-            self.give_folio(engine, mm, slab, Leaving { order: order - 1, ..leaving }, first);
+            self.give_folio(engine, mm, slab, OutgoingPage { order: order - 1, ..leaving }, first);
             self.give_folio(
                 engine,
                 mm,
                 slab,
-                Leaving { order: order - 1, place: place + half, ..leaving },
+                OutgoingPage { order: order - 1, place: place + half, ..leaving },
                 first + half,
             );
             return;
@@ -515,7 +515,7 @@ impl Batch {
             engine.uncancel(frame);
             mm.kept[frame.0 as usize] =
                 match mm.table.set(page, PageState::Swapped(entry_plus(entry, k as u32))) {
-                    PageState::Kept(old) => {
+                    PageState::PresentClean(old) => {
                         self.kept.push((place + k, old));
                         Some(old)
                     }
@@ -536,13 +536,13 @@ impl Batch {
         let mut same = 0;
         let (mut poor, mut refused) = (0, 0);
         let mut kept = self.kept.iter().peekable();
-        let mut gives_way = GivesWay::default();
+        let mut gives_way = YieldEvery::default();
         for leaving in &self.leaving {
             let (stored_before, beyond_before) = (stored + zero, self.beyond.len());
             let refuses = engine.pool_refuses();
             for k in 0..1usize << leaving.order {
                 let place = leaving.place + k;
-                gives_way.for_a_page(engine.converses());
+                gives_way.for_a_page(engine.single_faulter());
                 let frame = slab.frame(place);
                 let entry = entry_plus(leaving.entry, k as u32);
                 // The program has it back already.
@@ -568,7 +568,7 @@ impl Batch {
                         self.zeros.add(place);
                     }
                     Packed::Raw(_) if engine.devices.is_backed() => {
-                        self.beyond.push(Beyond { frame, entry, packed: None, place: None });
+                        self.beyond.push(BackingPage { frame, entry, packed: None, place: None });
                         self.is_beyond.add(place);
                         poor += 1;
                         continue;
@@ -576,7 +576,7 @@ impl Batch {
                     Packed::Bytes(bytes) if refuses => {
                         let start = self.packed.len();
                         self.packed.extend_from_slice(bytes);
-                        self.beyond.push(Beyond {
+                        self.beyond.push(BackingPage {
                             frame,
                             entry,
                             packed: Some(start..self.packed.len()),
@@ -645,7 +645,9 @@ impl Batch {
             written = 0;
         }
         for page in self.beyond.iter().filter(|page| page.place.is_none()) {
-            engine.tell_full("the swap file takes no more pages: memory stays past the budget");
+            engine.report_swap_full(
+                "the swap file takes no more pages: memory stays past the budget",
+            );
             // SAFETY: as above.
             let packed = unsafe { page.packed(engine, &self.packed) };
             if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {
@@ -696,7 +698,7 @@ impl Batch {
                 let entry = entry_plus(leaving.entry, k as u32);
                 if let Some(old) = mm.kept[frame.0 as usize].take() {
                     if self.unchanged.has(place) && !engine.is_cancelled(frame) {
-                        self.back_to_old(engine, mm, frame, entry, old, folio);
+                        self.return_to_old_slots(engine, mm, frame, entry, old, folio);
                         continue;
                     }
                     devices.drop_swapped(old);
@@ -719,7 +721,7 @@ impl Batch {
     }
 
     /// The page is what its old slot holds: it gets that entry again.
-    fn back_to_old(
+    fn return_to_old_slots(
         &self,
         engine: &Engine,
         mm: &mut Mm,
@@ -748,7 +750,7 @@ impl Batch {
     fn finish_beyond(&mut self, engine: &Engine, mm: &mut Mm) {
         let devices = &engine.devices;
         let shadow = mm.shadow();
-        for &Beyond { frame, entry, place, .. } in &self.beyond {
+        for &BackingPage { frame, entry, place, .. } in &self.beyond {
             let Some(place) = place else { continue };
             let folio = FolioId(frame.0);
             devices.to_shadow(place, 1, folio, shadow);

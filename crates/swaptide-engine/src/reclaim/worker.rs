@@ -36,17 +36,17 @@ use crate::reclaim::idle::Calm;
 use crate::reclaim::recompress::Recompress;
 use crate::reclaim::swap_out::Batch;
 use crate::reclaim::writeback::Writeback;
-use crate::requests::Ring;
-use crate::sched::handler_cpu::{self, Aside, NO_CPU};
+use crate::requests::HandlerRequest;
+use crate::sched::handler_cpu::{self, NO_CPU, WorkerAffinity};
 use crate::vma::adopt::MIN_BYTES;
 
 /// How often an idle worker looks at the accounts.
 const TICK: Duration = Duration::from_millis(20);
 /// The same while the limit is near.
-const TICK_NEAR: Duration = Duration::from_millis(1);
+const TICK_NEAR_LIMIT: Duration = Duration::from_millis(1);
 /// The same while a thread faults again and again with the handler on its CPU: who wakes up, if
 /// only for a look, may part the two.
-const TICK_ASIDE: Duration = Duration::from_millis(4);
+const TICK_SINGLE_FAULTER: Duration = Duration::from_millis(4);
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_US: u64 = 6_000;
 /// A handler that neither waits nor reads for so long starves, or does something long, and then it
@@ -59,31 +59,31 @@ const DIVIDE_EVERY: Duration = Duration::from_millis(10);
 const COMPACT_FROM: usize = 1 << 20;
 const COMPACT_BYTES: usize = 512 << 10;
 /// Compressed memory smaller than this part of the limit is not made smaller for its own sake.
-const WORTH: u64 = 16;
+const MIN_POOL_DIVISOR: u64 = 16;
 /// Batches that may wait for a worker.
-const MOST_JOBS: usize = 2;
+const MAX_QUEUED_BATCHES: usize = 2;
 
 /// A process takes out first what it has for itself alone, down to this part of what it shares.
 const OWN_PART: usize = 1;
 /// Chunks the sharing of whose pages is broken at a time.
 const UNSHARED_CHUNKS: usize = 16;
 /// Chunks with shared pages that are looked at again at a time.
-const MOST_LOOKS: usize = 512;
+const MAX_REVIEWED_CHUNKS: usize = 512;
 /// The same where there is nothing else to take, and under one hold of the lock.
-const LOOKS: usize = 64;
+const REVIEWED_CHUNKS_PER_HOLD: usize = 64;
 /// How often is looked again where there is nothing else to take.
-const LOOKS_EVERY: Duration = Duration::from_millis(1);
+const REVIEW_INTERVAL: Duration = Duration::from_millis(1);
 /// Of what came so many pages at most count when pages are to be copied.
-const CAME: u64 = 1024;
+const MAX_COUNTED_PAGES: u64 = 1024;
 /// So often in a row may breaking the sharing of pages lead to nothing: somebody else holds them
 /// (pinned for input or output, say).
-const MOST_VAIN: u32 = 4;
+const MAX_FAILED_UNSHARES: u32 = 4;
 /// Then sharing is broken only this often.
-const VAIN_RESTS: Duration = Duration::from_millis(100);
+const UNSHARE_BACKOFF: Duration = Duration::from_millis(100);
 
 /// What a test sets to have workers map and unmap memory of the engine's without pause, so that it
 /// comes to lie where the program's was.
-const OWN_MEMORY_COMES_AND_GOES: u32 = 6;
+const INJECT_OWN_MAPPINGS: u32 = 6;
 
 /// What a step came to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -168,13 +168,13 @@ impl Worker {
         }
         let mut mm = engine.mm.lock();
         let urgent = charge.room() < charge.goal() / 2
-            && mm.jobs.in_flight < MOST_JOBS * crate::mm::types::PAGES_PER_LEAF;
+            && mm.jobs.in_flight < MAX_QUEUED_BATCHES * crate::mm::types::PAGES_PER_LEAF;
         if mm.jobs.in_flight > 0 && !urgent {
             return;
         }
         if let Ok(batch) = self.take(engine, &mut mm, charge.batch_chunks()) {
             mm.jobs.push(batch);
-            engine.settle(&mm);
+            engine.publish_usage(&mm);
             drop(mm);
             engine.call_workers();
         }
@@ -203,13 +203,13 @@ impl Worker {
         batch.finish(engine, &mut mm);
         mm.jobs.retire(batch);
         while let Some(discard) = mm.staging.spare(engine.charge.keep_frames()) {
-            engine.settle(&mm);
+            engine.publish_usage(&mm);
             drop(mm);
-            discard.throw_away();
+            discard.release_frames();
             mm = engine.mm.lock();
             mm.staging.discarded(discard);
         }
-        engine.settle(&mm);
+        engine.publish_usage(&mm);
         drop(mm);
         engine.count(Counter::Pgsteal, pages);
         pages
@@ -234,7 +234,7 @@ impl Worker {
         if pool < most / 4 * 3 {
             return false;
         }
-        let better = !charge.family.is_one()
+        let better = !charge.family.is_active()
             && self.recompress.step(engine, &mut self.compressor, &mut self.unpacker);
         let hurries = charge.pool_overflows() || charge.pool_refuses();
         let written = pool > most && (!better || hurries) && self.write_back(engine);
@@ -243,7 +243,7 @@ impl Worker {
 
     /// Makes compressed memory smaller while nobody wants anything, so that there is room when
     /// somebody does. False when nothing is cold.
-    fn tighten(&mut self, engine: &Engine) -> bool {
+    fn recompress_some(&mut self, engine: &Engine) -> bool {
         let pool = &engine.devices.pool;
         if self.recompress.step(engine, &mut self.compressor, &mut self.unpacker) {
             return true;
@@ -259,7 +259,7 @@ impl Worker {
     /// Each costs a page until it is out, so they are the next to go: were they to wait for their
     /// turn, all that is shared would be there twice before any of it had left.
     fn unshare(&mut self, engine: &Engine, needs: bool) -> bool {
-        if self.vain >= MOST_VAIN && now().since(self.unshared_at) < VAIN_RESTS {
+        if self.vain >= MAX_FAILED_UNSHARES && now().since(self.unshared_at) < UNSHARE_BACKOFF {
             return false;
         }
         self.unshared_at = now();
@@ -268,8 +268,8 @@ impl Worker {
         let forks = {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(CAME));
-            for _ in 0..LOOKS {
+            mm.copied_for = mm.copied_for.max(mm.came.saturating_sub(MAX_COUNTED_PAGES));
+            for _ in 0..REVIEWED_CHUNKS_PER_HOLD {
                 if n == UNSHARED_CHUNKS || !needs && mm.copied_for >= mm.came {
                     break;
                 }
@@ -317,15 +317,15 @@ impl Worker {
             // Where nothing can be stored, or an event is to be read first, it is not for what is
             // shared that nothing was taken.
             Step::Nothing if self.tried => {
-                if now().since(self.looked_at) >= LOOKS_EVERY {
+                if now().since(self.looked_at) >= REVIEW_INTERVAL {
                     self.looked_at = now();
-                    if look_again(engine, LOOKS) {
+                    if look_again(engine, REVIEWED_CHUNKS_PER_HOLD) {
                         return Step::Again;
                     }
                 }
                 if self.unshare(engine, engine.charge.headroom() < 0) {
                     self.vain += 1;
-                    if self.vain < MOST_VAIN {
+                    if self.vain < MAX_FAILED_UNSHARES {
                         return Step::Again;
                     }
                 }
@@ -338,15 +338,15 @@ impl Worker {
     /// The life of a background worker, until the program is let go. Worker 0 looks after the
     /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
-        let mut keeper = (index == 0).then(Keeper::new);
-        let mut aside = Aside::new();
+        let mut keeper = (index == 0).then(Housekeeping::new);
+        let mut aside = WorkerAffinity::new();
         let placed = engine.worker_tids.get(index);
         if let Some(placed) = placed {
             placed.store(gettid().0, Relaxed);
         }
         engine.awake.fetch_add(1, Relaxed);
         loop {
-            if !engine.stand_still() {
+            if !engine.quiescent_point() {
                 if let Some(placed) = placed {
                     placed.store(0, Relaxed);
                 }
@@ -354,12 +354,12 @@ impl Worker {
                 return;
             }
             aside.keep_from(engine.handler_cpu.load(Relaxed));
-            aside.give_way(engine.converses());
+            aside.yield_now(engine.single_faulter());
             if let Some(keeper) = &mut keeper {
                 keeper.watch(engine);
                 keeper.look(engine);
             }
-            if engine.start.segment.header.fail.load(Relaxed) == OWN_MEMORY_COMES_AND_GOES {
+            if engine.start.segment.header.fail.load(Relaxed) == INJECT_OWN_MAPPINGS {
                 map_and_unmap(engine);
             }
             let idle = self.work(engine, keeper.as_mut());
@@ -378,11 +378,12 @@ impl Worker {
     /// Works until there is nothing to do, or, with the accounts to keep, for about a millisecond:
     /// a program that grows in new mappings is seen by them alone. True when there is nothing more
     /// to do.
-    fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Keeper>) -> bool {
+    fn work(&mut self, engine: &Engine, mut keeper: Option<&mut Housekeeping>) -> bool {
         let charge = &engine.charge;
         let brief = keeper.is_some();
         let began = now();
-        let over = || brief && now().since(began) >= TICK_NEAR || engine.park.load(Acquire) != 0;
+        let over =
+            || brief && now().since(began) >= TICK_NEAR_LIMIT || engine.park.load(Acquire) != 0;
         while !over() {
             if self.store_waiting(engine) {
                 continue;
@@ -398,7 +399,7 @@ impl Worker {
                     Step::Nothing if charge.headroom() < 0 => {
                         let mut mm = engine.mm.lock();
                         mm.staging.trim(0);
-                        engine.settle(&mm);
+                        engine.publish_usage(&mm);
                     }
                     Step::Nothing => {}
                 }
@@ -407,11 +408,11 @@ impl Worker {
                 continue;
             }
             if let Some(keeper) = &mut keeper
-                && charge.pool() >= charge.limit() / WORTH
-                && !charge.family.is_one()
+                && charge.pool() >= charge.limit() / MIN_POOL_DIVISOR
+                && !charge.family.is_active()
                 && keeper.has_time(engine)
             {
-                if self.tighten(engine) {
+                if self.recompress_some(engine) {
                     continue;
                 }
                 keeper.calm.stopped();
@@ -427,7 +428,11 @@ impl Worker {
 /// have something to do only where the limit is near.
 fn tick(engine: &Engine, keeps: bool) -> Duration {
     let charge = &engine.charge;
-    let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU { TICK_NEAR } else { TICK_ASIDE };
+    let shortest = if engine.handler_cpu.load(Relaxed) == NO_CPU {
+        TICK_NEAR_LIMIT
+    } else {
+        TICK_SINGLE_FAULTER
+    };
     if !keeps {
         return if charge.headroom() < 4 * charge.high() { shortest } else { TICK };
     }
@@ -446,7 +451,8 @@ struct Review {
 impl Review {
     fn step(&mut self, engine: &Engine) {
         let looks = self.looks.max(1);
-        self.looks = if look_again(engine, looks) { (looks * 4).min(MOST_LOOKS) } else { 1 };
+        self.looks =
+            if look_again(engine, looks) { (looks * 4).min(MAX_REVIEWED_CHUNKS) } else { 1 };
     }
 }
 
@@ -454,12 +460,12 @@ impl Review {
 fn look_again(engine: &Engine, looks: usize) -> bool {
     let (mut any, mut left) = (false, looks);
     while left > 0 {
-        let mut found = [(ChunkNo(0), 0u16); LOOKS];
+        let mut found = [(ChunkNo(0), 0u16); REVIEWED_CHUNKS_PER_HOLD];
         let mut n = 0;
         let (forks, more) = {
             let mut guard = engine.mm.lock();
             let mm = &mut *guard;
-            let looks = left.min(LOOKS).min(mm.queues.shared_len());
+            let looks = left.min(REVIEWED_CHUNKS_PER_HOLD).min(mm.queues.shared_len());
             for _ in 0..looks {
                 let Some(chunk) = mm.queues.next_shared(&mut mm.table) else { break };
                 let own = mm.review(chunk);
@@ -468,7 +474,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
                     n += 1;
                 }
             }
-            (mm.forks, looks == LOOKS)
+            (mm.forks, looks == REVIEWED_CHUNKS_PER_HOLD)
         };
         engine.count(
             Counter::EngineFaults,
@@ -476,7 +482,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
         );
         fault_for_writing(engine, &found[..n], forks);
         any |= n > 0;
-        left = if more { left - LOOKS.min(left) } else { 0 };
+        left = if more { left - REVIEWED_CHUNKS_PER_HOLD.min(left) } else { 0 };
     }
     any
 }
@@ -504,7 +510,7 @@ fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
 }
 
 /// What worker 0 does besides.
-struct Keeper {
+struct Housekeeping {
     statm: Option<StatmFd>,
     rest_at_adoption: i64,
     ticks: u32,
@@ -518,9 +524,9 @@ struct Keeper {
     calm: Calm,
 }
 
-impl Keeper {
-    fn new() -> Keeper {
-        Keeper {
+impl Housekeeping {
+    fn new() -> Housekeeping {
+        Housekeeping {
             statm: StatmFd::open_self().ok(),
             rest_at_adoption: 0,
             ticks: 0,
@@ -545,7 +551,7 @@ impl Keeper {
         match self.still {
             Some((then, since)) if then == turns => {
                 if now.since(since) >= STARVED {
-                    handler_cpu::rescue();
+                    handler_cpu::leave_sched_idle();
                 }
             }
             _ => self.still = Some((turns, now)),
@@ -572,10 +578,10 @@ impl Keeper {
             engine.devices.file.follow_group();
         }
         if engine.slot().preload.load(Relaxed) != 0 {
-            engine.bells.ring(Ring::Preload);
+            engine.bells.submit(HandlerRequest::Preload);
         }
         if engine.slot().detach.load(Relaxed) != 0 {
-            engine.bells.ring(Ring::Detach);
+            engine.bells.submit(HandlerRequest::Detach);
         }
         engine.charge.measure(statm);
         let areas = engine.start.segment.areas_epoch();
@@ -588,12 +594,12 @@ impl Keeper {
         }
         if now().since(self.divided) >= DIVIDE_EVERY {
             self.divided = now();
-            engine.charge.follow_family();
+            engine.charge.follow_cow_group();
             if engine.charge.room() < 2 * engine.charge.high() {
                 self.review.step(engine);
             }
             engine.balance_pool();
-            engine.charge.narrow();
+            engine.charge.decay_grace();
             // Pages that left it leave holes; a quarter of it for nothing is too much.
             let pool = &engine.devices.pool;
             if pool.pool_bytes() > pool.stored_bytes() / 4 * 5 + COMPACT_FROM {
@@ -608,14 +614,14 @@ impl Keeper {
             || self.ticks.is_multiple_of(64)
             || engine.small.is_look_due()
         {
-            engine.bells.ring(Ring::Adopt);
+            engine.bells.submit(HandlerRequest::Adopt);
             engine.charge.measure(statm);
             self.rest_at_adoption = engine.charge.rest();
         }
     }
 }
 
-/// What a test wants: see [`OWN_MEMORY_COMES_AND_GOES`].
+/// What a test wants: see [`INJECT_OWN_MAPPINGS`].
 ///
 /// # Panics
 /// If any of it is taken for the program's.
@@ -633,7 +639,7 @@ fn map_and_unmap(engine: &Engine) {
         bytes.iter_mut().step_by(PAGE_SIZE).for_each(|byte| *byte = 1);
         held[round % 8] = Some(mapping);
         if round % 8 == 0 {
-            engine.bells.ring(Ring::Adopt);
+            engine.bells.submit(HandlerRequest::Adopt);
         }
         // The end of what was there before comes after it: its event may not be under way yet.
         let since = now();
@@ -642,7 +648,7 @@ fn map_and_unmap(engine: &Engine) {
                 now().since(since) < Duration::from_secs(2),
                 "the engine's own memory is managed"
             );
-            engine.bells.ring(Ring::Adopt);
+            engine.bells.submit(HandlerRequest::Adopt);
         }
     }
 }

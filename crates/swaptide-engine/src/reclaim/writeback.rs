@@ -58,10 +58,10 @@ fn drop_copies(engine: &Engine) -> bool {
     let mm = &mut *guard;
     let mut dropped = 0;
     while dropped < BATCH
-        && let Some(chunk) = mm.queues.next_copied(&mut mm.table)
+        && let Some(chunk) = mm.queues.next_clean(&mut mm.table)
     {
         for page in (0..PAGES_PER_CHUNK).map(|k| chunk.first().plus(k)) {
-            if let PageState::Kept(entry) = mm.table.get(page)
+            if let PageState::PresentClean(entry) = mm.table.get(page)
                 && entry.ty() == POOL
             {
                 mm.table.set(page, PageState::Present);
@@ -70,7 +70,7 @@ fn drop_copies(engine: &Engine) -> bool {
             }
         }
     }
-    engine.settle(mm);
+    engine.publish_usage(mm);
     dropped > 0
 }
 
@@ -133,7 +133,7 @@ impl Writeback {
         }
         engine.count(Counter::Zswpwb, moved);
         engine.count(Counter::Pswpout, moved);
-        engine.settle(mm);
+        engine.publish_usage(mm);
         room && (going > 0 || chosen > 0)
     }
 
@@ -179,7 +179,9 @@ impl Writeback {
                 continue;
             }
             let Some(new) = engine.devices.alloc_file(WRITING) else {
-                engine.tell_full("the swap file is full: compressed memory stays past its share");
+                engine.report_swap_full(
+                    "the swap file is full: compressed memory stays past its share",
+                );
                 engine.rest_file();
                 return false;
             };

@@ -1,7 +1,7 @@
 //! How long somebody is waited for.
 //!
 //! Two kinds of waits: a thread of the program waits for the handler with all signals blocked
-//! ([`Waited`]), and an engine thread waits for another process ([`Patience`]).
+//! ([`Waited`]), and an engine thread waits for another process ([`Deadline`]).
 //!
 //! Invariants
 //! 1. A thread that waits with all signals blocked ends the process after some seconds if a signal
@@ -17,13 +17,13 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::thread::{Nanos, end_if_told, now};
 
 /// How long a thread of the program waits on a futex word of the engine before it looks again.
-pub const TURN: Duration = Duration::from_millis(100);
+pub const WAIT_SLICE: Duration = Duration::from_millis(100);
 /// Turns in vain after which a signal may end the process.
-const TURNS_IN_VAIN: u32 = 20;
+const MAX_IDLE_SLICES: u32 = 20;
 /// Most that one look adds to the time that counts.
-const STEP: Duration = Duration::from_millis(50);
+const MAX_STEP: Duration = Duration::from_millis(50);
 /// Between two looks at whether the awaited process is stopped.
-const LOOK: Duration = Duration::from_secs(1);
+const STOPPED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Counts the turns of a thread of the program that waits with all signals blocked.
 #[derive(Default)]
@@ -33,40 +33,40 @@ impl Waited {
     /// After a turn. `mask`: the thread's own signal mask. What it blocks ends nothing.
     pub fn turn(&mut self, how: futex::Wait, mask: u64) {
         self.0 = self.0.saturating_add(u32::from(how == futex::TimedOut));
-        if self.0 >= TURNS_IN_VAIN {
+        if self.0 >= MAX_IDLE_SLICES {
             end_if_told(mask);
         }
     }
 }
 
 /// A bound on how long a process is waited for.
-pub struct Patience {
+pub struct Deadline {
     last: Nanos,
     looked: Nanos,
     spent: Duration,
     bound: Duration,
 }
 
-impl Patience {
+impl Deadline {
     /// Begins now.
-    pub fn new(bound: Duration) -> Patience {
-        Patience::from(now(), bound)
+    pub fn new(bound: Duration) -> Deadline {
+        Deadline::from(now(), bound)
     }
 
-    fn from(begin: Nanos, bound: Duration) -> Patience {
-        Patience { last: begin, looked: begin, spent: Duration::ZERO, bound }
+    fn from(begin: Nanos, bound: Duration) -> Deadline {
+        Deadline { last: begin, looked: begin, spent: Duration::ZERO, bound }
     }
 
-    /// Whether it is over. To be asked at least every [`STEP`]. `stopped` tells whether the awaited
-    /// process is stopped; it is asked once a second.
+    /// Whether it is over. To be asked at least every [`MAX_STEP`]. `stopped` tells whether
+    /// the awaited process is stopped; it is asked once a second.
     pub fn is_over(&mut self, stopped: impl FnOnce() -> bool) -> bool {
         self.is_over_at(now(), stopped)
     }
 
     fn is_over_at(&mut self, now: Nanos, stopped: impl FnOnce() -> bool) -> bool {
-        self.spent += now.since(self.last).min(STEP);
+        self.spent += now.since(self.last).min(MAX_STEP);
         self.last = now;
-        if now.since(self.looked) >= LOOK {
+        if now.since(self.looked) >= STOPPED_CHECK_INTERVAL {
             self.looked = now;
             if stopped() {
                 // What it has had of its time before does not count either: it begins again.
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn only_turns_count() {
-        let mut patience = Patience::from(at(0), Duration::from_millis(180));
+        let mut patience = Deadline::from(at(0), Duration::from_millis(180));
         assert!(!patience.is_over_at(at(50), || false));
         // Ten seconds without a turn are one step.
         assert!(!patience.is_over_at(at(10_000), || false));
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn stopped_processes_are_waited_for() {
-        let mut patience = Patience::from(at(0), Duration::from_secs(2));
+        let mut patience = Deadline::from(at(0), Duration::from_secs(2));
         assert!((1..1000).all(|turn| !patience.is_over_at(at(turn * 40), || true)));
         let goes_on =
             (1000..1051).filter(|turn| patience.is_over_at(at(turn * 40), || false)).count();

@@ -13,8 +13,8 @@
 //! stay was worth. (How many threads want a CPU says less: the kernel counts, for milliseconds,
 //! those that have just gone to sleep.) It cannot see that it starves: others do. A worker that
 //! finds a message unread for some milliseconds, and whoever has waited as long for a lock (the
-//! handler may hold it), call [`rescue`], which puts it into the normal class; who rings a bell,
-//! and so waits for the handler, calls [`nudge`] first.
+//! handler may hold it), call [`leave_sched_idle`], which puts it into the normal class; who rings
+//! a bell, and so waits for the handler, calls [`boost_once`] first.
 //!
 //! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
@@ -35,41 +35,41 @@ use swaptide_sys::affinity::{
 use swaptide_sys::thread::{Nanos, gettid, yield_now};
 
 /// Faults between two looks at where the faulting thread runs: at first, and at most.
-const LOOK_FIRST: u32 = 8;
-const LOOK_LAST: u32 = 128;
+const MIN_LOOK_FAULTS: u32 = 8;
+const MAX_LOOK_FAULTS: u32 = 128;
 /// More than a batch takes to be stored in memory.
 const LONG_APART: u32 = 256;
 /// Where several threads fault, only every so manyth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
-const IN_A_ROW: u32 = 64;
+const FAULTS_BEFORE_IDLE_CLASS: u32 = 64;
 /// Faults further apart than this are no conversation.
-const GAP_NS: u64 = 200_000;
+const MAX_GAP_NS: u64 = 200_000;
 /// Faults between two looks at what others take, fewer after a look that saw a crowd; so many of
 /// these in a row are one.
-const LOOK_AROUND: u32 = 32;
-const LOOK_AGAIN: u32 = 8;
-const CROWDED: u32 = 2;
+const CROWD_CHECK_FAULTS: u32 = 32;
+const CROWD_RECHECK_FAULTS: u32 = 8;
+const CROWD_CHECKS: u32 = 2;
 /// It is a crowd that takes more than this part of the time: beside one the handler would hardly
 /// come to its turn in the idle class. A host that takes a virtual machine's CPUs away takes less,
 /// and from either class.
-const CROWD_PART: u64 = 2;
+const CROWD_DIVISOR: u64 = 2;
 /// What takes so long, an answer or the time until the next fault, is a reason to look at once.
-const SLOW_NS: u64 = 300_000;
+const SLOW_ANSWER_NS: u64 = 300_000;
 /// Where there is a crowd the handler does not go there, and looks again after this time; it comes
 /// back as soon from a stay that was worth it.
-const LOOK_LATER_NS: u64 = 2_000_000;
+const CROWD_RETRY_NS: u64 = 2_000_000;
 /// How long the handler stays out of the idle class that it has left, if the stay was not worth it:
 /// at first, and at most. One wait may take a second.
-const STAY_OUT_NS: u64 = 50_000_000;
-const STAY_OUT_LAST_NS: u64 = 20_000_000_000;
+const MIN_STAY_OUT_NS: u64 = 50_000_000;
+const MAX_STAY_OUT_NS: u64 = 20_000_000_000;
 
 /// A stay in which so many faults were answered was worth it, however short: each was answered
 /// several microseconds sooner.
-const WORTH: u32 = 1000;
+const MIN_STAY_FAULTS: u32 = 1000;
 
 /// There is no way back from the idle class.
-const NEVER: Nanos = Nanos(u64::MAX);
+const NO_RETURN: Nanos = Nanos(u64::MAX);
 
 /// No CPU.
 pub const NO_CPU: u32 = u32::MAX;
@@ -77,9 +77,9 @@ pub const NO_CPU: u32 = u32::MAX;
 /// The thread of this process that is in the idle class; 0 when none is.
 static IN_IDLE_CLASS: AtomicU32 = AtomicU32::new(0);
 /// It was taken out of the class by another thread and does not know yet.
-static RESCUED: AtomicBool = AtomicBool::new(false);
+static TAKEN_OUT_OF_IDLE: AtomicBool = AtomicBool::new(false);
 /// It was for a moment.
-static NUDGED: AtomicBool = AtomicBool::new(false);
+static BOOSTED: AtomicBool = AtomicBool::new(false);
 
 /// True while the handler may starve.
 pub fn may_starve() -> bool {
@@ -87,31 +87,31 @@ pub fn may_starve() -> bool {
 }
 
 /// Puts the handler into the normal class, if it is in the idle one. Any thread may call it.
-pub fn rescue() {
+pub fn leave_sched_idle() {
     let tid = IN_IDLE_CLASS.swap(0, Relaxed);
     if tid != 0 {
         // Should the handler leave or enter the class at this moment, it is in the normal one now
         // and hears of it below.
         let _ = sched_normal(tid);
-        RESCUED.store(true, Relaxed);
+        TAKEN_OUT_OF_IDLE.store(true, Relaxed);
     }
 }
 
 /// Lets the handler come to its turn for what the caller is about to ask of it. It goes back to the
 /// idle class with the next fault.
-pub fn nudge() {
+pub fn boost_once() {
     let tid = IN_IDLE_CLASS.load(Relaxed);
     if tid != 0 {
         let _ = sched_normal(tid);
-        NUDGED.store(true, Relaxed);
+        BOOSTED.store(true, Relaxed);
     }
 }
 
 /// A forked child has none of its parent's threads.
 fn forget() {
     IN_IDLE_CLASS.store(0, Relaxed);
-    RESCUED.store(false, Relaxed);
-    NUDGED.store(false, Relaxed);
+    TAKEN_OUT_OF_IDLE.store(false, Relaxed);
+    BOOSTED.store(false, Relaxed);
 }
 
 /// Changes the class of the calling thread, the handler.
@@ -129,7 +129,7 @@ fn idle_class(on: bool) -> bool {
 /// Keeps a worker away from the handler's CPU, and, beside a conversation about single pages, from
 /// keeping others waiting: who is drawn to the worker's CPU all the same (some kernels rather put a
 /// thread beside one that runs than wake an idle CPU) is to have it soon.
-pub struct Aside {
+pub struct WorkerAffinity {
     allowed: Option<CpuSet>,
     from: u32,
     gives_way: bool,
@@ -141,16 +141,16 @@ pub struct Aside {
 /// some hundred faults' time. So the worker has the kernel choose anew every so often. (Half as
 /// often this costs as much as it saves; twice as often the worker gets nowhere.)
 #[derive(Default)]
-pub struct GivesWay(u32);
+pub struct YieldEvery(u32);
 
 /// Pages after which the kernel is asked.
-const GIVES_WAY_AFTER: u32 = 8;
+const YIELD_AFTER: u32 = 8;
 
-impl GivesWay {
+impl YieldEvery {
     /// A page is about to be stored, beside such a conversation or not.
     pub fn for_a_page(&mut self, beside: bool) {
         self.0 += 1;
-        if self.0 >= GIVES_WAY_AFTER {
+        if self.0 >= YIELD_AFTER {
             self.0 = 0;
             if beside {
                 yield_now();
@@ -159,16 +159,16 @@ impl GivesWay {
     }
 }
 
-impl Default for Aside {
+impl Default for WorkerAffinity {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Aside {
+impl WorkerAffinity {
     /// Anywhere.
-    pub fn new() -> Aside {
-        Aside {
+    pub fn new() -> WorkerAffinity {
+        WorkerAffinity {
             allowed: own_affinity().ok().filter(|cpus| cpus.count() > 1),
             from: NO_CPU,
             gives_way: false,
@@ -176,7 +176,7 @@ impl Aside {
     }
 
     /// Whether the calling thread lets others begin at once that wake on its CPU.
-    pub fn give_way(&mut self, on: bool) {
+    pub fn yield_now(&mut self, on: bool) {
         if std::mem::replace(&mut self.gives_way, on) != on {
             if on { give_way() } else { go_normally() }
         }
@@ -220,7 +220,7 @@ impl Times {
 }
 
 /// See the module's description.
-pub struct Place {
+pub struct HandlerCpu {
     allowed: Option<CpuSet>,
     bound: Option<u32>,
     tid: u32,
@@ -256,25 +256,25 @@ pub struct Place {
     stay_out_ns: u64,
 }
 
-impl Default for Place {
+impl Default for HandlerCpu {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Place {
+impl HandlerCpu {
     /// Unbound, in the normal class.
-    pub fn new() -> Place {
+    pub fn new() -> HandlerCpu {
         forget();
         let allowed = own_affinity().ok().filter(|cpus| cpus.count() > 1);
-        Place {
+        HandlerCpu {
             allowed,
             bound: None,
             tid: 0,
             stat: None,
             changes: 0,
             left: 0,
-            every: LOOK_FIRST,
+            every: MIN_LOOK_FAULTS,
             row: 0,
             apart: 0,
             idle: false,
@@ -288,7 +288,7 @@ impl Place {
             last: Nanos(0),
             served: 0,
             retry_at: Nanos(0),
-            stay_out_ns: STAY_OUT_NS,
+            stay_out_ns: MIN_STAY_OUT_NS,
         }
     }
 
@@ -305,8 +305,8 @@ impl Place {
     }
 
     /// Sends workers away from a CPU. `workers`: their ids; 0: none. (They follow other changes
-    /// themselves, when they next run: [`Aside`].)
-    fn send_away(&self, cpu: u32, workers: &[AtomicU32]) {
+    /// themselves, when they next run: [`WorkerAffinity`].)
+    fn move_worker_away(&self, cpu: u32, workers: &[AtomicU32]) {
         let Some(mut cpus) = self.allowed else { return };
         cpus.remove(cpu);
         for tid in workers.iter().map(|worker| worker.load(Relaxed)).filter(|tid| *tid != 0) {
@@ -335,17 +335,17 @@ impl Place {
         self.follow_cpu(tid, workers);
         let gap = now.since(self.last).as_nanos() as u64;
         self.began = now;
-        self.late = gap > SLOW_NS;
+        self.late = gap > SLOW_ANSWER_NS;
         if !self.idle {
-            if self.row == IN_A_ROW / 2 && self.retry_at != NEVER {
+            if self.row == FAULTS_BEFORE_IDLE_CLASS / 2 && self.retry_at != NO_RETURN {
                 self.listen(now);
             }
-            if self.row >= IN_A_ROW && gap < GAP_NS && now >= self.retry_at {
+            if self.row >= FAULTS_BEFORE_IDLE_CLASS && gap < MAX_GAP_NS && now >= self.retry_at {
                 self.enter(now);
             }
-        } else if self.row == 0 || RESCUED.swap(false, Relaxed) {
+        } else if self.row == 0 || TAKEN_OUT_OF_IDLE.swap(false, Relaxed) {
             self.leave(now);
-        } else if NUDGED.swap(false, Relaxed) {
+        } else if BOOSTED.swap(false, Relaxed) {
             idle_class(true);
         }
     }
@@ -358,13 +358,15 @@ impl Place {
         }
         self.served = self.served.saturating_add(1);
         self.look_around = self.look_around.saturating_sub(1);
-        if self.look_around > 0 && !self.late && now.since(self.began).as_nanos() as u64 <= SLOW_NS
+        if self.look_around > 0
+            && !self.late
+            && now.since(self.began).as_nanos() as u64 <= SLOW_ANSWER_NS
         {
             return;
         }
         self.crowded = if self.is_crowded(now) { self.crowded + 1 } else { 0 };
-        self.look_around = if self.crowded > 0 { LOOK_AGAIN } else { LOOK_AROUND };
-        if self.crowded >= CROWDED {
+        self.look_around = if self.crowded > 0 { CROWD_RECHECK_FAULTS } else { CROWD_CHECK_FAULTS };
+        if self.crowded >= CROWD_CHECKS {
             self.leave(now);
         }
     }
@@ -388,20 +390,20 @@ impl Place {
         let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else {
             return true;
         };
-        now.taken_since(then) > now.at.since(then.at).as_nanos() as u64 / CROWD_PART
+        now.taken_since(then) > now.at.since(then.at).as_nanos() as u64 / CROWD_DIVISOR
     }
 
     /// To the idle class, if it can be left again.
     fn enter(&mut self, now: Nanos) {
         if self.is_crowded(now) {
-            self.retry_at = Nanos(now.0.saturating_add(LOOK_LATER_NS));
+            self.retry_at = Nanos(now.0.saturating_add(CROWD_RETRY_NS));
             return;
         }
         // Without a privilege there is no way back. A thread that was given precedence at its start
         // (a negative nice value) has it.
-        RESCUED.store(false, Relaxed);
+        TAKEN_OUT_OF_IDLE.store(false, Relaxed);
         if own_nice() >= 0 || !idle_class(true) {
-            self.retry_at = NEVER;
+            self.retry_at = NO_RETURN;
             return;
         }
         self.served = 0;
@@ -429,11 +431,11 @@ impl Place {
         idle_class(false);
         self.idle = false;
         self.row = 0;
-        let away = if self.served >= WORTH {
-            self.stay_out_ns = STAY_OUT_NS;
-            LOOK_LATER_NS
+        let away = if self.served >= MIN_STAY_FAULTS {
+            self.stay_out_ns = MIN_STAY_OUT_NS;
+            CROWD_RETRY_NS
         } else {
-            self.stay_out_ns = (2 * self.stay_out_ns).min(STAY_OUT_LAST_NS);
+            self.stay_out_ns = (2 * self.stay_out_ns).min(MAX_STAY_OUT_NS);
             self.stay_out_ns
         };
         self.retry_at = Nanos(now.0.saturating_add(away));
@@ -449,7 +451,7 @@ impl Place {
             self.tid = tid;
             self.stat = ThreadStat::open(tid);
             self.left = 0;
-            self.every = LOOK_FIRST;
+            self.every = MIN_LOOK_FAULTS;
         }
         if self.left > 0 {
             self.left -= 1;
@@ -458,11 +460,11 @@ impl Place {
         let Some(cpu) = self.stat.as_ref().and_then(ThreadStat::cpu) else { return };
         self.apart = 0;
         if Some(cpu) == self.bound && cpu == current_cpu() {
-            self.every = (self.every * 2).min(LOOK_LAST);
+            self.every = (self.every * 2).min(MAX_LOOK_FAULTS);
             self.left = self.every;
             return;
         }
-        self.every = LOOK_FIRST;
+        self.every = MIN_LOOK_FAULTS;
         self.left = self.every;
         if !allowed.contains(cpu) {
             return;
@@ -470,7 +472,7 @@ impl Place {
         let allowed = *allowed;
         let go = || {
             if self.idle {
-                self.send_away(cpu, workers);
+                self.move_worker_away(cpu, workers);
             }
             set_own_affinity(cpu).is_ok()
         };
@@ -489,22 +491,25 @@ mod tests {
 
     #[test]
     fn a_stay_is_worth_what_it_answered() {
-        let mut place = Place::new();
+        let mut place = HandlerCpu::new();
         let mut away = |served| {
             (place.idle, place.served) = (true, served);
             place.leave(Nanos(7));
             (place.retry_at.0 - 7, place.stay_out_ns)
         };
-        assert_eq!([away(0).0, away(WORTH - 1).0], [2 * STAY_OUT_NS, 4 * STAY_OUT_NS]);
-        assert_eq!(away(WORTH), (LOOK_LATER_NS, STAY_OUT_NS));
-        assert_eq!(away(0).0, 2 * STAY_OUT_NS);
-        assert_eq!((0..20).map(|_| away(0).0).max(), Some(STAY_OUT_LAST_NS));
+        assert_eq!(
+            [away(0).0, away(MIN_STAY_FAULTS - 1).0],
+            [2 * MIN_STAY_OUT_NS, 4 * MIN_STAY_OUT_NS]
+        );
+        assert_eq!(away(MIN_STAY_FAULTS), (CROWD_RETRY_NS, MIN_STAY_OUT_NS));
+        assert_eq!(away(0).0, 2 * MIN_STAY_OUT_NS);
+        assert_eq!((0..20).map(|_| away(0).0).max(), Some(MAX_STAY_OUT_NS));
     }
 
     #[test]
     fn a_thread_that_stays_elsewhere_is_followed_in_the_end() {
-        let mut place = Place::new();
-        let asks = |place: &mut Place| {
+        let mut place = HandlerCpu::new();
+        let asks = |place: &mut HandlerCpu| {
             place.later();
             place.left == 0
         };

@@ -45,7 +45,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::Coverage;
 
 use crate::event_loop::Handler;
-use crate::fork::layout::Change;
+use crate::fork::layout::VmaChange;
 use crate::mm::types::{CHUNKS_PER_LEAF, ChunkNo, MANAGED_END, PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::reclaim::worker::Step;
 use crate::vma::dontfork;
@@ -57,7 +57,7 @@ use crate::vma::unmovable;
 pub const MIN_BYTES: usize = 64 << 10;
 
 /// Runs of the kernel's page of zeros that one adoption takes out.
-const MOST_ZERO_RUNS: usize = 4096;
+const MAX_ZERO_RUNS: usize = 4096;
 
 /// What follows a library's written data is its zero-initialised data, up to this size; what is
 /// larger is not libc's.
@@ -161,7 +161,7 @@ impl Handler {
             self.gaps = gaps;
         }
         self.found = found;
-        engine.settle(&engine.mm.lock());
+        engine.publish_usage(&engine.mm.lock());
         self.take_zeros_out();
     }
 
@@ -235,7 +235,7 @@ impl Handler {
             return;
         }
         // A fork that was not read yet may be from before or after it.
-        remember(&mut engine.mm.lock(), Change::Armed(range));
+        remember(&mut engine.mm.lock(), VmaChange::Armed(range));
         let gap = range;
         let range = self.register_tail(range);
         for _ in 0..16 {
@@ -289,7 +289,7 @@ impl Handler {
                 if !mm.recent.iter().any(|change| change.concerns(range)) {
                     return;
                 }
-                if self.strangers.is_empty()
+                if self.untracked_children.is_empty()
                     && self.uffd.coverage(engine.bells.range()) != Coverage::Changing
                 {
                     mm.recent.clear();
@@ -357,7 +357,7 @@ impl Handler {
     /// Marks what the program has of an armed range and lists it.
     fn manage(&mut self, range: VirtRange) {
         let engine = self.engine;
-        if engine.followed && dontfork::close(range).is_err() {
+        if engine.followed && dontfork::deny(range).is_err() {
             // What cannot be kept out of forks stays as it is. Nothing of it is out.
             let _ = self.uffd.unregister(range);
             engine.mm.lock().armed.remove(range);
@@ -372,7 +372,7 @@ impl Handler {
                 mm.mark_present(PageNo(page));
             }
             let is_chunk = run.range.len() >= PAGES_PER_CHUNK * PAGE_SIZE;
-            if run.zero && !run.swapped && is_chunk && zeros.len() < MOST_ZERO_RUNS {
+            if run.zero && !run.swapped && is_chunk && zeros.len() < MAX_ZERO_RUNS {
                 zeros.push(run.range);
             }
         });

@@ -26,9 +26,9 @@ use swaptide_sys::thread::now;
 use swaptide_sys::uffd::Coverage;
 
 use crate::engine::Mm;
-use crate::event_loop::{Handler, LATEST};
+use crate::event_loop::{Handler, LATE_EVENT_TIMEOUT};
 
-fn give(range: VirtRange, advice: Advice) -> Result<(), Errno> {
+fn advise_fork(range: VirtRange, advice: Advice) -> Result<(), Errno> {
     // SAFETY: none of these changes what is in memory.
     unsafe { advise(range, advice) }
 }
@@ -37,25 +37,25 @@ fn give(range: VirtRange, advice: Advice) -> Result<(), Errno> {
 ///
 /// # Errors
 /// When a mapping would have to be split and there are too many.
-pub(crate) fn close(range: VirtRange) -> Result<(), Errno> {
-    give(range, Advice::DontFork)
+pub(crate) fn deny(range: VirtRange) -> Result<(), Errno> {
+    advise_fork(range, Advice::DontFork)
 }
 
-fn open(range: VirtRange) -> Result<(), Errno> {
-    give(range, Advice::Random)?;
-    give(range, Advice::DoFork)
+fn allow(range: VirtRange) -> Result<(), Errno> {
+    advise_fork(range, Advice::Random)?;
+    advise_fork(range, Advice::DoFork)
 }
 
 /// What of a range is managed, and is about to be managed no more, comes along at forks as it would
 /// without.
-pub(crate) fn lift(mm: &Mm, range: VirtRange) {
+pub(crate) fn restore(mm: &Mm, range: VirtRange) {
     for region in
         mm.regions.iter().filter(|region| region.start < range.end && range.start < region.end)
     {
         let part =
             VirtRange { start: region.start.max(range.start), end: region.end.min(range.end) };
         // Where something was unmapped a moment ago the rest is done all the same.
-        let _ = give(part, Advice::DoFork);
+        let _ = advise_fork(part, Advice::DoFork);
     }
 }
 
@@ -66,7 +66,7 @@ impl Handler {
     /// closed. So it is done anew until no change was under way from before it to after it. Who
     /// moves mappings through libc waits for the handler, and so for the fork; past libc threads
     /// could go on for ever.
-    pub(crate) fn open_shield(&mut self) {
+    pub(crate) fn allow_fork(&mut self) {
         let engine = self.engine;
         let began = now();
         let is_quiet =
@@ -74,16 +74,16 @@ impl Handler {
         loop {
             if is_quiet(self) {
                 self.list_grown();
-                self.open_regions();
+                self.allow_fork_of_regions();
                 if is_quiet(self) {
                     return;
                 }
             }
-            if now().since(began) > LATEST {
+            if now().since(began) > LATE_EVENT_TIMEOUT {
                 (engine.start.log)(
                     "mappings are moved without pause: a forked child may lack some of them",
                 );
-                return self.open_regions();
+                return self.allow_fork_of_regions();
             }
             self.drain_events();
         }
@@ -111,9 +111,9 @@ impl Handler {
         });
     }
 
-    pub(crate) fn open_regions(&mut self) {
+    pub(crate) fn allow_fork_of_regions(&mut self) {
         self.each_region(|handler, region| {
-            if open(region).is_ok() {
+            if allow(region).is_ok() {
                 return;
             }
             // Something of it was unmapped a moment ago: what is left is opened piece by piece.
@@ -125,17 +125,17 @@ impl Handler {
                 }
                 let part =
                     VirtRange { start: vma.start.max(region.start), end: vma.end.min(region.end) };
-                let _ = open(part);
+                let _ = allow(part);
                 at = vma.end;
             }
         });
     }
 
     /// After it, in the parent and in the child.
-    pub(crate) fn close_shield(&mut self) {
+    pub(crate) fn deny_fork(&mut self) {
         self.each_region(|handler, region| {
-            let _ = give(region, Advice::Normal);
-            match close(region) {
+            let _ = advise_fork(region, Advice::Normal);
+            match deny(region) {
                 // The hole in it is told of by an event that is still to be read.
                 Ok(()) | Err(Errno::NOMEM) => {}
                 Err(errno) => (handler.engine.start.log)(&format!(

@@ -23,9 +23,10 @@
 //!    it.
 //! 6. Two changes of one thread, read before an older one of another thread, could not be told from
 //!    that one's. So in a program with several threads who moves a mapping goes on only when its
-//!    change was applied ([`crate::requests::Bells::fence`]). Who grows one in place waits as well,
-//!    until the new part is listed: nothing can be moved to where it was before it is known that it
-//!    was there. What is armed, or about to be, and not yet listed counts as being there, too.
+//!    change was applied ([`crate::requests::HandlerRequests::fence`]). Who grows one in place
+//!    waits as well, until the new part is listed: nothing can be moved to where it was before it
+//!    is known that it was there. What is armed, or about to be, and not yet listed counts as being
+//!    there, too.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -34,7 +35,7 @@ use swaptide_sys::uffd::Event;
 
 use crate::engine::{Engine, Mm};
 use crate::fork::NONE;
-use crate::fork::layout::Change;
+use crate::fork::layout::VmaChange;
 use crate::mm::page_table::PageState;
 use crate::mm::types::{MANAGED_END, PageNo, pages_of};
 use crate::vma::dontfork;
@@ -42,11 +43,11 @@ use swaptide_core::Slot as TableSlot;
 
 /// Changes that are remembered for the child of a fork that is read later. More are applied only
 /// while threads change mappings without pause.
-const MOST_RECENT: usize = 4096;
+const MAX_RECENT_CHANGES: usize = 4096;
 
 /// Moves whose old place nobody has said to be left. More only pile up where moves leave their old
 /// places mapped.
-const MOST_OWED: usize = 256;
+const MAX_PENDING_UNMAPS: usize = 256;
 
 /// Gives up every page of a range.
 pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
@@ -59,7 +60,7 @@ pub fn drop_pages(mm: &mut Mm, engine: &Engine, range: VirtRange) {
         }
         match mm.table.set(page, PageState::Empty) {
             PageState::Swapped(entry) => engine.release(mm, entry),
-            PageState::Kept(entry) => engine.devices.drop_swapped(entry),
+            PageState::PresentClean(entry) => engine.devices.drop_swapped(entry),
             _ => {}
         }
         at = page.plus(1);
@@ -82,8 +83,8 @@ fn hull(a: VirtRange, b: VirtRange) -> VirtRange {
 }
 
 /// Keeps a change of the table for the child of a fork that is read later and may be older.
-pub fn remember(mm: &mut Mm, change: Change) {
-    if mm.recent.len() < MOST_RECENT {
+pub fn remember(mm: &mut Mm, change: VmaChange) {
+    if mm.recent.len() < MAX_RECENT_CHANGES {
         mm.recent.push(change);
     }
 }
@@ -112,7 +113,7 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
     }) {
         return true;
     }
-    if owed_by(mm, event).is_some() {
+    if pending_unmap_of(mm, event).is_some() {
         return false;
     }
     if let Event::Unmap(range) = event {
@@ -135,7 +136,7 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
 }
 
 /// The place in the list of what is owed that an event fulfils.
-fn owed_by(mm: &Mm, event: &Event) -> Option<usize> {
+fn pending_unmap_of(mm: &Mm, event: &Event) -> Option<usize> {
     match event {
         Event::Unmap(range) => {
             mm.owed.iter().position(|owed| range.start <= owed.start && owed.end <= range.end)
@@ -175,22 +176,22 @@ impl Engine {
 
     /// Applies a change of mappings that is known to be the next.
     pub(crate) fn apply_now(&self, mm: &mut Mm, event: Event) {
-        match Change::of(&event) {
-            Some(change @ Change::Moved { .. }) => remember(mm, change),
-            Some(change) if owed_by(mm, &event).is_some() => remember(mm, change),
+        match VmaChange::of(&event) {
+            Some(change @ VmaChange::Moved { .. }) => remember(mm, change),
+            Some(change) if pending_unmap_of(mm, &event).is_some() => remember(mm, change),
             // Of what the table knew of it: a child of a fork is looked at there.
-            Some(Change::Gone(range)) => {
+            Some(VmaChange::Gone(range)) => {
                 let known = [mm.regions.extent(range), mm.armed.extent(range)]
                     .into_iter()
                     .flatten()
                     .reduce(hull);
                 if let Some(known) = known {
-                    remember(mm, Change::Gone(known));
+                    remember(mm, VmaChange::Gone(known));
                 }
             }
             _ => {}
         }
-        while let Some(at) = owed_by(mm, &event) {
+        while let Some(at) = pending_unmap_of(mm, &event) {
             mm.owed.swap_remove(at);
         }
         match event {
@@ -240,8 +241,8 @@ impl Engine {
                         _ => mm.queues.pooled(&mut mm.table, moved.chunk()),
                     }
                 }
-                PageState::Kept(entry) => {
-                    mm.mark_kept(moved, entry);
+                PageState::PresentClean(entry) => {
+                    mm.mark_clean(moved, entry);
                 }
                 state => {
                     mm.table.set(moved, state);
@@ -254,7 +255,7 @@ impl Engine {
             mm.armed.remove(source);
             mm.armed.insert(target);
         }
-        if mm.owed.len() == MOST_OWED {
+        if mm.owed.len() == MAX_PENDING_UNMAPS {
             mm.owed.remove(0);
         }
         mm.owed.push(source);
@@ -263,7 +264,7 @@ impl Engine {
             mm.regions.insert(target);
             if self.followed && self.fork.phase.load(Relaxed) == NONE {
                 // It may have been open while it moved.
-                let _ = dontfork::close(target);
+                let _ = dontfork::deny(target);
             }
         }
     }

@@ -11,11 +11,11 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 
 use crate::engine::NO_RANGE;
 use crate::event_loop::Handler;
-use crate::fault::path::{GROUP_PAGES, LAST_PAGE, Stop};
+use crate::fault::path::{COPY_GROUP_PAGES, LAST_PAGE, Stop};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PAGES_PER_CHUNK, PageNo, pages_of};
 use crate::readahead::locality::Reading;
-use crate::readahead::policy::Came;
+use crate::readahead::policy::SwappedIn;
 use crate::reclaim::worker::Step;
 use crate::requests::Hint;
 use crate::vma::dontfork;
@@ -25,7 +25,7 @@ const PRELOAD_GROUPS: usize = 4;
 /// Places among the orders for far pages that a group may take: one for each chunk and server. What
 /// is left are those of the program's own faults, too.
 const PRELOAD_SEATS: usize = 16;
-const _: () = assert!(PRELOAD_SEATS >= 4 * GROUP_PAGES / PAGES_PER_CHUNK);
+const _: () = assert!(PRELOAD_SEATS >= 4 * COPY_GROUP_PAGES / PAGES_PER_CHUNK);
 
 impl Handler {
     /// What the program said of how an address is read.
@@ -82,9 +82,9 @@ impl Handler {
                 loop {
                     let next = engine.mm.lock().table.next_used(at, end);
                     let Some(page) = next.filter(|page| *page < end) else { break };
-                    let mut came = Came::new(page);
+                    let mut came = SwappedIn::new(page);
                     if self
-                        .bring_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came)
+                        .swap_in_span(page.chunk().first(), PAGES_PER_CHUNK, page, &mut came)
                         .is_err()
                     {
                         break;
@@ -103,44 +103,44 @@ impl Handler {
         let engine = self.engine;
         for _ in 0..PRELOAD_GROUPS {
             let Some(at) = self.preload else { return };
-            let room = engine.charge.headroom() - self.away.bytes() as i64;
+            let room = engine.charge.headroom() - self.remote.bytes() as i64;
             if engine.slot().preload.load(Relaxed) == 0 || room < engine.charge.high() {
                 self.preload = None;
                 return;
             }
-            if !self.away.has_seats(PRELOAD_SEATS) {
+            if !self.remote.has_buffers(PRELOAD_SEATS) {
                 return;
             }
             let next = engine.mm.lock().table.next_used(at, LAST_PAGE);
             let Some(page) = next else {
                 self.preload = Some(LAST_PAGE);
-                if !self.away.is_empty() {
+                if !self.remote.is_empty() {
                     return;
                 }
                 self.preload = None;
                 engine.slot().preload.store(0, Release);
                 return;
             };
-            let first = PageNo(page.0 / GROUP_PAGES * GROUP_PAGES);
-            let mut came = Came::new(first);
+            let first = PageNo(page.0 / COPY_GROUP_PAGES * COPY_GROUP_PAGES);
+            let mut came = SwappedIn::new(first);
             // What does not come now comes when it is wanted.
-            self.away.asks(Some(LAST_PAGE));
-            let brought = self.bring_span(first, GROUP_PAGES, LAST_PAGE, &mut came);
-            self.away.asks(None);
+            self.remote.asks(Some(LAST_PAGE));
+            let brought = self.swap_in_span(first, COPY_GROUP_PAGES, LAST_PAGE, &mut came);
+            self.remote.asks(None);
             if brought.is_err() {
                 self.preload = None;
                 return;
             }
             engine.count(Counter::SwapRa, came.pages());
             came.blocks(|order, n| engine.count_order(OfOrder::Swpin, order, n));
-            self.preload = Some(first.plus(GROUP_PAGES));
+            self.preload = Some(first.plus(COPY_GROUP_PAGES));
         }
     }
 
     /// True while there is nothing to do for it but to wait for what is under way.
     pub(crate) fn preload_waits(&self) -> bool {
         self.preload.is_some_and(|at| {
-            !self.away.is_empty() && (at == LAST_PAGE || !self.away.has_seats(PRELOAD_SEATS))
+            !self.remote.is_empty() && (at == LAST_PAGE || !self.remote.has_buffers(PRELOAD_SEATS))
         })
     }
 
@@ -156,7 +156,7 @@ impl Handler {
         while self.child.is_none() {
             let next = engine.mm.lock().table.next_used(at, end);
             let Some(page) = next.filter(|p| *p < end) else { break };
-            match self.bring(page, 1) {
+            match self.swap_in_range(page, 1) {
                 Err(Stop::Again) if tries < 1000 => {
                     tries += 1;
                     self.drain_events();
@@ -183,12 +183,12 @@ impl Handler {
         // its neighbours were done.
         let _ = self.uffd.unregister(range);
         if engine.followed {
-            dontfork::lift(&mm, range);
+            dontfork::restore(&mm, range);
         }
         crate::vma::events::drop_pages(&mut mm, engine, range);
         mm.regions.remove(range);
         mm.armed.remove(range);
-        engine.settle(&mm);
+        engine.publish_usage(&mm);
     }
 
     fn note(&mut self, range: VirtRange, reading: Reading) {

@@ -30,7 +30,7 @@ const LEAF_BYTES: usize = PAGES_PER_LEAF * PAGE_SIZE;
 
 /// What a range of the program is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Answer {
+pub(crate) enum Lookup {
     /// One armed mapping.
     Armed,
     /// A change of mappings is unread.
@@ -60,11 +60,11 @@ impl Seen {
 
     /// Whether `range` lies in one armed mapping. Mostly the region that it lies in does, or its 2
     /// MiB.
-    pub fn ask(&mut self, engine: &Engine, mm: &Mm, range: VirtRange) -> Answer {
+    pub fn ask(&mut self, engine: &Engine, mm: &Mm, range: VirtRange) -> Lookup {
         if contains(self.armed, range) {
-            return Answer::Armed;
+            return Lookup::Armed;
         }
-        let Some(region) = mm.regions.find(range.start) else { return Answer::NotOne };
+        let Some(region) = mm.regions.find(range.start) else { return Lookup::NotOne };
         let start = VirtAddr(range.start.0 / LEAF_BYTES * LEAF_BYTES);
         let leaf = VirtRange {
             start: start.max(region.start),
@@ -77,14 +77,14 @@ impl Seen {
             match engine.uffd().coverage(candidate) {
                 Coverage::Whole => {
                     self.armed = candidate;
-                    return Answer::Armed;
+                    return Lookup::Armed;
                 }
-                Coverage::Changing => return Answer::Unread,
+                Coverage::Changing => return Lookup::Unread,
                 Coverage::NotWhole | Coverage::Gone if candidate == region => self.torn = region,
                 Coverage::NotWhole | Coverage::Gone => {}
             }
         }
-        Answer::NotOne
+        Lookup::NotOne
     }
 }
 

@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::reclaim::worker::Worker;
-use swaptide_engine::requests::{Hint, Ring};
+use swaptide_engine::requests::{HandlerRequest, Hint};
 use swaptide_engine::{Engine, Start};
 use swaptide_ipc::{AreaId, Counter, NO_LIMIT, NewArea, ProcState, Segment};
 use swaptide_sys::lock::{Lock, futex};
@@ -171,7 +171,7 @@ fn serve(engine: &Engine, handler: &mut Handler) {
     loop {
         handler.run();
         let Some(_quiet) = FORK_LOCK.try_lock() else { continue };
-        if handler.let_go() {
+        if handler.detach() {
             engine.slot().set_state(ProcState::Detached);
             return;
         }
@@ -314,7 +314,7 @@ fn set_up() -> (Start, Vec<Thread>) {
         excluded: is_outside,
         pinned: |_| 0,
         spawn_reader: || false,
-        unhold: || true,
+        release_hold: || true,
         references: &REFERENCES,
     };
     (start, threads)

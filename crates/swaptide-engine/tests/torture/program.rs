@@ -429,7 +429,7 @@ impl Thread {
         let declines = FORKS.fetch_add(1, Relaxed) % 3 == 1;
         engine.fork.forker.store(gettid().0, Release);
         engine.fork.open_ends();
-        engine.bells.ring(Ring::ForkPrepare);
+        engine.bells.submit(HandlerRequest::ForkPrepare);
         assert!(engine.fork.wait_until_prepared(u64::MAX), "the handler stands still");
         // SAFETY: the child goes on with the engine's locks as the preloaded library's does; libc's
         // and the sanitizers' are seen to by fork itself.
@@ -440,7 +440,7 @@ impl Thread {
         }
         engine.fork.close_end(false);
         engine.fork.close_end(true);
-        engine.bells.ring(Ring::ForkDone);
+        engine.bells.submit(HandlerRequest::ForkDone);
         engine.fork.wait(NONE, u64::MAX);
         drop((guard, alone));
         let Some(child) = rustix::process::Pid::from_raw(pid) else { die("fork is refused") };

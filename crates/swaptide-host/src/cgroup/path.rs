@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// Longest path in bytes.
-const LONGEST: usize = 255;
+const MAX_PATH_BYTES: usize = 255;
 
 /// The path of a group: `/` for the root, `/web/front` below it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,7 +18,7 @@ impl fmt::Display for PathError {
         write!(
             f,
             "{:?} is not the path of a group; write /NAME or /NAME/NAME, without blanks, . or .. \
-            as a name, and at most {LONGEST} bytes",
+            as a name, and at most {MAX_PATH_BYTES} bytes",
             self.0
         )
     }
@@ -43,7 +43,7 @@ impl GroupPath {
             !matches!(name, "" | "." | "..")
                 && !name.contains(|c: char| c.is_whitespace() || c.is_control())
         };
-        if text.len() <= LONGEST && (names.is_empty() || names.split('/').all(sound)) {
+        if text.len() <= MAX_PATH_BYTES && (names.is_empty() || names.split('/').all(sound)) {
             Ok(GroupPath(text.to_owned()))
         } else {
             Err(error())

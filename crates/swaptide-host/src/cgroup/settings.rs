@@ -60,12 +60,12 @@ pub struct SettingError {
     /// The key.
     pub key: String,
     /// What is wrong.
-    pub why: Why,
+    pub why: SettingErrorKind,
 }
 
 /// What is wrong with a key or its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum SettingErrorKind {
     /// No such key.
     Unknown,
     /// A key that can only be read.
@@ -82,11 +82,13 @@ impl fmt::Display for SettingError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let key = &self.key;
         match &self.why {
-            Why::Unknown => write!(f, "there is no {key:?}; a group has {}", KEYS.join(", ")),
-            Why::ReadOnly => write!(f, "{key} can be read and not set"),
-            Why::Size(error) => write!(f, "{key}: {error}, or max for no bound"),
-            Why::Switch(text) => write!(f, "{key}: {text:?} is neither 0 nor 1"),
-            Why::Tiers(error) => write!(f, "{key}: {error}"),
+            SettingErrorKind::Unknown => {
+                write!(f, "there is no {key:?}; a group has {}", KEYS.join(", "))
+            }
+            SettingErrorKind::ReadOnly => write!(f, "{key} can be read and not set"),
+            SettingErrorKind::Size(error) => write!(f, "{key}: {error}, or max for no bound"),
+            SettingErrorKind::Switch(text) => write!(f, "{key}: {text:?} is neither 0 nor 1"),
+            SettingErrorKind::Tiers(error) => write!(f, "{key}: {error}"),
         }
     }
 }
@@ -107,13 +109,17 @@ impl Settings {
     ) -> Result<(), SettingError> {
         let failed = |why| SettingError { key: key.to_owned(), why };
         let share = |text: &str| {
-            bytes(text, |text| parse_share(text, ram)).map_err(|error| failed(Why::Size(error)))
+            bytes(text, |text| parse_share(text, ram))
+                .map_err(|error| failed(SettingErrorKind::Size(error)))
         };
-        let size = |text: &str| bytes(text, parse_bytes).map_err(|error| failed(Why::Size(error)));
+        let size = |text: &str| {
+            bytes(text, parse_bytes).map_err(|error| failed(SettingErrorKind::Size(error)))
+        };
         match key {
-            "swap.tiers" => {
-                self.tiers.apply(value, tiers).map_err(|error| failed(Why::Tiers(error)))?
-            }
+            "swap.tiers" => self
+                .tiers
+                .apply(value, tiers)
+                .map_err(|error| failed(SettingErrorKind::Tiers(error)))?,
             "ram.max" => self.ram_max = share(value)?,
             "ram.high" => self.ram_high = share(value)?,
             "ram.low" => self.ram_low = share(value)?.unwrap_or(u64::MAX),
@@ -124,13 +130,13 @@ impl Settings {
                 self.zswap_writeback = match value.trim() {
                     "0" => false,
                     "1" => true,
-                    other => return Err(failed(Why::Switch(other.to_owned()))),
+                    other => return Err(failed(SettingErrorKind::Switch(other.to_owned()))),
                 }
             }
             _ if crate::cgroup::tree::READ_ONLY.contains(&key) => {
-                return Err(failed(Why::ReadOnly));
+                return Err(failed(SettingErrorKind::ReadOnly));
             }
-            _ => return Err(failed(Why::Unknown)),
+            _ => return Err(failed(SettingErrorKind::Unknown)),
         }
         Ok(())
     }

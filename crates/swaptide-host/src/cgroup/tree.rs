@@ -25,7 +25,7 @@ use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
 use crate::memctl::psi::{Part, Pressure};
 
 pub use crate::cgroup::path::{GroupPath, PathError, cgroup_of, memory_cgroup};
-pub use crate::cgroup::settings::{KEYS, SettingError, Settings, Why};
+pub use crate::cgroup::settings::{KEYS, SettingError, SettingErrorKind, Settings};
 
 /// Keys that can only be read.
 pub const READ_ONLY: [&str; 9] = [

@@ -19,7 +19,7 @@ use swaptide_sys::affinity::go_normally;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
-use crate::control::fork_tracer::Followed;
+use crate::control::fork_tracer::TracedForks;
 use crate::control::holds::Holds;
 use crate::control::peer::Peer;
 use crate::doctor::REQUIRED;
@@ -28,14 +28,14 @@ use crate::swap::areas::Open;
 
 /// A client sends its byte right after it connects; one that does not is not waited for. Long
 /// enough for one that lost its turn on a busy machine in between.
-const PATIENCE: Duration = Duration::from_secs(1);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Clients whose request has not come yet that are kept. More are hung up on, those first that wait
 /// longest.
-const MOST_WAITING: usize = 24;
+const MAX_WAITING_CLIENTS: usize = 24;
 
 /// The socket.
-pub struct Counter {
+pub struct AgentServer {
     listener: Listener,
     name: String,
     supervisor: u32,
@@ -76,19 +76,19 @@ struct Waiting {
     since: Instant,
 }
 
-impl Counter {
+impl AgentServer {
     /// Opens the socket under a name that nobody can guess.
     ///
     /// # Errors
     /// What the kernel answers.
-    pub fn open(users: Users) -> Result<Counter, Errno> {
+    pub fn open(users: Users) -> Result<AgentServer, Errno> {
         let mut random = [0u8; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
         let name = format!("swaptide-{:032x}", u128::from_le_bytes(random));
         let listener = Listener::bind_abstract(name.as_bytes())?;
         listener.set_nonblocking(true)?;
         listener.want_senders()?;
-        Ok(Counter {
+        Ok(AgentServer {
             listener,
             name,
             supervisor: std::process::id(),
@@ -110,7 +110,10 @@ impl Counter {
 
     /// How long until a client has waited too long.
     pub fn patience(&self) -> Option<Duration> {
-        self.waiting.iter().map(|waiting| PATIENCE.saturating_sub(waiting.since.elapsed())).min()
+        self.waiting
+            .iter()
+            .map(|waiting| REQUEST_TIMEOUT.saturating_sub(waiting.since.elapsed()))
+            .min()
     }
 
     /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits
@@ -120,15 +123,15 @@ impl Counter {
         segment: &OwnedFd,
         areas: &Arc<dyn Open>,
         shared: Option<&Shared>,
-        followed: &mut Followed,
+        followed: &mut TracedForks,
     ) -> Vec<u32> {
         // No more at a time, so that who connects again and again does not keep the supervisor from
         // everything else.
-        for _ in 0..MOST_WAITING {
+        for _ in 0..MAX_WAITING_CLIENTS {
             let Ok((client, _)) = self.listener.accept() else { break };
             // One that is not ours is hung up on.
             let Some(peer) = Peer::of(&client, self.supervisor) else { continue };
-            if self.waiting.len() == MOST_WAITING {
+            if self.waiting.len() == MAX_WAITING_CLIENTS {
                 self.waiting.remove(0);
             }
             self.waiting.push(Waiting { client, peer, since: Instant::now() });
@@ -136,7 +139,7 @@ impl Counter {
         let mut joined = Vec::new();
         for waiting in std::mem::take(&mut self.waiting) {
             match poll_readable(&[waiting.client.as_fd()], Some(Duration::ZERO)) {
-                Ok(0) if waiting.since.elapsed() < PATIENCE => self.waiting.push(waiting),
+                Ok(0) if waiting.since.elapsed() < REQUEST_TIMEOUT => self.waiting.push(waiting),
                 Ok(0) | Err(_) => {}
                 // So is one that hung up or asks for nothing that there is.
                 Ok(_) => {
@@ -159,13 +162,13 @@ impl Counter {
     }
 }
 
-impl AsFd for Counter {
+impl AsFd for AgentServer {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }
 }
 
-impl Counter {
+impl AgentServer {
     fn answer(
         &self,
         client: Conn,
@@ -173,7 +176,7 @@ impl Counter {
         segment: &OwnedFd,
         areas: &Arc<dyn Open>,
         shared: Option<&Shared>,
-        followed: &mut Followed,
+        followed: &mut TracedForks,
     ) -> Option<Request> {
         let mut message = [0u8; 32];
         let mut fds = [None];
@@ -287,14 +290,14 @@ mod tests {
     use crate::swap::areas::Areas;
 
     fn ask(
-        counter: &mut Counter,
+        counter: &mut AgentServer,
         request: &[u8],
         segment: &OwnedFd,
         areas: &Arc<dyn Open>,
     ) -> (Vec<u32>, Option<OwnedFd>) {
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(request, &[]).expect("send");
-        let joined = counter.serve(segment, areas, None, &mut Followed::default());
+        let joined = counter.serve(segment, areas, None, &mut TracedForks::default());
         let (mut reply, mut fds) = ([0u8; 1], [None]);
         match client.recv(&mut reply, &mut fds) {
             Ok((1, 1)) if reply == request[..1] => (joined, fds[0].take()),
@@ -304,7 +307,7 @@ mod tests {
 
     #[test]
     fn the_segment_and_the_file_are_handed_out_and_nothing_else() {
-        let mut counter = Counter::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 12288).expect("memfd");
         let none: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         let areas = Arc::new(Areas::new(crate::testing::segment()));
@@ -331,12 +334,12 @@ mod tests {
 
     #[test]
     fn what_concerns_a_process_is_given_for_the_one_that_asks() {
-        let mut counter = Counter::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let client = Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
         client.send(b"I", &[]).expect("send");
         let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
-        counter.serve(&segment, &areas, None, &mut Followed::default());
+        counter.serve(&segment, &areas, None, &mut TracedForks::default());
         let mut reply = [0u8; 8];
         assert_eq!(client.recv(&mut reply, &mut []).expect("reply"), (5, 0));
         assert_eq!(reply[1..5], std::process::id().to_le_bytes());
@@ -367,22 +370,22 @@ mod tests {
 
     #[test]
     fn a_client_that_says_nothing_does_not_stop_the_others() {
-        let mut counter = Counter::open(Users::All).expect("socket");
+        let mut counter = AgentServer::open(Users::All).expect("socket");
         let segment = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         let areas: Arc<dyn Open> = Arc::new(Areas::new(crate::testing::segment()));
         let connect = || Conn::connect_abstract(counter.name().as_bytes()).expect("connect");
-        let silent: Vec<Conn> = (0..2 * MOST_WAITING).map(|_| connect()).collect();
+        let silent: Vec<Conn> = (0..2 * MAX_WAITING_CLIENTS).map(|_| connect()).collect();
         let began = Instant::now();
         let client = connect();
         client.send(b"S", &[]).expect("send");
         // Those that are in the queue before it are taken in first.
         for _ in 0..3 {
-            counter.serve(&segment, &areas, None, &mut Followed::default());
+            counter.serve(&segment, &areas, None, &mut TracedForks::default());
         }
         let mut fds = [None];
         assert_eq!(client.recv(&mut [0; 8], &mut fds), Ok((1, 1)));
-        assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
-        assert!(counter.waiting.len() <= MOST_WAITING && counter.patience().is_some());
+        assert!(began.elapsed() < REQUEST_TIMEOUT, "{:?}", began.elapsed());
+        assert!(counter.waiting.len() <= MAX_WAITING_CLIENTS && counter.patience().is_some());
         drop(silent);
     }
 

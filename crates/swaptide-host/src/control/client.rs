@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use crate::cgroup::tree::GroupView;
 use crate::control::server::{
-    Answer, ControlError, PATIENCE, Question, TiersView, directory, path_of,
+    Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, directory, path_of,
 };
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
@@ -338,8 +338,8 @@ fn ask(
         | Question::Reclaim { .. }
         | Question::Freeze(_)
         | Question::Preload(_)
-        | Question::Detach(_) => 150 * PATIENCE,
-        _ => 2 * PATIENCE,
+        | Question::Detach(_) => 150 * REQUEST_TIMEOUT,
+        _ => 2 * REQUEST_TIMEOUT,
     };
     stream.set_read_timeout(Some(patience)).map_err(failed)?;
     let mut question = serde_json::to_vec(question).map_err(|error| failed(error.into()))?;

@@ -15,15 +15,15 @@
 //! |---|---|
 //! | `Ahead` | the thread has forked, or says that it has not (it hangs up) |
 //! | `Birth` | the child stands still at its birth, which may be told of before the fork is |
-//! | `Arming` | the child says that its memory is armed, or is gone |
+//! | `PendingChild` | the child says that its memory is armed, or is gone |
 //! | `Leaving` | the thread, which has not forked, stands still and can be let go |
 //!
 //! Invariants
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
 //! 3. If the supervisor is killed meanwhile, both are: neither goes on with zeros.
-//! 4. A child that has not armed its memory after [`ARMS_WITHIN`] is killed, and its parent goes
-//!    on. Time in which it is stopped does not count, nor time in which nobody looked.
+//! 4. A child that has not armed its memory after [`REGISTER_TIMEOUT`] is killed, and its parent
+//!    goes on. Time in which it is stopped does not count, nor time in which nobody looked.
 //!
 //! Locks: none.
 
@@ -33,38 +33,38 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::Request;
 use swaptide_sys::Errno;
 use swaptide_sys::process::{pidfd_open, pidfd_send_signal, proc_info};
-use swaptide_sys::ptrace::{Change, Tracee, seize};
+use swaptide_sys::ptrace::{Tracee, TraceeStop, seize};
 use swaptide_sys::sock::{Conn, poll_readable};
 
 /// Forks that can be waited for at a time; of more, the others are looked at whenever something
 /// happens.
-const AWAITED: usize = 24;
+const FORK_TIMEOUT: usize = 24;
 /// Forks of one process that are followed at a time. It has one under way, and others that came to
 /// nothing and are being let go; who asks for more wants to keep the supervisor from others.
-const MOST_OF_ONE: usize = 8;
+const MAX_FORKS_PER_PROCESS: usize = 8;
 
 /// How long a child may take to arm its memory. It takes milliseconds.
-pub const ARMS_WITHIN: Duration = Duration::from_secs(30);
+pub const REGISTER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Between two looks at the children that arm theirs; one look adds at most twice this to the time
 /// that counts.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A child that arms its memory.
-struct Arming {
+struct PendingChild {
     life: OwnedFd,
     pid: u32,
     looked: Instant,
     spent: Duration,
 }
 
-impl Arming {
+impl PendingChild {
     /// Whether it has taken longer than `bound`.
     fn is_late(&mut self, bound: Duration) -> bool {
         let now = Instant::now();
         let passed = now - self.looked;
-        if passed >= LOOK {
+        if passed >= POLL_INTERVAL {
             self.looked = now;
-            self.spent += passed.min(2 * LOOK);
+            self.spent += passed.min(2 * POLL_INTERVAL);
             if proc_info(self.pid).is_some_and(|process| process.stopped) {
                 self.spent = Duration::ZERO;
             }
@@ -76,7 +76,7 @@ impl Arming {
 enum Stage {
     Ahead,
     Birth(Tracee),
-    Arming(Arming),
+    Arming(PendingChild),
     Leaving,
 }
 
@@ -91,7 +91,7 @@ struct Fork {
 
 /// The forks under way.
 #[derive(Default)]
-pub struct Followed {
+pub struct TracedForks {
     forks: Vec<Fork>,
     /// Who was born and whose parent's fork was not told of yet.
     born: Vec<u32>,
@@ -122,7 +122,7 @@ fn has_word(fd: BorrowedFd<'_>) -> bool {
     poll_readable(&[fd], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
 }
 
-impl Followed {
+impl TracedForks {
     /// Serves a request to be followed, of a process; `body` is what came with it. `None`: it is
     /// hung up on.
     pub fn begin(&mut self, client: Conn, pid: u32, body: &[u8]) -> Option<()> {
@@ -131,7 +131,7 @@ impl Followed {
         let (entry, frame) = (word(4)?, word(12)?);
         // Of its own threads a process may ask that, and of no others.
         std::fs::metadata(format!("/proc/{pid}/task/{tid}")).ok()?;
-        if self.forks.iter().filter(|fork| fork.pid == pid).count() >= MOST_OF_ONE {
+        if self.forks.iter().filter(|fork| fork.pid == pid).count() >= MAX_FORKS_PER_PROCESS {
             return None;
         }
         let parent = seize(tid).ok()?;
@@ -143,7 +143,7 @@ impl Followed {
 
     /// What is to be waited for besides children's changes.
     pub fn awaited(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.forks.iter().take(AWAITED).flat_map(|fork| {
+        self.forks.iter().take(FORK_TIMEOUT).flat_map(|fork| {
             let life = match &fork.stage {
                 Stage::Arming(arming) => Some(arming.life.as_fd()),
                 _ => None,
@@ -157,9 +157,9 @@ impl Followed {
     /// How long to wait at most: not all can be waited for, or a child has its time.
     pub fn patience(&self) -> Option<Duration> {
         let arms = |fork: &Fork| matches!(fork.stage, Stage::Arming(_));
-        (self.forks.len() > AWAITED)
+        (self.forks.len() > FORK_TIMEOUT)
             .then_some(Duration::from_millis(1))
-            .or_else(|| self.forks.iter().any(arms).then_some(LOOK))
+            .or_else(|| self.forks.iter().any(arms).then_some(POLL_INTERVAL))
     }
 
     /// Looks who has said a word, or is gone. Kills children that take longer than `bound` to arm
@@ -200,7 +200,7 @@ impl Followed {
     }
 
     /// A wait has told of a thread that is followed, or was born of one.
-    pub fn changed(&mut self, tid: u32, change: Change) {
+    pub fn changed(&mut self, tid: u32, change: TraceeStop) {
         let Some(at) = self.forks.iter().position(|fork| fork.parent.tid() == tid) else {
             return self.child_changed(tid, change);
         };
@@ -208,16 +208,16 @@ impl Followed {
         let parent = fork.parent;
         // What fails here is that the thread is gone, which the wait tells of as well.
         let _ = match (change, &fork.stage) {
-            (Change::Gone, _) => {
+            (TraceeStop::Gone, _) => {
                 self.forks.swap_remove(at);
                 Ok(())
             }
-            (Change::Forked, _) => match parent.child() {
+            (TraceeStop::Forked, _) => match parent.child() {
                 Ok(child) => {
                     fork.stage = Stage::Birth(child);
                     if let Some(known) = self.born.iter().position(|born| *born == child.tid()) {
                         self.born.swap_remove(known);
-                        self.child_changed(child.tid(), Change::Still);
+                        self.child_changed(child.tid(), TraceeStop::Still);
                     }
                     Ok(())
                 }
@@ -225,21 +225,21 @@ impl Followed {
             },
             (_, Stage::Leaving) => {
                 self.forks.swap_remove(at);
-                parent.release(if let Change::Signal(signal) = change { signal } else { 0 })
+                parent.release(if let TraceeStop::Signal(signal) = change { signal } else { 0 })
             }
-            (Change::Signal(signal), _) => parent.go_on(signal),
-            (Change::Stopped, _) => parent.stay(),
-            (Change::Still, _) => parent.go_on(0),
+            (TraceeStop::Signal(signal), _) => parent.go_on(signal),
+            (TraceeStop::Stopped, _) => parent.stay(),
+            (TraceeStop::Still, _) => parent.go_on(0),
         };
     }
 
-    fn child_changed(&mut self, tid: u32, change: Change) {
+    fn child_changed(&mut self, tid: u32, change: TraceeStop) {
         let is_parent =
             |fork: &Fork| matches!(fork.stage, Stage::Birth(child) if child.tid() == tid);
         let Some(at) = self.forks.iter().position(is_parent) else {
             match change {
                 // Killed before its parent's fork was told of.
-                Change::Gone => self.born.retain(|born| *born != tid),
+                TraceeStop::Gone => self.born.retain(|born| *born != tid),
                 _ => self.born.push(tid),
             }
             return;
@@ -247,7 +247,7 @@ impl Followed {
         let fork = &mut self.forks[at];
         let child = Tracee::of(tid);
         let life = match change {
-            Change::Gone => None,
+            TraceeStop::Gone => None,
             _ => begin(child, fork.entry, fork.frame)
                 .inspect_err(|_| crate::run::signals::send(tid, libc::SIGKILL))
                 .ok(),
@@ -256,7 +256,7 @@ impl Followed {
             Some(life) => {
                 let looked = Instant::now();
                 fork.stage =
-                    Stage::Arming(Arming { life, pid: tid, looked, spent: Duration::ZERO });
+                    Stage::Arming(PendingChild { life, pid: tid, looked, spent: Duration::ZERO });
             }
             None => {
                 let _ = fork.parent.release(0);
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn nobody_has_another_ones_threads_followed() {
-        let mut followed = Followed::default();
+        let mut followed = TracedForks::default();
         let mut body = [0; 20];
         body[..4].copy_from_slice(&1u32.to_le_bytes());
         for body in [&body[..], &body[..19], &[]] {
@@ -293,10 +293,10 @@ mod tests {
 
     #[test]
     fn a_birth_that_is_told_of_first_is_remembered_and_a_death_forgotten() {
-        let mut followed = Followed::default();
-        followed.changed(4_000_000, Change::Still);
+        let mut followed = TracedForks::default();
+        followed.changed(4_000_000, TraceeStop::Still);
         assert_eq!(followed.born, [4_000_000]);
-        followed.changed(4_000_000, Change::Gone);
+        followed.changed(4_000_000, TraceeStop::Gone);
         assert!(followed.born.is_empty());
     }
 
@@ -305,7 +305,8 @@ mod tests {
     fn following_is_tried_and_leaves_no_child() {
         const ALONE: &str = "SWAPTIDE_TEST_ALONE";
         if std::env::var_os(ALONE).is_none() {
-            let test = "followed::tests::following_is_tried_and_leaves_no_child";
+            let test = concat!(module_path!(), "::following_is_tried_and_leaves_no_child");
+            let (_, test) = test.split_once("::").expect("a crate and a path");
             let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
             let done =
                 alone.args(["--exact", test, "--test-threads=1"]).env(ALONE, "1").output().unwrap();

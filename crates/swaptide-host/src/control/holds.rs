@@ -23,8 +23,8 @@
 //! Invariants
 //! 1. A held userfaultfd is never read.
 //! 2. Holds use at most a quarter of the descriptors that the supervisor may have, and a process
-//!    has at most [`MOST_OF_ONE`]. A process beyond that is not held for: at its end it is as
-//!    without.
+//!    has at most [`MAX_HOLDS_PER_PROCESS`]. A process beyond that is not held for: at its end it
+//!    is as without.
 //!
 //! Locks: the list of new holds, for a push or a take.
 
@@ -36,9 +36,9 @@ use swaptide_sys::sock::Conn;
 
 /// Holds of one process: of its engine, of one before it whose end is being looked at, and some
 /// more.
-const MOST_OF_ONE: usize = 8;
+const MAX_HOLDS_PER_PROCESS: usize = 8;
 /// How often the threads of a process without an engine are looked at.
-const LOOKS: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Fields are dropped in this order: who sees the connection end must find the userfaultfd closed.
 struct Hold {
@@ -96,8 +96,11 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
             .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
             .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
             .collect();
-        let patience =
-            if holds.iter().any(|hold| hold.is_ending) { LOOKS.as_millis() as i32 } else { -1 };
+        let patience = if holds.iter().any(|hold| hold.is_ending) {
+            POLL_INTERVAL.as_millis() as i32
+        } else {
+            -1
+        };
         // SAFETY: the array is this thread's own and as long as said.
         unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, patience) };
         let is_ready = |fd: i32| polls.iter().any(|poll| poll.fd == fd && poll.revents != 0);
@@ -122,7 +125,7 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
             }
             for hold in std::mem::take(&mut *new.lock().unwrap_or_else(PoisonError::into_inner)) {
                 let of_one = holds.iter().filter(|other| other.pid == hold.pid).count();
-                if holds.len() < most() && of_one < MOST_OF_ONE {
+                if holds.len() < most() && of_one < MAX_HOLDS_PER_PROCESS {
                     holds.push(hold);
                 }
             }
@@ -192,7 +195,7 @@ mod tests {
     #[test]
     fn nobody_holds_more_than_a_few() {
         let holds = Holds::default();
-        let all: Vec<_> = (0..MOST_OF_ONE + 1)
+        let all: Vec<_> = (0..MAX_HOLDS_PER_PROCESS + 1)
             .map(|_| {
                 let (reader, writer) = held();
                 let (ours, theirs) = Conn::pair().expect("pair");

@@ -27,7 +27,7 @@ use swaptide_sys::sock::peer_of;
 
 use crate::cgroup::tree::{GroupPath, GroupView};
 use crate::control::agent_api::Users;
-use crate::memctl::controller::{self, Keeper, Squeezed};
+use crate::memctl::controller::{self, MemoryController, ReclaimOutcome};
 use crate::report::totals::{Totals, View};
 use crate::swap::areas::{AreaError, AreaView, Areas};
 use crate::swap::circular;
@@ -38,11 +38,11 @@ pub use crate::control::client::*;
 
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for
 /// longer.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
-pub(crate) const LONGEST: u64 = 8192;
+pub(crate) const MAX_REQUEST_BYTES: u64 = 8192;
 /// Clients at one time; others are hung up on.
-pub(crate) const MOST_CLIENTS: usize = 16;
+pub(crate) const MAX_CLIENTS: usize = 16;
 /// Names the directory of the sockets, instead of the usual one.
 pub const ENV_DIRECTORY: &str = "SWAPTIDE_DIRECTORY";
 
@@ -289,11 +289,11 @@ pub(super) fn path_of(pid: u32) -> PathBuf {
 }
 
 /// An open door; its name goes when this is dropped.
-pub struct Door {
+pub struct ControlSocket {
     path: PathBuf,
 }
 
-impl Drop for Door {
+impl Drop for ControlSocket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
     }
@@ -322,7 +322,7 @@ pub fn open(
     run: Run,
     areas: Arc<Areas>,
     keeper: mpsc::Sender<controller::Request>,
-) -> io::Result<Door> {
+) -> io::Result<ControlSocket> {
     own(&directory())?;
     let path = path_of(run.pid);
     // One that has this name belongs to a run that was killed: the number is this run's now.
@@ -331,13 +331,13 @@ pub fn open(
         _ => {}
     }
     let listener = UnixListener::bind(&path)?;
-    let door = Door { path };
+    let door = ControlSocket { path };
     std::fs::set_permissions(&door.path, Permissions::from_mode(0o600))?;
     std::thread::Builder::new().name("door".into()).spawn(move || {
         let talking = Arc::new(());
         for client in listener.incoming().flatten() {
             let at = Arc::clone(&talking);
-            if Arc::strong_count(&at) > MOST_CLIENTS + 1 {
+            if Arc::strong_count(&at) > MAX_CLIENTS + 1 {
                 continue;
             }
             let (run, areas, keeper) = (run.clone(), Arc::clone(&areas), keeper.clone());
@@ -363,11 +363,11 @@ fn converse(
     if uid != 0 && uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    let counter = Counter { areas, keeper, budget: run.budget, uid, all: true };
-    client.set_read_timeout(Some(PATIENCE))?;
-    client.set_write_timeout(Some(PATIENCE))?;
+    let counter = RequestHandler { areas, keeper, budget: run.budget, uid, all: true };
+    client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
+    client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut line = String::new();
-    BufReader::new((&client).take(LONGEST)).read_line(&mut line)?;
+    BufReader::new((&client).take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
     let answer = match serde_json::from_str(&line) {
         Ok(Question::Stats) => {
             let root = run.root;
@@ -383,11 +383,11 @@ fn converse(
         Ok(question) => counter.answer(question, &client),
         Err(error) => Answer::Error(format!("not a question: {error}")),
     };
-    tell(&client, &answer)
+    send_answer(&client, &answer)
 }
 
 /// What is asked of runs and of daemons alike.
-pub(crate) struct Counter<'a> {
+pub(crate) struct RequestHandler<'a> {
     /// The swap areas.
     pub areas: &'a Areas,
     /// The thread that keeps everything.
@@ -401,7 +401,7 @@ pub(crate) struct Counter<'a> {
     pub all: bool,
 }
 
-impl Counter<'_> {
+impl RequestHandler<'_> {
     /// Answers; what is told on the way goes to the client.
     pub(crate) fn answer(&self, question: Question, client: &UnixStream) -> Answer {
         let (uid, all, keeper) = (self.uid, self.all, self.keeper);
@@ -425,7 +425,7 @@ impl Counter<'_> {
                 done(self.areas.remove(&name, |left| {
                     // Who asked may have gone; it goes on all the same.
                     if std::mem::replace(&mut told, left) != left {
-                        let _ = tell(client, &Answer::Left(left));
+                        let _ = send_answer(client, &Answer::Left(left));
                     }
                 }))
             }
@@ -438,7 +438,7 @@ impl Counter<'_> {
                     .unwrap_or_else(ending)
             }
             Question::Remove(path) => {
-                let remove = move |keeper: &mut Keeper| {
+                let remove = move |keeper: &mut MemoryController| {
                     let path = owned(keeper, &path, uid, all)?;
                     keeper.groups().remove(&path).map_err(|error| error.to_string())
                 };
@@ -449,8 +449,10 @@ impl Counter<'_> {
             }
             Question::Budget => controller::ask(keeper, |keeper| keeper.budget())
                 .map_or_else(ending, Answer::Budget),
-            Question::Reclaim { path, bytes } => squeeze(keeper, path, bytes, false, uid, all),
-            Question::Freeze(path) => squeeze(keeper, path, u64::MAX, true, uid, all),
+            Question::Reclaim { path, bytes } => {
+                answer_reclaim(keeper, path, bytes, false, uid, all)
+            }
+            Question::Freeze(path) => answer_reclaim(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
             Question::Detach(pid) => detach(keeper, pid, uid, all, client),
             _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
@@ -458,7 +460,7 @@ impl Counter<'_> {
     }
 }
 
-impl Counter<'_> {
+impl RequestHandler<'_> {
     fn swapon(&self, text: &str) -> Answer {
         let Some(tiers) = controller::ask(self.keeper, |keeper| *keeper.groups().tiers()) else {
             return ending();
@@ -470,8 +472,9 @@ impl Counter<'_> {
             Err(error) => return Answer::Error(error.to_string()),
         };
         let members = |all: Vec<u32>| {
-            let members =
-                |keeper: &mut Keeper| all.into_iter().filter(|pid| keeper.keeps(*pid)).collect();
+            let members = |keeper: &mut MemoryController| {
+                all.into_iter().filter(|pid| keeper.keeps(*pid)).collect()
+            };
             controller::ask(self.keeper, members).unwrap_or_default()
         };
         if let Some(why) = circular::refusal(&asked, members) {
@@ -479,7 +482,7 @@ impl Counter<'_> {
         }
         let add = || {
             let mut device = asked;
-            mirror::settle(&mut device, &tiers, &files)?;
+            mirror::resolve(&mut device, &tiers, &files)?;
             self.areas.add(spec::open_beyond(&device, self.budget)?).map(drop)
         };
         done(add())
@@ -521,7 +524,12 @@ fn change_readahead(
 }
 
 /// A group that is asked for by who may see and steer it.
-fn owned(keeper: &mut Keeper, path: &str, uid: u32, all: bool) -> Result<GroupPath, String> {
+fn owned(
+    keeper: &mut MemoryController,
+    path: &str,
+    uid: u32,
+    all: bool,
+) -> Result<GroupPath, String> {
     let path = GroupPath::parse(path).map_err(|error| error.to_string())?;
     if all || keeper.groups().is_owned(&path, uid) {
         return Ok(path);
@@ -533,14 +541,20 @@ pub(crate) fn ending() -> Answer {
     Answer::Error("it is ending".into())
 }
 
-fn tiers(keeper: &mut Keeper, text: Option<&str>) -> Answer {
+fn tiers(keeper: &mut MemoryController, text: Option<&str>) -> Answer {
     match text.map_or(Ok(()), |text| keeper.groups().set_tiers(text)) {
         Ok(()) => Answer::Tiers(TiersView::of(keeper.groups().tiers())),
         Err(error) => Answer::Error(error.to_string()),
     }
 }
 
-fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32, all: bool) -> Answer {
+fn group(
+    keeper: &mut MemoryController,
+    path: &str,
+    set: &[(String, String)],
+    uid: u32,
+    all: bool,
+) -> Answer {
     // Without rights over all, the root is where one's own groups are.
     if !all && path == "/" && set.is_empty() {
         let views = keeper.group_views(&GroupPath::root()).unwrap_or_default();
@@ -558,7 +572,7 @@ fn group(keeper: &mut Keeper, path: &str, set: &[(String, String)], uid: u32, al
 
 /// Carries out settings, all or none; a group that was made for one that is refused goes again.
 fn set_group(
-    keeper: &mut Keeper,
+    keeper: &mut MemoryController,
     path: GroupPath,
     set: &[(String, String)],
     uid: u32,
@@ -599,7 +613,7 @@ fn set_group(
 
 /// Takes memory from a group, for now or for good. Waits until it is done: the keeper tells when
 /// nothing more goes out.
-fn squeeze(
+fn answer_reclaim(
     keeper: &mpsc::Sender<controller::Request>,
     path: String,
     bytes: u64,
@@ -614,14 +628,16 @@ fn squeeze(
         if freeze {
             keeper.freeze(index, true);
         }
-        keeper.squeeze(index, bytes, done);
+        keeper.reclaim(index, bytes, done);
         Ok::<(), String>(())
     });
     match begun {
         None => ending(),
         Some(Err(error)) => Answer::Error(error),
         Some(Ok(())) => match result.recv() {
-            Ok(Squeezed { bytes, enough }) => Answer::Reclaimed { bytes, enough: enough || freeze },
+            Ok(ReclaimOutcome { bytes, enough }) => {
+                Answer::Reclaimed { bytes, enough: enough || freeze }
+            }
             Err(_) => ending(),
         },
     }
@@ -635,7 +651,7 @@ fn preload(
     uid: u32,
     all: bool,
 ) -> Answer {
-    let thaw = move |keeper: &mut Keeper| {
+    let thaw = move |keeper: &mut MemoryController| {
         let path = owned(keeper, &path, uid, all)?;
         let index = keeper.groups().find(&path).map_err(|error| error.to_string())?;
         keeper.freeze(index, false);
@@ -649,7 +665,7 @@ fn preload(
     };
     let (mut least, mut since) = (u64::MAX, Instant::now());
     loop {
-        let give_up = since.elapsed() > PATIENCE;
+        let give_up = since.elapsed() > REQUEST_TIMEOUT;
         let look = controller::ask(keeper, move |keeper| {
             (keeper.preloading(index, give_up), keeper.groups().usage(index))
         });
@@ -674,7 +690,7 @@ fn detach(
     all: bool,
     client: &UnixStream,
 ) -> Answer {
-    let begin = move |keeper: &mut Keeper| {
+    let begin = move |keeper: &mut MemoryController| {
         if !keeper.keeps(pid) && keeper.run_of(pid).is_none()
             || !all && keeper.owner_of(pid) != Some(uid)
         {
@@ -702,7 +718,7 @@ fn detach(
         if (now.processes, now.out) < least {
             (least, since) = ((now.processes, now.out), Instant::now());
         }
-        if now.short || since.elapsed() > 5 * PATIENCE {
+        if now.short || since.elapsed() > 5 * REQUEST_TIMEOUT {
             let asked = Arc::clone(&pids);
             let _ = controller::ask(keeper, move |keeper| keeper.keep_after_all(&asked));
             let why = if now.short { "memory ran short" } else { "nothing more came back" };
@@ -717,12 +733,12 @@ fn detach(
             ));
         }
         // Who asked may have gone; it goes on all the same.
-        let _ = tell(client, &Answer::Left(now.out));
+        let _ = send_answer(client, &Answer::Left(now.out));
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-pub(crate) fn tell(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
+pub(crate) fn send_answer(mut client: &UnixStream, answer: &Answer) -> io::Result<()> {
     let mut text = serde_json::to_vec(answer)?;
     text.push(b'\n');
     client.write_all(&text)

@@ -11,26 +11,26 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::{AreaId, Segment, Transport};
 use swaptide_sys::sock::{Conn, poll_readable};
 
-use crate::control::server::{Answer, Join, Joined, PATIENCE, Question, daemon_path};
+use crate::control::server::{Answer, Join, Joined, Question, REQUEST_TIMEOUT, daemon_path};
 use crate::report::totals::Totals;
 use crate::swap::areas::Open;
 
 /// What lies between two attempts to reach a daemon that is being started again.
-const PAUSE: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest line that comes from the daemon.
-const LONGEST: usize = 1 << 20;
+const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// Asks the daemon; answers with its line and the descriptor that came with it.
 fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
     let mut stream = UnixStream::connect(daemon_path())?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let mut text = serde_json::to_vec(question)?;
     text.push(b'\n');
     stream.write_all(&text)?;
     let conn = Conn::from_fd(stream.into());
     let (mut line, mut descriptor) = (Vec::new(), None);
-    while line.last() != Some(&b'\n') && line.len() < LONGEST {
-        if poll_readable(&[conn.as_fd()], Some(2 * PATIENCE))? == 0 {
+    while line.last() != Some(&b'\n') && line.len() < MAX_ANSWER_BYTES {
+        if poll_readable(&[conn.as_fd()], Some(2 * REQUEST_TIMEOUT))? == 0 {
             return Err(io::ErrorKind::TimedOut.into());
         }
         let mut buffer = [0u8; 8192];
@@ -50,7 +50,7 @@ fn ask(question: &Question) -> io::Result<(Answer, Option<OwnedFd>)> {
 /// # Errors
 /// Why it would not keep the run.
 pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
-    joined(until_answered(PATIENCE, is_cut_short, || ask(&Question::Look(join.clone()))))
+    joined(until_answered(REQUEST_TIMEOUT, is_cut_short, || ask(&Question::Look(join.clone()))))
 }
 
 /// Has the daemon keep whoever descends from this process. It was there a moment ago: should it be
@@ -60,7 +60,7 @@ pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
 /// Why it does not.
 pub fn join(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
     joined(until_answered(
-        PATIENCE,
+        REQUEST_TIMEOUT,
         |error| is_cut_short(error) || is_nobody(error),
         || ask(&Question::Join(join.clone())),
     ))
@@ -88,7 +88,9 @@ fn until_answered<T>(
     let end = Instant::now() + patience;
     loop {
         match ask() {
-            Err(error) if passes(&error) && Instant::now() < end => std::thread::sleep(PAUSE),
+            Err(error) if passes(&error) && Instant::now() < end => {
+                std::thread::sleep(RETRY_INTERVAL)
+            }
             answer => return answer,
         }
     }
@@ -186,7 +188,7 @@ mod tests {
         );
         let cut = || Err(io::ErrorKind::UnexpectedEof.into());
         assert_eq!(
-            kind(until_answered(3 * PAUSE, is_cut_short, cut)),
+            kind(until_answered(3 * RETRY_INTERVAL, is_cut_short, cut)),
             Err(io::ErrorKind::UnexpectedEof)
         );
         assert_eq!(

@@ -20,13 +20,13 @@ use prometheus_client::registry::Registry;
 
 use crate::cgroup::tree::{Events, GroupPath, Usage};
 use crate::config::MetricsPlace;
-use crate::control::server::PATIENCE;
-use crate::memctl::controller::{self, Keeper};
+use crate::control::server::REQUEST_TIMEOUT;
+use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::psi::Pressure;
 use crate::report::totals::View;
 
 /// Longest request in bytes.
-const LONGEST: u64 = 8192;
+const MAX_REQUEST_BYTES: u64 = 8192;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfGroup {
@@ -74,8 +74,8 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
                     let _ = client
-                        .set_read_timeout(Some(PATIENCE))
-                        .and(client.set_write_timeout(Some(PATIENCE)));
+                        .set_read_timeout(Some(REQUEST_TIMEOUT))
+                        .and(client.set_write_timeout(Some(REQUEST_TIMEOUT)));
                     let _ = answer(client, &keeper);
                 }
             }))
@@ -85,8 +85,8 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
             spawn(Box::new(move || {
                 for client in listener.incoming().flatten() {
                     let _ = client
-                        .set_read_timeout(Some(PATIENCE))
-                        .and(client.set_write_timeout(Some(PATIENCE)));
+                        .set_read_timeout(Some(REQUEST_TIMEOUT))
+                        .and(client.set_write_timeout(Some(REQUEST_TIMEOUT)));
                     let _ = answer(client, &keeper);
                 }
             }))
@@ -98,7 +98,7 @@ fn answer(
     mut client: impl Read + Write,
     keeper: &mpsc::Sender<controller::Request>,
 ) -> io::Result<()> {
-    let mut reader = BufReader::new((&mut client).take(LONGEST));
+    let mut reader = BufReader::new((&mut client).take(MAX_REQUEST_BYTES));
     let mut line = String::new();
     // The request and its headers, of which nothing matters, up to the empty line.
     while reader.read_line(&mut line)? > 0 && !line.trim().is_empty() {
@@ -138,7 +138,7 @@ struct Snapshot {
 }
 
 impl Snapshot {
-    fn of(keeper: &mut Keeper) -> Snapshot {
+    fn of(keeper: &mut MemoryController) -> Snapshot {
         let runs: Vec<controller::Run> = keeper.runs().cloned().collect();
         let runs =
             runs.into_iter().map(|run| (run.front, run.program, keeper.view(run.root))).collect();

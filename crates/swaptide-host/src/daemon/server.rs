@@ -43,10 +43,11 @@ use crate::cgroup::tree::{GroupError, GroupPath, Groups, cgroup_of};
 use crate::config::{Config, ConfigError};
 use crate::control::agent_api::Users;
 use crate::control::server::{
-    Answer, Counter, Join, Joined, LONGEST, MOST_CLIENTS, PATIENCE, Question, ending, tell,
+    Answer, Join, Joined, MAX_CLIENTS, MAX_REQUEST_BYTES, Question, REQUEST_TIMEOUT,
+    RequestHandler, ending, send_answer,
 };
-use crate::memctl::controller::{self, Keeper};
-use crate::memctl::policy::SMALLEST_BUDGET;
+use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::View;
 use crate::run::signals;
 use crate::swap::areas::{AreaError, Areas, Open};
@@ -99,7 +100,7 @@ impl fmt::Display for DaemonError {
                     f,
                     "ram: {} is too small; the least that works is {}",
                     human(*bytes),
-                    human(SMALLEST_BUDGET)
+                    human(MIN_BUDGET_BYTES)
                 )
             }
             DaemonError::Device(error) => write!(f, "swap: {error}"),
@@ -178,7 +179,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     if state.as_ref().is_none_or(|state| state.config != file.digest) {
         file.apply(&mut groups, owner).map_err(DaemonError::Groups)?;
     }
-    let mut keeper = Keeper::new(segment, Arc::clone(&areas), groups, budget);
+    let mut keeper = MemoryController::new(segment, Arc::clone(&areas), groups, budget);
     keeper.set_idle(file.idle);
     if let Some(state) = &state {
         state.restore_runs(&mut keeper, segment, segment_id);
@@ -209,7 +210,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     if let Err(error) =
         shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes))
     {
-        say(&format!("the devices stay as they were: {error}"));
+        log_line(&format!("the devices stay as they were: {error}"));
     }
     shared.save();
     let path = crate::control::server::daemon_path();
@@ -229,7 +230,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
 fn budget_of(file: &Config, ram: u64) -> Result<u64, DaemonError> {
     // The file was checked when it was read.
     let budget = parse_share(file.ram.as_deref().unwrap_or(DEFAULT_RAM), ram).unwrap_or(0);
-    if budget < SMALLEST_BUDGET { Err(DaemonError::SmallBudget(budget)) } else { Ok(budget) }
+    if budget < MIN_BUDGET_BYTES { Err(DaemonError::SmallBudget(budget)) } else { Ok(budget) }
 }
 
 /// A fresh segment, and the devices that the file names.
@@ -242,7 +243,7 @@ fn set_up(
     let (mut devices, mut tiers) = (file.devices.clone(), Tiers::new());
     // They were checked when the file was read.
     let _ = tiers.apply(&file.tiers, &[]);
-    crate::swap::mirror::settle_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
+    crate::swap::mirror::resolve_all(&mut devices, &tiers).map_err(DaemonError::Device)?;
     let space = spec::open(&devices, budget).map_err(DaemonError::Device)?;
     let (pool_cap, codec) = (space.pool_cap, space.codec.number());
     crate::run::supervise::set_up_header(segment, budget, &space)
@@ -275,7 +276,7 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
                 libc::SIGTERM | libc::SIGINT | libc::SIGQUIT => return,
                 libc::SIGHUP => {
                     if let Err(error) = shared.reload() {
-                        say(&format!("the configuration stays as it was: {error}"));
+                        log_line(&format!("the configuration stays as it was: {error}"));
                     }
                 }
                 _ => {}
@@ -287,7 +288,7 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
         while let Ok((client, _)) = listener.accept() {
             let at = Arc::clone(&talking);
             // Runs that join come in crowds; a little more than one at a time may wait.
-            if Arc::strong_count(&at) > 4 * MOST_CLIENTS + 1 {
+            if Arc::strong_count(&at) > 4 * MAX_CLIENTS + 1 {
                 continue;
             }
             let shared = Arc::clone(shared);
@@ -302,7 +303,7 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
 }
 
 /// One line on standard error; if nobody reads there, so be it.
-pub(super) fn say(line: &str) {
+pub(super) fn log_line(line: &str) {
     use std::io::Write;
     let _ = writeln!(io::stderr(), "swaptide daemon: {line}");
 }
@@ -315,13 +316,15 @@ impl Shared {
         }
         let all = uid == 0 || uid == rustix::process::geteuid().as_raw();
         client.set_nonblocking(false)?;
-        client.set_read_timeout(Some(PATIENCE))?;
-        client.set_write_timeout(Some(PATIENCE))?;
+        client.set_read_timeout(Some(REQUEST_TIMEOUT))?;
+        client.set_write_timeout(Some(REQUEST_TIMEOUT))?;
         let mut line = String::new();
-        BufReader::new((&client).take(LONGEST)).read_line(&mut line)?;
+        BufReader::new((&client).take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
         let question: Question = match serde_json::from_str(&line) {
             Ok(question) => question,
-            Err(error) => return tell(&client, &Answer::Error(format!("not a question: {error}"))),
+            Err(error) => {
+                return send_answer(&client, &Answer::Error(format!("not a question: {error}")));
+            }
         };
         let changes = !matches!(
             question,
@@ -357,7 +360,7 @@ impl Shared {
                 totals.map_or_else(ending, |totals| Answer::Totals(Box::new(totals)))
             }
             Question::Runs => {
-                let runs = move |keeper: &mut Keeper| {
+                let runs = move |keeper: &mut MemoryController| {
                     keeper
                         .runs()
                         .filter(|run| all || run.uid == uid)
@@ -368,7 +371,7 @@ impl Shared {
             }
             Question::StatsOf(pid) => self.stats(pid, uid, all),
             Question::Views => {
-                let views = move |keeper: &mut Keeper| {
+                let views = move |keeper: &mut MemoryController| {
                     let runs: Vec<controller::Run> =
                         keeper.runs().filter(|run| all || run.uid == uid).cloned().collect();
                     runs.into_iter().map(|run| view_of(keeper, run)).collect()
@@ -384,13 +387,14 @@ impl Shared {
             },
             question => {
                 let (areas, keeper) = (&*self.areas, &self.keeper);
-                Counter { areas, keeper, budget: self.budget, uid, all }.answer(question, &client)
+                RequestHandler { areas, keeper, budget: self.budget, uid, all }
+                    .answer(question, &client)
             }
         };
         if changes {
             self.save();
         }
-        tell(&client, &answer)
+        send_answer(&client, &answer)
     }
 
     /// The group that a run would be in, and what it would have.
@@ -403,7 +407,7 @@ impl Shared {
             .map_err(|error| error.to_string())?;
         let cgroup = if named.is_none() { cgroup_of(pid) } else { None };
         let (max, own) = (join.max, self.budget);
-        let find = move |keeper: &mut Keeper| {
+        let find = move |keeper: &mut MemoryController| {
             let groups = keeper.groups();
             let path = match named {
                 Some(path) => {
@@ -442,7 +446,7 @@ impl Shared {
         let (joined, path) = self.look(&join, pid)?;
         let started =
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let add = move |keeper: &mut Keeper| {
+        let add = move |keeper: &mut MemoryController| {
             if join.group.is_some() && !all && !keeper.groups().is_owned(&path, uid) {
                 return Err(format!("{path}: not a group of yours"));
             }
@@ -466,7 +470,7 @@ impl Shared {
     }
 
     fn stats(&self, pid: u32, uid: u32, all: bool) -> Answer {
-        let find = move |keeper: &mut Keeper| {
+        let find = move |keeper: &mut MemoryController| {
             let run = keeper.run_of(pid).filter(|run| all || run.uid == uid).cloned()?;
             Some(view_of(keeper, run))
         };
@@ -521,7 +525,7 @@ impl Shared {
         let whole = file.clone();
         let owner = rustix::process::geteuid().as_raw();
         let digest = file.digest;
-        let apply = move |keeper: &mut Keeper| {
+        let apply = move |keeper: &mut MemoryController| {
             file.apply(keeper.groups(), owner)?;
             keeper.set_budget(budget);
             keeper.set_idle(file.idle);
@@ -555,7 +559,7 @@ impl Shared {
             match directory.save(&state) {
                 // Files that were taken away need no name any more.
                 Ok(()) => before.iter().for_each(|before| before.remove_files_but(&state)),
-                Err(error) => say(&format!(
+                Err(error) => log_line(&format!(
                     "the state could not be written, a daemon started later will know less: {error}"
                 )),
             }
@@ -572,12 +576,12 @@ impl Shared {
         let directory = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         crate::daemon::state::areas(&self.areas, self.segment)
             .iter()
-            .for_each(crate::daemon::state::KeptArea::remove_file);
+            .for_each(crate::daemon::state::SavedArea::remove_file);
         directory.clear();
     }
 }
 
-fn view_of(keeper: &Keeper, run: controller::Run) -> View {
+fn view_of(keeper: &MemoryController, run: controller::Run) -> View {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
     View {
         pid: run.front,

@@ -25,7 +25,7 @@ use swaptide_sys::process::start_time;
 use crate::cgroup::tree::{GroupPath, Groups, KEYS};
 use crate::daemon::segment::{self, SegmentId};
 use crate::daemon::server::DaemonError;
-use crate::memctl::controller::{Keeper, Run};
+use crate::memctl::controller::{MemoryController, Run};
 use crate::nbd::Connector;
 use crate::swap::areas::{Areas, Open};
 use crate::swap::spec::{self, Backing, BackingKind, Medium};
@@ -50,19 +50,19 @@ pub struct State {
     /// Number of the choice of codecs.
     pub codec: u32,
     /// The swap areas.
-    pub areas: Vec<KeptArea>,
+    pub areas: Vec<SavedArea>,
     /// The devices that the configuration file listed.
     #[serde(default)]
     pub swap: Vec<String>,
     tiers: String,
-    groups: Vec<KeptGroup>,
+    groups: Vec<SavedGroup>,
     frozen: Vec<u32>,
-    runs: Vec<KeptRun>,
+    runs: Vec<SavedRun>,
 }
 
 /// A swap area that can be opened again.
 #[derive(Serialize, Deserialize)]
-pub struct KeptArea {
+pub struct SavedArea {
     id: u8,
     name: String,
     kind: Kind,
@@ -88,7 +88,7 @@ enum Kind {
 }
 
 #[derive(Serialize, Deserialize)]
-struct KeptGroup {
+struct SavedGroup {
     index: u32,
     path: String,
     owner: u32,
@@ -96,7 +96,7 @@ struct KeptGroup {
 }
 
 #[derive(Serialize, Deserialize)]
-struct KeptRun {
+struct SavedRun {
     run: Run,
     group: String,
     /// When its supervisor started: the number alone may have come to mean another process.
@@ -184,7 +184,7 @@ impl Directory {
 
 /// The areas as they can be opened again. A file without a name gets one; where that cannot be, the
 /// area is not among them.
-pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
+pub fn areas(areas: &Areas, segment: &Segment) -> Vec<SavedArea> {
     let mut kept = Vec::new();
     areas.each(|id, backing| {
         let generation = segment.area(id).generation();
@@ -200,7 +200,7 @@ pub fn areas(areas: &Areas, segment: &Segment) -> Vec<KeptArea> {
             Medium::File(file) => file.metadata().ok().map(|found| identity_of(&found)),
             Medium::Nbd(..) => None,
         };
-        kept.extend(path.map(|path| KeptArea {
+        kept.extend(path.map(|path| SavedArea {
             identity,
             id: id.0,
             name: backing.name.clone(),
@@ -243,7 +243,7 @@ fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<
     Some(path)
 }
 
-impl KeptArea {
+impl SavedArea {
     /// The name that was made for it goes.
     pub fn remove_file(&self) {
         let is_own = |found: Metadata| self.identity == Some(identity_of(&found));
@@ -324,7 +324,7 @@ impl KeptArea {
                     mirror: None,
                     plain: self.plain,
                     // The segment says it.
-                    turns: false,
+                    rotational: false,
                 }
             }
         };
@@ -335,9 +335,9 @@ impl KeptArea {
     }
 }
 
-impl KeptArea {
+impl SavedArea {
     /// An export whose server is away: what was agreed on with it stands in the segment.
-    fn away(&self, segment: &Segment) -> Option<Backing> {
+    fn reopen_away(&self, segment: &Segment) -> Option<Backing> {
         let spec::DeviceKind::Nbd(url) = spec::parse(self.path.to_str()?).ok()?.kind else {
             return None;
         };
@@ -355,14 +355,14 @@ impl KeptArea {
             direct_io: self.direct_io,
             mirror: None,
             plain: self.plain,
-            turns: false,
+            rotational: false,
         })
     }
 }
 
 impl State {
     /// Everything but the areas.
-    pub fn of(keeper: &mut Keeper, pool_cap: u64, codec: u32) -> State {
+    pub fn of(keeper: &mut MemoryController, pool_cap: u64, codec: u32) -> State {
         let path_of = |groups: &Groups, index: Option<GroupIndex>| {
             index
                 .and_then(|index| groups.get(index))
@@ -372,7 +372,7 @@ impl State {
         let frozen = keeper.frozen().map(|index| index.0).collect();
         let groups = keeper.groups();
         let tiers = groups.tiers();
-        let kept = groups.iter().map(|(index, group)| KeptGroup {
+        let kept = groups.iter().map(|(index, group)| SavedGroup {
             index: index.0,
             path: group.path.to_string(),
             owner: group.owner,
@@ -394,7 +394,7 @@ impl State {
             frozen,
             runs: runs
                 .into_iter()
-                .map(|run| KeptRun {
+                .map(|run| SavedRun {
                     group: path_of(groups, run.group),
                     start_time: start_time(run.root).unwrap_or(0),
                     run,
@@ -408,12 +408,12 @@ impl State {
         self.areas
             .iter()
             .filter(|area| other.areas.iter().all(|kept| kept.path != area.path))
-            .for_each(KeptArea::remove_file);
+            .for_each(SavedArea::remove_file);
     }
 
     /// Removes the names that were made for files.
     pub fn remove_files(&self) {
-        self.areas.iter().for_each(KeptArea::remove_file);
+        self.areas.iter().for_each(SavedArea::remove_file);
     }
 
     /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more
@@ -422,9 +422,9 @@ impl State {
         for kept in &self.areas {
             match kept.open() {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
-                Err(error) => match kept.away(segment) {
+                Err(error) => match kept.reopen_away(segment) {
                     Some(backing) => areas.restore_away(AreaId(kept.id), backing),
-                    None => crate::daemon::server::say(&format!(
+                    None => crate::daemon::server::log_line(&format!(
                         "swap area {}: takes no more pages: {error}",
                         kept.name
                     )),
@@ -452,7 +452,7 @@ impl State {
                 _ => segment.close_area(id),
             }
         }
-        let mut sorted: Vec<(&KeptGroup, GroupPath)> = self
+        let mut sorted: Vec<(&SavedGroup, GroupPath)> = self
             .groups
             .iter()
             .filter_map(|group| Some((group, GroupPath::parse(&group.path).ok()?)))
@@ -470,7 +470,7 @@ impl State {
     }
 
     /// The processes that live, and the runs they belong to. What dead processes had is taken back.
-    pub fn restore_runs(&self, keeper: &mut Keeper, segment: &Segment, id: SegmentId) {
+    pub fn restore_runs(&self, keeper: &mut MemoryController, segment: &Segment, id: SegmentId) {
         self.frozen.iter().for_each(|index| keeper.freeze(GroupIndex(*index), true));
         for kept in &self.runs {
             let same = start_time(kept.run.root) == Some(kept.start_time);
@@ -585,7 +585,7 @@ mod tests {
     fn groups_tiers_and_runs_are_as_they_were() {
         let segment = crate::testing::segment();
         let place = Areas::new(segment);
-        let mut keeper = Keeper::new(
+        let mut keeper = MemoryController::new(
             segment,
             std::sync::Arc::new(Areas::new(segment)),
             Groups::new(segment, 1 << 30),
@@ -622,7 +622,7 @@ mod tests {
         assert_eq!((groups.find(&path), groups.view(index)), (Ok(index), before));
         assert_eq!(groups.get(index).expect("group").owner, 1000);
         let stranger = segment.claim(me, 0).expect("slot");
-        let mut again = Keeper::new(segment, std::sync::Arc::new(place), groups, 1 << 30);
+        let mut again = MemoryController::new(segment, std::sync::Arc::new(place), groups, 1 << 30);
         let other = swaptide_sys::mem::memfd_create(c"test", 4096).expect("memfd");
         state.restore_runs(&mut again, segment, SegmentId::of(other).expect("identity"));
         let run = again.runs().next().expect("the run").clone();

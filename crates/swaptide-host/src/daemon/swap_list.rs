@@ -9,7 +9,7 @@
 use swaptide_core::Tiers;
 use swaptide_ipc::{MAX_AREAS, Segment};
 
-use crate::daemon::server::{DaemonError, say};
+use crate::daemon::server::{DaemonError, log_line};
 use crate::swap::areas::{AreaError, Areas};
 use crate::swap::mirror;
 use crate::swap::spec::{self, Backing, Device, DeviceError, DeviceKind};
@@ -72,7 +72,7 @@ impl Changes {
         let mut files: Vec<_> = views.map(|(_, view)| (view.priority, view.place.into())).collect();
         files.extend(mirror::files(&self.add));
         for device in &mut self.add {
-            mirror::settle(device, tiers, &files).map_err(DaemonError::Device)?;
+            mirror::resolve(device, tiers, &files).map_err(DaemonError::Device)?;
         }
         let numbers: usize =
             self.add.iter().map(|device| 1 + usize::from(device.mirror.is_some())).sum();
@@ -91,7 +91,7 @@ impl Changes {
     pub(super) fn take_away(self, areas: &Areas) {
         for name in self.remove {
             if let Err(error) = areas.remove(&name, |_| ()) {
-                say(&format!("the configuration does not list it any more, but {error}"));
+                log_line(&format!("the configuration does not list it any more, but {error}"));
             }
         }
     }

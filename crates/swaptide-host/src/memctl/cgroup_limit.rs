@@ -13,7 +13,7 @@
 //!
 //! Invariants
 //! 1. A cgroup bounds, and never raises: a budget that leaves the reserve is what it was.
-//! 2. A bound is never below [`SMALLEST_BUDGET`].
+//! 2. A bound is never below [`MIN_BUDGET_BYTES`].
 //!
 //! Locks: none; the keeper's thread alone.
 
@@ -22,24 +22,24 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::memctl::policy::SMALLEST_BUDGET;
+use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::units::limiting_cgroups;
 
 /// How often is looked.
-const EVERY: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The reserve while the limit is not met: this part of the limit, within these bounds.
-const PART: u64 = 64;
-const LEAST: u64 = 1 << 20;
-const ENOUGH: u64 = 8 << 20;
+const RESERVE_DIVISOR: u64 = 64;
+const MIN_RESERVE_BYTES: u64 = 1 << 20;
+const USUAL_MAX_RESERVE_BYTES: u64 = 8 << 20;
 /// The largest reserve, and this part of the limit at most.
-const MOST: u64 = 24 << 20;
-const MOST_PART: u64 = 4;
+const MAX_RESERVE_BYTES: u64 = 24 << 20;
+const MAX_RESERVE_DIVISOR: u64 = 4;
 /// The steps in which it grows to that.
 const STEPS: u64 = 8;
 /// So long it stays when the limit is met no more; then it goes back by a step each time.
-const STAYS: Duration = Duration::from_secs(5);
+const RESERVE_HOLD: Duration = Duration::from_secs(5);
 /// Bounds are rounded down to this, so that they do not change with every page of the kernel's.
-const GRAIN: u64 = 1 << 20;
+const BOUND_GRAIN_BYTES: u64 = 1 << 20;
 
 /// One cgroup that has a limit.
 struct Level {
@@ -64,7 +64,7 @@ impl Reserve {
     /// The limit was met so often until now. Gives the bytes that are to be left free.
     fn follow(&mut self, limit: u64, hits: u64, now: Instant) -> u64 {
         let met = self.hits.replace(hits).is_some_and(|before| hits > before);
-        let rests = |since: Instant| now.saturating_duration_since(since) >= STAYS;
+        let rests = |since: Instant| now.saturating_duration_since(since) >= RESERVE_HOLD;
         if met {
             self.steps = (self.steps + 1).min(STEPS);
             self.changed = Some(now);
@@ -72,29 +72,32 @@ impl Reserve {
             self.steps = self.steps.saturating_sub(1);
             self.changed = (self.steps > 0).then_some(now);
         }
-        let (least, most) = ((limit / PART).clamp(LEAST, ENOUGH), MOST.min(limit / MOST_PART));
+        let (least, most) = (
+            (limit / RESERVE_DIVISOR).clamp(MIN_RESERVE_BYTES, USUAL_MAX_RESERVE_BYTES),
+            MAX_RESERVE_BYTES.min(limit / MAX_RESERVE_DIVISOR),
+        );
         least + most.saturating_sub(least) / STEPS * self.steps
     }
 }
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Ceiling {
+pub struct CgroupLimit {
     levels: Vec<Level>,
     looked: Option<Instant>,
     bound: Option<u64>,
     text: Vec<u8>,
 }
 
-impl Ceiling {
+impl CgroupLimit {
     /// That of the cgroups that this process is in; of a version or a container that hides its
     /// files, none.
-    pub fn of_own_cgroups() -> Ceiling {
+    pub fn of_own_cgroups() -> CgroupLimit {
         let levels = limiting_cgroups()
             .into_iter()
             .filter_map(|(directory, _)| Level::open(&directory))
             .collect();
-        Ceiling { levels, text: vec![0; 8 << 10], ..Ceiling::default() }
+        CgroupLimit { levels, text: vec![0; 8 << 10], ..CgroupLimit::default() }
     }
 
     /// The most that the tree may have, of which `ours` bytes are resident. `None` where nothing
@@ -102,7 +105,9 @@ impl Ceiling {
     pub fn look(&mut self, ours: u64) -> Option<u64> {
         let now = Instant::now();
         if self.levels.is_empty()
-            || self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < EVERY)
+            || self
+                .looked
+                .is_some_and(|looked| now.saturating_duration_since(looked) < POLL_INTERVAL)
         {
             return self.bound;
         }
@@ -133,7 +138,7 @@ impl Level {
         let others = stays(read(&self.stat, text)?, kernel)?.saturating_sub(ours);
         let left =
             limit.saturating_sub(others).saturating_sub(self.reserve.follow(limit, hits, now));
-        Some((left / GRAIN * GRAIN).max(SMALLEST_BUDGET))
+        Some((left / BOUND_GRAIN_BYTES * BOUND_GRAIN_BYTES).max(MIN_BUDGET_BYTES))
     }
 }
 
@@ -213,7 +218,7 @@ mod tests {
         write("memory.events", "low 0\nmax 5\n");
         assert_eq!(level.bound(80 * MIB, now, &mut text), Some((128 - 13 - 5) * MIB));
         write("memory.stat", &format!("anon {}\n", 127 * MIB));
-        assert_eq!(level.bound(0, now, &mut text), Some(SMALLEST_BUDGET), "all is others'");
+        assert_eq!(level.bound(0, now, &mut text), Some(MIN_BUDGET_BYTES), "all is others'");
         std::fs::remove_dir_all(&directory).expect("removal");
     }
 }

@@ -1,11 +1,11 @@
 //! The thread that keeps processes within their budgets: those of one run, or of all runs of a
 //! host.
 //!
-//! Owns the members ([`Tree`]), the groups ([`Groups`]) and who is in them (`Places`), the
-//! supervisor's side of every process slot, the totals of processes that are gone, and the swap
-//! areas' holes. Each tick it reads what everybody uses, lets [`policy::decide`] judge, and carries
-//! out the decision through the segment: `limit_bytes`, `wanted`, the bell, and what follows from a
-//! process's group.
+//! Owns the members ([`ProcessTree`]), the groups ([`Groups`]) and who is in them
+//! (`Memberships`), the supervisor's side of every process slot, the totals of processes that are
+//! gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`policy::decide`]
+//! judge, and carries out the decision through the segment: `limit_bytes`, `engage`, the
+//! `wake_seq`, and what follows from a process's group.
 //!
 //! Invariants
 //! 1. A slot is released after its process is gone; its counters go into the totals of its run
@@ -37,33 +37,33 @@ use swaptide_sys::sock::poll_readable;
 use crate::cgroup::tree::{GroupError, GroupPath, GroupView, Groups, Usage};
 use crate::config::IdleReclaim;
 use crate::memctl::policy::{self, Bounds, Process, Sharing};
-use crate::memctl::processes::{Tree, lives};
+use crate::memctl::processes::{ProcessTree, lives};
 use crate::memctl::psi::Part;
 use crate::memctl::shared_pager::Shared;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
-use crate::memctl::cgroup_limit::Ceiling;
+use crate::memctl::cgroup_limit::CgroupLimit;
 pub use crate::memctl::detach::Detaching;
-use crate::memctl::membership::Places;
-use crate::memctl::proactive::Idlers;
-pub use crate::memctl::reclaim_requests::Squeezed;
-use crate::memctl::reclaim_requests::Squeezes;
+use crate::memctl::membership::Memberships;
+use crate::memctl::proactive::IdleGroups;
+pub use crate::memctl::reclaim_requests::ReclaimOutcome;
+use crate::memctl::reclaim_requests::ReclaimRequests;
 use crate::memctl::sample::Watch;
 use crate::memctl::strict::{Excess, Reason};
 
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(2);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often is looked for runs that are over.
-const RUNS_AGE: Duration = Duration::from_millis(500);
+const RUN_RECORD_MAX_AGE: Duration = Duration::from_millis(500);
 
 /// What the keeper is asked.
 pub enum Request {
     /// A process joined: look at it now.
     Joined(u32),
     /// Do this between two ticks.
-    Do(Box<dyn FnOnce(&mut Keeper) + Send>),
+    Do(Box<dyn FnOnce(&mut MemoryController) + Send>),
     /// End.
     Stop,
 }
@@ -71,15 +71,15 @@ pub enum Request {
 /// Asks the keeper something and waits; `None` when it has ended.
 pub fn ask<T: Send + 'static>(
     keeper: &Sender<Request>,
-    f: impl FnOnce(&mut Keeper) -> T + Send + 'static,
+    f: impl FnOnce(&mut MemoryController) -> T + Send + 'static,
 ) -> Option<T> {
     let (answer, result) = channel();
-    let task = move |keeper: &mut Keeper| {
+    let task = move |keeper: &mut MemoryController| {
         // Who asked may have stopped waiting.
         let _ = answer.send(f(keeper));
     };
     keeper.send(Request::Do(Box::new(task))).ok()?;
-    result.recv_timeout(PATIENCE).ok()
+    result.recv_timeout(REQUEST_TIMEOUT).ok()
 }
 
 /// A run: the processes under one supervisor.
@@ -106,7 +106,7 @@ pub struct Run {
 }
 
 /// A run, and what it did so far.
-pub(super) struct Kept {
+pub(super) struct RunRecord {
     pub(super) run: Run,
     /// Stands for the root; none where it was gone already.
     pidfd: Option<OwnedFd>,
@@ -126,20 +126,20 @@ pub(super) struct Member {
 }
 
 /// The keeper.
-pub struct Keeper {
+pub struct MemoryController {
     pub(super) segment: &'static Segment,
     areas: Arc<Areas>,
     areas_epoch: u32,
     pub(super) budget: u64,
-    pub(super) tree: Tree,
+    pub(super) tree: ProcessTree,
     /// Which slot is whose. A process keeps the first one that it was seen with, whatever others
     /// say.
     bound: HashMap<u32, SlotIndex>,
     groups: Groups,
-    places: Places,
-    squeezes: Squeezes,
-    idlers: Idlers,
-    pub(super) runs: BTreeMap<u32, Kept>,
+    places: Memberships,
+    squeezes: ReclaimRequests,
+    idlers: IdleGroups,
+    pub(super) runs: BTreeMap<u32, RunRecord>,
     pub(super) watches: HashMap<SlotIndex, Watch>,
     pub(super) refused: HashSet<u32>,
     last_tick: Instant,
@@ -150,28 +150,28 @@ pub struct Keeper {
     pub(super) most_shared: u64,
     looked_at_runs: Instant,
     frozen: BTreeSet<GroupIndex>,
-    ceiling: Ceiling,
+    ceiling: CgroupLimit,
 }
 
-impl Keeper {
+impl MemoryController {
     /// A keeper of nobody yet.
     pub fn new(
         segment: &'static Segment,
         areas: Arc<Areas>,
         groups: Groups,
         budget: u64,
-    ) -> Keeper {
-        Keeper {
+    ) -> MemoryController {
+        MemoryController {
             segment,
             areas,
             areas_epoch: 0,
             budget,
-            tree: Tree::default(),
+            tree: ProcessTree::default(),
             bound: HashMap::new(),
             groups,
-            places: Places::default(),
-            squeezes: Squeezes::default(),
-            idlers: Idlers::default(),
+            places: Memberships::default(),
+            squeezes: ReclaimRequests::default(),
+            idlers: IdleGroups::default(),
             runs: BTreeMap::new(),
             watches: HashMap::new(),
             refused: HashSet::new(),
@@ -181,19 +181,19 @@ impl Keeper {
             most_shared: crate::units::ram_total(),
             looked_at_runs: Instant::now(),
             frozen: BTreeSet::new(),
-            ceiling: Ceiling::default(),
+            ceiling: CgroupLimit::default(),
         }
     }
 
     /// Counts shared memory, too.
-    pub fn with_shared(self, shared: &'static Shared) -> Keeper {
-        Keeper { shared: Some(shared), ..self }
+    pub fn with_shared(self, shared: &'static Shared) -> MemoryController {
+        MemoryController { shared: Some(shared), ..self }
     }
 
     /// Keeps within what the memory cgroups of this process leave, too: all that it keeps is in
     /// them.
-    pub fn within_cgroups(self) -> Keeper {
-        Keeper { ceiling: Ceiling::of_own_cgroups(), ..self }
+    pub fn within_cgroups(self) -> MemoryController {
+        MemoryController { ceiling: CgroupLimit::of_own_cgroups(), ..self }
     }
 
     /// Keeps a run, too.
@@ -203,7 +203,13 @@ impl Keeper {
         let pidfd = pidfd_open(run.root).ok();
         self.runs.insert(
             run.root,
-            Kept { run, pidfd, totals: Totals::default(), swap_full: 0, excess: Excess::default() },
+            RunRecord {
+                run,
+                pidfd,
+                totals: Totals::default(),
+                swap_full: 0,
+                excess: Excess::default(),
+            },
         );
     }
 
@@ -240,7 +246,7 @@ impl Keeper {
             self.tree.admit(*pid);
         }
         for (pid, index) in &slots {
-            self.tree.excuse(*pid, self.copied_nothing(*index) * PAGE_SIZE as u64);
+            self.tree.discount_engine_faults(*pid, self.copied_nothing(*index) * PAGE_SIZE as u64);
         }
         let dead = self.tree.sample();
         self.places.forget(&dead);
@@ -273,7 +279,7 @@ impl Keeper {
         let decision = policy::decide(&bounds, &counted, elapsed);
         let sharing: Vec<Sharing> =
             members.iter().map(|member| self.sharing(member, elapsed)).collect();
-        let lent = policy::lend(&bounds, &counted, &sharing);
+        let lent = policy::cow_credit(&bounds, &counted, &sharing);
         for ((at, limit), fair) in decision.limits.iter().zip(&decision.fair) {
             let Some(index) = members[*at].slot else { continue };
             let has_limit =
@@ -293,7 +299,7 @@ impl Keeper {
         for root in self.runs.keys().copied().collect::<Vec<_>>() {
             self.enforce(root, &members, &processes);
         }
-        if self.looked_at_runs.elapsed() > RUNS_AGE {
+        if self.looked_at_runs.elapsed() > RUN_RECORD_MAX_AGE {
             self.looked_at_runs = Instant::now();
             self.forget_runs();
         }
@@ -319,7 +325,7 @@ impl Keeper {
 
     /// Forgets runs whose supervisor is gone, and nobody is left of.
     fn forget_runs(&mut self) {
-        let gone = |kept: &Kept| {
+        let gone = |kept: &RunRecord| {
             let ended = |pidfd: &OwnedFd| {
                 poll_readable(&[pidfd.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready != 0)
             };
@@ -366,7 +372,7 @@ impl Keeper {
             {
                 slot.group_wanted.store(group.0, Relaxed);
                 slot.no_writeback.store(no_writeback, Relaxed);
-                slot.ring();
+                slot.wake();
             }
             slot.throttle_us.store(self.groups.price_of_growth(group), Relaxed);
         }
@@ -439,7 +445,7 @@ impl Keeper {
         }
         self.areas.measure();
         for (run, sum) in sums {
-            if let Some(Kept { totals, .. }) = self.runs.get_mut(&run) {
+            if let Some(RunRecord { totals, .. }) = self.runs.get_mut(&run) {
                 totals.peak_resident = totals.peak_resident.max(sum.resident);
                 totals.peak_footprint = totals.peak_footprint.max(sum.footprint);
                 totals.peak_pool = totals.peak_pool.max(sum.pool);
@@ -729,7 +735,7 @@ impl Keeper {
     pub fn preload(&mut self, group: GroupIndex) {
         for (_, slot) in self.members_of(group) {
             slot.preload.store(1, Relaxed);
-            slot.ring();
+            slot.wake();
         }
     }
 
@@ -760,7 +766,7 @@ impl Keeper {
     }
 
     /// Takes memory from a group until `bytes` went out; `done` is told how much did.
-    pub fn squeeze(&mut self, group: GroupIndex, bytes: u64, done: Sender<Squeezed>) {
+    pub fn reclaim(&mut self, group: GroupIndex, bytes: u64, done: Sender<ReclaimOutcome>) {
         self.squeezes.begin(group, bytes, done, &self.groups);
     }
 }
@@ -785,7 +791,7 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
             slot.engage.store(1, Relaxed);
         }
         // The bell's release makes both stores visible to who wakes.
-        slot.ring();
+        slot.wake();
     }
     changes
 }

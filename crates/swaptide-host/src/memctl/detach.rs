@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use swaptide_ipc::{NO_LIMIT, ProcSlot, ProcState};
 use swaptide_sys::process::mem_available;
 
-use crate::memctl::controller::Keeper;
+use crate::memctl::controller::MemoryController;
 use crate::units::{cgroup_room, human};
 
 /// Memory that must be left when all is back.
-const MARGIN: u64 = 64 << 20;
+const MIN_FREE_BYTES: u64 = 64 << 20;
 /// With less than this, it is stopped on the way.
-const LEAST: u64 = 24 << 20;
+const ABORT_BELOW_BYTES: u64 = 24 << 20;
 
 /// How far it has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ fn room() -> u64 {
     mem_available().unwrap_or(0).min(cgroup_room().unwrap_or(u64::MAX))
 }
 
-impl Keeper {
+impl MemoryController {
     /// Begins to let processes go: one, or all of a run. Answers with those it is about.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl Keeper {
         }
         let out: u64 = slots.iter().map(|slot| out(slot)).sum();
         let room = room();
-        if out + MARGIN > room {
+        if out + MIN_FREE_BYTES > room {
             return Err(format!(
                 "detach: {} would come back, and {} are free: free memory, or detach fewer \
                 processes",
@@ -75,7 +75,7 @@ impl Keeper {
         for slot in slots {
             slot.detach.store(1, Relaxed);
             slot.limit_bytes.store(NO_LIMIT, Relaxed);
-            slot.ring();
+            slot.wake();
         }
         Ok(())
     }
@@ -84,14 +84,14 @@ impl Keeper {
     pub fn detaching(&self, pids: &BTreeSet<u32>) -> Detaching {
         let busy: Vec<&ProcSlot> = self.slots_of(pids).collect();
         let out = busy.iter().map(|slot| out(slot)).sum();
-        Detaching { processes: busy.len(), out, short: room() < LEAST }
+        Detaching { processes: busy.len(), out, short: room() < ABORT_BELOW_BYTES }
     }
 
     /// Those that are not let go yet are managed as before.
     pub fn keep_after_all(&mut self, pids: &BTreeSet<u32>) {
         for slot in self.slots_of(pids) {
             slot.detach.store(0, Relaxed);
-            slot.ring();
+            slot.wake();
         }
     }
 

@@ -15,7 +15,7 @@ use crate::cgroup::tree::{Groups, cgroup_of};
 /// How old the look at a process's cgroup may be.
 const CGROUP_AGE: Duration = Duration::from_secs(1);
 
-struct Place {
+struct Membership {
     group: GroupIndex,
     /// It was put there, or its parent was.
     fixed: bool,
@@ -24,9 +24,9 @@ struct Place {
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Places(HashMap<u32, Place>);
+pub struct Memberships(HashMap<u32, Membership>);
 
-impl Places {
+impl Memberships {
     /// The group of a process, which is found when it is seen for the first time.
     pub fn look(&mut self, pid: u32, of_run: Option<GroupIndex>, groups: &Groups) -> GroupIndex {
         let known = self.0.get(&pid).filter(|place| groups.get(place.group).is_some());
@@ -49,13 +49,13 @@ impl Places {
                 (cgroup_of(pid).map_or(GroupIndex::ROOT, |cgroup| groups.of_cgroup(&cgroup)), false)
             }
         };
-        self.0.insert(pid, Place { group, fixed, looked: Instant::now() });
+        self.0.insert(pid, Membership { group, fixed, looked: Instant::now() });
         group
     }
 
     /// Puts a process into a group.
     pub fn fix(&mut self, pid: u32, group: GroupIndex) {
-        self.0.insert(pid, Place { group, fixed: true, looked: Instant::now() });
+        self.0.insert(pid, Membership { group, fixed: true, looked: Instant::now() });
     }
 
     /// The group of a process that was seen.
@@ -83,7 +83,7 @@ mod tests {
             |path: &str| groups.ensure(&GroupPath::parse(path).expect("path"), 0).expect("group");
         let (run, other) = (make("/run"), make("/other"));
         let mut child = Command::new("sleep").arg("600").spawn().expect("sleep");
-        let mut places = Places::default();
+        let mut places = Memberships::default();
         assert_eq!(places.look(child.id(), Some(run), &groups), run);
         places.forget(&[child.id()]);
         assert_eq!(places.look(std::process::id(), Some(run), &groups), run);

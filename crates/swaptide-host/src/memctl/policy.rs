@@ -12,8 +12,8 @@
 //!
 //! Invariants
 //! 1. Nothing of a group is engaged while its use, and that of all above it, is under [`trigger`].
-//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR`]), or
-//!    where limits that were given before are still being lowered and the use is not over the
+//! 2. The limits in a group together exceed its share only where the floors do ([`FLOOR_BYTES`]),
+//!    or where limits that were given before are still being lowered and the use is not over the
 //!    share.
 //! 3. A limit is raised only into room that no other process has, in any group above: neither as
 //!    limit nor as use.
@@ -30,29 +30,29 @@ use crate::memctl::hierarchy::{Claim, Node, divide};
 
 mod cow_credit;
 
-pub use cow_credit::{Lasting, Lately, Sharing, lend};
+pub use cow_credit::{RecentSum, Sharing, StableMin, cow_credit};
 
 /// What an engaged process keeps whatever happens, if it uses as much, beside what cannot be
 /// swapped out ([`Process::fixed`], so far as it is no more than this): with less, faults alone
 /// would fill its time.
-pub const FLOOR: u64 = 8 << 20;
+pub const FLOOR_BYTES: u64 = 8 << 20;
 /// The same where so many processes share the budget that each of them could not have that.
-const CROWDED_FLOOR: u64 = 2 << 20;
+const CROWDED_FLOOR_BYTES: u64 = 2 << 20;
 /// A process smaller than this is not worth managing.
-pub const WORTH: u64 = 4 << 20;
+pub const MIN_MANAGED_BYTES: u64 = 4 << 20;
 /// The same once the budget is exceeded.
-const WORTH_IN_NEED: u64 = 1 << 20;
+const MIN_MANAGED_BYTES_OVER_BUDGET: u64 = 1 << 20;
 /// The time that a process may take from being engaged until faults hold it.
-const ENGAGING: Duration = Duration::from_millis(20);
+const ENGAGE_TIME: Duration = Duration::from_millis(20);
 /// The time over which the pressure of processes of one family is averaged: each has moments at
 /// which it wants much.
-const AVERAGED: Duration = Duration::from_millis(250);
+const PRESSURE_WINDOW: Duration = Duration::from_millis(250);
 /// The smallest budget: a floor for the program, staging frames, tables and a compressed pool.
-pub const SMALLEST_BUDGET: u64 = 16 << 20;
+pub const MIN_BUDGET_BYTES: u64 = 16 << 20;
 /// The time in which a limit sinks by an eighth at most, while the budget is kept.
 pub const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Families keep so many eighths of what a group has.
-const KEPT_EIGHTHS: u64 = 7;
+const COW_GROUP_KEEPS_EIGHTHS: u64 = 7;
 /// How fast a program may grow at most, by which the time of the next look is set.
 const GROWTH_BYTES_PER_S: u64 = 6_000_000_000;
 
@@ -90,7 +90,7 @@ pub enum Standing {
     /// It is managed, or was asked to be.
     Engaged,
     /// It cannot be managed; it counts all the same.
-    Beyond,
+    Unmanaged,
 }
 
 /// One process, as the budget sees it.
@@ -218,9 +218,9 @@ fn share(group: &Bounds, others: u64) -> Bounds {
 
 /// True for a process that would have grown past the budget by the time it is managed.
 fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
-    let ahead = part(p.growth, ENGAGING.as_micros() as u64, 1_000_000);
+    let ahead = part(p.growth, ENGAGE_TIME.as_micros() as u64, 1_000_000);
     p.standing == Standing::Watching
-        && p.used >= WORTH_IN_NEED
+        && p.used >= MIN_MANAGED_BYTES_OVER_BUDGET
         && ahead > 0
         && total + ahead > budget
 }
@@ -228,7 +228,7 @@ fn is_urgent(budget: u64, total: u64, p: &Process) -> bool {
 /// Of the processes `within` a group that may have `budget` and uses `total`: those that grow too
 /// fast to wait; and the biggest, until those that are engaged cover four fifths of the use.
 fn choose(budget: u64, total: u64, processes: &[Process], within: &[usize]) -> Vec<usize> {
-    let worth = if total > budget { WORTH_IN_NEED } else { WORTH };
+    let worth = if total > budget { MIN_MANAGED_BYTES_OVER_BUDGET } else { MIN_MANAGED_BYTES };
     let used = |standing: Standing| {
         let those = within.iter().filter(move |at| processes[**at].standing == standing);
         those.map(|at| (*at, processes[*at].used))
@@ -315,14 +315,14 @@ fn approach(
 /// What each of `count` processes keeps that have `share` bytes together: half of the share is
 /// divided by demand.
 fn floor_of(share: u64, count: usize) -> u64 {
-    (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR, FLOOR)
+    (share / 2 / count.max(1) as u64).clamp(CROWDED_FLOOR_BYTES, FLOOR_BYTES)
 }
 
 /// The same for each process, where groups within groups have shares. What cannot be swapped out
 /// comes on top: a process that is left with less than that and a little does not come on, however
 /// long it runs, and would not show by what it has swapped out that it wants to.
 fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
-    let fixed = |p: &Process| p.fixed.min(FLOOR);
+    let fixed = |p: &Process| p.fixed.min(FLOOR_BYTES);
     let counts = sums(shares, group.iter().map(|p| (p.group, 1)));
     let fixed_sums = sums(shares, group.iter().map(|p| (p.group, fixed(p))));
     let least_in = |p: &Process, at: usize| {
@@ -335,7 +335,7 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         (0..shares.len()).filter(|at| is_in(shares, p.group, *at)).map(|at| least_in(p, at)).min()
     };
     let least: Vec<u64> =
-        group.iter().map(|p| least(p).unwrap_or(FLOOR).max(CROWDED_FLOOR)).collect();
+        group.iter().map(|p| least(p).unwrap_or(FLOOR_BYTES).max(CROWDED_FLOOR_BYTES)).collect();
     // What a family gives up one by one frees nothing. But not so much is kept that others would
     // not have their least.
     let kept_sums = sums(shares, group.iter().map(|p| (p.group, p.kept)));
@@ -344,7 +344,7 @@ fn floors(shares: &[Bounds], group: &[Process]) -> Vec<u64> {
         group.iter().zip(&least).filter(|(p, _)| p.kept == 0).map(|(p, least)| (p.group, *least)),
     );
     let kept_in = |p: &Process, at: usize| {
-        let most = (shares[at].most() / 8 * KEPT_EIGHTHS)
+        let most = (shares[at].most() / 8 * COW_GROUP_KEEPS_EIGHTHS)
             .min(shares[at].most().saturating_sub(others[at]));
         if kept_sums[at] > most { part(most, p.kept, kept_sums[at]) } else { p.kept }
     };
@@ -415,7 +415,7 @@ pub fn interval(groups: &[Bounds], processes: &[Process]) -> Duration {
 
 /// Follows a rate by its average over a quarter of a second.
 pub fn average(previous: u64, rate: u64, elapsed: Duration) -> u64 {
-    let kept = (-elapsed.as_secs_f64() / AVERAGED.as_secs_f64()).exp();
+    let kept = (-elapsed.as_secs_f64() / PRESSURE_WINDOW.as_secs_f64()).exp();
     (previous as f64 * kept + rate as f64 * (1.0 - kept)) as u64
 }
 

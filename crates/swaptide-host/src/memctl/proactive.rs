@@ -15,13 +15,13 @@ use crate::cgroup::tree::Groups;
 use crate::config::IdleReclaim;
 
 /// How often groups are looked at.
-const PULSE: Duration = Duration::from_secs(1);
+const TICK: Duration = Duration::from_secs(1);
 /// Of what an idle group uses, this part goes at each look.
-const STEP: u64 = 32;
+const STEP_DIVISOR: u64 = 32;
 /// No group is made smaller than this.
-const LEAST: u64 = 8 << 20;
+const MIN_GROUP_BYTES: u64 = 8 << 20;
 
-struct Idler {
+struct IdleGroup {
     refaults: u64,
     stalled_s: f64,
     quiet_since: Instant,
@@ -30,13 +30,13 @@ struct Idler {
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Idlers {
+pub struct IdleGroups {
     rule: Option<IdleReclaim>,
     looked: Option<Instant>,
-    groups: BTreeMap<GroupIndex, Idler>,
+    groups: BTreeMap<GroupIndex, IdleGroup>,
 }
 
-impl Idlers {
+impl IdleGroups {
     /// Whether and when.
     pub fn set_rule(&mut self, rule: Option<IdleReclaim>) {
         if self.rule != rule {
@@ -54,9 +54,9 @@ impl Idlers {
     pub fn look(&mut self, groups: &Groups) {
         let Some(rule) = self.rule else { return };
         let elapsed = match self.looked {
-            Some(looked) if looked.elapsed() < PULSE => return,
+            Some(looked) if looked.elapsed() < TICK => return,
             Some(looked) => looked.elapsed(),
-            None => PULSE,
+            None => TICK,
         };
         self.looked = Some(Instant::now());
         self.groups.retain(|index, _| groups.get(*index).is_some());
@@ -64,7 +64,7 @@ impl Idlers {
         for (index, _) in groups.iter().filter(|(index, _)| *index != GroupIndex::ROOT) {
             let usage = groups.usage(index);
             let stalled_s = groups.pressure(index).total_s();
-            let new = Idler {
+            let new = IdleGroup {
                 refaults: usage.refaults,
                 stalled_s,
                 quiet_since: Instant::now(),
@@ -80,11 +80,11 @@ impl Idlers {
                 || waited_s > f64::from(rule.stall_ms) / 1000.0 * elapsed.as_secs_f64();
             if presses {
                 (idler.quiet_since, idler.bound) = (Instant::now(), None);
-            } else if usage.ram > LEAST
+            } else if usage.ram > MIN_GROUP_BYTES
                 && idler.quiet_since.elapsed() >= Duration::from_secs(rule.after_s.into())
             {
                 let used = idler.bound.map_or(usage.ram, |bound| bound.min(usage.ram));
-                idler.bound = Some((used - used / STEP).max(LEAST));
+                idler.bound = Some((used - used / STEP_DIVISOR).max(MIN_GROUP_BYTES));
             }
         }
     }
@@ -101,13 +101,13 @@ mod tests {
     fn an_idle_group_shrinks_until_it_faults_back() {
         let mut groups = Groups::new(segment(), 1 << 30);
         let index = groups.ensure(&GroupPath::parse("/idle").expect("path"), 0).expect("group");
-        let mut idlers = Idlers::default();
+        let mut idlers = IdleGroups::default();
         let stall_ms = 10;
         let stalled = std::cell::Cell::new(Part::default());
-        let mut look = |ram: u64, refaults: u64, idlers: &mut Idlers| {
+        let mut look = |ram: u64, refaults: u64, idlers: &mut IdleGroups| {
             let usage = Usage { ram, refaults, stalled: stalled.get(), ..Usage::default() };
-            groups.account(&BTreeMap::from([(index, usage)]), PULSE, |_| false);
-            idlers.looked = Instant::now().checked_sub(PULSE);
+            groups.account(&BTreeMap::from([(index, usage)]), TICK, |_| false);
+            idlers.looked = Instant::now().checked_sub(TICK);
             idlers.look(&groups);
             idlers.bound(index)
         };
@@ -124,7 +124,7 @@ mod tests {
         for _ in 0..200 {
             look(9 * mib, 500, &mut idlers);
         }
-        assert_eq!(look(9 * mib, 500, &mut idlers), Some(LEAST));
+        assert_eq!(look(9 * mib, 500, &mut idlers), Some(MIN_GROUP_BYTES));
         assert_eq!(idlers.bound(GroupIndex::ROOT), None);
         idlers.set_rule(Some(IdleReclaim { after_s: 3600, refaults: 10, stall_ms }));
         assert_eq!(look(64 * mib, 500, &mut idlers), None, "not for long enough");

@@ -19,7 +19,7 @@
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
 //!    more.
 //! 2. A process is a member because it descends from a root or a member, or because the caller has
-//!    the kernel's word for it ([`Tree::admit_known`]); never because a program said so.
+//!    the kernel's word for it ([`ProcessTree::admit_known`]); never because a program said so.
 //! 3. Looking for new members costs at most a thirtieth of one processor, however many processes
 //!    the machine has.
 //!
@@ -39,11 +39,11 @@ use swaptide_sys::process::{
 use swaptide_sys::sock::poll_readable;
 
 /// Less than this needs no exact count.
-const SMALL: u64 = 1 << 20;
+const MIN_EXACT_BYTES: u64 = 1 << 20;
 /// How old a proportional size may be at least before it is read again.
 const PSS_AGE: Duration = Duration::from_millis(10);
 /// How long who was found to be of no tree is not looked at again.
-const STRANGER_AGE: Duration = Duration::from_millis(250);
+const OUTSIDER_CACHE_AGE: Duration = Duration::from_millis(250);
 /// How often new members are looked for at most.
 const SCAN_AGE: Duration = Duration::from_millis(10);
 
@@ -82,7 +82,7 @@ struct Pss {
 
 /// The members.
 #[derive(Default)]
-pub struct Tree {
+pub struct ProcessTree {
     roots: BTreeSet<u32>,
     /// Parents of roots, which take the tree over when the root is killed, with that root.
     fronts: BTreeMap<u32, u32>,
@@ -97,10 +97,10 @@ pub struct Tree {
     scan_cost: Duration,
 }
 
-impl Tree {
+impl ProcessTree {
     /// The tree of all descendants of process `root`, which is not one itself.
-    pub fn new(root: u32) -> Tree {
-        let mut tree = Tree::default();
+    pub fn new(root: u32) -> ProcessTree {
+        let mut tree = ProcessTree::default();
         tree.add_root(root);
         tree
     }
@@ -130,12 +130,12 @@ impl Tree {
         if self.members.contains_key(&pid) {
             return true;
         }
-        if self.strangers.get(&pid).is_some_and(|seen| seen.elapsed() < STRANGER_AGE) {
+        if self.strangers.get(&pid).is_some_and(|seen| seen.elapsed() < OUTSIDER_CACHE_AGE) {
             return false;
         }
         let admitted = self.root_above(pid).is_some_and(|root| self.insert(pid, root));
         if !admitted {
-            self.strangers.retain(|_, seen| seen.elapsed() < STRANGER_AGE);
+            self.strangers.retain(|_, seen| seen.elapsed() < OUTSIDER_CACHE_AGE);
             self.strangers.insert(pid, Instant::now());
         }
         admitted
@@ -234,7 +234,7 @@ impl Tree {
             member.used = member.resident;
             if member.resident == 0 && member.is_dead() {
                 dead.push(*pid);
-            } else if member.family != 0 && member.resident >= SMALL {
+            } else if member.family != 0 && member.resident >= MIN_EXACT_BYTES {
                 *families.entry(member.family).or_default() += 1;
             }
         }
@@ -245,7 +245,8 @@ impl Tree {
         }
         self.find_guests(&families);
         let shares = |member: &Member| {
-            member.resident >= SMALL && families.get(&member.family).is_some_and(|count| *count > 1)
+            member.resident >= MIN_EXACT_BYTES
+                && families.get(&member.family).is_some_and(|count| *count > 1)
         };
         // Who comes or goes changes what all others of its family have for themselves: old numbers
         // would count pages twice, or not at all.
@@ -290,7 +291,7 @@ impl Tree {
     }
 
     /// So many bytes of a process's minor faults so far copied nothing.
-    pub fn excuse(&mut self, pid: u32, bytes: u64) {
+    pub fn discount_engine_faults(&mut self, pid: u32, bytes: u64) {
         if let Some(member) = self.members.get_mut(&pid) {
             member.excused = bytes;
         }
@@ -301,7 +302,7 @@ impl Tree {
     fn find_guests(&mut self, families: &HashMap<u64, u32>) {
         let mut hosts: Vec<(u32, u64)> = Vec::new();
         for (pid, member) in &mut self.members {
-            if member.resident < SMALL
+            if member.resident < MIN_EXACT_BYTES
                 || families.get(&member.family).is_none_or(|count| *count < 2)
             {
                 member.guest = false;
@@ -548,7 +549,7 @@ mod tests {
     fn descendants_are_found_and_their_death_is_seen_once() {
         let mut shell =
             Killed(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().expect("sh"));
-        let mut tree = Tree::new(std::process::id());
+        let mut tree = ProcessTree::new(std::process::id());
         let deadline = Instant::now() + Duration::from_secs(90);
         let inner = loop {
             tree.look();
@@ -585,7 +586,7 @@ mod tests {
             sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()"
         );
         let mut parent = python(&program);
-        let mut tree = Tree::new(std::process::id());
+        let mut tree = ProcessTree::new(std::process::id());
         tree.admit(parent.0.id());
         tree.look();
         tree.sample();
@@ -606,7 +607,7 @@ mod tests {
         let program = "import os,sys\nx=bytearray(b'x'*(32<<20))\npid=os.fork()\nif pid: \
             sys.stdout.write('r'); sys.stdout.flush()\nsys.stdin.read()";
         let parent = python(program);
-        let mut tree = Tree::new(std::process::id());
+        let mut tree = ProcessTree::new(std::process::id());
         tree.admit(parent.0.id());
         tree.members.get_mut(&parent.0.id()).expect("it was admitted").family =
             family(std::process::id());
@@ -625,7 +626,7 @@ mod tests {
         let shell =
             |command: &str| Killed(Command::new("sh").args(["-c", command]).spawn().expect("sh"));
         let (one, other) = (shell("sleep 600 & wait"), shell("sleep 600 & wait"));
-        let mut tree = Tree::default();
+        let mut tree = ProcessTree::default();
         tree.add_root(one.0.id());
         tree.add_root(other.0.id());
         let deadline = Instant::now() + Duration::from_secs(90);
@@ -658,7 +659,7 @@ mod tests {
             python("print('r', end='', flush=True); input()"),
             python("print('r', end='', flush=True); input()"),
         );
-        let mut tree = Tree::new(mine.0.id());
+        let mut tree = ProcessTree::new(mine.0.id());
         assert!(!tree.admit(other.0.id()) && !tree.admit(1) && !tree.admit(std::process::id()));
         tree.sample();
         assert_eq!(tree.pids().count(), 0);
@@ -674,6 +675,6 @@ mod tests {
         let mut child = Command::new("true").spawn().expect("true");
         let pid = child.id();
         child.wait().expect("wait");
-        assert!(!Tree::new(std::process::id()).admit(pid));
+        assert!(!ProcessTree::new(std::process::id()).admit(pid));
     }
 }

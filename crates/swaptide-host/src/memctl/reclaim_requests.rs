@@ -12,44 +12,44 @@ use swaptide_ipc::GroupIndex;
 use crate::cgroup::tree::Groups;
 
 /// When nothing has gone out for so long, nothing will.
-const PATIENCE: Duration = Duration::from_secs(3);
+const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often is looked while something goes on.
-const PULSE: Duration = Duration::from_millis(10);
+const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How often is looked at the most, in any case.
-const REST: Duration = Duration::from_millis(50);
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How a squeeze ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Squeezed {
+pub struct ReclaimOutcome {
     /// Bytes that went out.
     pub bytes: u64,
     /// Whether that is what was asked for.
     pub enough: bool,
 }
 
-struct Squeeze {
+struct ReclaimRequest {
     from: u64,
     goal: u64,
     least: u64,
     since: Instant,
-    done: Sender<Squeezed>,
+    done: Sender<ReclaimOutcome>,
 }
 
 /// See the module's description.
 #[derive(Default)]
-pub struct Squeezes(BTreeMap<GroupIndex, Squeeze>);
+pub struct ReclaimRequests(BTreeMap<GroupIndex, ReclaimRequest>);
 
-impl Squeezes {
+impl ReclaimRequests {
     /// Begins; one that goes on in the same group ends with what it has.
     pub fn begin(
         &mut self,
         group: GroupIndex,
         bytes: u64,
-        done: Sender<Squeezed>,
+        done: Sender<ReclaimOutcome>,
         groups: &Groups,
     ) {
         let used = groups.usage(group).ram;
-        let squeeze = Squeeze {
+        let squeeze = ReclaimRequest {
             from: used,
             goal: used.saturating_sub(bytes),
             least: used,
@@ -74,22 +74,23 @@ impl Squeezes {
             if used < squeeze.least {
                 (squeeze.least, squeeze.since) = (used, Instant::now());
             }
-            let over = used <= squeeze.goal || squeeze.since.elapsed() > PATIENCE;
+            let over = used <= squeeze.goal || squeeze.since.elapsed() > NO_PROGRESS_TIMEOUT;
             if over {
                 squeeze.end(used);
             }
             !over
         });
-        if self.0.is_empty() { REST } else { PULSE }
+        if self.0.is_empty() { IDLE_POLL_INTERVAL } else { PROGRESS_POLL_INTERVAL }
     }
 }
 
-impl Squeeze {
+impl ReclaimRequest {
     fn end(&self, used: u64) {
         // Who asked may have gone.
-        let _ = self
-            .done
-            .send(Squeezed { bytes: self.from.saturating_sub(used), enough: used <= self.goal });
+        let _ = self.done.send(ReclaimOutcome {
+            bytes: self.from.saturating_sub(used),
+            enough: used <= self.goal,
+        });
     }
 }
 
@@ -111,25 +112,25 @@ mod tests {
     #[test]
     fn a_squeeze_bounds_its_group_until_enough_went_out() {
         let mut groups = Groups::new(segment(), 1 << 30);
-        let mut squeezes = Squeezes::default();
+        let mut squeezes = ReclaimRequests::default();
         let (done, told) = channel();
         use_of(&mut groups, 1000);
         squeezes.begin(GroupIndex::ROOT, 300, done, &groups);
         assert!(squeezes.bound(GroupIndex::ROOT).is_some_and(|bound| bound <= 700 && bound > 680));
         assert_eq!(squeezes.bound(GroupIndex(1)), None);
         use_of(&mut groups, 800);
-        assert_eq!(squeezes.step(&groups), PULSE);
+        assert_eq!(squeezes.step(&groups), PROGRESS_POLL_INTERVAL);
         assert!(told.try_recv().is_err());
         use_of(&mut groups, 690);
-        assert_eq!(squeezes.step(&groups), REST);
-        assert_eq!(told.recv(), Ok(Squeezed { bytes: 310, enough: true }));
+        assert_eq!(squeezes.step(&groups), IDLE_POLL_INTERVAL);
+        assert_eq!(told.recv(), Ok(ReclaimOutcome { bytes: 310, enough: true }));
         assert_eq!(squeezes.bound(GroupIndex::ROOT), None);
     }
 
     #[test]
     fn one_that_does_not_get_on_ends_and_tells_so() {
         let mut groups = Groups::new(segment(), 1 << 30);
-        let mut squeezes = Squeezes::default();
+        let mut squeezes = ReclaimRequests::default();
         use_of(&mut groups, 1000);
         let (done, told) = channel();
         squeezes.begin(GroupIndex::ROOT, 5000, done, &groups);
@@ -137,17 +138,17 @@ mod tests {
         squeezes.step(&groups);
         if let Some(squeeze) = squeezes.0.get_mut(&GroupIndex::ROOT) {
             squeeze.since = Instant::now()
-                .checked_sub(PATIENCE * 2)
+                .checked_sub(NO_PROGRESS_TIMEOUT * 2)
                 .expect("the machine is up for long enough");
         }
         squeezes.step(&groups);
-        assert_eq!(told.recv(), Ok(Squeezed { bytes: 100, enough: false }));
+        assert_eq!(told.recv(), Ok(ReclaimOutcome { bytes: 100, enough: false }));
         let (first, told) = channel();
         squeezes.begin(GroupIndex::ROOT, 100, first, &groups);
         squeezes.begin(GroupIndex::ROOT, 100, channel().0, &groups);
         assert_eq!(
             told.recv(),
-            Ok(Squeezed { bytes: 0, enough: false }),
+            Ok(ReclaimOutcome { bytes: 0, enough: false }),
             "another one took its place"
         );
     }

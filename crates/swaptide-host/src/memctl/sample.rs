@@ -20,13 +20,13 @@ use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::thread::now;
 
-use crate::memctl::controller::{Keeper, Member, Node};
-use crate::memctl::policy::{self, Lasting, Lately, Process, Sharing, Standing};
+use crate::memctl::controller::{Member, MemoryController, Node};
+use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 use crate::memctl::psi::Part;
 
 /// Who shares so much with another, and has as much in compressed memory, is of a family; it stays
 /// one as long as it shares half of that.
-const FAMILY: u64 = 8 << 20;
+const MIN_COW_GROUP_BYTES: u64 = 8 << 20;
 
 /// A wait that goes on for so long may be that of a process which is stopped: then it is none.
 const LONG_STALL: Duration = Duration::from_millis(100);
@@ -48,10 +48,10 @@ pub(super) struct Watch {
     stalled_lately: Part,
     /// What of its limit is lent, and what it shared lately.
     pub(super) lent: u64,
-    lasting: Lasting,
+    lasting: StableMin,
     /// What came to it by faults while it shares pages, and what of that was copied lately.
     grown: Option<i64>,
-    lately: Lately,
+    lately: RecentSum,
     /// Raised whenever it is seen to be of a family.
     word: u32,
     /// What it would have if all were divided by demand at once.
@@ -102,11 +102,11 @@ fn standing(slot: &ProcSlot) -> Standing {
         (ProcState::Watching, 0) if slot.engage_now.load(Relaxed) != 0 => Standing::Asking,
         (ProcState::Watching, 0) => Standing::Watching,
         (ProcState::Watching, _) => Standing::Engaged,
-        (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Beyond,
+        (ProcState::Refused | ProcState::Free | ProcState::Detached, _) => Standing::Unmanaged,
     }
 }
 
-impl Keeper {
+impl MemoryController {
     /// What is divided: processes that were let go take nothing of the budget, or those that are
     /// still managed would have to pay for them.
     pub(super) fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
@@ -143,7 +143,7 @@ impl Keeper {
         let Some(index) = member.slot else {
             return Process {
                 group,
-                standing: Standing::Beyond,
+                standing: Standing::Unmanaged,
                 used,
                 pressure: 0,
                 fixed: 0,
@@ -163,7 +163,7 @@ impl Keeper {
         }
         let (shared, pool) = (self.tree.shared(pid), ProcSlot::bytes(&slot.pool_bytes));
         let was = self.watches.get(&index).is_some_and(|watch| watch.pid == pid && watch.of_family);
-        let enough = if was { FAMILY / 2 } else { FAMILY };
+        let enough = if was { MIN_COW_GROUP_BYTES / 2 } else { MIN_COW_GROUP_BYTES };
         let of_family = shared >= enough && pool >= enough;
         // What goes out of a process that has the same as another says only that it is to have
         // less.
@@ -215,8 +215,11 @@ impl Keeper {
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
         // Of compressed memory its own part, at least half; and a little to work with.
         let own = pool - shared.min(pool / 2);
-        let kept =
-            if of_family { (own + fixed.min(policy::FLOOR) + policy::FLOOR).min(used) } else { 0 };
+        let kept = if of_family {
+            (own + fixed.min(policy::FLOOR_BYTES) + policy::FLOOR_BYTES).min(used)
+        } else {
+            0
+        };
         Process {
             group,
             standing,

@@ -6,7 +6,7 @@
 //! shared memory: what the run's pager has, or what its processes have mapped, whichever is more.
 //!
 //! A run is ended where
-//! - its memory is above the budget and [`margin`] at every look of [`LASTING`]; or
+//! - its memory is above the budget and [`margin`] at every look of [`MAX_EXCESS_TIME`]; or
 //! - swap space ran out for it since it was last within its budget, and its memory is more than a
 //!   twentieth above.
 //!
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use swaptide_sys::process::{pss_shmem, rss_shmem};
 
 /// How long a run may be above its budget.
-pub(super) const LASTING: Duration = Duration::from_secs(5);
+pub(super) const MAX_EXCESS_TIME: Duration = Duration::from_secs(5);
 /// How old the look at shared memory may be; it walks page tables.
 const SHARED_AGE: Duration = Duration::from_millis(500);
 
@@ -62,7 +62,7 @@ impl Excess {
             return None;
         }
         let since = *self.since.get_or_insert(now);
-        (now.duration_since(since) >= LASTING).then_some(Reason::Lasting)
+        (now.duration_since(since) >= MAX_EXCESS_TIME).then_some(Reason::Lasting)
     }
 
     /// Bytes of shared memory that the processes have mapped, each page once. Read only where it

@@ -47,11 +47,11 @@ const INFO_BLOCK_SIZE: u16 = 3;
 
 /// The longest answer to an option that is read: a message or a description, both of at most 4096
 /// bytes, and their numbers.
-const LONGEST_ANSWER: u32 = 8 << 10;
+const MAX_REPLY_BYTES: u32 = 8 << 10;
 /// Answers to one option.
-const MOST_ANSWERS: usize = 64;
+const MAX_REPLIES: usize = 64;
 /// Bytes of a server's message that are shown.
-const LONGEST_TEXT: usize = 200;
+const MAX_SHOWN_BYTES: usize = 200;
 
 /// What was agreed on.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
@@ -267,7 +267,7 @@ impl Talk<'_> {
         let text = text
             .chars()
             .map(|c| if c.is_control() { ' ' } else { c })
-            .take(LONGEST_TEXT)
+            .take(MAX_SHOWN_BYTES)
             .collect::<String>();
         NbdError::Refused { url: self.url.to_string(), why, text: text.trim().to_owned() }
     }
@@ -292,7 +292,7 @@ impl Talk<'_> {
             return Err(self.broken("an answer to an option that was not asked for"));
         }
         let (kind, len) = (number(12), number(16));
-        if len > LONGEST_ANSWER {
+        if len > MAX_REPLY_BYTES {
             return Err(self.broken("an answer that is too long"));
         }
         let mut data = vec![0; len as usize];
@@ -336,7 +336,7 @@ impl Talk<'_> {
         data.extend_from_slice(&INFO_BLOCK_SIZE.to_be_bytes());
         self.request(line, GO, &data)?;
         let (mut export, mut transfers) = (None, None);
-        for _ in 0..MOST_ANSWERS {
+        for _ in 0..MAX_REPLIES {
             let answer = self.answer(line, GO)?;
             match answer.kind {
                 INFO => match answer.data.split_first_chunk() {

@@ -24,7 +24,7 @@ use crate::nbd::handshake::Wire;
 use crate::nbd::{NbdError, Url};
 
 /// The most of a file of certificates or keys that is read.
-const LONGEST_FILE: u64 = 4 << 20;
+const MAX_PEM_BYTES: u64 = 4 << 20;
 /// Bytes on their way, in each direction.
 const BUFFER: usize = 64 << 10;
 
@@ -76,7 +76,7 @@ fn read(path: &Path) -> Result<Vec<u8>, NbdError> {
     };
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
-    BufReader::new(file.take(LONGEST_FILE)).read_to_end(&mut bytes).map_err(failed)?;
+    BufReader::new(file.take(MAX_PEM_BYTES)).read_to_end(&mut bytes).map_err(failed)?;
     Ok(bytes)
 }
 

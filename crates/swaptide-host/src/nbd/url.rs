@@ -21,11 +21,11 @@ use swaptide_store::nbd::MAX_CONNECTIONS;
 /// The port of NBD servers.
 pub const PORT: u16 = 10809;
 /// The longest name the protocol allows.
-const LONGEST_NAME: usize = 4096;
+const MAX_NAME_BYTES: usize = 4096;
 
 /// Where a server is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Endpoint {
     /// On the network.
     Tcp {
         /// Name or address.
@@ -41,7 +41,7 @@ pub enum Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Url {
     /// Where the server is.
-    pub place: Place,
+    pub place: Endpoint,
     /// The export's name; the empty name is the default export.
     pub export: String,
     /// TLS or nothing.
@@ -119,7 +119,7 @@ impl fmt::Display for UrlError {
                 write!(f, "{url:?}: socket=PATH goes with nbd+unix:///EXPORT, and only there")
             }
             UrlError::Name(start) => {
-                write!(f, "{start:?}...: the export's name has more than {LONGEST_NAME} bytes")
+                write!(f, "{start:?}...: the export's name has more than {MAX_NAME_BYTES} bytes")
             }
         }
     }
@@ -141,13 +141,13 @@ impl Url {
         let export = encode(self.export.as_bytes());
         let path = |path: &PathBuf| encode(path.as_os_str().as_bytes());
         let (start, socket) = match &self.place {
-            Place::Tcp { host, port } if host.contains(':') => {
+            Endpoint::Tcp { host, port } if host.contains(':') => {
                 (format!("nbd{s}://[{}]:{port}/{export}", encode(host.as_bytes())), None)
             }
-            Place::Tcp { host, port } => {
+            Endpoint::Tcp { host, port } => {
                 (format!("nbd{s}://{}:{port}/{export}", encode(host.as_bytes())), None)
             }
-            Place::Unix(socket) => (format!("nbd{s}+unix:///{export}"), Some(path(socket))),
+            Endpoint::Unix(socket) => (format!("nbd{s}+unix:///{export}"), Some(path(socket))),
         };
         let options = [
             ("socket", socket),
@@ -169,8 +169,8 @@ impl Url {
     pub fn server_name(&self) -> &str {
         match (&self.tls_hostname, &self.place) {
             (Some(name), _) => name,
-            (None, Place::Tcp { host, .. }) => host,
-            (None, Place::Unix(_)) => "localhost",
+            (None, Endpoint::Tcp { host, .. }) => host,
+            (None, Endpoint::Unix(_)) => "localhost",
         }
     }
 }
@@ -195,11 +195,11 @@ impl FromStr for Url {
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
         let export = decoded(export)?;
-        if export.len() > LONGEST_NAME {
+        if export.len() > MAX_NAME_BYTES {
             return Err(UrlError::Name(text.chars().take(60).collect()));
         }
         let mut url = Url {
-            place: Place::Unix(PathBuf::new()),
+            place: Endpoint::Unix(PathBuf::new()),
             export,
             tls,
             ca: None,
@@ -256,7 +256,7 @@ impl FromStr for Url {
             }
         };
         url.place = match (unix, socket) {
-            (true, Some(path)) if authority.is_empty() => Place::Unix(path),
+            (true, Some(path)) if authority.is_empty() => Endpoint::Unix(path),
             (true, Some(_)) => return Err(UrlError::Part(whole(), "a Unix socket has no host")),
             (false, None) => tcp(text, authority)?,
             _ => return Err(UrlError::Socket(whole())),
@@ -266,7 +266,7 @@ impl FromStr for Url {
 }
 
 /// `HOST`, `HOST:PORT`, `[ADDRESS]`, `[ADDRESS]:PORT`.
-fn tcp(text: &str, authority: &str) -> Result<Place, UrlError> {
+fn tcp(text: &str, authority: &str) -> Result<Endpoint, UrlError> {
     if authority.contains('@') {
         return Err(UrlError::Part(text.to_owned(), "a user has no meaning here"));
     }
@@ -296,7 +296,7 @@ fn tcp(text: &str, authority: &str) -> Result<Place, UrlError> {
             _ => return Err(UrlError::Port(text.to_owned(), number.to_owned())),
         },
     };
-    Ok(Place::Tcp { host, port })
+    Ok(Endpoint::Tcp { host, port })
 }
 
 fn decode(text: &str) -> Option<String> {
@@ -332,13 +332,13 @@ impl fmt::Display for Url {
         let s = if self.tls { "s" } else { "" };
         let export = self.export.escape_debug();
         match &self.place {
-            Place::Tcp { host, port } if host.contains(':') => {
+            Endpoint::Tcp { host, port } if host.contains(':') => {
                 write!(f, "nbd{s}://[{}]:{port}/{export}", host.escape_debug())
             }
-            Place::Tcp { host, port } => {
+            Endpoint::Tcp { host, port } => {
                 write!(f, "nbd{s}://{}:{port}/{export}", host.escape_debug())
             }
-            Place::Unix(path) => write!(
+            Endpoint::Unix(path) => write!(
                 f,
                 "nbd{s}+unix:///{export}?socket={}",
                 path.display().to_string().escape_debug()
@@ -376,21 +376,21 @@ mod tests {
     #[test]
     fn hosts_ports_exports_and_options_are_told_apart() {
         let url = parsed("nbd://store.example/swap");
-        assert_eq!(url.place, Place::Tcp { host: "store.example".into(), port: 10809 });
+        assert_eq!(url.place, Endpoint::Tcp { host: "store.example".into(), port: 10809 });
         assert_eq!((url.export.as_str(), url.tls), ("swap", false));
         assert_eq!(url.to_string(), "nbd://store.example:10809/swap");
 
         let url = parsed(
             "nbds://[2001:db8::1]:7000/a/b%20c?ca=/etc/ca.pem&tls-hostname=store&connections=8",
         );
-        assert_eq!(url.place, Place::Tcp { host: "2001:db8::1".into(), port: 7000 });
+        assert_eq!(url.place, Endpoint::Tcp { host: "2001:db8::1".into(), port: 7000 });
         assert_eq!((url.export.as_str(), url.tls, url.connections), ("a/b c", true, Some(8)));
         assert_eq!(url.ca, Some(PathBuf::from("/etc/ca.pem")));
         assert_eq!(url.server_name(), "store");
         assert_eq!(url.to_string(), "nbds://[2001:db8::1]:7000/a/b c");
 
         let url = parsed("nbd+unix:///disk?socket=/run/nbd%2b1.sock");
-        assert_eq!(url.place, Place::Unix(PathBuf::from("/run/nbd+1.sock")));
+        assert_eq!(url.place, Endpoint::Unix(PathBuf::from("/run/nbd+1.sock")));
         assert_eq!((url.export.as_str(), url.server_name()), ("disk", "localhost"));
 
         for text in ["nbd://store", "nbd://store/", "nbd://store:/"] {

@@ -20,7 +20,7 @@ use swaptide_sys::PAGE_SIZE;
 
 use crate::cgroup::tree::GroupView;
 use crate::swap::areas::AreaView;
-use crate::swap::spec::Acceptance;
+use crate::swap::spec::PoolAcceptance;
 use crate::units::{human, human_count};
 
 /// Everything that is counted in a run.
@@ -237,7 +237,7 @@ pub enum DeviceReport {
         zstd_level: Option<u8>,
         /// When it refuses pages.
         #[serde(flatten)]
-        acceptance: Acceptance,
+        acceptance: PoolAcceptance,
         /// Most in use at one time.
         peak_used_bytes: u64,
     },
@@ -248,7 +248,7 @@ pub enum DeviceReport {
 
 /// What stands fixed from the start of a run and belongs into its report.
 #[derive(Clone, Debug)]
-pub struct Frame {
+pub struct ReportFile {
     /// The budget.
     pub budget: u64,
     /// Cap of the pool.
@@ -256,15 +256,15 @@ pub struct Frame {
     /// How the pool is compressed.
     pub codec: Scheme,
     /// When the pool refuses pages.
-    pub acceptance: Acceptance,
+    pub acceptance: PoolAcceptance,
     /// The program's name.
     pub program: String,
 }
 
 impl Report {
     /// The report of a run that ends now.
-    pub fn new(frame: &Frame, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
-        let Frame { pool_cap: size_bytes, acceptance, .. } = *frame;
+    pub fn new(frame: &ReportFile, totals: &Totals, exit_status: u8, wall_s: f64) -> Report {
+        let ReportFile { pool_cap: size_bytes, acceptance, .. } = *frame;
         let Scheme { choice, level } = frame.codec;
         let zstd_level = choice.has_zstd().then_some(level.get());
         let mut devices = vec![DeviceReport::Zram {
@@ -302,7 +302,7 @@ impl Report {
 }
 
 /// What of the peak lies over the budget and the twentieth that is granted to it.
-fn past_budget(frame: &Frame, totals: &Totals) -> u64 {
+fn past_budget(frame: &ReportFile, totals: &Totals) -> u64 {
     if totals.peak_resident > frame.budget + frame.budget / 20 {
         totals.peak_resident - frame.budget
     } else {
@@ -312,7 +312,7 @@ fn past_budget(frame: &Frame, totals: &Totals) -> u64 {
 
 /// Says which memory could not go out, where it is at least half of what the run was past its
 /// budget.
-fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
+fn unmovable(frame: &ReportFile, totals: &Totals) -> Option<String> {
     let kinds = [
         (Counter::UnmovableReadOnly, "read-only"),
         (Counter::UnmovableExecutable, "executable"),
@@ -327,7 +327,7 @@ fn unmovable(frame: &Frame, totals: &Totals) -> Option<String> {
 }
 
 /// The line of summary, without the program's own name in front.
-pub fn summary(frame: &Frame, totals: &Totals, wall_s: f64) -> String {
+pub fn summary(frame: &ReportFile, totals: &Totals, wall_s: f64) -> String {
     let (peak, budget) = (human(totals.peak_resident), human(frame.budget));
     let mut line = if totals.get(Counter::Engaged) == 0 && totals.pages_out() == 0 {
         format!(
@@ -444,12 +444,12 @@ mod tests {
     use swaptide_ipc::Segment;
     use swaptide_sys::mem::{SharedMap, memfd_create};
 
-    fn frame() -> Frame {
-        Frame {
+    fn frame() -> ReportFile {
+        ReportFile {
             budget: 512 << 20,
             pool_cap: 0,
             codec: Scheme::default(),
-            acceptance: Acceptance::default(),
+            acceptance: PoolAcceptance::default(),
             program: "python3".into(),
         }
     }

@@ -9,11 +9,11 @@
 //!
 //! Invariants
 //! 1. A process is killed only while it has a signal pending that was meant to end the run, and
-//!    each of its own threads was inside swaptide at `LOOKS` looks in a row. A thread is inside
-//!    when it has every signal blocked (libc itself never blocks its own two for the program), or
-//!    waits for a page in the kernel, for the same one at all these looks: a long system call may
-//!    fault on many, and a handler of the program runs after it. A program that handles or ignores
-//!    the signal has none pending.
+//!    each of its own threads was inside swaptide at `STUCK_POLLS` looks in a row. A
+//!    thread is inside when it has every signal blocked (libc itself never blocks its own two for
+//!    the program), or waits for a page in the kernel, for the same one at all these looks: a long
+//!    system call may fault on many, and a handler of the program runs after it. A program that
+//!    handles or ignores the signal has none pending.
 //! 2. Nothing but a descendant of this process is killed.
 //!
 //! Locks: none.
@@ -27,9 +27,9 @@ use swaptide_sys::process::{pidfd_open, pidfd_send_signal, processes};
 use crate::memctl::processes::descends;
 
 /// Between two looks.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Looks in a row at which a process must be stuck.
-const LOOKS: u32 = 5;
+const STUCK_POLLS: u32 = 5;
 /// Every signal that can be blocked.
 const ALL: u64 = !(1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
 
@@ -137,10 +137,10 @@ pub struct Ending {
 
 impl Ending {
     /// A signal has gone to the program.
-    pub fn told(&mut self, signal: i32) {
+    pub fn begin(&mut self, signal: i32) {
         if ends(signal) {
             self.told |= bit(signal);
-            self.next.get_or_insert_with(|| Instant::now() + LOOK);
+            self.next.get_or_insert_with(|| Instant::now() + POLL_INTERVAL);
         }
     }
 
@@ -154,7 +154,7 @@ impl Ending {
         if self.next.is_none_or(|next| Instant::now() < next) {
             return Vec::new();
         }
-        self.next = Some(Instant::now() + LOOK);
+        self.next = Some(Instant::now() + POLL_INTERVAL);
         let root = std::process::id();
         let mut before = std::mem::take(&mut self.stuck);
         let mut is_pending = false;
@@ -169,7 +169,7 @@ impl Ending {
                 (State::Stuck, waits) => {
                     is_pending = true;
                     let looks = next_look(before.remove(&process.pid), waits);
-                    if looks >= LOOKS && kill(process.pid, root) {
+                    if looks >= STUCK_POLLS && kill(process.pid, root) {
                         killed.push(process.pid);
                     } else {
                         self.stuck.insert(process.pid, (looks, waits));
@@ -278,10 +278,10 @@ mod tests {
     #[test]
     fn only_signals_that_end_are_followed() {
         let mut ending = Ending::default();
-        ending.told(libc::SIGUSR1);
+        ending.begin(libc::SIGUSR1);
         assert_eq!(ending.patience(), None);
-        ending.told(libc::SIGTERM);
-        assert!(ending.patience().is_some_and(|patience| patience <= LOOK));
+        ending.begin(libc::SIGTERM);
+        assert!(ending.patience().is_some_and(|patience| patience <= POLL_INTERVAL));
         assert!(ending.look().is_empty(), "it is not time");
     }
 }

@@ -7,7 +7,7 @@ use swaptide_sys::uffd::OpenError;
 
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
-use crate::memctl::policy::SMALLEST_BUDGET;
+use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::run::supervise::{AGENT_NAME, ENV_AGENT};
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
@@ -63,7 +63,7 @@ impl fmt::Display for RunError {
                     f,
                     "--ram: {} is too small; the least that works is {}",
                     human(*bytes),
-                    human(SMALLEST_BUDGET)
+                    human(MIN_BUDGET_BYTES)
                 )
             }
             RunError::Swap(error) => write!(f, "--swap: {error}"),

@@ -125,7 +125,7 @@ pub fn same_group(one: u32, other: u32) -> bool {
 
 /// What became of a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum ChildStatus {
     /// It ended; the status is as a shell gives it: its own, or 128 + the signal.
     Ended {
         /// Which.
@@ -135,7 +135,8 @@ pub enum Change {
     },
     /// It was stopped, by this signal.
     Stopped(u32, u32),
-    /// It is followed (`control/fork_tracer.rs`), or was born of who is; the status as the wait gave it.
+    /// It is followed (`control/fork_tracer.rs`), or was born of who is; the status as the wait
+    /// gave it.
     Followed(u32, u32),
     /// It goes on.
     Continued(u32),
@@ -146,21 +147,23 @@ pub enum Change {
 }
 
 /// The next change of a child that was not told yet; does not wait.
-pub fn child_change() -> Change {
+pub fn child_change() -> ChildStatus {
     let mut status = 0;
     // SAFETY: the status is a local number.
     let pid = unsafe {
         libc::waitpid(-1, &mut status, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
     };
-    let Ok(pid) = u32::try_from(pid) else { return Change::NoChild };
+    let Ok(pid) = u32::try_from(pid) else { return ChildStatus::NoChild };
     match pid {
-        0 => Change::Nothing,
-        _ if libc::WIFSTOPPED(status) && status >> 16 != 0 => Change::Followed(pid, status as u32),
-        _ if libc::WIFSTOPPED(status) => Change::Stopped(pid, libc::WSTOPSIG(status) as u32),
-        _ if libc::WIFCONTINUED(status) => Change::Continued(pid),
-        _ if libc::WIFSIGNALED(status) => {
-            Change::Ended { pid, status: 128 + libc::WTERMSIG(status) as u8 }
+        0 => ChildStatus::Nothing,
+        _ if libc::WIFSTOPPED(status) && status >> 16 != 0 => {
+            ChildStatus::Followed(pid, status as u32)
         }
-        _ => Change::Ended { pid, status: libc::WEXITSTATUS(status) as u8 },
+        _ if libc::WIFSTOPPED(status) => ChildStatus::Stopped(pid, libc::WSTOPSIG(status) as u32),
+        _ if libc::WIFCONTINUED(status) => ChildStatus::Continued(pid),
+        _ if libc::WIFSIGNALED(status) => {
+            ChildStatus::Ended { pid, status: 128 + libc::WTERMSIG(status) as u8 }
+        }
+        _ => ChildStatus::Ended { pid, status: libc::WEXITSTATUS(status) as u8 },
     }
 }

@@ -49,21 +49,21 @@ use swaptide_sys::sock::{MAX_POLL, poll_readable};
 
 use crate::cgroup::tree::{GroupError, GroupPath, Groups};
 use crate::config::Config;
-use crate::control::agent_api::{Counter, Users};
-use crate::control::fork_tracer::{self, Followed};
-use crate::control::server::{self, Door, Join, Joined, Run};
+use crate::control::agent_api::{AgentServer, Users};
+use crate::control::fork_tracer::{self, TracedForks};
+use crate::control::server::{self, ControlSocket, Join, Joined, Run};
 use crate::daemon::client::{self, RemoteAreas};
 use crate::doctor::{self, Forks};
-use crate::memctl::controller::{self, Keeper};
-use crate::memctl::policy::SMALLEST_BUDGET;
+use crate::memctl::controller::{self, MemoryController};
+use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::memctl::shared_pager::Shared;
-use crate::report::totals::{Frame, Report, Sink, program_name, summary};
+use crate::report::totals::{Report, ReportFile, Sink, program_name, summary};
 use crate::run::ending::Ending;
-use crate::run::signals::{self, Change, Inherited, Signals};
+use crate::run::signals::{self, ChildStatus, Inherited, Signals};
 use crate::run::target::{self, Target};
 use crate::swap::areas::{Areas, Open};
 use crate::swap::mirror;
-use crate::swap::spec::{self, Acceptance, SwapSpace};
+use crate::swap::spec::{self, PoolAcceptance, SwapSpace};
 use crate::units::{human, parse_share, ram_total};
 
 pub use super::error::RunError;
@@ -95,7 +95,7 @@ const POOL_PERCENT_ALONE: u32 = 75;
 /// group. The front may have to wait for its turn on a busy machine before it passes its own on.
 const SAME_SIGNAL: Duration = Duration::from_secs(2);
 /// How often clients are looked at when there are more than can be waited for.
-const CROWDED: Duration = Duration::from_millis(20);
+const CROWDED_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The budget where none is given: a margin stays for what is not the program's.
 const DEFAULT_RAM: &str = "80%";
 
@@ -134,7 +134,7 @@ pub struct RunConfig {
 
 /// What the back tells the front.
 #[derive(Serialize, Deserialize)]
-enum ToFront {
+enum LauncherMessage {
     Failed(String),
     Started(u32),
     Stopped,
@@ -155,18 +155,18 @@ struct PassOn {
 }
 
 /// Who keeps a run.
-enum Place {
+enum RunMode {
     /// Its own supervisor.
     Alone { areas: Arc<Areas>, groups: Box<Groups>, group: Option<GroupIndex> },
     /// The daemon.
     Daemon { join: Join, areas: Arc<RemoteAreas> },
 }
 
-impl Place {
+impl RunMode {
     fn areas(&self) -> Arc<dyn Open> {
         match self {
-            Place::Alone { areas, .. } => areas.clone(),
-            Place::Daemon { areas, .. } => areas.clone(),
+            RunMode::Alone { areas, .. } => areas.clone(),
+            RunMode::Daemon { areas, .. } => areas.clone(),
         }
     }
 }
@@ -176,10 +176,10 @@ struct Prepared {
     target: Target,
     arguments: Vec<OsString>,
     preload: OsString,
-    frame: Frame,
+    frame: ReportFile,
     segment: &'static Segment,
     segment_fd: OwnedFd,
-    place: Place,
+    place: RunMode,
     report: Option<(PathBuf, Sink)>,
     quiet: bool,
     strict: bool,
@@ -209,18 +209,18 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         -1 => Err(RunError::System("fork", io::Error::last_os_error())),
         0 => {
             drop(front_end);
-            Back::run(prepared, Channel::new(back_end), signals, inherited, front)
+            Supervisor::run(prepared, Channel::new(back_end), signals, inherited, front)
         }
         back => {
             drop(back_end);
             release_streams(&prepared.inherited_fds, &[0, 1]);
             // A daemon that is started again finds its segment by who has it open; this process has
             // it should the back be killed.
-            let kept = matches!(prepared.place, Place::Daemon { .. })
+            let kept = matches!(prepared.place, RunMode::Daemon { .. })
                 .then(|| prepared.segment_fd.try_clone());
             std::mem::forget(kept);
             drop(prepared);
-            Front { back: back as u32, channel: Channel::new(front_end), signals, program: None }
+            Launcher { back: back as u32, channel: Channel::new(front_end), signals, program: None }
                 .run()
         }
     }
@@ -235,7 +235,7 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
     };
     let ram = config.ram.as_deref().or(file.ram.as_deref());
     let budget = parse_share(ram.unwrap_or(DEFAULT_RAM), ram_total()).map_err(RunError::Ram)?;
-    if budget < SMALLEST_BUDGET {
+    if budget < MIN_BUDGET_BYTES {
         return Err(RunError::SmallBudget(budget));
     }
     let swap = if config.swap.is_empty() { &file.swap } else { &config.swap };
@@ -274,8 +274,8 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
                 .map_err(|errno| system(errno.into()))?;
             let segment = Segment::open(map).map_err(|error| system(io::Error::other(error)))?;
             let codec = Scheme::from_number(joined.codec);
-            let acceptance = Acceptance::of(segment);
-            let frame = Frame {
+            let acceptance = PoolAcceptance::of(segment);
+            let frame = ReportFile {
                 budget: joined.budget,
                 pool_cap: joined.pool_cap,
                 codec,
@@ -285,24 +285,24 @@ fn prepare(config: &RunConfig) -> Result<Prepared, RunError> {
             (
                 segment,
                 segment_fd,
-                Place::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) },
+                RunMode::Daemon { join, areas: Arc::new(RemoteAreas::new(segment)) },
                 frame,
             )
         }
         None => {
-            mirror::settle_all(&mut devices, &tiers_of(config, &file)).map_err(RunError::Swap)?;
+            mirror::resolve_all(&mut devices, &tiers_of(config, &file)).map_err(RunError::Swap)?;
             let space = spec::open(&devices, budget).map_err(RunError::Swap)?;
             let (segment, segment_fd) = set_up_segment(config, budget, &space)
                 .map_err(|error| RunError::System("shared segment", error))?;
             let areas = Arc::new(Areas::new(segment));
             let SwapSpace { pool_cap, codec, acceptance, .. } = space;
-            let frame = Frame { budget, pool_cap, codec, acceptance, program };
+            let frame = ReportFile { budget, pool_cap, codec, acceptance, program };
             for backing in space.beyond {
                 areas.add(backing).map_err(RunError::Area)?;
             }
             let mut groups = Box::new(Groups::new(segment, budget));
             let group = set_up_groups(config, &file, &mut groups)?;
-            (segment, segment_fd, Place::Alone { areas, groups, group }, frame)
+            (segment, segment_fd, RunMode::Alone { areas, groups, group }, frame)
         }
     };
     Ok(Prepared {
@@ -539,14 +539,14 @@ impl Channel {
 }
 
 /// The process that the user started.
-struct Front {
+struct Launcher {
     back: u32,
     channel: Channel,
     signals: Signals,
     program: Option<u32>,
 }
 
-impl Front {
+impl Launcher {
     fn run(mut self) -> Result<u8, RunError> {
         loop {
             let ready = poll_readable(&[self.signals.as_fd(), self.channel.stream.as_fd()], None)
@@ -560,14 +560,14 @@ impl Front {
             let Some(messages) = self.channel.receive() else { return self.wait_alone() };
             for message in messages {
                 match message {
-                    ToFront::Started(pid) => self.program = Some(pid),
-                    ToFront::Failed(message) => return Err(RunError::Start(message)),
-                    ToFront::Said(line) => say(&line),
+                    LauncherMessage::Started(pid) => self.program = Some(pid),
+                    LauncherMessage::Failed(message) => return Err(RunError::Start(message)),
+                    LauncherMessage::Said(line) => report_line(&line),
                     // As the program stands still, so does this process: the shell takes the
                     // terminal back.
-                    ToFront::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
-                    ToFront::Ended { status, lines, stays } => {
-                        lines.iter().for_each(|line| say(line));
+                    LauncherMessage::Stopped => signals::send(std::process::id(), libc::SIGSTOP),
+                    LauncherMessage::Ended { status, lines, stays } => {
+                        lines.iter().for_each(|line| report_line(line));
                         if !stays {
                             self.wait_for_back();
                         }
@@ -592,7 +592,7 @@ impl Front {
     /// Nothing is left in the background: whoever waited for this run sees no process of it any
     /// more.
     fn wait_for_back(&self) {
-        while !matches!(signals::child_change(), Change::NoChild | Change::Ended { .. }) {
+        while !matches!(signals::child_change(), ChildStatus::NoChild | ChildStatus::Ended { .. }) {
             let _ = poll_readable(&[self.signals.as_fd()], Some(Duration::from_millis(5)));
             while self.signals.next().is_some() {}
         }
@@ -603,16 +603,16 @@ impl Front {
         let Some(program) = self.program else {
             return Err(RunError::Start("the supervisor was killed".into()));
         };
-        say("the supervisor was killed: limits stay as they are, there is no report");
+        report_line("the supervisor was killed: limits stay as they are, there is no report");
         loop {
             match signals::child_change() {
-                Change::Ended { pid, status } if pid == program => return Ok(status),
-                Change::NoChild => {
+                ChildStatus::Ended { pid, status } if pid == program => return Ok(status),
+                ChildStatus::NoChild => {
                     return Err(RunError::Start(
                         "the supervisor was killed, and the program with it".into(),
                     ));
                 }
-                Change::Nothing => {
+                ChildStatus::Nothing => {
                     let _ = poll_readable(&[self.signals.as_fd()], None);
                     while let Some(arrived) = self.signals.next() {
                         if arrived.sender.is_some() && arrived.signal != libc::SIGCHLD {
@@ -628,7 +628,7 @@ impl Front {
 }
 
 /// One line on standard error; if nobody reads there, so be it.
-pub(super) fn say(line: &str) {
+pub(super) fn report_line(line: &str) {
     let _ = writeln!(io::stderr(), "swaptide: {line}");
 }
 
@@ -637,14 +637,14 @@ pub(super) fn say(line: &str) {
 struct Beside {
     keeper: Option<mpsc::Sender<controller::Request>>,
     thread: Option<std::thread::JoinHandle<()>>,
-    door: Option<Door>,
+    door: Option<ControlSocket>,
     shared: Option<&'static Shared>,
 }
 
 impl Prepared {
     /// Has the daemon keep who descends from this process.
     fn join(&self) -> io::Result<()> {
-        let Place::Daemon { join, .. } = &self.place else { return Ok(()) };
+        let RunMode::Daemon { join, .. } = &self.place else { return Ok(()) };
         match client::join(join) {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err(io::Error::other("the daemon is gone")),
@@ -657,16 +657,17 @@ impl Prepared {
     fn keep(&mut self, front: u32) -> Beside {
         raise_descriptor_limit();
         let shared = Shared::new(self.segment, self.place.areas(), self.shared);
-        let Place::Alone { areas, groups, group } = &mut self.place else {
+        let RunMode::Alone { areas, groups, group } = &mut self.place else {
             return Beside { shared: Some(shared), ..Beside::default() };
         };
         let (root, program) = (std::process::id(), self.frame.program.clone());
         self.segment.header.supervisor.store(root, Relaxed);
         let (keeper, requests) = mpsc::channel();
         let groups = std::mem::replace(&mut **groups, Groups::new(self.segment, 0));
-        let mut thread = Keeper::new(self.segment, areas.clone(), groups, self.frame.budget)
-            .with_shared(shared)
-            .within_cgroups();
+        let mut thread =
+            MemoryController::new(self.segment, areas.clone(), groups, self.frame.budget)
+                .with_shared(shared)
+                .within_cgroups();
         let uid = rustix::process::geteuid().as_raw();
         let run = controller::Run {
             root,
@@ -692,17 +693,17 @@ impl Prepared {
 }
 
 /// The process in the background.
-struct Back {
+struct Supervisor {
     prepared: Prepared,
     front: u32,
     /// Its name goes with the last process of the tree.
-    _door: Option<Door>,
+    _door: Option<ControlSocket>,
     /// The front, while it is there.
     channel: Option<Channel>,
     signals: Signals,
-    counter: Counter,
+    counter: AgentServer,
     /// Who forks, where the kernel does not tell of it.
-    followed: Followed,
+    followed: TracedForks,
     /// Shared memory's pager.
     shared: Option<&'static Shared>,
     /// Where there is no daemon that does it.
@@ -716,7 +717,7 @@ struct Back {
     ending: Ending,
 }
 
-impl Back {
+impl Supervisor {
     fn run(
         mut prepared: Prepared,
         mut channel: Channel,
@@ -731,7 +732,7 @@ impl Back {
         let (counter, program) = match started {
             Ok(started) => started,
             Err(error) => {
-                channel.send(&ToFront::Failed(format!(
+                channel.send(&LauncherMessage::Failed(format!(
                     "{}: cannot be started: {error}",
                     prepared.target.path.display()
                 )));
@@ -740,14 +741,14 @@ impl Back {
         };
         release_streams(&prepared.inherited_fds, &[0, 1, 2]);
         let kept = prepared.keep(front);
-        let back = Back {
+        let back = Supervisor {
             prepared,
             front,
             _door: kept.door,
             channel: Some(channel),
             signals,
             counter,
-            followed: Followed::default(),
+            followed: TracedForks::default(),
             shared: kept.shared,
             keeper: kept.keeper,
             program: Some(program),
@@ -781,7 +782,7 @@ impl Back {
                     .min();
             // Those for which there is no place are looked at all the same, a little later.
             let patience = if fds.len() > MAX_POLL {
-                Some(patience.unwrap_or(CROWDED).min(CROWDED))
+                Some(patience.unwrap_or(CROWDED_POLL_INTERVAL).min(CROWDED_POLL_INTERVAL))
             } else {
                 patience
             };
@@ -820,9 +821,9 @@ impl Back {
         // A test that has something fail wants to see what comes of it.
         let is_test = self.prepared.segment.header.fail.load(Relaxed) != 0;
         for pid in self.followed.attend(if is_test {
-            fork_tracer::ARMS_WITHIN / 15
+            fork_tracer::REGISTER_TIMEOUT / 15
         } else {
-            fork_tracer::ARMS_WITHIN
+            fork_tracer::REGISTER_TIMEOUT
         }) {
             self.say(format!("forked child {pid} does not arm its memory: it is killed"));
         }
@@ -831,7 +832,7 @@ impl Back {
     fn say(&mut self, what: String) {
         let line = format!("{}: {what}", self.prepared.frame.program);
         if let Some(channel) = &mut self.channel {
-            channel.send(&ToFront::Said(line));
+            channel.send(&LauncherMessage::Said(line));
         }
     }
 
@@ -846,7 +847,7 @@ impl Back {
 
     fn note_signals(&mut self) {
         while let Some(arrived) = self.signals.next() {
-            self.ending.told(arrived.signal);
+            self.ending.begin(arrived.signal);
             if let Some(sender) = arrived.sender {
                 self.seen.insert(arrived.signal, (sender, Instant::now()));
             }
@@ -861,7 +862,7 @@ impl Back {
             return;
         };
         for message in messages {
-            self.ending.told(message.signal);
+            self.ending.begin(message.signal);
             let whole_group = self.seen.remove(&message.signal).is_some_and(|(sender, when)| {
                 sender == message.sender && when.elapsed() < SAME_SIGNAL
             });
@@ -878,30 +879,32 @@ impl Back {
         let mut ended = None;
         let left = loop {
             let change = signals::child_change();
-            if let Change::Ended { pid, .. } = change {
-                self.followed.changed(pid, ptrace::Change::Gone);
+            if let ChildStatus::Ended { pid, .. } = change {
+                self.followed.changed(pid, ptrace::TraceeStop::Gone);
             }
             match change {
-                Change::Ended { pid, status } if Some(pid) == self.program => {
+                ChildStatus::Ended { pid, status } if Some(pid) == self.program => {
                     self.program = None;
                     ended = Some(status);
                 }
-                Change::Followed(pid, status) => {
-                    self.followed.changed(pid, ptrace::Change::of(status))
+                ChildStatus::Followed(pid, status) => {
+                    self.followed.changed(pid, ptrace::TraceeStop::of(status))
                 }
-                Change::Stopped(pid, signal) if self.followed.has(pid) => {
-                    self.followed.changed(pid, ptrace::Change::Signal(signal));
+                ChildStatus::Stopped(pid, signal) if self.followed.has(pid) => {
+                    self.followed.changed(pid, ptrace::TraceeStop::Signal(signal));
                 }
-                Change::Stopped(pid, _) if Some(pid) == self.program => {
+                ChildStatus::Stopped(pid, _) if Some(pid) == self.program => {
                     if let Some(channel) = &mut self.channel {
-                        channel.send(&ToFront::Stopped);
+                        channel.send(&LauncherMessage::Stopped);
                     }
                 }
-                Change::Continued(pid) if Some(pid) == self.program && self.channel.is_some() => {
+                ChildStatus::Continued(pid)
+                    if Some(pid) == self.program && self.channel.is_some() =>
+                {
                     signals::send(self.front, libc::SIGCONT);
                 }
-                Change::Nothing => break true,
-                Change::NoChild => break false,
+                ChildStatus::Nothing => break true,
+                ChildStatus::NoChild => break false,
                 _ => {}
             }
         };
@@ -950,7 +953,7 @@ impl Back {
             lines.push(format!("--report: {}: not written: {error}", path.display()));
         }
         if let Some(mut channel) = self.channel.take() {
-            channel.send(&ToFront::Ended { status, lines, stays });
+            channel.send(&LauncherMessage::Ended { status, lines, stays });
         }
         // Nobody's directory is kept busy by who stays behind.
         let _ = std::env::set_current_dir("/");
@@ -963,14 +966,14 @@ fn start(
     prepared: &Prepared,
     inherited: Inherited,
     channel: &Channel,
-) -> io::Result<(Counter, u32)> {
-    let counter = Counter::open(prepared.users)?;
+) -> io::Result<(AgentServer, u32)> {
+    let counter = AgentServer::open(prepared.users)?;
     let mut command = Command::new(&prepared.target.path);
     command.arg0(&prepared.target.name).args(&prepared.arguments);
     command.env("LD_PRELOAD", &prepared.preload).env(ENV_SOCKET, counter.name());
     let mut to_front = Channel::new(channel.stream.try_clone()?);
     let before_exec = move || {
-        to_front.send(&ToFront::Started(std::process::id()));
+        to_front.send(&LauncherMessage::Started(std::process::id()));
         inherited.restore()
     };
     // SAFETY: this process has one thread, so the child's copy of the heap, from which the message

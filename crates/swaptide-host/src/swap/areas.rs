@@ -31,13 +31,13 @@ use crate::swap::spec::{Backing, BackingKind, DeviceError, Medium};
 use crate::units::human;
 
 /// An area takes no more pages after so many transfers that failed.
-const MOST_ERRORS: u32 = 8;
+const MAX_FAILED_TRANSFERS: u32 = 8;
 /// How often processes are looked at that shall move what is theirs.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How often a server is tried that is away.
-const TRY_AGAIN: Duration = Duration::from_secs(3);
+const RECONNECT_INTERVAL: Duration = Duration::from_secs(3);
 /// When nothing has moved for so long, nothing will.
-const PATIENCE: Duration = Duration::from_secs(10);
+const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An area as people see it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -227,7 +227,7 @@ impl Areas {
                 )
             }
         };
-        let Backing { priority, extents, base_bytes, plain, turns, .. } = backing;
+        let Backing { priority, extents, base_bytes, plain, rotational, .. } = backing;
         let mut held = self.held();
         let copy = match backing.mirror.take() {
             Some(copy) => {
@@ -238,16 +238,8 @@ impl Areas {
             None => None,
         };
         let mirror = copy.as_ref().map(|(id, _)| *id);
-        let new = NewArea {
-            transport,
-            priority,
-            extents,
-            base_bytes,
-            export,
-            mirror,
-            plain,
-            rotational: turns,
-        };
+        let new =
+            NewArea { transport, priority, extents, base_bytes, export, mirror, plain, rotational };
         let Some(id) = self.segment.add_area(new) else {
             mirror.inspect(|id| self.segment.drop_mirror(*id));
             return Err(AreaError::TooMany);
@@ -326,21 +318,22 @@ impl Areas {
             }
             held.peak_extents = held.peak_extents.max(area.used());
             if !held.retired
-                && area
-                    .mirror()
-                    .is_some_and(|mirror| self.segment.area(mirror).errors() >= MOST_ERRORS)
+                && area.mirror().is_some_and(|mirror| {
+                    self.segment.area(mirror).errors() >= MAX_FAILED_TRANSFERS
+                })
             {
                 held.retired = true;
                 self.segment.close_area(*id);
                 continue;
             }
             let far = matches!(held.backing.medium, Medium::Nbd(..));
-            if area.errors() >= held.forgiven + MOST_ERRORS && !held.retired {
+            if area.errors() >= held.forgiven + MAX_FAILED_TRANSFERS && !held.retired {
                 held.retired = true;
                 held.tried = Instant::now();
                 if far { self.segment.pause_area(*id) } else { self.segment.close_area(*id) }
             }
-            if far && area.state() == AreaState::Paused && held.tried.elapsed() > TRY_AGAIN {
+            if far && area.state() == AreaState::Paused && held.tried.elapsed() > RECONNECT_INTERVAL
+            {
                 held.tried = Instant::now();
                 let (areas, id) = (Arc::clone(self), *id);
                 let again = move || {
@@ -407,7 +400,7 @@ impl Areas {
                         }),
                         errors: self.segment.area(mirror).errors(),
                     }),
-                    cipher: if area.is_plain() { "none".into() } else { CIPHER.into() },
+                    cipher: if area.is_unencrypted() { "none".into() } else { CIPHER.into() },
                 };
                 (*id, view)
             })
@@ -473,10 +466,10 @@ impl Areas {
             }
             if used < least {
                 (least, since) = (used, Instant::now());
-            } else if since.elapsed() > PATIENCE {
+            } else if since.elapsed() > NO_PROGRESS_TIMEOUT {
                 break;
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
         if !retired {
             self.segment.reopen_area(id);
@@ -542,7 +535,7 @@ mod tests {
             base_bytes: 0,
             priority,
             plain: false,
-            turns: false,
+            rotational: false,
             direct_io: false,
             mirror: None,
         }
@@ -618,7 +611,7 @@ mod tests {
         let index = segment.claim(7, 0).expect("slot");
         let (bad, good) =
             (areas.find("file:bad").expect("bad"), areas.find("file:good").expect("good"));
-        (0..MOST_ERRORS).for_each(|_| segment.area(bad).count_error());
+        (0..MAX_FAILED_TRANSFERS).for_each(|_| segment.area(bad).count_error());
         areas.measure();
         assert_eq!(areas.view()[0].1.state, "retired");
         let extent = lease(segment, index, 1)[0];
@@ -661,11 +654,11 @@ mod tests {
             );
         }
         segment.release_extent(index, extent);
-        (0..MOST_ERRORS).for_each(|_| segment.area(copy).count_error());
+        (0..MAX_FAILED_TRANSFERS).for_each(|_| segment.area(copy).count_error());
         areas.measure();
         assert_eq!(
             (areas.view()[0].1.state.as_str(), shown(&areas.view())),
-            ("retired", Some((true, MOST_ERRORS)))
+            ("retired", Some((true, MAX_FAILED_TRANSFERS)))
         );
         areas.remove("file:main", |_| ()).expect("gone");
         assert_eq!(

@@ -18,12 +18,12 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 
-use crate::nbd::Place;
+use crate::nbd::Endpoint;
 use crate::swap::mirror::Mirror;
 use crate::swap::spec::{Device, DeviceKind};
 
 /// Descriptors of one process that are looked at.
-const MOST_FILES: usize = 1 << 16;
+const MAX_DESCRIPTORS: usize = 1 << 16;
 
 /// Finds a process that serves a device. `members` selects the processes of the run among all.
 ///
@@ -50,8 +50,8 @@ fn targets(device: &Device) -> HashSet<PathBuf> {
     match &device.kind {
         DeviceKind::Nbd(url) => {
             let inodes = match &url.place {
-                Place::Unix(path) => unix_listeners(path),
-                Place::Tcp { host, port } => tcp_listeners(host, *port),
+                Endpoint::Unix(path) => unix_listeners(path),
+                Endpoint::Tcp { host, port } => tcp_listeners(host, *port),
             };
             targets
                 .extend(inodes.into_iter().map(|inode| PathBuf::from(format!("socket:[{inode}]"))));
@@ -104,7 +104,7 @@ fn unescape(text: &str) -> String {
 fn has_open(pid: u32, targets: &HashSet<PathBuf>) -> bool {
     let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
     let mut links =
-        entries.take(MOST_FILES).filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+        entries.take(MAX_DESCRIPTORS).filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
     links.any(|link| targets.contains(&link))
 }
 

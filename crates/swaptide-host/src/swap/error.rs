@@ -9,7 +9,7 @@ use swaptide_store::codec::{Choice, Level};
 
 use crate::nbd::NbdError;
 use crate::nbd::url::UrlError;
-use crate::swap::spec::{CIPHER, LARGEST_FILE};
+use crate::swap::spec::{CIPHER, MAX_FILE_BYTES};
 use crate::units::{SizeError, human};
 
 /// Why devices cannot be had.
@@ -104,7 +104,7 @@ impl fmt::Display for DeviceError {
                 write!(
                     f,
                     "{text:?}: there is no level {level:?} of zstd; use 1 to {}",
-                    Level::LAST.get()
+                    Level::MAX.get()
                 )
             }
             DeviceError::LevelOfNone(text) => {
@@ -150,7 +150,7 @@ impl fmt::Display for DeviceError {
                 write!(f, "{text:?} is too small a device; give it at least {}", human(*least))
             }
             DeviceError::TooLarge(text) => {
-                write!(f, "{text:?} is too large; the most is {}", human(LARGEST_FILE))
+                write!(f, "{text:?} is too large; the most is {}", human(MAX_FILE_BYTES))
             }
             DeviceError::Unchangeable(name) => write!(
                 f,

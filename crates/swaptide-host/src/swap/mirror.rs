@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use swaptide_core::{Priority, Tiers};
 
 use crate::swap::spec::{
-    DEFAULT_PRIORITY, Device, DeviceError, DeviceKind, LARGEST_FILE, SMALLEST_FILE,
+    DEFAULT_PRIORITY, Device, DeviceError, DeviceKind, MAX_FILE_BYTES, MIN_FILE_BYTES,
 };
 use crate::units::parse_bytes;
 
@@ -53,10 +53,10 @@ impl Mirror {
             Some((path, tail)) if !path.is_empty() && !tail.contains('/') => {
                 let bytes = parse_bytes(tail)
                     .map_err(|error| DeviceError::Size(whole.to_owned(), error))?;
-                if bytes < SMALLEST_FILE {
-                    return Err(DeviceError::TooSmall(whole.to_owned(), SMALLEST_FILE));
+                if bytes < MIN_FILE_BYTES {
+                    return Err(DeviceError::TooSmall(whole.to_owned(), MIN_FILE_BYTES));
                 }
-                if bytes > LARGEST_FILE {
+                if bytes > MAX_FILE_BYTES {
                     return Err(DeviceError::TooLarge(whole.to_owned()));
                 }
                 Ok(Mirror::Place { path: path.into(), bytes: Some(bytes) })
@@ -80,7 +80,7 @@ fn directory(path: &Path) -> PathBuf {
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
-pub fn settle(
+pub fn resolve(
     device: &mut Device,
     tiers: &Tiers,
     files: &[(i32, PathBuf)],
@@ -116,9 +116,9 @@ pub fn files(devices: &[Device]) -> impl Iterator<Item = (i32, PathBuf)> {
 ///
 /// # Errors
 /// [`DeviceError::Mirror`].
-pub fn settle_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
+pub fn resolve_all(devices: &mut [Device], tiers: &Tiers) -> Result<(), DeviceError> {
     let files: Vec<_> = files(devices).collect();
-    devices.iter_mut().try_for_each(|device| settle(device, tiers, &files))
+    devices.iter_mut().try_for_each(|device| resolve(device, tiers, &files))
 }
 
 #[cfg(test)]
@@ -168,14 +168,14 @@ mod tests {
         tiers.apply("+SSD:100 +HDD:10 +NET:-1", &[]).expect("tiers");
         let (low, high) = (format!("file:{there}/a,prio=110"), format!("file:{there},prio=120"));
         let mut all = devices(&[&low, &high, "file:/tmp,prio=20", "nbd://h/x,mirror=SSD,prio=5"]);
-        settle_all(&mut all, &tiers).expect("settled");
+        resolve_all(&mut all, &tiers).expect("settled");
         assert_eq!(
             all[3].mirror,
             Some(Mirror::Place { path: scratch.root().to_owned(), bytes: None })
         );
         for (name, part) in [("NET", "no swap file"), ("ssd", "no tier")] {
             let mut all = devices(&["file:/tmp,prio=20", &format!("nbd://h/x,mirror={name}")]);
-            let error = settle_all(&mut all, &tiers).expect_err(name).to_string();
+            let error = resolve_all(&mut all, &tiers).expect_err(name).to_string();
             assert!(error.contains(part), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! Whether a file lies on a disk that turns, as the kernel knows it.
+//! Whether a file lies on a rotational disk, as the kernel knows it.
 //!
 //! Owns nothing. Locks: none.
 
@@ -10,7 +10,7 @@ use rustix::fs::{major, minor};
 
 /// True if reads of this file or block device begin with a seek. Where nobody knows (a file system
 /// of many disks, in memory or on a server), false.
-pub fn turns(file: &File) -> bool {
+pub fn is_rotational(file: &File) -> bool {
     let Ok(found) = file.metadata() else { return false };
     let disk = if found.file_type().is_block_device() { found.rdev() } else { found.dev() };
     says_so(Path::new("/sys/dev/block"), disk)
@@ -50,6 +50,6 @@ mod tests {
         assert!(turns(8, 0) && turns(8, 1) && !turns(9, 0) && !turns(9, 1) && !turns(10, 0));
         let memory = rustix::fs::memfd_create("rotational", rustix::fs::MemfdFlags::CLOEXEC)
             .expect("a file in memory");
-        assert!(!super::turns(&File::from(memory)));
+        assert!(!super::is_rotational(&File::from(memory)));
     }
 }

@@ -29,11 +29,11 @@ use crate::swap::rotational;
 use crate::units::parse_bytes;
 
 /// The smallest swap file: a few extents for each of a few processes.
-pub const SMALLEST_FILE: u64 = 16 << 20;
+pub const MIN_FILE_BYTES: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
-pub const SMALLEST_POOL: u64 = 1 << 20;
+pub const MIN_POOL_BYTES: u64 = 1 << 20;
 /// The largest.
-pub const LARGEST_FILE: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+pub const MAX_FILE_BYTES: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
 /// The name of the cipher that areas have unless `cipher=none` is said.
 pub const CIPHER: &str = "aes-256-gcm";
 /// The priority of a device for which none is given.
@@ -54,7 +54,7 @@ pub struct Device {
     /// What lies there is not encrypted.
     pub plain: bool,
     /// Whether a read begins with a seek; without it, what the kernel says of the disk.
-    pub turns: Option<bool>,
+    pub rotational: Option<bool>,
 }
 
 /// Kinds of devices.
@@ -67,7 +67,7 @@ pub enum DeviceKind {
         /// How it is compressed.
         codec: Scheme,
         /// When it refuses pages.
-        acceptance: Acceptance,
+        acceptance: PoolAcceptance,
     },
     /// A file.
     File {
@@ -89,7 +89,7 @@ pub enum DeviceKind {
 /// When compressed memory refuses pages, which then go to what is behind it, if there is anything:
 /// zswap's parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Acceptance {
+pub struct PoolAcceptance {
     /// `max_pool_percent`: it takes at most so many percent of the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pool_percent: Option<u32>,
@@ -100,11 +100,11 @@ pub struct Acceptance {
     pub accept_threshold_percent: Option<u32>,
 }
 
-impl Acceptance {
+impl PoolAcceptance {
     /// As it stands in a segment.
-    pub fn of(segment: &Segment) -> Acceptance {
+    pub fn of(segment: &Segment) -> PoolAcceptance {
         let said = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|percent| *percent != 0);
-        Acceptance {
+        PoolAcceptance {
             max_pool_percent: said(&segment.header.pool_max_percent),
             accept_threshold_percent: said(&segment.header.pool_accept_percent),
         }
@@ -126,7 +126,7 @@ impl Acceptance {
 /// # Errors
 /// See [`DeviceError`].
 pub fn parse(text: &str) -> Result<Device, DeviceError> {
-    let (mut device, mut priority, mut mirror, mut cipher, mut turns) =
+    let (mut device, mut priority, mut mirror, mut cipher, mut rotational) =
         (text, None, None, None, None);
     // In any order, each once; the last one first.
     let keys = [",prio=", ",mirror=", ",cipher=", ",rotational="];
@@ -143,8 +143,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             ",mirror=" => {
                 return Err(DeviceError::Mirror(text.to_owned(), "it is named twice".into()));
             }
-            ",rotational=" if turns.is_none() && matches!(value, "yes" | "no") => {
-                turns = Some(value == "yes")
+            ",rotational=" if rotational.is_none() && matches!(value, "yes" | "no") => {
+                rotational = Some(value == "yes")
             }
             ",rotational=" => return Err(DeviceError::Rotational(text.to_owned())),
             _ if cipher.is_none() && matches!(value, CIPHER | "none") => cipher = Some(value),
@@ -159,9 +159,9 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         |size: &str| parse_bytes(size).map_err(|error| DeviceError::Size(text.to_owned(), error));
     let kind = if let Some(rest) = device.strip_prefix("zram:") {
         let mut parts = rest.split(',');
-        let bytes = at_least(text, size(parts.next().unwrap_or_default())?, SMALLEST_POOL)?;
+        let bytes = at_least(text, size(parts.next().unwrap_or_default())?, MIN_POOL_BYTES)?;
         let (mut choice, mut level, mut acceptance) =
-            (Choice::default(), None, Acceptance::default());
+            (Choice::default(), None, PoolAcceptance::default());
         for part in parts {
             let wrong = || DeviceError::Option(text.to_owned(), part.to_owned());
             let (name, value) = part.split_once('=').ok_or_else(wrong)?;
@@ -211,8 +211,8 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
                 return Err(DeviceError::Syntax(text.to_owned()));
             }
             Some((path, tail)) if !tail.contains('/') => {
-                let bytes = at_least(text, size(tail)?, SMALLEST_FILE)?;
-                if bytes > LARGEST_FILE {
+                let bytes = at_least(text, size(tail)?, MIN_FILE_BYTES)?;
+                if bytes > MAX_FILE_BYTES {
                     return Err(DeviceError::TooLarge(text.to_owned()));
                 }
                 DeviceKind::File { path: PathBuf::from(path), bytes: Some(bytes) }
@@ -232,10 +232,10 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
             "only what lies on a server needs one".into(),
         ));
     }
-    if turns.is_some() && !matches!(kind, DeviceKind::File { .. } | DeviceKind::Block { .. }) {
+    if rotational.is_some() && !matches!(kind, DeviceKind::File { .. } | DeviceKind::Block { .. }) {
         return Err(DeviceError::Rotational(text.to_owned()));
     }
-    Ok(Device { kind, priority, mirror, plain: cipher == Some("none"), turns })
+    Ok(Device { kind, priority, mirror, plain: cipher == Some("none"), rotational })
 }
 
 /// A device with an absolute path, for somebody in another directory.
@@ -273,7 +273,7 @@ pub struct SwapSpace {
     /// How compressed memory is compressed.
     pub codec: Scheme,
     /// When it refuses pages.
-    pub acceptance: Acceptance,
+    pub acceptance: PoolAcceptance,
 }
 
 /// What a [`Backing`] is.
@@ -327,8 +327,8 @@ pub struct Backing {
     pub mirror: Option<Box<Backing>>,
     /// What lies there is not encrypted.
     pub plain: bool,
-    /// It lies on a disk that turns: a read begins with a seek.
-    pub turns: bool,
+    /// It lies on a rotational disk: a read begins with a seek.
+    pub rotational: bool,
 }
 
 /// Opens what was asked for, or the default.
@@ -337,7 +337,7 @@ pub struct Backing {
 /// See [`DeviceError`].
 pub fn open(devices: &[Device], budget: u64) -> Result<SwapSpace, DeviceError> {
     let mut pool: Option<(u64, Option<i32>)> = None;
-    let (mut chosen, mut refuses) = (Scheme::default(), Acceptance::default());
+    let (mut chosen, mut refuses) = (Scheme::default(), PoolAcceptance::default());
     for device in devices {
         if let DeviceKind::Zram { bytes, codec, acceptance } = &device.kind {
             if pool.is_some() {
@@ -399,8 +399,8 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
     backing.name = device.name();
     backing.priority = device.priority.unwrap_or(DEFAULT_PRIORITY);
     backing.plain = device.plain;
-    backing.turns = device.turns.unwrap_or_else(|| match &backing.medium {
-        Medium::File(file) => rotational::turns(file),
+    backing.rotational = device.rotational.unwrap_or_else(|| match &backing.medium {
+        Medium::File(file) => rotational::is_rotational(file),
         Medium::Nbd(..) => false,
     });
     match &device.mirror {
@@ -484,8 +484,8 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         // The file is sparse: its size is what it may grow to.
         None => budget.saturating_mul(16).clamp(4 << 30, 64 << 30).min(free / 10 * 9),
     };
-    if bytes < SMALLEST_FILE {
-        return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: SMALLEST_FILE });
+    if bytes < MIN_FILE_BYTES {
+        return Err(DeviceError::NoRoom { place: path.to_owned(), free, asked: MIN_FILE_BYTES });
     }
     let (file, direct_io) =
         if place == path { unnamed(path) } else { named(path) }.map_err(create)?;
@@ -502,7 +502,7 @@ fn open_file(path: &Path, asked: Option<u64>, budget: u64) -> Result<Backing, De
         direct_io,
         mirror: None,
         plain: false,
-        turns: false,
+        rotational: false,
     })
 }
 
@@ -532,8 +532,8 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         return Err(DeviceError::NoMark(path.to_owned()));
     }
     let bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
-    if bytes < SMALLEST_FILE {
-        return Err(DeviceError::TooSmall(path.display().to_string(), SMALLEST_FILE));
+    if bytes < MIN_FILE_BYTES {
+        return Err(DeviceError::TooSmall(path.display().to_string(), MIN_FILE_BYTES));
     }
     let extents = (bytes / EXTENT_BYTES - 1).min(MAX_EXTENTS as u64) as u32;
     Ok(Backing {
@@ -547,28 +547,28 @@ fn open_block(path: &Path) -> Result<Backing, DeviceError> {
         direct_io: true,
         mirror: None,
         plain: false,
-        turns: false,
+        rotational: false,
     })
 }
 
 /// Connects to an export. Its first extent's worth stays as it is: what is there tells that nobody
 /// needs the rest.
 fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
-    const LOOKED_AT: usize = 128 << 10;
+    const PROBED_BYTES: usize = 128 << 10;
     let connector = Arc::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?);
     let (connection, export) = connector.connect().map_err(DeviceError::Nbd)?;
-    if export.size < SMALLEST_FILE {
-        return Err(DeviceError::TooSmall(url.to_string(), SMALLEST_FILE));
+    if export.size < MIN_FILE_BYTES {
+        return Err(DeviceError::TooSmall(url.to_string(), MIN_FILE_BYTES));
     }
     let dialer = LocalDialer::new(Connector::new(url.clone()).map_err(DeviceError::Nbd)?, export);
-    let mut start = vec![0; LOOKED_AT];
+    let mut start = vec![0; PROBED_BYTES];
     let read = Nbd::new(export, Options::default(), Box::new(dialer), vec![connection])
         .read_at(0, &mut start);
     match read {
-        Ok(LOOKED_AT)
+        Ok(PROBED_BYTES)
             if start.iter().all(|byte| *byte == 0)
                 || start[SWAP_MARK_AT as usize..].starts_with(SWAP_MARK) => {}
-        Ok(LOOKED_AT) => return Err(DeviceError::NotEmpty(url.to_string())),
+        Ok(PROBED_BYTES) => return Err(DeviceError::NotEmpty(url.to_string())),
         Ok(_) => {
             return Err(DeviceError::Create(
                 url.to_string().into(),
@@ -588,7 +588,7 @@ fn open_nbd(url: &Url) -> Result<Backing, DeviceError> {
         direct_io: true,
         mirror: None,
         plain: false,
-        turns: false,
+        rotational: false,
     })
 }
 

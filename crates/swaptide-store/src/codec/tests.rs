@@ -117,7 +117,7 @@ fn the_run_a_page_ends_in_is_left_out_and_comes_back() {
                 };
                 assert_eq!(Codec::of(bytes), codec);
                 assert!(
-                    bytes.len() <= at + 48 && bytes.len() > SHORTEST,
+                    bytes.len() <= at + 48 && bytes.len() > MIN_PACKED_BYTES,
                     "{at} random bytes are {}",
                     bytes.len()
                 );
@@ -198,7 +198,7 @@ fn a_higher_level_takes_less_and_every_level_comes_back() {
         );
         word[7] = k as u8 / 4;
     }
-    let sizes: Vec<usize> = (1..=Level::LAST.get())
+    let sizes: Vec<usize> = (1..=Level::MAX.get())
         .filter_map(Level::new)
         .map(|level| {
             let mut c = Compressor::new(Scheme { choice: Choice::Zstd, level });

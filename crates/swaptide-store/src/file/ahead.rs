@@ -26,14 +26,14 @@ use super::{Buffer, FileDevice, ReadError, Stamp};
 use crate::{CLUSTER_SLOTS, PAGE_SIZE, Page, Slot};
 
 /// Pages around one that are read at most.
-pub const MOST_AHEAD: usize = 128;
+pub const MAX_BLOCK_PAGES: usize = 128;
 /// Pages that are held at most: two of the largest blocks.
-const MOST_HELD: usize = 2 * MOST_AHEAD;
+const MAX_HELD_PAGES: usize = 2 * MAX_BLOCK_PAGES;
 /// Pages there is always room for: of several small blocks.
-const LEAST_HELD: usize = 64;
+const MIN_HELD_PAGES: usize = 64;
 /// Hits that the first window counts on, and the most that count.
-const FIRST_HITS: u32 = 4;
-const MOST_HITS: u32 = 63;
+const INITIAL_HITS: u32 = 4;
+const MAX_HITS: u32 = 63;
 
 /// What [`ReadAhead::read`] did.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -56,7 +56,7 @@ struct Window {
 
 impl Window {
     const fn new() -> Window {
-        Window { hits: FIRST_HITS, last: 0, at: Slot(u32::MAX) }
+        Window { hits: INITIAL_HITS, last: 0, at: Slot(u32::MAX) }
     }
 
     /// Pages of the block for a slot that was not held: a power of two, at most `most`.
@@ -66,7 +66,7 @@ impl Window {
             0 => 1 + usize::from(is_beside),
             hits => (hits as usize + 2).next_power_of_two().max(4),
         };
-        let most = 1 << most.clamp(1, MOST_AHEAD).ilog2();
+        let most = 1 << most.clamp(1, MAX_BLOCK_PAGES).ilog2();
         let pages = pages.max(self.last / 2).min(most);
         *self = Window { hits: 0, last: pages, at: slot };
         pages
@@ -77,7 +77,7 @@ impl Window {
 pub struct ReadAhead {
     buffer: Buffer,
     /// What lies in each page of the buffer.
-    held: [Option<(Slot, Stamp)>; MOST_HELD],
+    held: [Option<(Slot, Stamp)>; MAX_HELD_PAGES],
     /// The page of the buffer that is used next.
     next: usize,
     window: Window,
@@ -87,7 +87,7 @@ impl Default for ReadAhead {
     fn default() -> Self {
         ReadAhead {
             buffer: Buffer::default(),
-            held: [None; MOST_HELD],
+            held: [None; MAX_HELD_PAGES],
             next: 0,
             window: Window::new(),
         }
@@ -115,7 +115,7 @@ impl ReadAhead {
         for (slot, page) in reqs.iter_mut() {
             if self.take(device, *slot, page) {
                 came.hits += 1;
-                self.window.hits = (self.window.hits + 1).min(MOST_HITS);
+                self.window.hits = (self.window.hits + 1).min(MAX_HITS);
             } else {
                 rest.push((*slot, page));
             }
@@ -127,7 +127,7 @@ impl ReadAhead {
             let pages = self.window.next(*slot, most);
             let beside = device.beside(*slot, pages);
             if !beside.is_empty()
-                && self.read_with(device, (*slot, page), &beside, (2 * most).max(LEAST_HELD))
+                && self.read_with(device, (*slot, page), &beside, (2 * most).max(MIN_HELD_PAGES))
             {
                 came.ahead = beside.len();
                 return Ok(came);
@@ -140,7 +140,7 @@ impl ReadAhead {
     pub fn clear(&mut self) {
         if !self.buffer.is_none() {
             self.buffer = Buffer::default();
-            self.held = [None; MOST_HELD];
+            self.held = [None; MAX_HELD_PAGES];
             self.next = 0;
         }
     }
@@ -152,7 +152,7 @@ impl ReadAhead {
             return false;
         };
         self.held[at] = None;
-        let Ok(buffer) = self.buffer.blocks(MOST_HELD) else { return false };
+        let Ok(buffer) = self.buffer.blocks(MAX_HELD_PAGES) else { return false };
         page.copy_from_slice(&buffer[at * PAGE_SIZE..][..PAGE_SIZE]);
         true
     }
@@ -166,12 +166,12 @@ impl ReadAhead {
         beside: &[(Slot, Stamp)],
         room: usize,
     ) -> bool {
-        if self.next + beside.len() > room.min(MOST_HELD) {
+        if self.next + beside.len() > room.min(MAX_HELD_PAGES) {
             self.next = 0;
         }
         let places = self.next..self.next + beside.len();
         self.held[places.clone()].fill(None);
-        let Ok(buffer) = self.buffer.blocks(MOST_HELD) else { return false };
+        let Ok(buffer) = self.buffer.blocks(MAX_HELD_PAGES) else { return false };
         let (pages, _) = buffer[places.start * PAGE_SIZE..].as_chunks_mut::<PAGE_SIZE>();
         let mut reqs = vec![asked];
         reqs.extend(beside.iter().zip(pages).map(|((slot, _), page)| (*slot, page)));

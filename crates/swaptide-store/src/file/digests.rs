@@ -41,7 +41,7 @@ impl Digester {
 }
 
 #[cfg_attr(test, derive(Clone))]
-struct Cluster {
+struct DigestCluster {
     digests: [Digest; CLUSTER_SLOTS],
     used: usize,
 }
@@ -49,7 +49,7 @@ struct Cluster {
 #[derive(Default)]
 #[cfg_attr(test, derive(Clone))]
 pub(super) struct Digests {
-    clusters: Vec<Option<Box<Cluster>>>,
+    clusters: Vec<Option<Box<DigestCluster>>>,
     allocated: usize,
 }
 
@@ -68,7 +68,7 @@ impl Digests {
         let allocated = &mut self.allocated;
         let cluster = self.clusters[at].get_or_insert_with(|| {
             *allocated += 1;
-            Box::new(Cluster { digests: [Digest::NONE; CLUSTER_SLOTS], used: 0 })
+            Box::new(DigestCluster { digests: [Digest::NONE; CLUSTER_SLOTS], used: 0 })
         });
         let before = core::mem::replace(&mut cluster.digests[index], digest);
         cluster.used += usize::from(before == Digest::NONE);
@@ -89,7 +89,7 @@ impl Digests {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.capacity() * size_of::<Option<Box<Cluster>>>()
-            + self.allocated * size_of::<Cluster>()
+        self.clusters.capacity() * size_of::<Option<Box<DigestCluster>>>()
+            + self.allocated * size_of::<DigestCluster>()
     }
 }

@@ -1,10 +1,10 @@
 //! The extents leased: which of their blocks are live, and where the next object goes.
 //!
 //! Objects (packed pages, 1 to 4096 bytes) are laid one after the other into a *run* of free blocks
-//! of one open extent; a [`WriteCursor`] is the place in the run that has been reached. When the open
-//! extent has no further run, the next one is an extent of ours that has become sparse, else a new
-//! lease, else (the file may not grow) whichever has room. An extent whose last object is freed is
-//! handed to the caller to be let go.
+//! of one open extent; a [`WriteCursor`] is the place in the run that has been reached. When the
+//! open extent has no further run, the next one is an extent of ours that has become sparse, else a
+//! new lease, else (the file may not grow) whichever has room. An extent whose last object is freed
+//! is handed to the caller to be let go.
 //!
 //! A few free blocks are always kept for cleaning, which moves the objects of extents whose blocks
 //! are in use but mostly garbage; a lease is asked for before they are touched.
@@ -30,17 +30,17 @@ use crate::PAGE_SIZE;
 /// An extent of ours with fewer live blocks than this is written to again.
 const SPARSE_BELOW: u16 = (EXTENT_PAGES / 4) as u16;
 /// Shortest run worth using in a sparse extent. One below [`SPARSE_BELOW`] always has such a run.
-const SHORTEST_RUN: usize = 3;
+const MIN_RUN_BLOCKS: usize = 3;
 /// When the file may not grow: an extent with so many free blocks is used as it is, before cleaning
 /// is thought of.
-const ROOMY: usize = EXTENT_PAGES / 8;
+const ROOMY_FREE_BLOCKS: usize = EXTENT_PAGES / 8;
 /// Free blocks that only cleaning may use.
 pub(super) const RESERVE: usize = 16;
 /// Extents cleaned at a time.
-const VICTIMS: usize = 4;
+const MAX_VICTIMS: usize = 4;
 /// An extent is worth cleaning when the blocks this gains are at least one in so many of those it
 /// moves.
-const WORTH: usize = 6;
+const MIN_GAIN_DIVISOR: usize = 6;
 const BLOCK_BITS: u32 = EXTENT_PAGES.trailing_zeros();
 
 /// Where an object lies: its first block, its first byte in it, its length. Never beyond the
@@ -330,7 +330,7 @@ impl Extents {
                 if let Some(leased) = self.leased.get_mut(&extent) {
                     leased.listed = false;
                     if leased.live_blocks < SPARSE_BELOW && leased.writable() {
-                        return Ok(self.open(extent, SHORTEST_RUN));
+                        return Ok(self.open(extent, MIN_RUN_BLOCKS));
                     }
                 }
             }
@@ -343,7 +343,10 @@ impl Extents {
             self.leased.iter().filter(|(_, l)| l.writable()).min_by_key(|(_, l)| l.live_blocks);
         match roomy.map(|(&extent, l)| (extent, l.free_blocks())) {
             Some((extent, free)) if free > 0 => {
-                if free < ROOMY && purpose == Purpose::Write && !self.victims().is_empty() {
+                if free < ROOMY_FREE_BLOCKS
+                    && purpose == Purpose::Write
+                    && !self.extents_to_clean().is_empty()
+                {
                     return Err(Full::OfGarbage);
                 }
                 Ok(self.open(extent, 1))
@@ -357,7 +360,7 @@ impl Extents {
     }
 
     fn full(&self, purpose: Purpose) -> Full {
-        if purpose == Purpose::Write && !self.victims().is_empty() {
+        if purpose == Purpose::Write && !self.extents_to_clean().is_empty() {
             Full::OfGarbage
         } else {
             Full::Entirely
@@ -398,14 +401,16 @@ impl Extents {
     }
 
     /// The extents that cleaning gains most of, if it gains enough.
-    pub(super) fn victims(&self) -> Vec<Extent> {
-        let mut victims: Vec<(usize, u32)> = Vec::with_capacity(VICTIMS + 1);
+    pub(super) fn extents_to_clean(&self) -> Vec<Extent> {
+        let mut victims: Vec<(usize, u32)> = Vec::with_capacity(MAX_VICTIMS + 1);
         for (&extent, leased) in self.leased.iter().filter(|(_, l)| l.writable()) {
             let gain = leased.gain();
-            if gain * WORTH >= usize::from(leased.live_blocks).max(RESERVE * WORTH) {
+            if gain * MIN_GAIN_DIVISOR
+                >= usize::from(leased.live_blocks).max(RESERVE * MIN_GAIN_DIVISOR)
+            {
                 let at = victims.partition_point(|&(more, _)| more >= gain);
                 victims.insert(at, (gain, extent));
-                victims.truncate(VICTIMS);
+                victims.truncate(MAX_VICTIMS);
             }
         }
         victims.into_iter().map(|(_, extent)| Extent(extent)).collect()
@@ -507,7 +512,7 @@ impl Extents {
         self.leased
             .iter()
             .filter(|(_, l)| l.leaving)
-            .take(VICTIMS)
+            .take(MAX_VICTIMS)
             .map(|(&extent, _)| Extent(extent))
             .collect()
     }

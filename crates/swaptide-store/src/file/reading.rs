@@ -1,7 +1,7 @@
 //! Reading: from slots to pages.
 //!
-//! Owns nothing; each reader has one of the device's read_buffers, and with it the blocks it reads into.
-//! Rules and locks are those of the device ([`super`]).
+//! Owns nothing; each reader has one of the device's read_buffers, and with it the blocks it reads
+//! into. Rules and locks are those of the device ([`super`]).
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use swaptide_sys::lock::Lock;
 
 use super::cipher::{Cipher, Form};
 use super::io::Run;
-use super::places::Place;
+use super::places::SlotExtent;
 use super::{Buffer, FileDevice, PAGE_BLOCKS, ReadError, ReadErrorKind, State};
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
@@ -160,7 +160,7 @@ impl FileDevice {
 /// A page to read, and what it takes to open it.
 pub(super) struct Wanted {
     pub(super) slot: Slot,
-    pub(super) place: Place,
+    pub(super) place: SlotExtent,
     pub(super) counter: u64,
     pub(super) cipher: Arc<Cipher>,
     pub(super) form: Form,
@@ -171,7 +171,7 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    pub(super) fn new(state: &State, slot: Slot, place: Place, number: usize) -> Wanted {
+    pub(super) fn new(state: &State, slot: Slot, place: SlotExtent, number: usize) -> Wanted {
         let (cipher, form, base) = state.extents.sealed_with(place.span);
         Wanted {
             slot,
@@ -197,7 +197,7 @@ impl Wanted {
         page: &mut Page,
         unpacker: &mut Unpacker,
     ) -> Result<(), ReadErrorKind> {
-        let Place { span, tag, .. } = &self.place;
+        let SlotExtent { span, tag, .. } = &self.place;
         if bytes.len() == PAGE_SIZE {
             let opens =
                 self.cipher.open_into(self.form, self.counter, span.name(), tag, bytes, page);

@@ -329,7 +329,7 @@ impl<'p> Connection<'p> {
                 Ok(Incoming::HolePlace { index, last })
             }
             Head::Chunk { kind, last, len, .. }
-                if kind & wire::CHUNK_ERROR != 0 && (6..=wire::LONGEST_ERROR).contains(&len) =>
+                if kind & wire::CHUNK_ERROR != 0 && (6..=wire::MAX_ERROR_BYTES).contains(&len) =>
             {
                 Ok(Incoming::Error { index, len, last })
             }

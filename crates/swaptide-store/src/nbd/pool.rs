@@ -12,14 +12,14 @@ use core::time::Duration;
 use swaptide_sys::lock::futex::{self, Scope};
 use swaptide_sys::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 
-pub(super) const SEATS: usize = 16;
+pub(super) const MAX_POOLED_CONNECTIONS: usize = 16;
 const NONE: i32 = -1;
 
 pub(super) struct Pool {
     most: u32,
     /// Connections that exist, idle or in a call.
     open: AtomicU32,
-    idle: [AtomicI32; SEATS],
+    idle: [AtomicI32; MAX_POOLED_CONNECTIONS],
     /// Changes whenever a connection comes back or ends.
     changes: AtomicU32,
 }
@@ -37,9 +37,9 @@ impl Pool {
     /// For at most `most` connections.
     pub(super) fn new(most: u32) -> Pool {
         Pool {
-            most: most.clamp(1, SEATS as u32),
+            most: most.clamp(1, MAX_POOLED_CONNECTIONS as u32),
             open: AtomicU32::new(0),
-            idle: [const { AtomicI32::new(NONE) }; SEATS],
+            idle: [const { AtomicI32::new(NONE) }; MAX_POOLED_CONNECTIONS],
             changes: AtomicU32::new(0),
         }
     }

@@ -402,7 +402,7 @@ fn patience_ends_and_writes_do_not_try_for_a_while_then() {
     assert_eq!(nbd.write_many(&[(0, &[1; 4096])]), Err((0, Errno::TIMEDOUT)));
     assert_eq!(lab.dialed.load(SeqCst), dialed);
     assert_eq!(guarded_read(&nbd, 0, 4096).0, Ok(4096));
-    std::thread::sleep(WRITES_REST);
+    std::thread::sleep(WRITE_BACKOFF);
     assert_eq!(nbd.write_at(0, &[1; 4096]), Ok(4096));
     assert_eq!(nbd.stats().given_up, 2);
 }

@@ -30,7 +30,7 @@ pub(super) const CHUNK_HOLE: u16 = 2;
 pub(super) const CHUNK_ERROR: u16 = 1 << 15;
 
 /// The longest payload of a chunk that tells an error: its numbers and a message.
-pub(super) const LONGEST_ERROR: u32 = 8 << 10;
+pub(super) const MAX_ERROR_BYTES: u32 = 8 << 10;
 
 /// What a request begins with.
 pub(super) fn request(

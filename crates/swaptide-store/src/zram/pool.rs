@@ -6,9 +6,9 @@
 //! A block's pages are populated in one go when it is started, and given back when it empties; a
 //! few emptied blocks are kept warm, because the next swap-out wants pages again.
 //!
-//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how long it
-//! is, the checksum of its bytes. The head is what makes a mix-up or damage visible, and what lets
-//! compaction find the handle to change.
+//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how
+//! long it is, the checksum of its bytes. The head is what makes a mix-up or damage visible, and
+//! what lets compaction find the handle to change.
 //!
 //! Invariants:
 //! 1. `resident_pages` is the sum of the blocks' `resident`, and at least what the kernel has given
@@ -41,7 +41,7 @@ const INDEX_BITS: u32 = 11;
 const WARM_BLOCKS: usize = 16;
 /// How far the pool may go past its limit while objects are replaced by smaller ones: a new block
 /// for each class among them.
-const SLACK: usize = 16 * BLOCK_BYTES;
+const REPLACE_SLACK_BYTES: usize = 16 * BLOCK_BYTES;
 /// What is brought near of an object that will be read: the processor finds the rest by itself.
 const NEAR_LINES: usize = 8;
 const LINE_BYTES: usize = 64;
@@ -168,8 +168,8 @@ impl ObjectId {
 /// Whose an object is.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct Head {
-    /// The slot, of a unit the first one, and [`Head::SETTLED`]; [`Head::FREE`] when there is no
-    /// object.
+    /// The slot, of a unit the first one, and [`Head::RECOMPRESSED`];
+    /// [`Head::FREE`] when there is no object.
     pub(super) slot: u32,
     /// Bytes stored; of a free place, the next free one.
     pub(super) len: u16,
@@ -183,13 +183,13 @@ impl Head {
     const FREE: u32 = u32::MAX;
     /// Stands beside the slot of a page that needs no second look: it was compressed as well as it
     /// can be. Not used for units.
-    pub(super) const SETTLED: u32 = 1 << 30;
+    pub(super) const RECOMPRESSED: u32 = 1 << 30;
     /// End of a block's free list.
     const END: u16 = u16::MAX;
 
     /// The slot, or first slot.
     pub(super) fn owner(self) -> u32 {
-        self.slot & !Head::SETTLED
+        self.slot & !Head::RECOMPRESSED
     }
 }
 
@@ -337,7 +337,7 @@ impl Pool {
     /// one put into a place of the old one's size, which is all there is there, nothing would be
     /// gained.
     pub(super) fn alloc_for_less(&mut self, head: Head) -> Result<ObjectId, PoolFull> {
-        self.slack = SLACK;
+        self.slack = REPLACE_SLACK_BYTES;
         let id = self.alloc(head);
         self.slack = 0;
         id
@@ -376,8 +376,8 @@ impl Pool {
         }
     }
 
-    pub(super) fn settle(&mut self, id: ObjectId) {
-        self.blocks[id.block()].heads[id.index()].slot |= Head::SETTLED;
+    pub(super) fn mark_recompressed(&mut self, id: ObjectId) {
+        self.blocks[id.block()].heads[id.index()].slot |= Head::RECOMPRESSED;
     }
 
     pub(super) fn set_live(&mut self, id: ObjectId, live: u16) {
@@ -434,8 +434,8 @@ impl Pool {
                 continue;
             };
             let used = usize::from(self.blocks[source as usize].used);
-            let here = self.room(class) - (usize::from(CLASS[class].objects) - used);
-            let above = if class + 1 < CLASSES { self.room(class + 1) } else { 0 };
+            let here = self.pages_with_room(class) - (usize::from(CLASS[class].objects) - used);
+            let above = if class + 1 < CLASSES { self.pages_with_room(class + 1) } else { 0 };
             if here + above >= used && self.empty_into_others(source, &mut copied, &mut moved) {
                 *cursor = class;
                 // What was moved away made room below; blocks of the class above may have filled
@@ -489,7 +489,7 @@ impl Pool {
     }
 
     /// Free places in a class's blocks.
-    fn room(&self, class: usize) -> usize {
+    fn pages_with_room(&self, class: usize) -> usize {
         let ClassState { blocks, used, .. } = self.classes[class];
         (blocks * u32::from(CLASS[class].objects) - used) as usize
     }

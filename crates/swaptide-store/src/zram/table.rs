@@ -44,14 +44,14 @@ impl Handle {
     }
 }
 
-struct Cluster {
+struct HandleCluster {
     handles: [u32; CLUSTER_SLOTS],
     used: usize,
 }
 
 /// The handles of all slots.
 pub(super) struct Handles {
-    clusters: Vec<Option<Box<Cluster>>>,
+    clusters: Vec<Option<Box<HandleCluster>>>,
     max_slots: u32,
     allocated: usize,
     used: usize,
@@ -94,8 +94,9 @@ impl Handles {
             }
             self.allocated += 1;
         }
-        let cluster =
-            place.get_or_insert_with(|| Box::new(Cluster { handles: [0; CLUSTER_SLOTS], used: 0 }));
+        let cluster = place.get_or_insert_with(|| {
+            Box::new(HandleCluster { handles: [0; CLUSTER_SLOTS], used: 0 })
+        });
         let before =
             Handle::decode(core::mem::replace(&mut cluster.handles[index], handle.encode()));
         let (had, has) =
@@ -115,8 +116,8 @@ impl Handles {
     }
 
     pub(super) fn metadata_bytes(&self) -> usize {
-        self.clusters.len() * size_of::<Option<Box<Cluster>>>()
-            + self.allocated * size_of::<Cluster>()
+        self.clusters.len() * size_of::<Option<Box<HandleCluster>>>()
+            + self.allocated * size_of::<HandleCluster>()
     }
 }
 

@@ -121,16 +121,16 @@ proptest! {
                 }
                 Op::Settle { slot, most } => {
                     let mut bytes = Vec::new();
-                    if zram.unsettled(Slot(slot), &mut bytes) {
+                    if zram.not_recompressed(Slot(slot), &mut bytes) {
                         let mut out = [9; PAGE_SIZE];
                         Unpacker::new().unpack(&bytes, &mut out).unwrap();
                         prop_assert!(out == *model[&slot]);
                         let tight = codec.compress_tightly(&out, most.min(bytes.len()));
                         let before = zram.stored_bytes();
-                        match zram.settle(Slot(slot), tight) {
+                        match zram.replace_recompressed(Slot(slot), tight) {
                             Ok(saved) => {
                                 prop_assert_eq!(saved, before - zram.stored_bytes());
-                                prop_assert!(!zram.unsettled(Slot(slot), &mut bytes), "tried twice");
+                                prop_assert!(!zram.not_recompressed(Slot(slot), &mut bytes), "tried twice");
                             }
                             Err(PoolFull) => prop_assert!(zram.limit() < usize::MAX),
                         }
@@ -256,9 +256,9 @@ fn what_is_replaced_by_less_at_the_limit_leaves_room() {
     for slot in (0..SLOTS).filter(|slot| slot % 8 != 0) {
         let less = Some(&bytes[..1400 + numbers.below(200)]);
         // Of the places that are free by now some are in every block.
-        let saved = zram.settle(Slot(slot), less).or_else(|_| {
+        let saved = zram.replace_recompressed(Slot(slot), less).or_else(|_| {
             zram.compact(256 << 10);
-            zram.settle(Slot(slot), less)
+            zram.replace_recompressed(Slot(slot), less)
         });
         assert!(saved.unwrap() > 0);
         assert!(zram.pool_bytes() <= full + (1 << 20));
@@ -365,9 +365,9 @@ fn threads_load_and_store_while_one_compacts() {
                                 // As the engine does it: out, and in again if nothing happened
                                 // to the slot; here nothing does.
                                 let mut bytes = Vec::new();
-                                if zram.unsettled(Slot(slot), &mut bytes) {
+                                if zram.not_recompressed(Slot(slot), &mut bytes) {
                                     Unpacker::new().unpack(&bytes, &mut out).unwrap();
-                                    zram.settle(
+                                    zram.replace_recompressed(
                                         Slot(slot),
                                         codec.compress_tightly(&out, bytes.len()),
                                     )
@@ -454,7 +454,7 @@ fn a_flipped_bit_is_never_handed_out() {
                 device.packed(Slot(3), &mut bytes, &mut unpacker),
                 Err(Damaged { slot: Slot(3), what: CHANGED })
             );
-            assert!(!device.unsettled(Slot(3), &mut bytes));
+            assert!(!device.not_recompressed(Slot(3), &mut bytes));
             assert_eq!(bytes, [7]);
         }
     }

@@ -32,8 +32,8 @@ fn page(n: u8) -> Page {
     std::array::from_fn(|k| n ^ (k as u8).wrapping_mul(37))
 }
 
-fn order(seat: usize, slots: &[(usize, u32)]) -> Order {
-    let mut order = Order {
+fn order(seat: usize, slots: &[(usize, u32)]) -> RemoteRead {
+    let mut order = RemoteRead {
         seat,
         server: ServerId(0),
         slots: [Slot(0); PAGES_PER_CHUNK],
@@ -51,7 +51,7 @@ fn order(seat: usize, slots: &[(usize, u32)]) -> Order {
 
 #[test]
 fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away() {
-    let (devices, far) = (devices(), Far::new().expect("address space"));
+    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
     let device = &devices.file.device;
     for n in 1..=5u8 {
         device.write(&[(Slot(u32::from(n)), Packed::Raw(&page(n)))]).expect("written");
@@ -59,8 +59,9 @@ fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away(
     let mut orders = [order(3, &[(0, 1), (15, 2)]), order(9, &[(7, 3)])];
     far.read(device, &mut orders, |line| panic!("{line}"));
     assert_eq!(orders.map(|order| (order.read, order.lost)), [(0x8001, 0), (0x80, 0)]);
-    let found =
-        |order: &Order| far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>();
+    let found = |order: &RemoteRead| {
+        far.pages(order).map(|(bit, _, page)| (bit, *page)).collect::<Vec<_>>()
+    };
     assert!(found(&orders[0]) == [(1, page(1)), (0x8000, page(2))]);
     assert!(found(&orders[1]) == [(0x80, page(3))]);
     // Somebody frees a page between its order and the reading.
@@ -77,7 +78,7 @@ fn orders_are_read_to_their_seats_and_what_is_not_there_keeps_nothing_else_away(
 
 #[test]
 fn what_is_damaged_is_lost_alone() {
-    let (devices, far) = (devices(), Far::new().expect("address space"));
+    let (devices, far) = (devices(), RemoteReads::new().expect("address space"));
     let device = &devices.file.device;
     let pages: Vec<Page> =
         (0..4).map(|n| std::array::from_fn(|k| ((k * k) >> 3) as u8 ^ n)).collect();
@@ -102,7 +103,7 @@ fn what_is_damaged_is_lost_alone() {
 
 #[test]
 fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
-    let (devices, far) = (devices_with_mishaps(1), Far::new().expect("address space"));
+    let (devices, far) = (devices_with_mishaps(1), RemoteReads::new().expect("address space"));
     let device = &devices.file.device;
     let mut written = false;
     for _ in 0..8 {
@@ -127,7 +128,7 @@ fn what_fails_three_times_in_a_row_is_read_and_not_lost() {
 #[test]
 fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
     let mut queue = Queue::default();
-    let at = |server, seat| Order { server: ServerId(server), ..order(seat, &[(0, 1)]) };
+    let at = |server, seat| RemoteRead { server: ServerId(server), ..order(seat, &[(0, 1)]) };
     let take = |queue: &mut Queue, reader| {
         let mut orders = Vec::new();
         queue.take(reader, &mut orders);
@@ -139,13 +140,13 @@ fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
     queue.sent.extend([at(1, 3)]);
     assert_eq!(take(&mut queue, 2), [3], "several readers may wait for one");
     // The second one has not heard anything for long.
-    queue.calls[1] = Some((ServerId(2), Nanos(now().0 - 2 * LATE.as_nanos() as u64)));
+    queue.calls[1] = Some((ServerId(2), Nanos(now().0 - 2 * SLOW_SERVER.as_nanos() as u64)));
     queue.sent.extend([at(2, 4), at(1, 5)]);
     assert_eq!(take(&mut queue, 3), [5]);
     assert!(take(&mut queue, 4).is_empty());
     assert_eq!(take(&mut queue, 1), [4], "it is back itself");
     // One reader is left to the other servers.
-    queue.calls = [Some((ServerId(1), now())); READERS];
+    queue.calls = [Some((ServerId(1), now())); MAX_READERS];
     queue.calls[4] = None;
     queue.sent.extend([at(1, 6), at(2, 7)]);
     assert_eq!(take(&mut queue, 4), [7]);
@@ -154,33 +155,33 @@ fn a_server_that_keeps_one_waiting_gets_no_other_reader() {
 #[test]
 fn what_a_fault_led_to_goes_before_what_nobody_asked_for() {
     let mut queue = Queue::default();
-    let at = |seat, unasked| Order { unasked, ..order(seat, &[(0, 1)]) };
+    let at = |seat, unasked| RemoteRead { unasked, ..order(seat, &[(0, 1)]) };
     queue.send([at(0, true), at(1, true)].into_iter());
     queue.send([at(2, false), at(3, false)].into_iter());
     queue.send([at(4, true)].into_iter());
     queue.send([at(5, false)].into_iter());
     assert_eq!(queue.sent.iter().map(|order| order.seat).collect::<Vec<_>>(), [2, 3, 5, 0, 1, 4]);
-    let mut away = Away::new();
+    let mut away = InFlight::new();
     away.asks(Some(LAST_PAGE));
     assert!(away.draft(ChunkNo(1), ServerId(1)).expect("a seat").0.unasked);
     away.asks(Some(ChunkNo(2).first()));
     assert!(!away.draft(ChunkNo(2), ServerId(1)).expect("a seat").0.unasked);
-    assert!(away.has_seats(SEATS - 2) && !away.has_seats(SEATS - 1));
+    assert!(away.has_buffers(MAX_REMOTE_READS - 2) && !away.has_buffers(MAX_REMOTE_READS - 1));
 }
 
 #[test]
 fn who_waits_for_what_is_under_way_is_known() {
-    let mut away = Away::new();
+    let mut away = InFlight::new();
     let page = |k| ChunkNo(7).first().plus(k);
     away.draft(ChunkNo(7), ServerId(1)).expect("a seat").1.wanted = 0b110;
     assert!(!away.is_awaited() && away.bytes() == 2 * PAGE_SIZE);
-    assert!(!away.waits(page(0)) && !away.is_awaited(), "that one was not sent for");
-    assert!(away.waits(page(2)) && away.is_awaited());
+    assert!(!away.begin_wait(page(0)) && !away.is_awaited(), "that one was not sent for");
+    assert!(away.begin_wait(page(2)) && away.is_awaited());
 }
 
 #[test]
 fn pages_of_a_chunk_go_together_and_each_order_has_a_seat_of_its_own() {
-    let mut away = Away::new();
+    let mut away = InFlight::new();
     let (here, there) = (ServerId(1), ServerId(2));
     let page = |chunk: usize, k| ChunkNo(chunk).first().plus(k);
     for (k, server) in [(1, here), (4, here), (6, there)] {
@@ -200,20 +201,24 @@ fn pages_of_a_chunk_go_together_and_each_order_has_a_seat_of_its_own() {
     );
     // What was sent is no draft any more.
     away.drafts.clear();
-    let seats: Vec<usize> =
-        (0..SEATS - 2).map(|n| away.draft(ChunkNo(7 + n), there).expect("a seat").0.seat).collect();
+    let seats: Vec<usize> = (0..MAX_REMOTE_READS - 2)
+        .map(|n| away.draft(ChunkNo(7 + n), there).expect("a seat").0.seat)
+        .collect();
     assert!(seats.iter().zip(2..).all(|(seat, n)| *seat == n), "{seats:?}");
     assert!(away.draft(ChunkNo(1000), there).is_none(), "all seats are taken");
-    assert!(away.draft(ChunkNo(7 + SEATS - 3), there).is_some(), "the last one has its seat");
-    assert!(away.draft(ChunkNo(7 + SEATS - 3), here).is_none());
+    assert!(
+        away.draft(ChunkNo(7 + MAX_REMOTE_READS - 3), there).is_some(),
+        "the last one has its seat"
+    );
+    assert!(away.draft(ChunkNo(7 + MAX_REMOTE_READS - 3), here).is_none());
 }
 
 #[test]
 fn sending_is_usual_for_a_while() {
-    let mut away = Away::new();
+    let mut away = InFlight::new();
     assert!(!away.is_usual());
     away.quiet = 0;
-    for _ in 0..QUIET - 1 {
+    for _ in 0..RARE_AFTER_FAULTS - 1 {
         away.asks(None);
         assert!(away.is_usual());
     }

@@ -20,8 +20,8 @@ fn keeper(
     areas: Arc<Areas>,
     budget: u64,
     strict: bool,
-) -> Keeper {
-    let mut keeper = Keeper::new(segment, areas, Groups::new(segment, budget), budget);
+) -> MemoryController {
+    let mut keeper = MemoryController::new(segment, areas, Groups::new(segment, budget), budget);
     let (root, program) = (child.id(), "sleep".to_owned());
     keeper.add_run(Run {
         root,
@@ -138,7 +138,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     slot.swapped_file_bytes.store(100 << 20, Relaxed);
     let mut keeper = keeper(&child, segment, no_areas(segment), 64 << 20, false);
     keeper.tick();
-    let pressure = |keeper: &mut Keeper| {
+    let pressure = |keeper: &mut MemoryController| {
         let member = Member {
             pid: child.id(),
             slot: Some(segment.claimed().next().expect("the slot").0),

@@ -1,7 +1,7 @@
 //! What processes that share pages since a fork get beyond their limits. Pure arithmetic.
 //!
-//! Owns how long what is shared, and what was copied, counts ([`Lasting`], [`Lately`]), and the
-//! rule of lending ([`lend`]).
+//! Owns how long what is shared, and what was copied, counts ([`StableMin`], [`RecentSum`]), and
+//! the rule of lending ([`cow_credit`]).
 //!
 //! Invariants
 //! 1. What is lent is no more than what a process shares: what it may use by that together with its
@@ -15,7 +15,7 @@ use crate::memctl::policy::{Bounds, Process, Standing, is_in, sums};
 
 /// Pages that were shared for so long will be so a while longer: a program that copies what a fork
 /// left it shared does it sooner.
-const SETTLES: Duration = Duration::from_millis(100);
+const STABLE_AFTER: Duration = Duration::from_millis(100);
 /// The time in which engines take out what a program copies of what a fork left it shared.
 const COPIED_AHEAD: Duration = Duration::from_millis(50);
 
@@ -23,32 +23,32 @@ const COPIED_AHEAD: Duration = Duration::from_millis(50);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sharing {
     /// What it holds resident beyond what it uses: the parts of shared pages that count for others.
-    /// Outside of families, what [`Lasting`] makes of it.
+    /// Outside of families, what [`StableMin`] makes of it.
     pub bytes: u64,
     /// What it was lent so far.
     pub lent: u64,
     /// It is of a family.
     pub of_family: bool,
-    /// Bytes of shared pages that were copied for it [`Lately`].
+    /// Bytes of shared pages that were copied for it [`RecentSum`].
     pub copied: u64,
 }
 
 /// Follows [`Sharing::bytes`] of a process: what lasts.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Lasting {
+pub struct StableMin {
     before: u64,
     least: u64,
     age: Duration,
 }
 
-impl Lasting {
+impl StableMin {
     /// A process shares `bytes` now, `elapsed` after the last time; gives what it shared all the
-    /// time for one to two `SETTLES`.
+    /// time for one to two `STABLE_AFTER`.
     pub fn follow(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.least = self.least.min(bytes);
         self.age += elapsed;
-        if self.age >= SETTLES {
-            *self = Lasting { before: self.least, least: bytes, age: Duration::ZERO };
+        if self.age >= STABLE_AFTER {
+            *self = StableMin { before: self.least, least: bytes, age: Duration::ZERO };
         }
         self.before.min(self.least)
     }
@@ -56,18 +56,18 @@ impl Lasting {
 
 /// Follows what was copied for a process: that of the last one to two `COPIED_AHEAD`.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Lately {
+pub struct RecentSum {
     before: u64,
     now: u64,
     age: Duration,
 }
 
-impl Lately {
+impl RecentSum {
     /// `bytes` were copied in the time `elapsed`; gives what was lately, these among it.
     pub fn add(&mut self, bytes: u64, elapsed: Duration) -> u64 {
         self.age += elapsed;
         if self.age >= COPIED_AHEAD {
-            *self = Lately {
+            *self = RecentSum {
                 before: if self.age < 2 * COPIED_AHEAD { self.now } else { 0 },
                 now: 0,
                 age: Duration::ZERO,
@@ -92,7 +92,7 @@ impl Lately {
 /// that is shared is lent at once, but for as much as was copied lately (by what the kernel counts
 /// of faults): so much may be copied again before engines have taken anything out. A group that has
 /// more than it may gets four times as much less.
-pub fn lend(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
+pub fn cow_credit(groups: &[Bounds], processes: &[Process], sharing: &[Sharing]) -> Vec<u64> {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
     let over = |p: &Process| {
         let over = (0..groups.len())
@@ -141,9 +141,9 @@ mod tests {
         let shared = [sharing(0, 0), sharing(6, 0), sharing(4, 0), sharing(4, 3), sharing(4, 0)];
         // Who has no pressure needs it only if it is what keeps the pressure away; nor does he who
         // is far below his limit.
-        assert_eq!(lend(&groups, &processes, &shared), [0, 6 * MIB, 0, 4 * MIB, 0]);
+        assert_eq!(cow_credit(&groups, &processes, &shared), [0, 6 * MIB, 0, 4 * MIB, 0]);
         assert_eq!(
-            lend(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]),
+            cow_credit(&groups, &[forked(40, 10, 40), forked(9, 10, 8)], &[sharing(4, 4); 2]),
             [0, 0],
             "more than there is"
         );
@@ -158,7 +158,7 @@ mod tests {
         let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
         let outside = process(Standing::Engaged, 18, 10, 18);
         assert_eq!(
-            lend(
+            cow_credit(
                 &groups,
                 &[inside, outside],
                 &[Sharing { bytes: 8 * MIB, ..Sharing::default() }; 2]
@@ -169,11 +169,11 @@ mod tests {
 
     #[test]
     fn what_is_shared_counts_when_it_has_lasted_and_goes_at_once() {
-        let mut lasting = Lasting::default();
+        let mut lasting = StableMin::default();
         let mut counted = [0; 60];
         for (at, counts) in counted.iter_mut().enumerate() {
             let bytes = if at < 50 { 100 + at as u64 } else { 20 };
-            *counts = lasting.follow(bytes, SETTLES / 10);
+            *counts = lasting.follow(bytes, STABLE_AFTER / 10);
         }
         assert_eq!((counted[0], counted[9], counted[19]), (0, 0, 109), "{counted:?}");
         assert!(counted[30..50].iter().all(|counts| *counts >= 110), "{counted:?}");
@@ -192,25 +192,25 @@ mod tests {
         };
         let processes = [forked(16, 8), forked(4, 8), forked(2, 20)];
         assert_eq!(
-            lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 0)]),
+            cow_credit(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 0)]),
             [0, 6 * MIB, 0]
         );
         // What is copied is not lent, also where another does it.
         assert_eq!(
-            lend(&groups, &processes, &[sharing(0, 9), sharing(6, 2), sharing(4, 1)]),
+            cow_credit(&groups, &processes, &[sharing(0, 9), sharing(6, 2), sharing(4, 1)]),
             [0, 3 * MIB, 0]
         );
         assert_eq!(
-            lend(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 10)]),
+            cow_credit(&groups, &processes, &[sharing(0, 0), sharing(6, 0), sharing(4, 10)]),
             [0; 3]
         );
         assert_eq!(
-            lend(&groups, &[forked(40, 40), forked(9, 8)], &[sharing(4, 0); 2]),
+            cow_credit(&groups, &[forked(40, 40), forked(9, 8)], &[sharing(4, 0); 2]),
             [0, 0],
             "more than there is"
         );
         let (total, bound) = (48 * MIB + 256 * 1024, &groups);
-        let over = lend(
+        let over = cow_credit(
             bound,
             &[Process { used: total - 9 * MIB, ..forked(0, 40) }, forked(9, 8)],
             &[sharing(4, 0); 2],
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn what_came_lately_is_forgotten_in_time() {
-        let mut lately = Lately::default();
+        let mut lately = RecentSum::default();
         let step = COPIED_AHEAD / 5;
         let seen: Vec<u64> =
             (0..20).map(|at| lately.add(if at < 5 { 10 } else { 0 }, step)).collect();
@@ -238,7 +238,7 @@ mod tests {
         let inside = Process { group: 1, ..process(Standing::Engaged, 21, 10, 18) };
         let outside = process(Standing::Engaged, 18, 10, 18);
         assert_eq!(
-            lend(
+            cow_credit(
                 &groups,
                 &[inside, outside],
                 &[Sharing { bytes: 8 * MIB, of_family: true, ..Sharing::default() }; 2]

@@ -18,7 +18,7 @@ fn whole(share: u64) -> [Bounds; 1] {
 
 #[test]
 fn a_tree_within_its_budget_is_left_alone() {
-    let tree = [process(Standing::Watching, 200, 0, 0), process(Standing::Beyond, 150, 0, 0)];
+    let tree = [process(Standing::Watching, 200, 0, 0), process(Standing::Unmanaged, 150, 0, 0)];
     assert_eq!(decide(&whole(512 * MIB), &tree, TICK), Decision::default());
 }
 
@@ -35,7 +35,7 @@ fn the_biggest_is_engaged_and_gets_what_the_others_leave() {
     let tree = [
         process(Standing::Watching, 2, 0, 0),
         process(Standing::Watching, 440, 0, 0),
-        process(Standing::Beyond, 10, 0, 0),
+        process(Standing::Unmanaged, 10, 0, 0),
     ];
     let decision = decide(&whole(512 * MIB), &tree, TICK);
     assert_eq!(decision.engage, [1]);
@@ -114,7 +114,7 @@ fn in_a_crowd_nobody_is_left_with_what_it_cannot_use() {
             (p.limit, p.used) = (limit, limit);
         }
     }
-    assert!(group.iter().all(|p| p.limit >= 3 * MIB + CROWDED_FLOOR), "{group:?}");
+    assert!(group.iter().all(|p| p.limit >= 3 * MIB + CROWDED_FLOOR_BYTES), "{group:?}");
     // Where that is more than there is, they have less: the budget is held.
     let given = limits(&whole(240 * MIB), &group, YIELD_TIME);
     assert!(
@@ -149,7 +149,7 @@ fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twi
         );
     }
     assert!(group[1].limit > 480 * MIB, "{}", group[1].limit / MIB);
-    assert!(group[0].limit >= FLOOR, "{}", group[0].limit);
+    assert!(group[0].limit >= FLOOR_BYTES, "{}", group[0].limit);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn a_group_at_its_maximum_is_engaged_while_the_budget_is_free() {
     let tree = [
         member(3, process(Standing::Watching, 90, 0, 0)),
         member(2, process(Standing::Watching, 300, 0, 0)),
-        member(1, process(Standing::Beyond, 5, 0, 0)),
+        member(1, process(Standing::Unmanaged, 5, 0, 0)),
     ];
     let decision = decide(&groups, &tree, TICK);
     assert_eq!(decision.engage, [0]);
@@ -236,7 +236,7 @@ fn what_is_kept_for_a_group_stays_with_it_and_its_lack_is_told() {
 #[test]
 fn when_nothing_is_left_everybody_keeps_its_floor() {
     let group = [process(Standing::Engaged, 300, 0, 300), process(Standing::Engaged, 3, 0, 100)];
-    assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR, CROWDED_FLOOR]);
+    assert_eq!(limits(&whole(0), &group, TICK), [CROWDED_FLOOR_BYTES, CROWDED_FLOOR_BYTES]);
     assert_eq!(
         limits(&whole(16 * MIB), &group, TICK).iter().min(),
         Some(&(3 * MIB)),
@@ -343,7 +343,7 @@ proptest! {
         for (at, group) in groups.iter().enumerate() {
             let within: Vec<&Process> = tree.iter().filter(|p| is_in(&groups, p.group, at)).collect();
             let sum: u64 = within.iter().map(|p| p.limit).sum();
-            let floors = within.len() as u64 * CROWDED_FLOOR;
+            let floors = within.len() as u64 * CROWDED_FLOOR_BYTES;
             prop_assert!(sum <= group.most().max(floors).saturating_add(1), "group {at}: {sum} of \
                 {}", group.most());
         }
@@ -395,7 +395,7 @@ proptest! {
     #[test]
     fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
         let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-            group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Beyond][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0, kept: 0,
+            group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Unmanaged][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0, kept: 0,
         }).collect();
         let decision = decide(&whole(budget), &tree, TICK);
         let total: u64 = tree.iter().map(|p| p.used).sum();

@@ -23,15 +23,15 @@ fn a_cipher_can_be_switched_off_for_what_leaves_memory() {
 
 #[test]
 fn devices_are_read_as_documented() {
-    let acceptance = Acceptance::default();
+    let acceptance = PoolAcceptance::default();
     let zram = DeviceKind::Zram { bytes: 1 << 30, codec: Scheme::default(), acceptance };
     assert_eq!(
         parse("zram:1G").expect("zram"),
-        Device { kind: zram.clone(), priority: None, mirror: None, plain: false, turns: None }
+        Device { kind: zram.clone(), priority: None, mirror: None, plain: false, rotational: None }
     );
     assert_eq!(
         parse("zram:1G,prio=-1").expect("zram"),
-        Device { kind: zram, priority: Some(-1), mirror: None, plain: false, turns: None }
+        Device { kind: zram, priority: Some(-1), mirror: None, plain: false, rotational: None }
     );
     let levels =
         Level::new(3).map(|level| (Scheme { choice: Choice::Zstd, level }, "zstd,level=3"));
@@ -41,14 +41,21 @@ fn devices_are_read_as_documented() {
         let kind = DeviceKind::Zram { bytes: 1 << 30, codec, acceptance };
         assert_eq!(
             parse(&format!("zram:1G,codec={name}")).expect("codec"),
-            Device { kind: kind.clone(), priority: None, mirror: None, plain: false, turns: None }
+            Device {
+                kind: kind.clone(),
+                priority: None,
+                mirror: None,
+                plain: false,
+                rotational: None
+            }
         );
         assert_eq!(
             parse(&format!("zram:1G,codec={name},prio=3")).expect("codec"),
-            Device { kind, priority: Some(3), mirror: None, plain: false, turns: None }
+            Device { kind, priority: Some(3), mirror: None, plain: false, rotational: None }
         );
     }
-    let acceptance = Acceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
+    let acceptance =
+        PoolAcceptance { max_pool_percent: Some(20), accept_threshold_percent: Some(100) };
     let refusing = DeviceKind::Zram { bytes: 1 << 30, codec: Choice::Lz4.into(), acceptance };
     for order in [
         "codec=lz4,max_pool_percent=20,accept_threshold_percent=100",
@@ -62,7 +69,7 @@ fn devices_are_read_as_documented() {
                 priority: Some(7),
                 mirror: None,
                 plain: false,
-                turns: None
+                rotational: None
             }
         );
     }
@@ -143,7 +150,7 @@ fn the_file_has_no_name_takes_no_space_and_can_be_written() {
                 priority: None,
                 mirror: None,
                 plain: false,
-                turns: None,
+                rotational: None,
             }],
             1 << 30,
         )
@@ -176,7 +183,7 @@ fn what_is_no_block_device_or_not_marked_is_refused() {
                 priority: None,
                 mirror: None,
                 plain: false,
-                turns: None,
+                rotational: None,
             }],
             1 << 30,
         )
@@ -199,7 +206,7 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
                 priority: None,
                 mirror: None,
                 plain: false,
-                turns: None,
+                rotational: None,
             }],
             1 << 30,
         )
@@ -211,7 +218,7 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
     assert!(refused(scratch.path("no/such/directory"), None).contains("no swap file can be made"));
     assert!(refused(PathBuf::from("/proc"), None).contains("/proc"));
     let free = free_space(scratch.root()).expect("statvfs");
-    if free < LARGEST_FILE {
-        assert!(refused(scratch.root().to_owned(), Some(LARGEST_FILE)).contains("too small"));
+    if free < MAX_FILE_BYTES {
+        assert!(refused(scratch.root().to_owned(), Some(MAX_FILE_BYTES)).contains("too small"));
     }
 }

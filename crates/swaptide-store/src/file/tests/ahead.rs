@@ -53,7 +53,7 @@ fn what_was_written_together_comes_together_in_one_read_each() {
         let came = walk(&mut ReadAhead::default(), &device, order, most);
         let reads = disk.0.lock().unwrap().reads;
         assert_eq!(came.hits + reads, N as usize, "most {most}: {came:?}");
-        let fewest = N as usize / most.min(MOST_AHEAD) / 2;
+        let fewest = N as usize / most.min(MAX_BLOCK_PAGES) / 2;
         assert!(
             (fewest..=N as usize * 5 / 8).contains(&reads),
             "most {most}: {reads} reads, {came:?}"
