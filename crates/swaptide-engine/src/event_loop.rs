@@ -35,6 +35,7 @@ use crate::engine::{Engine, Mm};
 use crate::fault::path::Served;
 use crate::fault::remote::InFlight;
 use crate::fork::UnmanagedChild;
+use crate::fork::brought::BroughtPages;
 use crate::fork::layout::VmaChange;
 use crate::memcg::pool_sizing::Loads;
 use crate::memcg::psi::Stall;
@@ -168,7 +169,7 @@ pub struct Handler {
     pub(crate) seen_waiting: bool,
     /// Pages that came in during a fork that is followed: its child may lack them
     /// ([`crate::fork`]).
-    pub(crate) brought: Vec<PageNo>,
+    pub(crate) brought: BroughtPages,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<VmaChange>,
     /// Where bringing in what is swapped goes on, unasked by any fault.
@@ -254,7 +255,8 @@ impl Handler {
             untracked_since_quiesce: 0,
             torn: false,
             seen_waiting: false,
-            brought: Vec::with_capacity(crate::fork::MAX_HELPED_PAGES),
+            brought: BroughtPages::new(engine.followed)
+                .map_err(memory("pages that come in during forks"))?,
             noted: Vec::with_capacity(crate::fork::MAX_NOTED_EVENTS),
             preload: None,
             throttle: Throttle::new(),

@@ -428,7 +428,9 @@ impl Handler {
             return self.swap_in_range(page, 1);
         }
         let from = if zero { self.zeros.as_ptr() } else { self.copy.as_ptr() };
-        match self.copy_in(page, from, 1) {
+        let from = VirtAddr(from as usize);
+        match self.fill_on_record(page, from, 1, |handler| handler.copy_in(page, from.as_ptr(), 1))
+        {
             Err(Stop::Exists) => return self.resolve_mapped_twice(mm, page, entry).map(drop),
             Err(stop) => return Err(stop),
             Ok(_) => {}
@@ -575,7 +577,9 @@ impl Handler {
         let frame = mm.frame_of(entry, folio);
         let from = mm.staging.addr(frame);
         // The frame is full and stays so while the memory lock is held.
-        let filled = match self.copy_in(page, from.as_ptr(), 1) {
+        let filled =
+            self.fill_on_record(page, from, 1, |handler| handler.copy_in(page, from.as_ptr(), 1));
+        let filled = match filled {
             Err(Stop::Exists) => {
                 let dropped = self.resolve_mapped_twice(mm, page, entry);
                 engine.publish_usage(mm);
@@ -593,9 +597,6 @@ impl Handler {
     /// A swapped page is in the program: its heat is set, its slot released.
     pub(crate) fn finish_swap_in(&mut self, mm: &mut Mm, page: PageNo, entry: SwapEntry) {
         let engine = self.engine;
-        if self.deferring && engine.followed {
-            self.note_brought(page);
-        }
         let distance = mm.refault_distance(&engine.devices, entry);
         // Where there is room, what comes back soon was sent out by the program itself.
         if self.squeeze.came_back(distance) && engine.charge.room() < engine.charge.goal() {
@@ -708,6 +709,18 @@ impl Handler {
     /// Puts loaded pages in their place: moves them there when they lie in staging frames, else
     /// copies them.
     pub(crate) fn install(
+        &mut self,
+        mm: &mut Mm,
+        page: PageNo,
+        from: VirtAddr,
+        len: usize,
+        run: Option<FrameRun>,
+    ) -> Result<usize, Stop> {
+        self.fill_on_record(page, from, len, |handler| handler.fill(mm, page, from, len, run))
+    }
+
+    /// [`Handler::install`] without a record of it.
+    fn fill(
         &mut self,
         mm: &mut Mm,
         page: PageNo,

@@ -17,20 +17,22 @@
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.
 //! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile
-//!    may be missing in the child. Each is noted ([`Handler::note_brought`]) and given to the child
-//!    from the parent's memory, or poisoned where the parent's mappings have changed there. No
-//!    range is released: the table must know all that the child may lack.
+//!    may be missing in the child. Each is recorded with what it held ([`brought`](crate::fork::brought)), and the
+//!    child gets that. No range is released: the table must know all that the child may lack.
 //!
 //! Locks: the memory lock, never while it waits.
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
+use swaptide_store::Page;
+use swaptide_sys::page::VirtAddr;
 use swaptide_sys::process::waits_outside_fork;
 use swaptide_sys::thread::{Nanos, Tid, cpu_time_of};
 use swaptide_sys::uffd::Coverage;
 
 use crate::event_loop::Handler;
+use crate::fault::path::Stop;
 use crate::fork::MAX_HELPED_PAGES;
 use crate::mm::types::PageNo;
 use crate::requests::{HandlerRequest, Hint};
@@ -100,6 +102,7 @@ impl Handler {
             return false;
         }
         self.seen_waiting = false;
+        let recorded = self.brought.len();
         self.apply_noted();
         if let Some(fault) = self.pending.pop_front() {
             self.answer(fault);
@@ -130,6 +133,9 @@ impl Handler {
         }
         if self.child.is_some() || !waits || !self.seen_waiting && !forker.waits() {
             self.torn = true;
+        } else {
+            // The forking thread was not in fork(2): its child will have the pages.
+            self.brought.truncate(recorded);
         }
         true
     }
@@ -142,13 +148,26 @@ impl Handler {
         }
     }
 
-    /// A page has come in during a fork that is followed (invariant 4).
-    #[cold]
-    pub(crate) fn note_brought(&mut self, page: PageNo) {
-        if self.brought.len() == MAX_HELPED_PAGES {
-            crate::fatal("more pages came in during a fork than can be noted");
+    /// Fills up to `n` pages from `first` on with what lies at `from`, by `fill`, and records those
+    /// that were filled, if a fork is followed just now (invariant 4).
+    pub(crate) fn fill_on_record(
+        &mut self,
+        first: PageNo,
+        from: VirtAddr,
+        n: usize,
+        fill: impl FnOnce(&mut Handler) -> Result<usize, Stop>,
+    ) -> Result<usize, Stop> {
+        if !self.deferring || !self.engine.followed {
+            return fill(self);
         }
-        self.brought.push(page);
+        let recorded = self.brought.len();
+        // SAFETY: the pages to fill from are the handler's own while it fills: its buffer, frames
+        // that it took, or a full frame under the memory lock.
+        let contents = unsafe { std::slice::from_raw_parts(from.as_ptr::<Page>(), n) };
+        self.brought.record(first, contents);
+        let filled = fill(self);
+        self.brought.truncate(recorded + filled.as_ref().map_or(0, |filled| *filled));
+        filled
     }
 
     /// Lets the threads that wait for a hint's answer go on while a child is served.

@@ -37,6 +37,7 @@
 //! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
 //! | [`help`] | what other threads get from it meanwhile |
 //! | [`handoff`] | the parent's handler while the child does not serve itself |
+//! | [`brought`] | pages that came in meanwhile, where forks are followed |
 //! | [`child`] | the child |
 //! | [`populate`] | copying pages to a process that has none of its own: all of them, or those it asks for |
 //! | [`layout`] | where the child has what the parent's table knows, when other threads changed mappings at the moment of the fork |
@@ -61,6 +62,7 @@
 //! Locks: the memory lock, for one look or one page at a time. None is held while a child or the
 //! kernel is waited for.
 
+pub(crate) mod brought;
 pub mod child;
 pub mod child_uffd;
 pub mod control;

@@ -19,14 +19,14 @@ use swaptide_store::file::{FileDevice, Stamp};
 use swaptide_store::{Page, Slot};
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
-use swaptide_sys::process::read_memory;
 use swaptide_sys::sock::poll_readable;
-use swaptide_sys::thread::{getpid, now, yield_now};
+use swaptide_sys::thread::{now, yield_now};
 use swaptide_sys::uffd::{Coverage, Event, Message, Uffd};
 use swaptide_sys::{AsFd, Errno};
 
 use crate::backing::devices::POOL;
 use crate::event_loop::{Handler, LATE_EVENT_TIMEOUT};
+use crate::fork::brought::Brought;
 use crate::fork::layout::{Layout, VmaChange, is_armed};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{PageNo, pages_of, range_of};
@@ -341,55 +341,9 @@ impl Handler {
             }
         }
         for at in 0..self.brought.len() {
-            self.copy_read(child, self.brought[at], &ahead);
+            self.copy_read(child, self.brought.page(at), &ahead);
         }
         self.populate_its_children(child);
-    }
-
-    /// Gives a page that has come in during the fork.
-    fn copy_brought(
-        &mut self,
-        child: &mut UnmanagedChild,
-        page: PageNo,
-        mut place: PageNo,
-    ) -> Option<PageNo> {
-        let is_read = self.read_own(page);
-        loop {
-            let progress = if is_read {
-                // SAFETY: the buffer is the handler's own; the destination is another process's
-                // missing page.
-                unsafe {
-                    child.uffd.copy_pages(place.addr(), self.copy.as_ptr(), PAGE_SIZE, true, false)
-                }
-            } else {
-                child.uffd.poison(range_of(place, 1))
-            };
-            match progress.error {
-                None => return Some(place),
-                Some(Errno::AGAIN | Errno::NOMEM) => {
-                    child.read();
-                    yield_now();
-                    place = child.place(page)?;
-                }
-                // It has what the parent had at the fork.
-                Some(_) => return None,
-            }
-        }
-    }
-
-    /// Copies a page of the parent's memory to the handler's buffer. False where its mapping has
-    /// changed, or may have, since it came in.
-    fn read_own(&mut self, page: PageNo) -> bool {
-        // The page is there: what gives it up waits until its event was read, or takes the whole
-        // mapping away. So this is no fault that the handler would wait for itself.
-        if !self.can_answer(page) {
-            return false;
-        }
-        // SAFETY: the buffer is the handler's own.
-        let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
-        let is_read =
-            read_memory(getpid().0, page.addr(), buffer).is_ok_and(|bytes| bytes == PAGE_SIZE);
-        is_read && self.uffd.coverage(self.engine.bells.range()) != Coverage::Changing
     }
 
     /// Reads pages of swap areas from `page` on, before `end`. What cannot be read so is read again
@@ -497,12 +451,33 @@ impl Handler {
             let range = range_of(place, 1);
             let state = mm.table.get(page);
             let is_out = matches!(state, PageState::Swapped(_) | PageState::Poisoned);
-            if !is_out && self.brought.contains(&page) {
-                drop(mm);
-                return self.copy_brought(child, page, place);
-            }
-            let progress = match state {
-                PageState::Swapped(entry) => {
+            let brought = self.brought.find(page).filter(|_| !is_out);
+            let progress = match (brought, state) {
+                (Some(Brought::Held(content)), _) => {
+                    // SAFETY: the record is the handler's own; the destination is another process's
+                    // missing page.
+                    unsafe {
+                        child.uffd.copy_pages(
+                            place.addr(),
+                            content.as_ptr(),
+                            PAGE_SIZE,
+                            true,
+                            false,
+                        )
+                    }
+                }
+                (Some(Brought::Changed), _) => {
+                    let poisoned = child.uffd.poison(range);
+                    if poisoned.error.is_none() {
+                        engine.count(Counter::PagesPoisoned, 1);
+                        (engine.start.log)(
+                            "memory was given up in the middle of a fork, at a page that had just \
+                            come in: the child gets a bus error there",
+                        );
+                    }
+                    poisoned
+                }
+                (None, PageState::Swapped(entry)) => {
                     // SAFETY: the buffer is the handler's own.
                     let buffer = unsafe { self.copy.slice_mut(0, PAGE_SIZE) };
                     let out: &mut Page = buffer.try_into().expect("a page's bytes");
@@ -550,8 +525,8 @@ impl Handler {
                         child.uffd.poison(range)
                     }
                 }
-                PageState::Poisoned => child.uffd.poison(range),
-                PageState::Empty | PageState::Present | PageState::PresentClean(_) => {
+                (None, PageState::Poisoned) => child.uffd.poison(range),
+                (None, PageState::Empty | PageState::Present | PageState::PresentClean(_)) => {
                     child.uffd.zero_pages(range, true)
                 }
             };

@@ -206,6 +206,9 @@ impl Handler {
         if self.deferring && !self.has_forked && self.noted.len() == self.noted.capacity() {
             crate::fatal("more than 16384 changes of mappings during one fork");
         }
+        if self.child.is_none() {
+            self.brought.note_change(change);
+        }
         self.noted.push(change);
     }
 }
