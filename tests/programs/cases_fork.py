@@ -35,7 +35,11 @@ def agent_log(context):
 
 
 def logged(context, **more):
-    return {**os.environ, "SWAPTIDE_AGENT_LOG": str(context.directory / "agent.log"), **more}
+    """An environment in which the agent writes its log, whoever runs the program."""
+    log = context.directory / "agent.log"
+    log.touch()
+    log.chmod(0o666)
+    return {**os.environ, "SWAPTIDE_AGENT_LOG": str(log), **more}
 
 
 def lock(mode, seconds=3, megabytes=64, managed=True):
@@ -44,6 +48,8 @@ def lock(mode, seconds=3, megabytes=64, managed=True):
     def run(context):
         length = 60 if context.case.full else seconds
         context.c("forklock", mode, megabytes=megabytes, seconds=length, env=logged(context))
+        lost = [line for line in agent_log(context).splitlines() if "bus error" in line]
+        context.expect(not lost, f"pages were lost: {lost[:3]}")
         unmanaged = [line for line in agent_log(context).splitlines() if "is not managed" in line]
         context.expect(not (managed and unmanaged), f"children were not managed: {unmanaged[:3]}")
 
