@@ -7,7 +7,8 @@ as one where the parent is a file of code: a child may use its parent's items. `
 declare modules and hold what their folder shares; they are modules like others.
 
 Usage: imports.py [--list] [CRATE...]      --list prints each module with what it imports.
-Exit status 1, and each cycle on a line, where there is one.
+Exit status 1, and each cycle on a line, where there is one that is not in KNOWN. A known cycle may
+lose members, and is to be shortened there when it does.
 """
 
 import argparse
@@ -18,6 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = re.compile(r"#\[cfg\((?:all\()?test\b[^\]]*\]\s*(?:pub(?:\(\w+\))? )?mod \w+ \{.*", re.S)
 COMMENT = re.compile(r"^\s*//.*$", re.M)
+
+# Cycles that are still to be cut: what methods of the engine's handler are made of.
+KNOWN = {
+    ("swaptide-engine", "modules"): """engine event_loop fault::load fault::path fault::remote
+        memcg::psi memcg::swap_high readahead::history reclaim::recompress reclaim::swap_out
+        reclaim::worker reclaim::writeback vma::adopt vma::dontfork vma::events vma::small
+        vma::unarmed vma::unmovable""",
+    ("swaptide-engine", "folders"): """engine event_loop fault fork memcg readahead reclaim
+        vma""",
+}
 
 
 def modules(source):
@@ -158,11 +169,20 @@ def main():
                 print(crate.name, "::".join(node), "->", *("::".join(o) for o in sorted(others)))
         folders = merged(single, lambda node: node[:1])
         for kind, part in (("modules", single), ("folders", folders)):
+            known = set(KNOWN.get((crate.name, kind), "").split())
+            members = set()
             for cycle in cycles(part):
+                names = {"::".join(name) for name in cycle}
+                members |= names
+                is_new = not names <= known
+                count += is_new
+                note = "" if is_new else " (known)"
+                print(f"{crate.name}: cycle of {kind}{note}: {' '.join(sorted(names))}")
+            if known - members:
                 count += 1
-                print(f"{crate.name}: cycle of {kind}: {' '.join('::'.join(n) for n in cycle)}")
+                print(f"{crate.name}: no longer in a cycle: {' '.join(sorted(known - members))}")
     if count == 0:
-        print("imports: one way in every crate")
+        print("imports: one way, but for what is known")
     return count > 0
 
 

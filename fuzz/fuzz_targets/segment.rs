@@ -14,7 +14,7 @@ use libfuzzer_sys::fuzz_target;
 use swaptide_fuzz::{Bytes, empty_segment};
 use swaptide_host::cgroup::tree::{GroupPath, Groups, Usage};
 use swaptide_host::memctl::controller::{self, MemoryController, Run};
-use swaptide_host::memctl::psi::Part;
+use swaptide_host::cgroup::psi::Part;
 use swaptide_host::swap::areas::{Areas, Open};
 use swaptide_ipc::{
     AreaId, AreaMask, ExtentId, GroupIndex, Header, MAX_AREAS, MAX_EXTENTS, MAX_GROUPS, NewArea,

@@ -28,7 +28,6 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--swaptide",
-        required=True,
         metavar="PATH",
         help="the binary; `native`: all without swaptide",
     )
@@ -90,6 +89,8 @@ def main():
             )
         return 0
     swaptide = options.swaptide
+    if swaptide is None:
+        sys.exit("run.py: --swaptide PATH is missing; `--swaptide native` runs without swaptide")
     if swaptide != NATIVE:
         swaptide = str(Path(swaptide).resolve())
         if not os.access(swaptide, os.X_OK):

@@ -13,7 +13,7 @@
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered,
 //!    read or counted.
-//! 2. The program's threads take one lock of swaptide's ([`lifecycle::FORK_LOCK`], in fork handlers
+//! 2. The program's threads take one lock of swaptide's ([`process::FORK_LOCK`], in fork handlers
 //!    only) and allocate nothing of it: a fork finds every other lock free.
 //! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor
 //!    closes none of swaptide's, and swaptide keeps none of the program's open.
@@ -24,12 +24,17 @@
 #![cfg_attr(test, allow(dead_code, unused_imports))]
 
 mod allocator;
+mod constructor;
+mod environment;
 mod exit_watch;
 pub mod fork;
 mod hooks;
 mod lifecycle;
 mod log;
+mod own_pid;
 pub mod pages;
 mod probe;
+mod process;
+mod real;
 mod seccomp;
 mod shmem;

@@ -10,53 +10,43 @@
 //! Locks: [`FORK_LOCK`] keeps a fork and the change to `ENGAGED` apart. A forking thread holds it
 //! from its prepare handler to its parent or child handler.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::os::fd::{FromRawFd, IntoRawFd};
+use std::ffi::c_int;
 use std::sync::atomic::{
-    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed,
-    Ordering::Release,
+    AtomicBool, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 use std::time::Duration;
 
 use swaptide_engine::event_loop::Handler;
 use swaptide_engine::fork::{Decline, NONE};
 use swaptide_engine::reclaim::worker::Worker;
-use swaptide_engine::requests::{FaultRequest, HandlerRequest};
+use swaptide_engine::requests::HandlerRequest;
 use swaptide_engine::sched::deadline::{WAIT_SLICE, Waited};
 use swaptide_engine::{Engine, Start};
-use swaptide_ipc::{
-    AreaId, Counter, ENV_AGENT_LOG, ENV_SOCKET, NO_LIMIT, ProcState, Request, Segment, SlotIndex,
-};
+use swaptide_ipc::{Counter, ProcState, Request, Segment, SlotIndex};
 use swaptide_sys::affinity::{cpus_online, go_first, go_normally};
-use swaptide_sys::helper::{self, PrivilegedHelper};
 use swaptide_sys::lock::{Lock, futex};
-use swaptide_sys::mem::{SharedMap, after_fork_in_child};
-use swaptide_sys::page::{VirtAddr, VirtRange};
-use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::mem::after_fork_in_child;
 use swaptide_sys::thread::{
     abort_with, block_all_signals, exit_thread, getpid, gettid, now, restore_signals, set_name,
-    sleep, spawn_engine_thread, tell, unshare_files_and_close_all, unshare_fs,
+    sleep, tell,
 };
-use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::exit_watch;
 use crate::fork::trampoline;
-use crate::hooks::exec;
-use crate::hooks::real;
-use crate::hooks::sends;
 use crate::log;
+use crate::own_pid::OWN_PID;
 use crate::pages::excluded;
 use crate::pages::kernel_words;
 use crate::pages::pinned;
+use crate::pages::references;
+use crate::process::{
+    ENGINE, ENGINE_PID, FORK_LOCK, NO_SLOT, PLACE, SLOT_PENDING, STACK, STAYS_UNMANAGED, detach,
+    detach_without_calls, empty_table, engine, engine_without_calls, exchange, known_segment,
+    open_area, release_hold, request_hold, segment, spawn, spawn_with,
+};
 use crate::seccomp;
 use crate::shmem;
 
-/// See the module's description.
-pub static FORK_LOCK: Lock<()> = Lock::new(());
-static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
-static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
-/// The supervisor's socket name.
-static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
 /// Length of the program's path, and the path.
 static MAIN_OBJECT: Lock<([u8; 512], usize)> = Lock::new(([0; 512], 0));
 /// Raised by a forked child's handler when it serves; a futex word.
@@ -66,60 +56,12 @@ static PARENT: AtomicU32 = AtomicU32::new(0);
 /// The process that forked last, or forks now: the child of a raw clone has a copy of a lock that
 /// nobody will free.
 static FORKER_PID: AtomicU32 = AtomicU32::new(0);
-/// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
-/// engine.
-static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
-/// See [`is_own_process`].
-static OWN_PID: AtomicU32 = AtomicU32::new(0);
 /// The signal mask of the forking thread, from its prepare handler to the other end.
 static FORK_MASK: AtomicU64 = AtomicU64::new(0);
 
-const STACK: usize = 512 << 10;
 /// The engine's threads have descriptors of their own, but the limit is the process's: with less, a
 /// fork could not be told of.
 const MIN_OPEN_FILES: u64 = 32;
-
-#[cfg(not(test))]
-#[used]
-#[unsafe(link_section = ".init_array")]
-static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
-
-unsafe extern "C" {
-    fn pthread_atfork(
-        prepare: extern "C" fn(),
-        parent: extern "C" fn(),
-        child: extern "C" fn(),
-    ) -> c_int;
-}
-
-/// The engine, if the program's memory is managed.
-pub fn engine() -> Option<&'static Engine> {
-    // SAFETY: the pointer is null or that of an engine that is never freed.
-    let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
-    (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
-}
-
-/// As [`engine`], without a system call: where none may be made ([`confined`]). A child that a bare
-/// instruction makes would find its parent's.
-pub fn engine_without_calls() -> Option<&'static Engine> {
-    // SAFETY: as above.
-    unsafe { ENGINE.load(Acquire).as_ref() }
-}
-
-/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
-/// the swap file.
-fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
-    unshare_fs()?;
-    unshare_files_and_close_all(keep.as_slice())?;
-    for _ in 0..3 {
-        std::mem::forget(rustix::fs::open(
-            c"/dev/null",
-            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC,
-            rustix::fs::Mode::empty(),
-        ));
-    }
-    Ok(())
-}
 
 /// True in the process-id namespace of the supervisor: in another one, process ids mean other
 /// processes.
@@ -136,229 +78,6 @@ fn same_pid_namespace(segment: &Segment) -> bool {
                 && reply[1..5] == getpid().0.to_le_bytes()
         }
     }
-}
-
-/// Runs before the program's own constructors.
-#[cfg_attr(test, allow(dead_code))]
-extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *const *const c_char) {
-    let Some(socket) = variable(envp, ENV_SOCKET) else { return };
-    {
-        let mut name = SOCKET.lock();
-        let len = socket.len().min(108);
-        name.0[..len].copy_from_slice(&socket[..len]);
-        name.1 = len;
-    }
-    if let Some(path) = variable(envp, ENV_AGENT_LOG) {
-        log::set_path(path);
-    }
-    OWN_PID.store(getpid().0, Relaxed);
-    real::find();
-    // The first thread's: libc's loader made it, anywhere among the mappings.
-    seccomp::find();
-    kernel_words::pin_own_block();
-    helper::set_helper(&HELPER);
-    if let Some(path) = own_path() {
-        exec::remember(path, socket, variable(envp, ENV_AGENT_LOG));
-    }
-    let _ = now();
-    // SAFETY: the handlers are functions of this library, which is never unloaded.
-    unsafe { pthread_atfork(prepare, parent, child) };
-    start_sleeper();
-}
-
-/// The path of this library, as the loader found it.
-fn own_path() -> Option<&'static [u8]> {
-    let path = crate::hooks::real::object_of(own_path as *const c_void)?.path;
-    // SAFETY: the loader's name of a library that is never unloaded.
-    (!path.is_null()).then(|| unsafe { CStr::from_ptr(path) }.to_bytes())
-}
-
-/// A variable of the environment the program started with.
-fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]> {
-    if envp.is_null() {
-        return None;
-    }
-    loop {
-        // SAFETY: the loader passes a null-terminated array of NUL-terminated strings that live as
-        // long as the process.
-        let entry = unsafe { *envp };
-        if entry.is_null() {
-            return None;
-        }
-        // SAFETY: as above.
-        let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
-        if let Some(value) =
-            entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"="))
-        {
-            return Some(value);
-        }
-        // SAFETY: the array goes on until its null.
-        envp = unsafe { envp.add(1) };
-    }
-}
-
-fn spawn(entry: extern "C" fn(usize)) -> bool {
-    spawn_with(STACK, entry, 0)
-}
-
-fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
-    // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own
-    // allocator.
-    match unsafe { spawn_engine_thread(stack, entry, argument) } {
-        Ok(tid) => {
-            exit_watch::note(tid);
-            true
-        }
-        Err(_) => false,
-    }
-}
-
-/// Starts the thread that watches over shared memory.
-pub fn spawn_guard(entry: extern "C" fn(usize)) -> bool {
-    spawn_with(64 << 10, entry, 0)
-}
-
-/// Gives the calling thread a table of descriptors of its own.
-pub fn own_table() -> Option<()> {
-    empty_table(None).ok()
-}
-
-/// True in the process that the constructor or libc's fork made, and not in one that runs on its
-/// memory.
-pub fn is_own_process() -> bool {
-    OWN_PID.load(Relaxed) == getpid().0
-}
-
-/// The segment, if it is mapped.
-pub fn known_segment() -> Option<&'static Segment> {
-    // SAFETY: null, or a segment that stays mapped.
-    unsafe { SEGMENT.load(Acquire).as_ref() }
-}
-
-/// False where the kernel tells of forks. Who does not know yet says true.
-pub fn may_follow_forks() -> bool {
-    known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
-}
-
-fn ask(request: Request) -> Option<OwnedFd> {
-    exchange(&[request as u8], &[], &mut [0u8; 8])?.1
-}
-
-/// Asks the supervisor to follow a thread of this process through its fork; the connection on which
-/// it waits for the end of that.
-pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
-    let mut request = [Request::Fork as u8; 21];
-    request[1..5].copy_from_slice(&tid.to_le_bytes());
-    request[5..13].copy_from_slice(&entry.to_le_bytes());
-    request[13..].copy_from_slice(&frame.to_le_bytes());
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_abstract(&name[..len]).ok()?;
-    conn.send(&request, &[]).ok()?;
-    let mut reply = [0u8; 8];
-    let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
-    (length == 1 && reply[0] == Request::Fork as u8).then_some(conn)
-}
-
-/// In a child that has just been made by fork(2): the engine of its parent, of which it has a copy.
-pub fn inherited_engine() -> Option<&'static Engine> {
-    // SAFETY: null, or the engine this process has a copy of.
-    unsafe { ENGINE.load(Acquire).as_ref() }
-}
-
-/// A descriptor for a swap area, of this process's own where that is needed.
-fn open_area(id: AreaId) -> Option<OwnedFd> {
-    exchange(&[Request::Area as u8, id.0], &[], &mut [0u8; 8])?.1
-}
-
-/// Asks the supervisor; the length of its answer, and the descriptor that came with it.
-fn exchange(
-    request: &[u8],
-    fds: &[BorrowedFd<'_>],
-    reply: &mut [u8],
-) -> Option<(usize, Option<OwnedFd>)> {
-    let (name, len) = *SOCKET.lock();
-    let conn = Conn::connect_abstract(&name[..len]).ok()?;
-    conn.send(request, fds).ok()?;
-    let mut fds = [None];
-    let (length, _) = conn.recv(reply, &mut fds).ok()?;
-    let [fd] = fds;
-    Some((length, fd))
-}
-
-/// The supervisor may what this process may not, or not any more.
-static HELPER: PrivilegedHelper = PrivilegedHelper {
-    device: || ask(Request::Device),
-    handshake: |fd, features| {
-        let mut request = [Request::Handshake as u8; 9];
-        request[1..].copy_from_slice(&features.to_le_bytes());
-        exchange(&request, &[fd], &mut [0u8; 8]).is_some_and(|(length, _)| length == 1)
-    },
-    proc_file: |name| {
-        ask(match name.to_bytes() {
-            b"pagemap" => Request::Pagemap,
-            b"maps" => Request::Maps,
-            b"statm" => Request::Statm,
-            _ => return None,
-        })
-    },
-};
-
-pub fn segment() -> Option<&'static Segment> {
-    // SAFETY: null, or a segment that stays mapped.
-    if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
-        return Some(segment);
-    }
-    let fd = ask(Request::Segment)?;
-    let map = SharedMap::map(fd.as_fd(), Segment::BYTES).ok()?;
-    match Segment::open(map) {
-        Ok(segment) => {
-            SEGMENT.store(std::ptr::from_ref(segment).cast_mut(), Release);
-            Some(segment)
-        }
-        Err(error) => {
-            log::line(&error.to_string());
-            None
-        }
-    }
-}
-
-/// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
-/// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
-static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
-/// How long the supervisor may take to close it.
-const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
-
-/// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
-/// the process ends. Refused, the end is as without.
-fn request_hold(engine: &Engine) {
-    let (name, len) = *SOCKET.lock();
-    let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
-        conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
-        Ok(conn)
-    });
-    HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
-}
-
-/// Has it closed there. What did not come about is asked for again.
-fn release_hold() -> bool {
-    let number = HOLD_CONN.load(Relaxed);
-    if number < 0 {
-        return true;
-    }
-    // SAFETY: the number is that of a descriptor of this thread's table, which `hold` left open for
-    // this.
-    let conn = Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) });
-    let asked = conn.send(b"-", &[]);
-    // Where a limit on files forbids to poll, the answer is waited for.
-    let has_answer = || poll_readable(&[conn.as_fd()], Some(RELEASE_TIMEOUT)) != Ok(0);
-    let is_closed = asked.is_err()
-        || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
-    if is_closed {
-        HOLD_CONN.store(-1, Relaxed);
-        return true;
-    }
-    std::mem::forget(conn);
-    false
 }
 
 /// The thread that waits.
@@ -381,57 +100,11 @@ extern "C" fn sleeper(_: usize) {
     PLACE.store(NO_SLOT, Release);
 }
 
-/// What has become of this process's way to its supervisor: [`NO_SLOT`], [`SLOT_PENDING`], or its
-/// slot's number plus one.
-static PLACE: AtomicU32 = AtomicU32::new(NO_SLOT);
-const NO_SLOT: u32 = 0;
-const SLOT_PENDING: u32 = u32::MAX;
-/// No budget is smaller.
-const MIN_BUDGET_BYTES: usize = 16 << 20;
-/// How long a mapping waits at most for management to begin.
-const BEGINS: Duration = Duration::from_millis(50);
-
-fn start_sleeper() {
+pub(crate) fn start_sleeper() {
     PLACE.store(SLOT_PENDING, Release);
     if !spawn(sleeper) {
         PLACE.store(NO_SLOT, Release);
     }
-}
-
-/// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
-/// budget is not made before the process is managed: filled at full speed, or by the kernel at
-/// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
-/// memory of the machine is address space, and not to be filled.
-pub fn begin_before(len: usize, reserved: bool) {
-    if len < MIN_BUDGET_BYTES || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
-        return;
-    }
-    let began = now();
-    let pause = || {
-        sleep(Duration::from_micros(100));
-        now().since(began) < BEGINS
-    };
-    while PLACE.load(Acquire) == SLOT_PENDING && pause() {}
-    let place = PLACE.load(Acquire);
-    let Some(segment) = known_segment().filter(|_| place != NO_SLOT && place != SLOT_PENDING)
-    else {
-        return;
-    };
-    let slot = segment.slot(SlotIndex(place - 1));
-    let budget = segment.header.budget_bytes.load(Relaxed);
-    if budget == 0 || (len as u64) < budget || slot.state() != ProcState::Watching {
-        return;
-    }
-    slot.engage_now.store(1, Release);
-    // Whoever asks for the segment is looked at then.
-    drop(ask(Request::Segment));
-    while slot.state() == ProcState::Watching && pause() {}
-}
-
-/// Memory of the machine.
-fn machine_bytes() -> u64 {
-    let info = rustix::system::sysinfo();
-    info.totalram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Claims a slot and waits on its bell.
@@ -484,57 +157,6 @@ fn serve(handler: &mut Handler) {
         }
     }
 }
-
-/// Has everything brought back, and this process let go for good; returns when that is done. Called
-/// by the program's threads.
-pub fn detach() {
-    if seccomp::is() {
-        return detach_without_calls();
-    }
-    let this = getpid().0;
-    let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
-    let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else {
-        return;
-    };
-    slot.detach.store(1, Release);
-    slot.limit_bytes.store(NO_LIMIT, Release);
-    slot.wake();
-    if let Some(engine) = engine() {
-        engine.bells.submit(HandlerRequest::Detach);
-    }
-    while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
-        sleep(Duration::from_millis(1));
-    }
-}
-
-/// The same without a system call of the program's thread: see [`confined`].
-fn detach_without_calls() {
-    STAYS_UNMANAGED.store(true, Release);
-    loop {
-        if let Some(engine) = engine_without_calls() {
-            let slot = engine.slot();
-            slot.detach.store(1, Release);
-            slot.limit_bytes.store(NO_LIMIT, Release);
-            let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
-            engine.bells.submit_by_fault(FaultRequest::Detach, nowhere);
-        }
-        // Management that was beginning has begun, or will find the flag.
-        if let Some(guard) = FORK_LOCK.try_lock() {
-            std::mem::forget(guard);
-            let is_over = engine_without_calls().is_none();
-            // SAFETY: this thread took the lock; who waits for it looks again by itself.
-            unsafe { FORK_LOCK.force_unlock() };
-            if is_over {
-                return;
-            }
-        }
-        std::hint::spin_loop();
-    }
-}
-
-/// The program was let go where its thread could not tell the sleeper: management must not begin.
-/// Stored before, and read under, [`FORK_LOCK`].
-static STAYS_UNMANAGED: AtomicBool = AtomicBool::new(false);
 
 /// Takes the program's memory under management; returns when that was refused, or the program was
 /// let go.
@@ -601,7 +223,7 @@ fn prepare_engine(
             -n)"
         ));
     }
-    if !sends::look_at_inherited() {
+    if !references::look_at_inherited() {
         return Err(
             "a file is open for direct I/O on NFS or Ceph, which do not pin what they read \
             into: this process is not \
@@ -630,7 +252,7 @@ fn prepare_engine(
         pinned: pinned::pinned_pages,
         spawn_reader,
         release_hold,
-        references: &sends::REFERENCES,
+        references: &references::REFERENCES,
     };
     let engine: &'static Engine =
         Box::leak(Box::new(Engine::new(start).map_err(|e| e.to_string())?));
@@ -741,12 +363,12 @@ pub fn with_handlers(fork: impl FnOnce() -> c_int) -> c_int {
     pid
 }
 
-/// The fork under way is one of a program that is [`confined`]. Guarded by [`FORK_LOCK`].
+/// The fork under way is one of a program that is [`seccomp`]. Guarded by [`FORK_LOCK`].
 static FORKS_CONFINED: AtomicBool = AtomicBool::new(false);
 
 /// Before a fork, in the forking thread. Signals wait until it is over: a handler that forks would
 /// wait for this thread's own lock.
-extern "C" fn prepare() {
+pub(crate) extern "C" fn prepare() {
     if seccomp::is() {
         // Nothing may begin meanwhile, and nothing is managed: neither end has anything to do.
         let take = || loop {
@@ -813,7 +435,7 @@ fn detach_before_fork(why: &str) {
 }
 
 /// After a fork, in the parent.
-extern "C" fn parent() {
+pub(crate) extern "C" fn parent() {
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: this thread took the lock in `prepare`; who waits for it looks again by itself.
         unsafe { FORK_LOCK.force_unlock() };
@@ -840,7 +462,7 @@ extern "C" fn parent() {
 }
 
 /// After a fork, in the child, whose only thread this is.
-extern "C" fn child() {
+pub(crate) extern "C" fn child() {
     if FORKS_CONFINED.swap(false, Relaxed) {
         // SAFETY: no other thread exists here. This process is not managed.
         unsafe { FORK_LOCK.force_unlock() };

@@ -26,8 +26,8 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use swaptide_sys::procfs::{ProcPath, parse_u64, read_file};
 use swaptide_sys::thread::{Tid, gettid};
 
-use crate::hooks::real;
-use crate::lifecycle;
+use crate::own_pid;
+use crate::real;
 
 static IS_CONFINED: AtomicBool = AtomicBool::new(false);
 /// Offset of the thread id in a control block of this libc; 0: not known.
@@ -46,7 +46,7 @@ pub fn set(call: impl FnOnce() -> isize) -> isize {
     }
     // The child of a vfork has its parent's memory: what it does to itself does not concern the
     // parent.
-    let ours = lifecycle::is_own_process();
+    let ours = own_pid::is_own_process();
     if ours {
         IS_CONFINED.store(true, Relaxed);
     }

@@ -27,8 +27,9 @@ use swaptide_sys::sock::poll_readable;
 use swaptide_sys::thread::{abort_with, exit_thread, getpid, set_name};
 use swaptide_sys::{AsFd, AsRawFd};
 
-use crate::hooks::exec;
-use crate::lifecycle;
+use crate::environment;
+use crate::own_pid;
+use crate::process;
 use crate::seccomp;
 
 const SHARED: c_int = 0x01;
@@ -91,11 +92,11 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
         && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
     // The child of a vfork has its parent's memory, and is not the process that the supervisor
     // would see.
-    let ours = lifecycle::is_own_process() && !seccomp::is() && !REFUSED.load(Relaxed);
+    let ours = own_pid::is_own_process() && !seccomp::is() && !REFUSED.load(Relaxed);
     if !kind || (len as u64) < MIN_REGION_BYTES || prot & PROT_EXEC != 0 || !ours {
         return None;
     }
-    let socket = exec::socket()?;
+    let socket = environment::socket()?;
     let Some(memory) = shared::region(socket, len as u64) else {
         REFUSED.store(true, Relaxed);
         return None;
@@ -123,7 +124,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
         let pid = getpid().0;
         if GUARDED.swap(pid, Relaxed) != pid {
             GUARD.store(NONE, Relaxed);
-            if !lifecycle::spawn_guard(guard) {
+            if !process::spawn_guard(guard) {
                 GUARD.store(GUARD_FAILED, Relaxed);
             }
         }
@@ -136,7 +137,7 @@ pub fn hint(addr: usize, len: usize, advice: c_int) {
     if matches!(advice, 0..=3 | 9 | 20 | 21)
         && concerns(addr, len)
         && !seccomp::is()
-        && let Some(socket) = exec::socket()
+        && let Some(socket) = environment::socket()
     {
         let _ = shared::advise(socket, addr, len, advice);
     }
@@ -148,7 +149,7 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
     if !concerns(addr, len) {
         return Some(change());
     }
-    let socket = exec::socket().filter(|_| !seccomp::is())?;
+    let socket = environment::socket().filter(|_| !seccomp::is())?;
     let held = shared::advise(socket, addr, len, ADVICE_HOLD)?;
     let word = change();
     if held {
@@ -170,11 +171,11 @@ pub fn forked() {
     }
     GUARDED.store(getpid().0, Relaxed);
     GUARD.store(NONE, Relaxed);
-    if !lifecycle::spawn_guard(guard) {
+    if !process::spawn_guard(guard) {
         GUARD.store(GUARD_FAILED, Relaxed);
     }
     let pager = PAGER.load(Relaxed).checked_sub(1);
-    let idle = pager.zip(lifecycle::known_segment()).is_some_and(|(index, segment)| {
+    let idle = pager.zip(process::known_segment()).is_some_and(|(index, segment)| {
         segment.slot(swaptide_ipc::SlotIndex(index)).state() != ProcState::Engaged
     });
     if idle {
@@ -199,15 +200,16 @@ extern "C" fn guard(_: usize) {
         GUARD.store(what, Release);
         futex::wake(&GUARD, i32::MAX as u32, futex::Scope::Private);
     };
-    let guard = match lifecycle::own_table().and_then(|()| exec::socket()).and_then(shared::guard) {
-        Some(guard) => guard,
-        None => {
-            tell(GUARD_FAILED);
-            exit_thread();
-        }
-    };
+    let guard =
+        match process::own_table().and_then(|()| environment::socket()).and_then(shared::guard) {
+            Some(guard) => guard,
+            None => {
+                tell(GUARD_FAILED);
+                exit_thread();
+            }
+        };
     set_name(c"swaptide-guard");
-    let Some(segment) = lifecycle::segment() else {
+    let Some(segment) = process::segment() else {
         tell(GUARD_FAILED);
         exit_thread();
     };

@@ -34,7 +34,8 @@ use swaptide_core::Tiers;
 use toml::Spanned;
 
 use crate::cgroup::tree::{GroupError, GroupPath, Groups, Settings};
-use crate::control::agent_api::Users;
+use crate::control::Users;
+use crate::memctl::proactive::IdleReclaim;
 use crate::swap::spec::{self, Device};
 use crate::units::parse_share;
 
@@ -192,17 +193,6 @@ pub enum MetricsPlace {
     Socket(PathBuf),
     /// A port of this machine alone.
     Port(u16),
-}
-
-/// When groups are thought to be idle and lose memory by and by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IdleReclaim {
-    /// A group that faults less often than this for so long is idle.
-    pub after_s: u32,
-    /// Pages a second that a group may have refaulted.
-    pub refaults: u32,
-    /// Milliseconds of a second in which a group's threads may have waited for memory.
-    pub stall_ms: u32,
 }
 
 /// What a file says, checked.

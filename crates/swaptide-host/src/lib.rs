@@ -22,12 +22,12 @@
 //! | [`agent_api`](crate::control::agent_api) | where processes ask for the segment |
 //! | [`peer`](crate::control::peer) | who asks there, by the kernel's word |
 //! | [`shared_pager`](crate::memctl::shared_pager) | the pager of shared memory |
-//! | [`signals`](crate::run::signals) | signals and children as descriptors |
+//! | [`signals`] | signals and children as descriptors |
 //! | [`control`] | where the run's owner asks what goes on |
 //! | [`daemon`] | one supervisor for the runs of a host |
 //! | [`supervise`](crate::run::supervise) | the two processes of a supervisor, and the order of things |
 //! | [`report`] | totals, JSON, summary |
-//! | [`doctor`] | what this machine allows |
+//! | [`doctor`](crate::run::doctor) | what this machine allows |
 //!
 //! Locks: none; threads talk through channels, processes through the segment's atomics and a
 //! socket.
@@ -36,11 +36,11 @@ pub mod cgroup;
 pub mod config;
 pub mod control;
 pub mod daemon;
-pub mod doctor;
 pub mod memctl;
 pub mod nbd;
 pub mod report;
 pub mod run;
+pub mod signals;
 pub mod swap;
 #[cfg(test)]
 mod testing;

@@ -23,93 +23,12 @@
 //!
 //! Locks: none.
 
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed, Ordering::SeqCst};
 
-use crate::areas::{AreaId, AreaMask, AreaState};
-use crate::layout::{ExtentId, MAX_EXTENTS, ProcSlot, Segment, SlotIndex};
-
-/// Groups that there can be at one time, the root among them.
-pub const MAX_GROUPS: usize = 64;
-
-/// The place of a group in the segment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct GroupIndex(pub u32);
-
-impl GroupIndex {
-    /// The group that all others are below.
-    pub const ROOT: GroupIndex = GroupIndex(0);
-}
-
-/// What the segment says of a group.
-#[repr(C, align(64))]
-pub struct GroupSlot {
-    /// One more than its parent's number (0: it has none).
-    parent_plus: AtomicU32,
-    /// Areas that it may not use, a bit each.
-    areas_excluded: AtomicU32,
-    /// One more than the extents that it may have (0: as many as there are).
-    swap_max_plus: AtomicU32,
-    /// Extents that it has.
-    swap_used: AtomicU32,
-    /// Leases that its own maximum prevented.
-    max_events: AtomicU64,
-    /// Leases of its own processes that failed, for whatever reason.
-    fail_events: AtomicU64,
-}
-
-impl GroupSlot {
-    /// Areas that it may not use, a bit each.
-    pub fn areas_excluded(&self) -> u32 {
-        self.areas_excluded.load(Relaxed)
-    }
-
-    /// Sets them.
-    pub fn exclude_areas(&self, areas: u32) {
-        self.areas_excluded.store(areas, Relaxed);
-    }
-
-    /// Extents that it may have; `None`: as many as there are.
-    pub fn swap_max(&self) -> Option<u32> {
-        self.swap_max_plus.load(Relaxed).checked_sub(1)
-    }
-
-    /// Sets them. What it has beyond them stays.
-    pub fn set_swap_max(&self, extents: Option<u32>) {
-        self.swap_max_plus.store(extents.map_or(0, |extents| extents.saturating_add(1)), Relaxed);
-    }
-
-    /// Extents that it and those below it have.
-    pub fn swap_used(&self) -> u32 {
-        self.swap_used.load(SeqCst)
-    }
-
-    /// Leases that its own maximum prevented.
-    pub fn max_events(&self) -> u64 {
-        self.max_events.load(Relaxed)
-    }
-
-    /// Leases of its own processes that failed.
-    pub fn fail_events(&self) -> u64 {
-        self.fail_events.load(Relaxed)
-    }
-
-    fn reserve(&self) -> bool {
-        let most = self.swap_max().unwrap_or(u32::MAX);
-        self.swap_used.fetch_update(SeqCst, SeqCst, |used| (used < most).then(|| used + 1)).is_ok()
-    }
-}
-
-/// All groups. Most of it is never touched and costs nothing.
-#[repr(C)]
-pub struct Groups {
-    slots: [GroupSlot; MAX_GROUPS],
-    /// Not 0: a process died in a change.
-    audit_due: AtomicU32,
-    /// Extents that are kept from everybody for a while by nobody's slot: how many are, and were;
-    /// as a slot's `changes`.
-    trims: AtomicU64,
-    refs: [[AtomicU16; MAX_EXTENTS]; MAX_GROUPS],
-}
+use crate::area::{AreaId, AreaMask, AreaState};
+use crate::group::{GroupIndex, GroupSlot, MAX_GROUPS};
+use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
+use crate::layout::{ProcSlot, Segment};
 
 /// A change of who holds which extents, under way until this is dropped.
 #[must_use]
@@ -425,8 +344,10 @@ impl Audit {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+
     use super::*;
-    use crate::areas::NewArea;
+    use crate::area::NewArea;
     use crate::layout::test_segment;
 
     const A: GroupIndex = GroupIndex(1);

@@ -10,9 +10,10 @@ use swaptide_sys::lock::futex;
 use swaptide_sys::mem::SharedMap;
 use swaptide_sys::thread::Nanos;
 
-use crate::areas::{Area, MAX_AREAS};
+use crate::area::{Area, MAX_AREAS};
 use crate::counters::{Counter, FaultHistogram};
-use crate::groups::Groups;
+use crate::group::Groups;
+use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 
 /// First word of every segment.
 pub const MAGIC: u64 = 0x7377_6170_7469_6465;
@@ -27,22 +28,10 @@ pub const NO_LIMIT: u64 = 1 << 46;
 pub const MAX_BYTES: u64 = NO_LIMIT;
 /// No counter of one process counts for more.
 pub const MAX_COUNT: u64 = 1 << 47;
-/// Bytes of one extent of a swap area: a cluster of 512 slots.
-pub const EXTENT_BYTES: u64 = 2 << 20;
 /// Pages that the price of growth past `swap.high` is for ([`ProcSlot::throttle_us`]).
 pub const THROTTLE_PAGES: u64 = 64;
-/// Most extents of all areas together (128 GiB), the numbers between them among them.
-pub const MAX_EXTENTS: usize = 65536;
 
 const COUNTERS: usize = Counter::ALL.len();
-
-/// An extent of a swap area.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ExtentId(pub u32);
-
-/// The place of a process in the segment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SlotIndex(pub u32);
 
 /// Where a managed process is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -514,7 +503,7 @@ mod tests {
     fn the_offsets_that_test_programs_write_to_are_those_of_the_layout() {
         use std::mem::offset_of;
         let mirror =
-            offset_of!(Segment, header) + offset_of!(Header, areas) + crate::areas::MIRROR_AT;
+            offset_of!(Segment, header) + offset_of!(Header, areas) + crate::area::MIRROR_AT;
         let full = offset_of!(ProcSlot, counters) + 8 * Counter::SwapFull as usize;
         let names = [
             ("SEGMENT_HEADER", size_of::<Header>()),

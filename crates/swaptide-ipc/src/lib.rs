@@ -18,21 +18,25 @@
 //!
 //! Locks: none.
 
+mod area;
 pub mod areas;
 mod counters;
+mod group;
 pub mod groups;
+mod ids;
 mod layout;
 pub mod shared;
 mod wire;
 
-pub use areas::{
+pub use area::{
     Area, AreaId, AreaMask, AreaState, ExportFacts, ExtentPlace, MAX_AREAS, NewArea, Spot,
     Transport,
 };
 pub use counters::{Counter, FIRST_ORDER, FaultHistogram, HISTOGRAM_BUCKETS, LAST_ORDER, OfOrder};
-pub use groups::{GroupIndex, GroupSlot, MAX_GROUPS};
+pub use group::{GroupIndex, GroupSlot, MAX_GROUPS};
+pub use ids::{EXTENT_BYTES, ExtentId, MAX_EXTENTS, SlotIndex};
 pub use layout::{
-    EXTENT_BYTES, ExtentId, Header, MAGIC, MAX_EXTENTS, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState,
-    Segment, SegmentError, SlotIndex, THROTTLE_PAGES, VERSION,
+    Header, MAGIC, MAX_PROCS, NO_LIMIT, ProcSlot, ProcState, Segment, SegmentError, THROTTLE_PAGES,
+    VERSION,
 };
 pub use wire::{ENV_AGENT_LOG, ENV_SOCKET, Request};

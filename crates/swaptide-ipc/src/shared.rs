@@ -24,7 +24,8 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::uffd::{Features, OpenError, Uffd};
 use swaptide_sys::{AsFd, OwnedFd};
 
-use crate::layout::{Segment, SlotIndex};
+use crate::ids::SlotIndex;
+use crate::layout::Segment;
 use crate::wire::Request;
 
 /// The name of a region's memory file.

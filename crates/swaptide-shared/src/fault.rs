@@ -25,9 +25,9 @@ use swaptide_sys::Errno;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::uffd::{Event, Message, Uffd};
 
-use crate::pager::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole, write_pages};
 use crate::region::{PageState, RegionId};
 use crate::space::{Piece, Space, SpaceId, Standing};
+use crate::state::{GUARD_TIMEOUT, Inner, ROOM_TOKEN, STOP_FAULTS, State, is_hole, write_pages};
 
 /// Most pages that one fault brings in: 2 MiB.
 const MAX_PAGES_PER_FAULT: usize = 512;

@@ -10,7 +10,8 @@
 //! | [`region`] | where each page of a region is |
 //! | [`space`] | an address space: its userfaultfd, its mappings, its guard |
 //! | [`store`] | compressed memory and the swap file |
-//! | [`pager`] | all of them together; requests |
+//! | `state` | all of them together |
+//! | [`pager`] | its threads; requests |
 //! | [`fault`] | answers to faults and events |
 //! | [`reclaim`] | making room; why no write is lost |
 //! | [`pinned`] | who may write past page tables |
@@ -33,6 +34,7 @@ pub mod pinned;
 pub mod reclaim;
 pub mod region;
 pub mod space;
+mod state;
 pub mod store;
 
 pub use handle::{Host, SharedRegion};

@@ -46,10 +46,10 @@ use swaptide_store::{Page, Slot};
 use swaptide_sys::Errno;
 use swaptide_sys::page::PAGE_SIZE;
 
-use crate::pager::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
 use crate::pinned::pinned;
 use crate::region::{PageState, RegionId};
 use crate::space::{SpaceId, Standing};
+use crate::state::{Inner, STOP_ROOM, State, is_hole, punch, write_pages};
 use crate::store::{PutOutcome, compressor};
 
 /// Most pages of one batch.

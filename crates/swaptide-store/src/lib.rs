@@ -17,6 +17,7 @@
 //! The crate is used inside unmodified programs: it starts no thread, keeps no thread-local state,
 //! prints nothing and allocates only through the global allocator and its own mappings.
 
+mod block;
 pub mod codec;
 pub mod file;
 pub mod nbd;

@@ -35,7 +35,7 @@
 //! 3. A read succeeds only when each of its bytes came exactly once.
 //!
 //! Locks: none. Idle connections are descriptors in atomic words, so that a fork at any moment
-//! leaves the child a state it can [`Nbd::forget`]; who finds neither an idle connection nor leave
+//! leaves the child a state it can `Nbd::forget`; who finds neither an idle connection nor leave
 //! to dial sleeps on a futex.
 
 mod batch;
@@ -54,8 +54,7 @@ use swaptide_sys::{Errno, OwnedFd};
 use self::batch::{Failure, Job, Request};
 use self::pool::Pool;
 use crate::PAGE_SIZE;
-use crate::file::HandedOver;
-use crate::file::io::{BlockIo, Run};
+use crate::block::Run;
 
 /// The most connections to one export.
 pub const MAX_CONNECTIONS: u32 = pool::MAX_POOLED_CONNECTIONS as u32;
@@ -249,7 +248,7 @@ impl Nbd {
 
     /// Reads all of several places at once. On failure, tells which block (of a page's size)
     /// failed: the number of its run's first block plus its place in the run.
-    fn read_all(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+    pub(crate) fn read_all(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
         if let Some(run) =
             runs.iter().find(|run| self.inside(run.offset, run.buf.len()) < run.buf.len())
         {
@@ -359,7 +358,7 @@ impl Nbd {
     ///
     /// Whatever the parent's other threads were doing at the fork does not matter here; the child
     /// has one thread only.
-    pub fn forget(&self) {
+    pub(crate) fn forget(&self) {
         self.pool.forget();
     }
 
@@ -425,29 +424,6 @@ impl Drop for Nbd {
         while let Some(link) = self.pool.take() {
             connection::say_goodbye(link.fd());
         }
-    }
-}
-
-impl BlockIo for Nbd {
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
-        Nbd::read_at(self, offset, buf)
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
-        Nbd::write_at(self, offset, bytes)
-    }
-
-    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
-        self.trim(offset, len)
-    }
-
-    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
-        self.read_all(runs)
-    }
-
-    /// Nothing is handed over: a connection is one process's.
-    fn abandon(&self, _handed: Vec<HandedOver>) {
-        self.forget();
     }
 }
 

@@ -6,8 +6,8 @@
 //! it and, after the lock is dropped, a decompression.
 //!
 //! A page that stays long may be compressed again: [`Zram::not_recompressed`] gives what is worth
-//! it, [`Zram::replace_recompressed`] puts the outcome in its place and notes that it was tried, so that no page
-//! is tried twice. Pages of both codecs lie side by side.
+//! it, [`Zram::replace_recompressed`] puts the outcome in its place and notes that it was tried, so
+//! that no page is tried twice. Pages of both codecs lie side by side.
 //!
 //! A unit (several neighbouring pages packed as one) belongs to all its slots; each is freed on its
 //! own, and the last one frees the unit. Loading one page of a unit decompresses all of it, into a
@@ -320,8 +320,8 @@ impl Zram {
     }
 
     /// Appends the bytes of a page that is worth compressing again: one of lz4 that was not
-    /// [settled](Self::replace_recompressed) before. What belongs to nobody, or to another slot, is not. Where
-    /// `out` has room for a page it is not reallocated.
+    /// [settled](Self::replace_recompressed) before. What belongs to nobody, or to another slot, is
+    /// not. Where `out` has room for a page it is not reallocated.
     pub fn not_recompressed(&self, slot: Slot, out: &mut Vec<u8>) -> bool {
         out.reserve(PAGE_SIZE);
         let state = self.state.lock();

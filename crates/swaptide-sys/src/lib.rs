@@ -32,6 +32,7 @@ pub mod ptrace;
 pub mod raw;
 pub mod sock;
 pub mod thread;
+pub mod time;
 pub mod uffd;
 
 pub use errno::ErrnoName;

@@ -32,7 +32,7 @@ use rustix::io::Errno;
 use crate::lock::{Guard, Lock};
 use crate::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use crate::raw::syscall;
-use crate::thread::sleep;
+use crate::time::sleep;
 
 /// Mappings the registry can hold at one time.
 pub const MAX_OWN_RANGES: usize = 4096;

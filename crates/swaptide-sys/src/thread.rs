@@ -32,6 +32,7 @@ use rustix::io::Errno;
 use crate::mem::{self, Mapping};
 use crate::page::{PAGE_SIZE, VirtRange};
 use crate::raw::syscall;
+pub use crate::time::{Nanos, now, sleep};
 
 /// A thread id, as the kernel counts them.
 #[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -50,17 +51,6 @@ pub struct Pid(pub u32);
 impl fmt::Display for Pid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
-    }
-}
-
-/// A moment of the monotonic clock, in nanoseconds.
-#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct Nanos(pub u64);
-
-impl Nanos {
-    /// Time since `earlier`; zero if that is later.
-    pub fn since(self, earlier: Nanos) -> Duration {
-        Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 }
 
@@ -429,25 +419,6 @@ pub fn tell(line: &[u8]) {
 pub fn kill(pid: Pid, signal: i32) -> Result<(), Errno> {
     // SAFETY: no memory is passed.
     unsafe { syscall!(k::__NR_kill, pid.0, signal) }.map(drop)
-}
-
-/// Sleeps; signals do not cut it short.
-pub fn sleep(time: Duration) {
-    let mut left = k::__kernel_timespec {
-        tv_sec: time.as_secs().min(i64::MAX as u64) as i64,
-        tv_nsec: time.subsec_nanos().into(),
-    };
-    let left_ptr = (&raw mut left) as usize;
-    // SAFETY: one struct serves as request and remainder; the kernel reads the first before it
-    // writes the second.
-    while unsafe { syscall!(k::__NR_nanosleep, left_ptr, left_ptr) } == Err(Errno::INTR) {}
-}
-
-/// The monotonic clock.
-#[inline]
-pub fn now() -> Nanos {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    Nanos(t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64)
 }
 
 /// CPU time the calling thread has used.

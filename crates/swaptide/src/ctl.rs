@@ -7,7 +7,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use swaptide_host::control::server;
+use swaptide_host::control::{client, server};
 use swaptide_host::report::totals::View;
 use swaptide_host::swap::areas::AreaView;
 use swaptide_host::units::human;
@@ -166,34 +166,34 @@ pub fn main(args: &CtlArgs) -> ExitCode {
     let text = match &args.what {
         What::List => list(),
         What::Stats(args) => {
-            server::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
+            client::stats(args.pid).map(|view| if args.json { json(&view) } else { table(&view) })
         }
-        What::Devices(args) => server::devices(args.pid).map(|devices| {
+        What::Devices(args) => client::devices(args.pid).map(|devices| {
             if args.json {
                 json(&devices.iter().map(|(_, view)| view).collect::<Vec<_>>())
             } else {
                 areas(&devices)
             }
         }),
-        What::Swapon(args) => server::add_device(args.pid, &args.device).map(|()| String::new()),
+        What::Swapon(args) => client::add_device(args.pid, &args.device).map(|()| String::new()),
         What::Swapoff(args) => swapoff(args).map(|()| String::new()),
-        What::Tiers(args) => server::run_tiers(args.pid, args.text.as_deref())
+        What::Tiers(args) => client::run_tiers(args.pid, args.text.as_deref())
             .map(|view| if args.json { json(&view.tiers) } else { view.table }),
         What::Group(args) => group(args),
         What::Readahead(args) => readahead(args),
         What::Reclaim(args) => return reclaim(args),
-        What::Freeze(args) => server::freeze_group(args.pid, &args.path)
+        What::Freeze(args) => client::freeze_group(args.pid, &args.path)
             .map(|bytes| format!("{} went out\n", human(bytes))),
-        What::Preload(args) => server::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
+        What::Preload(args) => client::preload_group(args.pid, &args.path).map(|(bytes, whole)| {
             format!(
                 "{} came back{}\n",
                 human(bytes),
                 if whole { "" } else { ", there is no room for more" }
             )
         }),
-        What::Detach(args) => with_progress(|progress| server::detach_process(args.pid, progress))
+        What::Detach(args) => with_progress(|progress| client::detach_process(args.pid, progress))
             .map(|()| String::new()),
-        What::Reload => server::reload().map(|()| String::new()),
+        What::Reload => client::reload().map(|()| String::new()),
     };
     match text {
         Ok(text) => {
@@ -210,7 +210,7 @@ fn json(value: &impl serde::Serialize) -> String {
 }
 
 fn swapoff(args: &SwapoffArgs) -> Result<(), server::ControlError> {
-    with_progress(|progress| server::remove_device(args.pid, &args.name, progress))
+    with_progress(|progress| client::remove_device(args.pid, &args.name, progress))
 }
 
 /// Does what takes a while; how many bytes are left is shown on a terminal only.
@@ -255,7 +255,7 @@ fn areas(devices: &[(u8, AreaView)]) -> String {
 fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
     let refused = |why: String| Err(server::ControlError::Refused(why));
     if args.remove {
-        return server::remove_group(args.pid, &args.path).map(|()| String::new());
+        return client::remove_group(args.pid, &args.path).map(|()| String::new());
     }
     let (set, read): (Vec<&String>, Vec<&String>) =
         args.keys.iter().partition(|key| key.contains('='));
@@ -270,7 +270,7 @@ fn group(args: &GroupArgs) -> Result<String, server::ControlError> {
         .filter_map(|text| text.split_once('='))
         .map(|(key, value)| (key.to_owned(), value.to_owned()))
         .collect();
-    let views = server::run_group(args.pid, &args.path, &pairs)?;
+    let views = client::run_group(args.pid, &args.path, &pairs)?;
     if !pairs.is_empty() {
         return Ok(String::new());
     }
@@ -314,7 +314,7 @@ fn readahead(args: &ReadaheadArgs) -> Result<String, server::ControlError> {
             }
         }
     }
-    let values = server::readahead(args.pid, &set)?;
+    let values = client::readahead(args.pid, &set)?;
     let lines = |values: Vec<(String, String)>| {
         values.iter().map(|(key, value)| format!("{key} {value}\n")).collect()
     };
@@ -327,7 +327,7 @@ fn reclaim(args: &ReclaimArgs) -> ExitCode {
         Ok(bytes) => bytes,
         Err(error) => return refuse("ctl", &error.to_string()),
     };
-    match server::reclaim_group(args.pid, &args.path, bytes) {
+    match client::reclaim_group(args.pid, &args.path, bytes) {
         Ok((bytes, enough)) => {
             let _ = writeln!(std::io::stdout(), "{} went out", human(bytes));
             if enough { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -339,9 +339,9 @@ fn reclaim(args: &ReclaimArgs) -> ExitCode {
 /// A line for each run.
 fn list() -> Result<String, server::ControlError> {
     let mut text = String::new();
-    for run in server::runs()?.into_iter().chain(server::daemon_runs()) {
+    for run in client::runs()?.into_iter().chain(client::daemon_runs()) {
         // One that ends just now is no run any more.
-        if let Ok(view) = server::stats(Some(run)) {
+        if let Ok(view) = client::stats(Some(run)) {
             text += &format!("{:>8}  {}\n", view.pid, line(&view));
         }
     }

@@ -18,7 +18,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use swaptide_host::control::agent_api::Users;
 use swaptide_host::daemon::server::{self, DaemonConfig};
-use swaptide_host::doctor;
+use swaptide_host::run::doctor;
 use swaptide_host::run::supervise::{self, RunConfig};
 
 /// Exit status of bad input, and of whatever keeps a command from starting.

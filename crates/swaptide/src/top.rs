@@ -19,8 +19,8 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Row, Table, Widget};
 use swaptide_host::control::server::ControlError;
+use swaptide_host::control::watch::{self, Rates, Scene};
 use swaptide_host::report::totals::ProcessView;
-use swaptide_host::report::watch::{self, Rates, Scene};
 use swaptide_host::units::{human, human_count};
 
 /// Columns of a frame that is text.

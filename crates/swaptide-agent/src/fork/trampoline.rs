@@ -6,7 +6,7 @@
 //! register is as fork(2) has left it, and the child goes on.
 //!
 //! Owns: the child's first stack, and the connection on which the supervisor waits. One fork at a
-//! time uses them, under [`crate::lifecycle::FORK_LOCK`]; what a child leaves in its copy is never
+//! time uses them, under [`crate::process::FORK_LOCK`]; what a child leaves in its copy is never
 //! read again.
 //!
 //! Locks: none.
@@ -20,7 +20,7 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{abort_with, gettid};
 use swaptide_sys::{FromRawFd, IntoRawFd, OwnedFd};
 
-use crate::lifecycle;
+use crate::process;
 
 /// Bytes for all registers that XSAVE keeps, whatever the CPU has.
 const REGISTERS: usize = 16 << 10;
@@ -54,7 +54,7 @@ pub fn follow(engine: &Engine) -> bool {
     engine.fork.open_ends();
     let conn = engine.fork.child_end().and_then(|_| {
         let entry = entry as *const () as u64;
-        lifecycle::ask_to_follow(gettid().0, entry, CHILD_TRAMPOLINE.words.get() as u64)
+        process::ask_to_follow(gettid().0, entry, CHILD_TRAMPOLINE.words.get() as u64)
     });
     match conn {
         Some(conn) => {
@@ -82,7 +82,7 @@ pub fn leave() {
 
 /// What the child does first.
 extern "C" fn begin() {
-    let Some(engine) = lifecycle::inherited_engine() else { return };
+    let Some(engine) = process::inherited_engine() else { return };
     if let Err(errno) = engine.child_init() {
         let mut why = [0u8; 64];
         let len = {

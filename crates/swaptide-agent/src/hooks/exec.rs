@@ -9,75 +9,16 @@
 //! allocated, for all of this also runs in the child of a vfork, on its parent's memory: the new
 //! array stands on the stack, or, if it is very long, in a mapping that is gone with the call.
 
-use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_char, c_int};
-use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Release};
 
 use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
 use swaptide_sys::mem::{map_scratch, unmap};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
+use crate::environment::{AGENT, LOG, PRELOAD, SOCKET};
 use crate::probe::are_strings;
 
-const PRELOAD: &str = "LD_PRELOAD";
-
 type Strings = *const *const c_char;
-
-/// `NAME=VALUE` and its NUL, written once. Length 0: there is no such variable.
-struct Text {
-    bytes: UnsafeCell<[u8; 4200]>,
-    len: AtomicUsize,
-}
-
-// SAFETY: the bytes are written by the constructor alone, before the length that lets others read
-// them.
-unsafe impl Sync for Text {}
-
-impl Text {
-    const fn new() -> Text {
-        Text { bytes: UnsafeCell::new([0; 4200]), len: AtomicUsize::new(0) }
-    }
-
-    fn set(&self, name: &str, value: &[u8]) {
-        // SAFETY: see `Sync`.
-        let bytes = unsafe { &mut *self.bytes.get() };
-        let len = name.len() + 1 + value.len();
-        if len < bytes.len() {
-            bytes[..name.len()].copy_from_slice(name.as_bytes());
-            bytes[name.len()] = b'=';
-            bytes[name.len() + 1..len].copy_from_slice(value);
-            self.len.store(len, Release);
-        }
-    }
-
-    fn get(&self) -> Option<&CStr> {
-        let len = self.len.load(Acquire);
-        // SAFETY: see `Sync`; what follows the text is zero.
-        (len > 0).then(|| unsafe { CStr::from_ptr(self.bytes.get().cast()) })
-    }
-
-    fn value(&self, name: &str) -> &[u8] {
-        self.get().map_or(&[], |text| &text.to_bytes()[name.len() + 1..])
-    }
-}
-
-/// The supervisor's socket, if there is one.
-pub fn socket() -> Option<&'static [u8]> {
-    Some(SOCKET.value(ENV_SOCKET)).filter(|name| !name.is_empty())
-}
-
-static AGENT: Text = Text::new();
-static SOCKET: Text = Text::new();
-static LOG: Text = Text::new();
-
-/// Remembers what a program of this tree needs. Called by the constructor.
-pub fn remember(agent: &[u8], socket: &[u8], log: Option<&[u8]>) {
-    AGENT.set(PRELOAD, agent);
-    if let Some(log) = log {
-        LOG.set(ENV_AGENT_LOG, log);
-    }
-    SOCKET.set(ENV_SOCKET, socket);
-}
 
 /// What is missing in an environment.
 struct Missing {
@@ -226,16 +167,17 @@ pub unsafe fn with_environment(envp: Strings, mut f: impl FnMut(Strings) -> c_in
     unsafe { write(envp, &missing, room.as_ptr().cast()) };
     let result = f(room.as_ptr().cast::<*const c_char>());
     let start = VirtAddr(room.as_ptr() as usize);
-    let errno = crate::hooks::real::errno();
+    let errno = crate::real::errno();
     // SAFETY: the call that read it is over.
     let _ = unsafe { unmap(VirtRange { start, end: start.offset(bytes) }) };
-    crate::hooks::real::set_errno(errno);
+    crate::real::set_errno(errno);
     result
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::remember;
     use std::ffi::CString;
 
     fn given(entries: &[&str]) -> Vec<String> {

@@ -15,9 +15,9 @@ use swaptide_sys::raw::syscall6;
 use crate::hooks::exec::with_environment;
 use crate::hooks::mappings;
 use crate::hooks::mremap;
-use crate::hooks::real;
-use crate::lifecycle;
 use crate::pages::kernel_words;
+use crate::process;
+use crate::real;
 use crate::seccomp;
 use crate::shmem;
 
@@ -44,7 +44,7 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
     }
     if result == 0
         && let Some(hint) = hint_of(advice)
-        && let Some(engine) = lifecycle::engine()
+        && let Some(engine) = process::engine()
         && let Some(range) = mappings::pages(addr, len)
     {
         engine.bells.hint(hint, range);
@@ -237,10 +237,10 @@ fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: us
     }
     let plain =
         flags & KIND == PRIVATE && flags & ANONYMOUS != 0 && flags & (HUGETLB | GROWSDOWN) == 0;
-    if plain && prot & WRITE != 0 && lifecycle::engine().is_none() {
-        lifecycle::begin_before(len, flags & NORESERVE != 0);
+    if plain && prot & WRITE != 0 && process::engine().is_none() {
+        process::begin_before(len, flags & NORESERVE != 0);
     }
-    let engine = lifecycle::engine().filter(|engine| plain && engine.small.reports(len));
+    let engine = process::engine().filter(|engine| plain && engine.small.reports(len));
     let flags = if engine.is_some() { flags & !POPULATE } else { flags };
     // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
     // for.

@@ -26,10 +26,10 @@ use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
 
-use crate::hooks::real;
-use crate::lifecycle;
 use crate::pages::excluded;
 use crate::probe;
+use crate::process;
+use crate::real;
 use crate::seccomp;
 
 const SYS_IOCTL: u32 = linux_raw_sys::general::__NR_ioctl;
@@ -67,12 +67,12 @@ pub fn release_range(range: VirtRange) -> bool {
     if seccomp::is() {
         const MAX_FAULT_REQUESTS: usize = 10_000;
         return (0..MAX_FAULT_REQUESTS).any(|_| {
-            lifecycle::engine_without_calls()
+            process::engine_without_calls()
                 .is_none_or(|engine| engine.bells.submit_by_fault(FaultRequest::Release, range))
         });
     }
     (0..MAX_TRIES).any(|_| {
-        let is_gone = lifecycle::engine().is_none_or(|engine| engine.bells.release(range));
+        let is_gone = process::engine().is_none_or(|engine| engine.bells.release(range));
         if !is_gone {
             sleep(Duration::from_millis(1));
         }
@@ -83,7 +83,7 @@ pub fn release_range(range: VirtRange) -> bool {
 /// True for advice that does more here than the call. All of it is for one's own process alone.
 fn matters(advice: c_int) -> bool {
     matches!(advice, MADV_FREE | MADV_GUARD_INSTALL | MADV_WIPEONFORK)
-        || advice == MADV_DONTFORK && lifecycle::may_follow_forks()
+        || advice == MADV_DONTFORK && process::may_follow_forks()
 }
 
 /// madvise(2) with what the kernel leaves out. Answers with the kernel's word.
@@ -97,7 +97,7 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
         // Under a filter no other advice may be given.
         _ if advice == MADV_WIPEONFORK
             || advice == MADV_DONTFORK
-            || seccomp::is() && lifecycle::engine_without_calls().is_some() =>
+            || seccomp::is() && process::engine_without_calls().is_some() =>
         {
             if let Some(range) = pages(addr, len) {
                 excluded::exclude(range);
@@ -108,7 +108,7 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
             call(advice as usize)
         }
         _ => {
-            let engine = lifecycle::engine();
+            let engine = process::engine();
             if let Some(engine) = engine.filter(|_| advice == MADV_GUARD_INSTALL) {
                 engine.guarded.store(true, Relaxed);
             }
@@ -146,7 +146,7 @@ pub fn advise_process(
     };
     const MAX_VECTORS: usize = 1024;
     if seccomp::is() && matters(advice) {
-        lifecycle::detach();
+        process::detach();
         return call(count);
     }
     // Of another process the kernel refuses such advice, of none of its ranges too.
@@ -239,14 +239,14 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     let at = if flags & SHM_RND != 0 { VirtAddr(addr).page_down().0 } else { addr };
     if seccomp::is() {
         if flags & SHM_REMAP != 0 {
-            lifecycle::detach();
+            process::detach();
         }
         return call(addr, flags);
     }
     let is_over = flags & SHM_REMAP != 0
         && at != 0
         && at.is_multiple_of(PAGE_SIZE)
-        && lifecycle::engine().is_some();
+        && process::engine().is_some();
     let Some(range) = is_over.then(|| segment_len(id)).flatten().and_then(|len| pages(at, len))
     else {
         return call(addr, flags);
@@ -316,8 +316,7 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
 fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
     const UFFD: u32 = 0xaa00;
     let request = request as u32;
-    let engine =
-        || if seccomp::is() { lifecycle::engine_without_calls() } else { lifecycle::engine() };
+    let engine = || if seccomp::is() { process::engine_without_calls() } else { process::engine() };
     if request & 0xff00 != UFFD || engine().is_none() {
         return call();
     }

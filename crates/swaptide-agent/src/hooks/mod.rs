@@ -4,6 +4,5 @@ pub(crate) mod exec;
 pub(crate) mod libc;
 pub(crate) mod mappings;
 pub(crate) mod mremap;
-pub(crate) mod real;
 pub(crate) mod sends;
 pub(crate) mod syscall;

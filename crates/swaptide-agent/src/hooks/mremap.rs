@@ -64,14 +64,14 @@ fn remap_private(old: usize, old_len: usize, new_len: usize, flags: c_int, to: u
     let len = VirtAddr(new_len).page_up().0;
     let may_tear = flags == MREMAP_MAYMOVE | MREMAP_FIXED
         && is_moved_whole(range, len, to)
-        && crate::lifecycle::engine().is_some();
+        && crate::process::engine().is_some();
     let mut word = match may_tear.then(|| pieces_of(range, &mut pieces)).flatten() {
         Some(count @ 2..) => in_pieces(&pieces[..count], len, flags, to, call),
         _ => call([old, old_len, new_len, flags, to]),
     };
     for _ in 0..MAX_TRIES {
         if word != EFAULT
-            || crate::lifecycle::engine().is_none()
+            || crate::process::engine().is_none()
             || flags & !(MREMAP_MAYMOVE | MREMAP_FIXED) != 0
             || old_len == 0
         {
@@ -103,7 +103,7 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
 /// engine knows. A program with one thread need not wait: its changes are told in their order.
 pub fn wait_for_events(at: usize) {
     if crate::seccomp::is() {
-        if let Some(engine) = crate::lifecycle::engine_without_calls().filter(|_| has_threads()) {
+        if let Some(engine) = crate::process::engine_without_calls().filter(|_| has_threads()) {
             engine.bells.submit_by_fault(
                 FaultRequest::Fence,
                 VirtRange { start: VirtAddr(at), end: VirtAddr(at) },
@@ -111,17 +111,17 @@ pub fn wait_for_events(at: usize) {
         }
         return;
     }
-    if let Some(engine) = crate::lifecycle::engine().filter(|_| has_threads()) {
+    if let Some(engine) = crate::process::engine().filter(|_| has_threads()) {
         engine.bells.fence(VirtAddr(at));
     }
 }
 
-/// Whether somebody would have to wait in [`settle`].
+/// Whether somebody would have to wait in [`wait_for_events`].
 pub fn matter() -> bool {
     let managed = if crate::seccomp::is() {
-        crate::lifecycle::engine_without_calls()
+        crate::process::engine_without_calls()
     } else {
-        crate::lifecycle::engine()
+        crate::process::engine()
     };
     managed.is_some() && has_threads()
 }
@@ -135,7 +135,7 @@ static CLONED: AtomicBool = AtomicBool::new(false);
 
 /// Libc makes threads through other functions than `pthread_create` too, so it is asked.
 fn has_threads() -> bool {
-    CLONED.load(Relaxed) || crate::hooks::real::has_threads()
+    CLONED.load(Relaxed) || crate::real::has_threads()
 }
 
 /// The mappings of a range that would be one without swaptide: neighbours of one kind. `None` where

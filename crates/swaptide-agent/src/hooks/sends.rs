@@ -2,12 +2,12 @@
 //! through such references.
 //!
 //! References for reading (`vmsplice`, `MSG_ZEROCOPY`, io_uring's `SEND_ZC`) are noted for the
-//! engine before the call is made ([`References`]): it writes to no frame from then on that came
+//! engine before the call is made ([`REFERENCES`]): it writes to no frame from then on that came
 //! from the program. The note is per process and outlives forks, not exec.
 //!
 //! References for writing exist where a file system or a protocol takes the pages of a read without
 //! pinning them. What arrives on a page after that was taken out is lost. So the process is let go
-//! before it can read so ([`lifecycle::detach`]): by a direct file on NFS or Ceph, or by kernel
+//! before it can read so ([`process::detach`]): by a direct file on NFS or Ceph, or by kernel
 //! TLS.
 //!
 //! docs/kernel-references.md lists who takes which kind, and what goes past these hooks.
@@ -15,24 +15,18 @@
 //! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call
 //! libc's function, which is a cancellation point where ours would not be.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::mem::MaybeUninit;
+use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use rustix::fs::{Mode, OFlags, RawDir};
-use swaptide_engine::References;
 use swaptide_sys::page::{VirtAddr, VirtRange};
-use swaptide_sys::procfs::{parse_u64, read_file};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::gettid;
 
 use crate::exit_watch;
-use crate::hooks::real;
-use crate::lifecycle;
 use crate::pages::excluded;
+use crate::pages::references::{O_DIRECT, REFERENCES, is_unpinned};
+use crate::process;
+use crate::real;
 use crate::seccomp;
-
-/// Read by the engine; see [`References`].
-pub static REFERENCES: References = References::new();
 
 const ENOSYS: c_int = 38;
 const MSG_ZEROCOPY: c_int = 0x400_0000;
@@ -42,11 +36,7 @@ const SOL_TLS: c_int = 282;
 const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
 
-const O_DIRECT: c_int = 0o40000;
 const F_SETFL: c_int = 4;
-/// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
-const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
-
 pub const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
 pub const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
 pub const SYS_OPENAT: usize = linux_raw_sys::general::__NR_openat as usize;
@@ -96,16 +86,7 @@ fn option(level: c_int, name: c_int) {
 fn keep_all() {
     // A process that is not engaged yet will find nothing to manage.
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
-    lifecycle::detach();
-}
-
-fn is_unpinned(fd: c_int) -> bool {
-    const SYS_FSTATFS: u32 = linux_raw_sys::general::__NR_fstatfs;
-    let mut buf = [0u64; 16];
-    // SAFETY: the buffer is longer than the structure, whose first word is the type.
-    let result =
-        unsafe { syscall6(SYS_FSTATFS, [fd as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0]) };
-    result == 0 && UNPINNED.contains(&buf[0])
+    process::detach();
 }
 
 /// A descriptor that was opened, or -1: nobody has read by it yet.
@@ -116,86 +97,6 @@ fn opened(fd: c_int, flags: c_int) -> c_int {
         keep_all();
     }
     fd
-}
-
-/// The descriptors that a process has from before its first hook: notes rings of io_uring. False if
-/// there is one for direct reads that pin nothing, with which the process must not be managed.
-pub fn look_at_inherited() -> bool {
-    // This thread's own table is another one: the paths mean the program's.
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let Ok(dir) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return true };
-    let mut buf = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(dir, &mut buf);
-    while let Some(Ok(entry)) = entries.next() {
-        let Some(fd) = parse_u64(entry.file_name().to_bytes()) else { continue };
-        let mut path = Path::EMPTY;
-        path.add(b"/proc/self/fd/").add(entry.file_name().to_bytes());
-        let mut target = [0u8; 32];
-        // SAFETY: the path ends with a zero, the buffer is as long as said.
-        let len = unsafe {
-            const SYS_READLINK: u32 = linux_raw_sys::general::__NR_readlink;
-            syscall6(
-                SYS_READLINK,
-                [path.0.as_ptr() as usize, target.as_mut_ptr() as usize, target.len(), 0, 0, 0],
-            )
-        } as isize;
-        let target = &target[..len.clamp(0, 32) as usize];
-        if target == b"anon_inode:[io_uring]" {
-            REFERENCES.note();
-        }
-        if target.first() == Some(&b'/') && is_direct(fd) && is_unpinned_path(&path) {
-            return false;
-        }
-    }
-    true
-}
-
-/// A path of /proc that ends with a zero.
-struct Path([u8; 48], usize);
-
-impl Path {
-    const EMPTY: Path = Path([0; 48], 0);
-
-    fn add(&mut self, part: &[u8]) -> &mut Path {
-        let n = part.len().min(self.0.len() - 1 - self.1);
-        self.0[self.1..self.1 + n].copy_from_slice(&part[..n]);
-        self.1 += n;
-        self
-    }
-}
-
-fn is_direct(fd: u64) -> bool {
-    let mut path = Path::EMPTY;
-    let mut digits = [0u8; 20];
-    let mut at = digits.len();
-    let mut rest = fd;
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    path.add(b"/proc/self/fdinfo/").add(&digits[at..]);
-    let mut text = [0u8; 256];
-    let Ok(path) = CStr::from_bytes_until_nul(&path.0) else { return false };
-    let Ok(text) = read_file(path, &mut text) else { return false };
-    let line = text.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"flags:"));
-    let octal = |flags: u64, byte: &u8| {
-        if byte.is_ascii_digit() { flags << 3 | u64::from(byte - b'0') } else { flags }
-    };
-    line.is_some_and(|line| line.iter().fold(0, octal) & O_DIRECT as u64 != 0)
-}
-
-fn is_unpinned_path(path: &Path) -> bool {
-    const SYS_STATFS: u32 = linux_raw_sys::general::__NR_statfs;
-    let mut buf = [0u64; 16];
-    // SAFETY: the path ends with a zero; the buffer is longer than the structure.
-    let result = unsafe {
-        syscall6(SYS_STATFS, [path.0.as_ptr() as usize, buf.as_mut_ptr() as usize, 0, 0, 0, 0])
-    };
-    result == 0 && UNPINNED.contains(&buf[0])
 }
 
 /// The calls that open a descriptor, or change its flags, through `syscall`; returns the kernel's

@@ -11,7 +11,7 @@
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
-//! the process is let go ([`lifecycle::detach`]).
+//! the process is let go ([`process::detach`]).
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 
@@ -25,12 +25,13 @@ use crate::hooks::exec;
 use crate::hooks::libc;
 use crate::hooks::mappings;
 use crate::hooks::mremap;
-use crate::hooks::real;
 use crate::hooks::sends;
 use crate::lifecycle;
 use crate::pages::excluded;
 use crate::pages::kernel_words;
 use crate::probe;
+use crate::process;
+use crate::real;
 use crate::seccomp;
 
 const SYS_EXECVE: usize = linux_raw_sys::general::__NR_execve as usize;
@@ -131,18 +132,18 @@ fn before_clone(flags: u64) {
     if seccomp::is() {
         // Only threads share all that there is.
         if flags & (CLONE_VFORK | CLONE_THREAD) == 0 {
-            lifecycle::detach();
+            process::detach();
         }
         return;
     }
-    if flags & CLONE_VM == 0 && lifecycle::engine().is_some_and(|engine| engine.followed) {
+    if flags & CLONE_VM == 0 && process::engine().is_some_and(|engine| engine.followed) {
         // Nobody tells of this fork, and nobody follows it: its child must find nothing missing.
-        lifecycle::detach();
+        process::detach();
     }
     if flags & (CLONE_VM | CLONE_VFORK | CLONE_THREAD) != CLONE_VM {
         return;
     }
-    if lifecycle::engine().is_none() {
+    if process::engine().is_none() {
         return;
     }
     excluded::exclude(VirtRange { start: VirtAddr(0), end: VirtAddr(usize::MAX) });
@@ -254,7 +255,7 @@ unsafe extern "C" fn hooked(
             const ALL_THREADS: usize = 1;
             // Without a filter the call only asks whether the kernel knows it.
             if number == SYS_SECCOMP && a == 1 && b & ALL_THREADS != 0 && c != 0 {
-                lifecycle::detach();
+                process::detach();
             }
             let sets = if number == SYS_PRCTL {
                 a == seccomp::PR_SET_SECCOMP as usize

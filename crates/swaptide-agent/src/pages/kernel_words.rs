@@ -23,10 +23,10 @@ use std::sync::atomic::{
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::{Tid, gettid};
 
-use crate::hooks::real;
-use crate::lifecycle;
 use crate::pages::pinned;
 use crate::probe::read;
+use crate::process;
+use crate::real;
 use crate::seccomp;
 
 /// Where in a control block of glibc's the last word lies that the kernel knows, but for the rseq
@@ -41,7 +41,7 @@ pub fn pin_own_block() {
     let pin = |at, len| {
         pinned::pin_for_thread(at, len, tid);
         // SAFETY: memory of this thread's own control block.
-        unsafe { pinned::publish_usage(at, len) };
+        unsafe { pinned::make_resident(at, len) };
     };
     pin(block, BLOCK);
     if let Some(offset) = real::rseq_offset() {
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: Mutex, attr: *const c_void) -
         ANY_MUTEX.store(true, Relaxed);
         pinned::pin(mutex as usize, MUTEX_BYTES);
         // SAFETY: the program's mutex.
-        unsafe { pinned::publish_usage(mutex as usize, MUTEX_BYTES) };
+        unsafe { pinned::make_resident(mutex as usize, MUTEX_BYTES) };
     }
     result
 }
@@ -256,7 +256,7 @@ extern "C" fn end_of_thread(_value: *mut c_void) {
 /// The calling thread is about to end: the kernel must find the entries of a robust list that is
 /// the program's own. They are pinned until the thread is gone.
 pub fn ending() {
-    if !OWN_LISTS.load(Relaxed) || seccomp::is() || lifecycle::engine().is_none() {
+    if !OWN_LISTS.load(Relaxed) || seccomp::is() || process::engine().is_none() {
         return;
     }
     let (mut head, mut len) = (0usize, 0usize);

@@ -21,8 +21,8 @@
 //! 2. An entry with a thread id ends with its thread. Nobody removes it then: whoever meets it and
 //!    finds the thread gone does. The kernel has cleared the words of a thread before its id is
 //!    gone.
-//! 3. Who pins a page then waits until the engine chooses no pages ([`settle`]), and touches the
-//!    page. From that moment on it is in memory.
+//! 3. Who pins a page then waits until the engine chooses no pages ([`make_resident`]), and touches
+//!    the page. From that moment on it is in memory.
 //!
 //! Locks: none. Nothing is allocated. When a page finds no place (more than 200,000 pinned pages),
 //! it is not pinned.
@@ -36,7 +36,7 @@ use swaptide_engine::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr};
 use swaptide_sys::thread::{Tid, lives, yield_now};
 
-use crate::lifecycle;
+use crate::process;
 use crate::seccomp;
 
 /// Entries that a page may be at in each level.
@@ -232,10 +232,10 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
 /// Waits until the engine has done with what it chose before the last pin was made.
 pub fn await_taking() {
     if seccomp::is() {
-        if let Some(engine) = lifecycle::engine_without_calls() {
+        if let Some(engine) = process::engine_without_calls() {
             engine.await_taking(std::hint::spin_loop);
         }
-    } else if let Some(engine) = lifecycle::engine() {
+    } else if let Some(engine) = process::engine() {
         engine.await_taking(yield_now);
     }
 }
@@ -244,7 +244,7 @@ pub fn await_taking() {
 ///
 /// # Safety
 /// The bytes are mapped and readable.
-pub unsafe fn publish_usage(addr: usize, len: usize) {
+pub unsafe fn make_resident(addr: usize, len: usize) {
     await_taking();
     for page in pages_of(addr, len) {
         let at = VirtAddr(addr.max(page.0 * PAGE_SIZE));

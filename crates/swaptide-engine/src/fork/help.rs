@@ -17,8 +17,9 @@
 //!    managed memory until its event was read, and nothing is done after that event. So the child
 //!    has every page that the table says is present.
 //! 4. Where forks are followed nothing tells when the copy is made: a page that came in meanwhile
-//!    may be missing in the child. Each is recorded with what it held ([`brought`](crate::fork::brought)), and the
-//!    child gets that. No range is released: the table must know all that the child may lack.
+//!    may be missing in the child. Each is recorded with what it held
+//!    ([`brought`](crate::fork::brought)), and the child gets that. No range is released: the table
+//!    must know all that the child may lack.
 //!
 //! Locks: the memory lock, never while it waits.
 

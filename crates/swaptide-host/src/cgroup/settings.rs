@@ -42,6 +42,19 @@ impl Default for Settings {
     }
 }
 
+/// Keys that can only be read.
+pub const READ_ONLY: [&str; 9] = [
+    "swap.tiers.effective",
+    "ram.current",
+    "swap.current",
+    "zswap.current",
+    "ram.events",
+    "swap.events",
+    "processes",
+    "swapped.current",
+    "ram.pressure",
+];
+
 /// Every key that can be set.
 pub const KEYS: [&str; 8] = [
     "swap.tiers",
@@ -133,7 +146,7 @@ impl Settings {
                     other => return Err(failed(SettingErrorKind::Switch(other.to_owned()))),
                 }
             }
-            _ if crate::cgroup::tree::READ_ONLY.contains(&key) => {
+            _ if READ_ONLY.contains(&key) => {
                 return Err(failed(SettingErrorKind::ReadOnly));
             }
             _ => return Err(failed(SettingErrorKind::Unknown)),

@@ -22,23 +22,10 @@ use serde::{Deserialize, Serialize};
 use swaptide_core::{Priority, TierError, TierMask, Tiers};
 use swaptide_ipc::{EXTENT_BYTES, GroupIndex, MAX_GROUPS, Segment};
 
-use crate::memctl::psi::{Part, Pressure};
+use crate::cgroup::psi::{Part, Pressure};
 
 pub use crate::cgroup::path::{GroupPath, PathError, cgroup_of, memory_cgroup};
-pub use crate::cgroup::settings::{KEYS, SettingError, SettingErrorKind, Settings};
-
-/// Keys that can only be read.
-pub const READ_ONLY: [&str; 9] = [
-    "swap.tiers.effective",
-    "ram.current",
-    "swap.current",
-    "zswap.current",
-    "ram.events",
-    "swap.events",
-    "processes",
-    "swapped.current",
-    "ram.pressure",
-];
+pub use crate::cgroup::settings::{KEYS, READ_ONLY, SettingError, SettingErrorKind, Settings};
 
 /// What processes have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -19,10 +19,11 @@ use swaptide_sys::affinity::go_normally;
 use swaptide_sys::sock::{Conn, Listener, poll_readable};
 use swaptide_sys::uffd::{Features, Uffd};
 
+use crate::control::REQUIRED;
+pub use crate::control::Users;
 use crate::control::fork_tracer::TracedForks;
 use crate::control::holds::Holds;
 use crate::control::peer::Peer;
-use crate::doctor::REQUIRED;
 use crate::memctl::shared_pager::Shared;
 use crate::swap::areas::Open;
 
@@ -42,31 +43,6 @@ pub struct AgentServer {
     holds: Holds,
     users: Users,
     waiting: Vec<Waiting>,
-}
-
-/// Whose processes are helped to a userfaultfd.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Users {
-    /// All of the run, those that have dropped their privileges among them.
-    #[default]
-    All,
-    /// Those of the supervisor's user alone.
-    SameUser,
-}
-
-impl std::str::FromStr for Users {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Users, String> {
-        match text {
-            "all" => Ok(Users::All),
-            "same-user" => Ok(Users::SameUser),
-            _ => Err(format!(
-                "{text:?}: whose processes are given a userfaultfd is all or same-user"
-            )),
-        }
-    }
 }
 
 /// A client that has connected and said nothing yet.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use crate::cgroup::tree::GroupView;
 use crate::control::server::{
-    Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, directory, path_of,
+    Answer, ControlError, Question, REQUEST_TIMEOUT, TiersView, daemon_path, directory, path_of,
 };
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
@@ -101,11 +101,6 @@ impl Target {
             Target::Daemon(_) => daemon_path(),
         }
     }
-}
-
-/// Where the daemon of this user listens, or would.
-pub fn daemon_path() -> PathBuf {
-    directory().join("daemon.sock")
 }
 
 /// Whether a daemon answers there.

@@ -112,7 +112,7 @@ pub fn is_permitted() -> Result<(), Errno> {
         child => child as u32,
     };
     let followed = seize(child);
-    crate::run::signals::send(child, libc::SIGKILL);
+    crate::signals::send(child, libc::SIGKILL);
     // SAFETY: the child of this function is waited for by nobody else; no status is wanted.
     unsafe { libc::waitpid(child as i32, std::ptr::null_mut(), libc::__WALL) };
     followed.map(drop)
@@ -249,7 +249,7 @@ impl TracedForks {
         let life = match change {
             TraceeStop::Gone => None,
             _ => begin(child, fork.entry, fork.frame)
-                .inspect_err(|_| crate::run::signals::send(tid, libc::SIGKILL))
+                .inspect_err(|_| crate::signals::send(tid, libc::SIGKILL))
                 .ok(),
         };
         match life {

@@ -2,8 +2,47 @@
 //! owner, and the forks that the supervisor follows.
 
 pub mod agent_api;
-pub(crate) mod client;
+pub mod client;
+pub mod daemon_client;
 pub mod fork_tracer;
 pub(crate) mod holds;
 pub mod peer;
 pub mod server;
+pub mod watch;
+
+use swaptide_sys::uffd::Features;
+
+/// What the engine asks of a userfaultfd where it may.
+pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
+/// The same without what needs a capability.
+pub const WITHOUT_FORK: Features = Features::MOVE
+    .union(Features::POISON)
+    .union(Features::THREAD_ID)
+    .union(Features::EVENT_REMAP)
+    .union(Features::EVENT_REMOVE)
+    .union(Features::EVENT_UNMAP);
+
+/// Whose processes are helped to a userfaultfd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Users {
+    /// All of the run, those that have dropped their privileges among them.
+    #[default]
+    All,
+    /// Those of the supervisor's user alone.
+    SameUser,
+}
+
+impl std::str::FromStr for Users {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Users, String> {
+        match text {
+            "all" => Ok(Users::All),
+            "same-user" => Ok(Users::SameUser),
+            _ => Err(format!(
+                "{text:?}: whose processes are given a userfaultfd is all or same-user"
+            )),
+        }
+    }
+}

@@ -34,8 +34,6 @@ use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec;
 
-pub use crate::control::client::*;
-
 /// Who connects sends its line at once, and who is asked answers at once; nobody is waited for
 /// longer.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -250,6 +248,11 @@ impl fmt::Display for ControlError {
 }
 
 impl std::error::Error for ControlError {}
+
+/// Where the daemon of this user listens, or would.
+pub fn daemon_path() -> PathBuf {
+    directory().join("daemon.sock")
+}
 
 /// Where the sockets of a user's runs are: `/run/swaptide` for root, `$XDG_RUNTIME_DIR/swaptide`,
 /// or a directory of its own beside other temporary files.

@@ -18,11 +18,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
+use crate::cgroup::psi::Pressure;
 use crate::cgroup::tree::{Events, GroupPath, Usage};
 use crate::config::MetricsPlace;
 use crate::control::server::REQUEST_TIMEOUT;
 use crate::memctl::controller::{self, MemoryController};
-use crate::memctl::psi::Pressure;
 use crate::report::totals::View;
 
 /// Longest request in bytes.
@@ -258,7 +258,7 @@ fn escaped(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memctl::psi::Part;
+    use crate::cgroup::psi::Part;
     use std::time::Duration;
 
     #[test]

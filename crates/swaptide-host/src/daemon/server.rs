@@ -14,7 +14,7 @@
 //! |---|---|
 //! | `state` | what outlives the daemon: names, groups, runs |
 //! | `kept` | the segment, and how it is found again |
-//! | [`client`](crate::daemon::client) | the run's side |
+//! | [`client`](crate::control::daemon_client) | the run's side |
 //! | `metrics` | numbers for Prometheus |
 //!
 //! Invariants
@@ -24,7 +24,6 @@
 //!
 //! Locks: none here; the threads of clients ask the keeper through its channel.
 
-use std::fmt;
 use std::fs::Permissions;
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,7 +39,7 @@ use swaptide_ipc::{AreaId, GroupIndex, Segment};
 use swaptide_sys::sock::{Conn, PeerCred, peer_of, poll_readable};
 
 use crate::cgroup::tree::{GroupError, GroupPath, Groups, cgroup_of};
-use crate::config::{Config, ConfigError};
+use crate::config::Config;
 use crate::control::agent_api::Users;
 use crate::control::server::{
     Answer, Join, Joined, MAX_CLIENTS, MAX_REQUEST_BYTES, Question, REQUEST_TIMEOUT,
@@ -49,11 +48,13 @@ use crate::control::server::{
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::report::totals::View;
-use crate::run::signals;
-use crate::swap::areas::{AreaError, Areas, Open};
-use crate::swap::spec::{self, Backing, DeviceError};
-use crate::units::{human, parse_share, ram_total};
+use crate::signals;
+use crate::swap::areas::{Areas, Open};
+use crate::swap::spec::{self, Backing};
+use crate::units::{parse_share, ram_total};
 
+pub use crate::daemon::error::DaemonError;
+use crate::daemon::error::log_line;
 use crate::daemon::segment::SegmentId;
 use crate::daemon::state::State;
 
@@ -68,56 +69,6 @@ pub struct DaemonConfig {
     /// `--state`: instead of what the file says, or the usual place.
     pub state: Option<PathBuf>,
 }
-
-/// Why a daemon does not start, or does not take a file.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum DaemonError {
-    /// The file.
-    Config(ConfigError),
-    /// The budget is less than the engine needs.
-    SmallBudget(u64),
-    /// A swap device.
-    Device(DeviceError),
-    /// There are too many.
-    Area(AreaError),
-    /// Groups or tiers.
-    Groups(GroupError),
-    /// Another one is there.
-    Running(PathBuf),
-    /// A file or a directory of its own.
-    State(PathBuf, io::Error),
-    /// A system call.
-    System(&'static str, io::Error),
-}
-
-impl fmt::Display for DaemonError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DaemonError::Config(error) => write!(f, "{error}"),
-            DaemonError::SmallBudget(bytes) => {
-                write!(
-                    f,
-                    "ram: {} is too small; the least that works is {}",
-                    human(*bytes),
-                    human(MIN_BUDGET_BYTES)
-                )
-            }
-            DaemonError::Device(error) => write!(f, "swap: {error}"),
-            DaemonError::Area(error) => write!(f, "swap: {error}"),
-            DaemonError::Groups(error) => write!(f, "{error}"),
-            DaemonError::Running(path) => write!(
-                f,
-                "{}: a daemon runs there already; swaptide ctl list asks it",
-                path.display()
-            ),
-            DaemonError::State(path, error) => write!(f, "{}: {error}", path.display()),
-            DaemonError::System(what, error) => write!(f, "{what}: {error}"),
-        }
-    }
-}
-
-impl std::error::Error for DaemonError {}
 
 /// What the threads of clients share.
 struct Shared {
@@ -300,12 +251,6 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
             let _ = std::thread::Builder::new().name("client".into()).spawn(talk);
         }
     }
-}
-
-/// One line on standard error; if nobody reads there, so be it.
-pub(super) fn log_line(line: &str) {
-    use std::io::Write;
-    let _ = writeln!(io::stderr(), "swaptide daemon: {line}");
 }
 
 impl Shared {

@@ -23,8 +23,8 @@ use swaptide_store::nbd::{Export, Flags};
 use swaptide_sys::process::start_time;
 
 use crate::cgroup::tree::{GroupPath, Groups, KEYS};
+use crate::daemon::error::DaemonError;
 use crate::daemon::segment::{self, SegmentId};
-use crate::daemon::server::DaemonError;
 use crate::memctl::controller::{MemoryController, Run};
 use crate::nbd::Connector;
 use crate::swap::areas::{Areas, Open};
@@ -424,7 +424,7 @@ impl State {
                 Ok(backing) => areas.restore(AreaId(kept.id), backing),
                 Err(error) => match kept.reopen_away(segment) {
                     Some(backing) => areas.restore_away(AreaId(kept.id), backing),
-                    None => crate::daemon::server::log_line(&format!(
+                    None => crate::daemon::error::log_line(&format!(
                         "swap area {}: takes no more pages: {error}",
                         kept.name
                     )),

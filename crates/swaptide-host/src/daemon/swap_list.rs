@@ -9,7 +9,7 @@
 use swaptide_core::Tiers;
 use swaptide_ipc::{MAX_AREAS, Segment};
 
-use crate::daemon::server::{DaemonError, log_line};
+use crate::daemon::error::{DaemonError, log_line};
 use crate::swap::areas::{AreaError, Areas};
 use crate::swap::mirror;
 use crate::swap::spec::{self, Backing, Device, DeviceError, DeviceKind};

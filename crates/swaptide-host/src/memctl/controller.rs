@@ -19,6 +19,9 @@
 //!
 //! Locks: none; the rest of the supervisor talks to the thread through a channel.
 
+pub(crate) mod detach;
+pub(crate) mod sample;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -34,22 +37,22 @@ use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::pidfd_open;
 use swaptide_sys::sock::poll_readable;
 
+use crate::cgroup::psi::Part;
 use crate::cgroup::tree::{GroupError, GroupPath, GroupView, Groups, Usage};
-use crate::config::IdleReclaim;
 use crate::memctl::policy::{self, Bounds, Process, Sharing};
+use crate::memctl::proactive::IdleReclaim;
 use crate::memctl::processes::{ProcessTree, lives};
-use crate::memctl::psi::Part;
 use crate::memctl::shared_pager::Shared;
 use crate::report::totals::{ProcessView, Totals, View};
 use crate::swap::areas::Areas;
 
+pub use self::detach::Detaching;
+use self::sample::Watch;
 use crate::memctl::cgroup_limit::CgroupLimit;
-pub use crate::memctl::detach::Detaching;
 use crate::memctl::membership::Memberships;
 use crate::memctl::proactive::IdleGroups;
 pub use crate::memctl::reclaim_requests::ReclaimOutcome;
 use crate::memctl::reclaim_requests::ReclaimRequests;
-use crate::memctl::sample::Watch;
 use crate::memctl::strict::{Excess, Reason};
 
 /// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
@@ -140,7 +143,7 @@ pub struct MemoryController {
     squeezes: ReclaimRequests,
     idlers: IdleGroups,
     pub(super) runs: BTreeMap<u32, RunRecord>,
-    pub(super) watches: HashMap<SlotIndex, Watch>,
+    watches: HashMap<SlotIndex, Watch>,
     pub(super) refused: HashSet<u32>,
     last_tick: Instant,
     /// Who is seen for the first time from now on was not there before.
@@ -508,7 +511,8 @@ impl MemoryController {
         self.idlers.look(&self.groups);
     }
 
-    /// Ends a run that was started with `--strict` and has more than it may (see [`strict`]).
+    /// Ends a run that was started with `--strict` and has more than it may (see
+    /// [`strict`](crate::memctl::strict)).
     fn enforce(&mut self, root: u32, members: &[Member], processes: &[Process]) {
         let Some(most) =
             self.runs.get(&root).filter(|kept| kept.run.strict).map(|kept| self.most_of(&kept.run))

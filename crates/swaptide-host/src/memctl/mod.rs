@@ -2,14 +2,11 @@
 
 pub(crate) mod cgroup_limit;
 pub mod controller;
-pub(crate) mod detach;
 pub mod hierarchy;
 pub(crate) mod membership;
 pub mod policy;
-pub(crate) mod proactive;
+pub mod proactive;
 pub mod processes;
-pub mod psi;
 pub(crate) mod reclaim_requests;
-pub(crate) mod sample;
 pub mod shared_pager;
 pub(crate) mod strict;

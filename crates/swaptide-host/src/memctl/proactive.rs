@@ -12,7 +12,17 @@ use std::time::{Duration, Instant};
 use swaptide_ipc::GroupIndex;
 
 use crate::cgroup::tree::Groups;
-use crate::config::IdleReclaim;
+
+/// When groups are thought to be idle and lose memory by and by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdleReclaim {
+    /// A group that faults less often than this for so long is idle.
+    pub after_s: u32,
+    /// Pages a second that a group may have refaulted.
+    pub refaults: u32,
+    /// Milliseconds of a second in which a group's threads may have waited for memory.
+    pub stall_ms: u32,
+}
 
 /// How often groups are looked at.
 const TICK: Duration = Duration::from_secs(1);
@@ -93,8 +103,8 @@ impl IdleGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cgroup::psi::Part;
     use crate::cgroup::tree::{GroupPath, Usage};
-    use crate::memctl::psi::Part;
     use crate::testing::segment;
 
     #[test]

@@ -8,11 +8,15 @@ use swaptide_sys::uffd::OpenError;
 use crate::cgroup::tree::GroupError;
 use crate::config::ConfigError;
 use crate::memctl::policy::MIN_BUDGET_BYTES;
-use crate::run::supervise::{AGENT_NAME, ENV_AGENT};
 use crate::run::target::TargetError;
 use crate::swap::areas::AreaError;
 use crate::swap::spec::DeviceError;
 use crate::units::{SizeError, human};
+
+/// Names the agent's library, for an installation that is spread out.
+pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
+/// The agent's file name.
+pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// Why a run did not start.
 #[derive(Debug)]

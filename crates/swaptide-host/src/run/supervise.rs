@@ -50,17 +50,18 @@ use swaptide_sys::sock::{MAX_POLL, poll_readable};
 use crate::cgroup::tree::{GroupError, GroupPath, Groups};
 use crate::config::Config;
 use crate::control::agent_api::{AgentServer, Users};
+use crate::control::daemon_client::{self as client, RemoteAreas};
 use crate::control::fork_tracer::{self, TracedForks};
 use crate::control::server::{self, ControlSocket, Join, Joined, Run};
-use crate::daemon::client::{self, RemoteAreas};
-use crate::doctor::{self, Forks};
 use crate::memctl::controller::{self, MemoryController};
 use crate::memctl::policy::MIN_BUDGET_BYTES;
 use crate::memctl::shared_pager::Shared;
 use crate::report::totals::{Report, ReportFile, Sink, program_name, summary};
+use crate::run::agent::find_agent;
+use crate::run::doctor::{self, Forks};
 use crate::run::ending::Ending;
-use crate::run::signals::{self, ChildStatus, Inherited, Signals};
 use crate::run::target::{self, Target};
+use crate::signals::{self, ChildStatus, Inherited, Signals};
 use crate::swap::areas::{Areas, Open};
 use crate::swap::mirror;
 use crate::swap::spec::{self, PoolAcceptance, SwapSpace};
@@ -68,8 +69,6 @@ use crate::units::{human, parse_share, ram_total};
 
 pub use super::error::RunError;
 
-/// Names the agent's library, for an installation that is spread out.
-pub const ENV_AGENT: &str = "SWAPTIDE_AGENT";
 /// How many processes are managed at a time: for tests of what the others do.
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
 /// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
@@ -83,8 +82,6 @@ pub const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
 pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
 /// Not empty: no daemon is joined. For measurements, which want to be alone.
 pub const ENV_NO_DAEMON: &str = "SWAPTIDE_NO_DAEMON";
-/// The agent's file name.
-pub const AGENT_NAME: &str = "libswaptide_agent.so";
 
 /// The share of a process's limit that compressed memory may take where a file stands behind it, in
 /// percent.
@@ -377,29 +374,6 @@ fn set_up_groups(
     let path = GroupPath::parse(text)
         .map_err(|error| RunError::Groups("--group", GroupError::Path(error)))?;
     groups.ensure(&path, owner).map(Some).map_err(|error| RunError::Groups("--group", error))
-}
-
-/// The preloaded library: the one that is named, or beside this executable, or in the library
-/// directory beside it.
-///
-/// # Errors
-/// [`RunError::NoAgent`].
-pub fn find_agent() -> Result<PathBuf, RunError> {
-    let places = match std::env::var_os(ENV_AGENT).filter(|path| !path.is_empty()) {
-        Some(path) => vec![PathBuf::from(path)],
-        None => {
-            let exe = std::env::current_exe()
-                .map_err(|error| RunError::System("own executable", error))?;
-            let directory = exe.parent().unwrap_or(Path::new("/"));
-            vec![directory.join(AGENT_NAME), directory.join("../lib/swaptide").join(AGENT_NAME)]
-        }
-    };
-    // The tree's processes may be in any directory.
-    let found = places
-        .iter()
-        .find(|place| place.is_file())
-        .and_then(|place| std::fs::canonicalize(place).ok());
-    found.ok_or(RunError::NoAgent(places))
 }
 
 fn preload(agent: &Path) -> Result<OsString, RunError> {

@@ -12,6 +12,8 @@
 //!
 //! Locks: `held`, for a look or a change of the list; not while waiting for processes.
 
+mod trim;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -195,13 +197,13 @@ pub trait Open: Send + Sync {
 pub struct Areas {
     segment: &'static Segment,
     held: Mutex<BTreeMap<AreaId, Held>>,
-    pub(super) trims: crate::swap::trim::Trims,
+    trims: trim::Trims,
 }
 
 impl Areas {
     /// No area yet.
     pub fn new(segment: &'static Segment) -> Areas {
-        Areas { segment, held: Mutex::default(), trims: crate::swap::trim::Trims::default() }
+        Areas { segment, held: Mutex::default(), trims: trim::Trims::default() }
     }
 
     pub(crate) fn segment(&self) -> &'static Segment {

@@ -7,10 +7,18 @@ use std::path::PathBuf;
 use swaptide_ipc::MAX_AREAS;
 use swaptide_store::codec::{Choice, Level};
 
+use swaptide_ipc::{EXTENT_BYTES, MAX_EXTENTS};
+
 use crate::nbd::NbdError;
 use crate::nbd::url::UrlError;
-use crate::swap::spec::{CIPHER, MAX_FILE_BYTES};
 use crate::units::{SizeError, human};
+
+/// The smallest swap file: a few extents for each of a few processes.
+pub const MIN_FILE_BYTES: u64 = 16 << 20;
+/// The largest.
+pub const MAX_FILE_BYTES: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
+/// The name of the cipher that areas have unless `cipher=none` is said.
+pub const CIPHER: &str = "aes-256-gcm";
 
 /// Why devices cannot be had.
 #[derive(Debug)]

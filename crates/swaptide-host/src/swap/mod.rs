@@ -4,6 +4,6 @@ pub mod areas;
 pub mod circular;
 pub(crate) mod error;
 pub mod mirror;
+pub(crate) mod mirror_option;
 pub(crate) mod rotational;
 pub mod spec;
-pub(crate) mod trim;

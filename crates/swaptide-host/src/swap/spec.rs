@@ -21,21 +21,15 @@ use swaptide_ipc::{EXTENT_BYTES, MAX_AREAS, MAX_EXTENTS, Segment};
 use swaptide_store::codec::{Choice, Level, Scheme};
 use swaptide_store::nbd::{Export, Nbd, Options};
 
-pub use super::error::DeviceError;
+pub use super::error::{CIPHER, DeviceError, MAX_FILE_BYTES, MIN_FILE_BYTES};
 use crate::nbd::url::Url;
 use crate::nbd::{Connector, LocalDialer};
-use crate::swap::mirror::Mirror;
+use crate::swap::mirror_option::Mirror;
 use crate::swap::rotational;
 use crate::units::parse_bytes;
 
-/// The smallest swap file: a few extents for each of a few processes.
-pub const MIN_FILE_BYTES: u64 = 16 << 20;
 /// The smallest cap of the compressed pool.
 pub const MIN_POOL_BYTES: u64 = 1 << 20;
-/// The largest.
-pub const MAX_FILE_BYTES: u64 = MAX_EXTENTS as u64 * EXTENT_BYTES;
-/// The name of the cipher that areas have unless `cipher=none` is said.
-pub const CIPHER: &str = "aes-256-gcm";
 /// The priority of a device for which none is given.
 pub const DEFAULT_PRIORITY: i32 = -1;
 /// The mark that mkswap(8) leaves at the end of a device's first page, with pages of 4096 bytes.

@@ -17,19 +17,13 @@ use swaptide_sys::{AsRawFd, Errno, OwnedFd};
 
 use super::router::HandedOver;
 use crate::PAGE_SIZE;
+use crate::block::Run;
+use crate::nbd::Nbd;
 
 /// Scattered reads that make an io_uring worth entering.
 const RING_FROM: usize = 2;
 /// Reads in flight at most.
 const RING_DEPTH: u32 = 64;
-/// Neighbouring blocks to read: one read, if the kernel does not cut it short.
-pub(crate) struct Run<'b> {
-    pub(crate) offset: u64,
-    /// The caller's number of the first block, for its errors.
-    pub(crate) first: usize,
-    /// Whole blocks.
-    pub(crate) buf: &'b mut [u8],
-}
 
 /// A file, one system call at a time. A transfer may be short.
 pub(crate) trait BlockIo: Send + Sync {
@@ -71,6 +65,29 @@ pub(crate) trait BlockIo: Send + Sync {
     /// # Safety
     /// As there.
     unsafe fn force_unlock(&self) {}
+}
+
+impl BlockIo for Nbd {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, Errno> {
+        Nbd::read_at(self, offset, buf)
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<usize, Errno> {
+        Nbd::write_at(self, offset, bytes)
+    }
+
+    fn punch(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        self.trim(offset, len)
+    }
+
+    fn read_runs(&self, runs: &mut [Run<'_>]) -> Result<(), (usize, Errno)> {
+        self.read_all(runs)
+    }
+
+    /// Nothing is handed over: a connection is one process's.
+    fn abandon(&self, _handed: Vec<HandedOver>) {
+        self.forget();
+    }
 }
 
 /// Writes all of `bytes`. On failure, tells from which place of the file on.

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use swaptide_sys::lock::Lock;
 
 use super::cipher::{Cipher, Form};
-use super::io::Run;
 use super::places::SlotExtent;
 use super::{Buffer, FileDevice, PAGE_BLOCKS, ReadError, ReadErrorKind, State};
+use crate::block::Run;
 use crate::codec::{self, Unpacker};
 use crate::{PAGE_SIZE, Page, Slot};
 

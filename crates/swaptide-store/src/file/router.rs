@@ -23,9 +23,10 @@ use swaptide_sys::lock::Lock;
 use swaptide_sys::thread::sleep;
 use swaptide_sys::{AsFd, BorrowedFd, Errno, OwnedFd};
 
-use super::io::{self, BlockIo, Run, SwapFile};
+use super::io::{self, BlockIo, SwapFile};
 use super::{EXTENT_BYTES, Extent};
 use crate::PAGE_SIZE;
+use crate::block::Run;
 use crate::nbd::{Dialer, Export, Nbd, Options};
 
 /// Areas that there can be.

@@ -540,10 +540,10 @@ fn the_block_that_cannot_be_read_is_named() {
         Run { offset: 20 * PAGE, first: 4, buf: &mut b },
         Run { offset: 200 * PAGE, first: 104, buf: &mut c },
     ];
-    assert_eq!(BlockIo::read_runs(&nbd, &mut runs), Err((4 + 50, Errno::IO)));
+    assert_eq!(nbd.read_all(&mut runs), Err((4 + 50, Errno::IO)));
     assert_eq!(c, lab.on_disk(200 * PAGE, PAGE_SIZE));
     let mut runs = [Run { offset: SIZE - 2 * PAGE, first: 3, buf: &mut a }];
-    assert_eq!(BlockIo::read_runs(&nbd, &mut runs), Err((3 + 2, Errno::IO)));
+    assert_eq!(nbd.read_all(&mut runs), Err((3 + 2, Errno::IO)));
     // A write tells how far it came.
     let lab = Lab::new(|peer| {
         while let Some(asked) = peer.ask() {
@@ -637,7 +637,7 @@ fn a_child_leaves_its_parents_connections_alone() {
     parent.read_at(0, &mut [0; 4096]).unwrap();
     assert_eq!(parent.stats().dialed, 2);
     // The same by way of the device; and one that is handed in is used instead of a new one.
-    BlockIo::abandon(&parent, Vec::new());
+    parent.forget();
     parent.adopt(lab.dial().unwrap());
     parent.read_at(0, &mut [0; 4096]).unwrap();
     assert_eq!(parent.stats().dialed, 2);

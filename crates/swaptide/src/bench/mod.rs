@@ -12,11 +12,13 @@
 mod cgroup;
 mod costs;
 mod peers;
+mod phases;
 mod points;
 mod redis;
 mod report;
 mod restore;
 pub mod run;
+mod side;
 mod svg;
 mod sweep;
 pub mod workload;
@@ -29,10 +31,11 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 use swaptide_host::units::{SizeError, parse_bytes};
 
+use peers::Held;
 use peers::{Folios, Peer};
 use report::{Better, Pairing, Report, SWAPTIDE, Side, Stats, human};
 use restore::{Machine, Restorer};
-use run::{Held, Job, Outcome, Runner};
+use run::{Job, Outcome, Runner};
 use workload::{Content, Phase};
 
 /// Arguments of `swaptide bench`.

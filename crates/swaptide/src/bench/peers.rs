@@ -13,7 +13,17 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 
 use super::cgroup::Hierarchy;
 use super::restore::{Machine, Restorer, Scope, Undo};
-use super::run::Held;
+
+/// What a compressed pool holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Bytes of RAM that it takes.
+    pub ram: u64,
+    /// Bytes of the pages in it, as they were.
+    pub pages: u64,
+    /// Of swaptide, bytes of the pages that went on to a swap area.
+    pub beyond: u64,
+}
 
 /// Swap priority above whatever the machine has.
 const PRIORITY: &str = "32767";

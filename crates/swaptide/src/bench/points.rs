@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
-use super::report::{SWAPTIDE, Side, digits, human, round};
+use super::side::{SWAPTIDE, Side, digits, human, round};
 use super::workload::{Content, Phase};
 
 /// One side with one kind of data at one budget.

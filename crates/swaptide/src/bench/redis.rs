@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::workload::{Content, PAGE, Phase, PhaseResult};
+use super::phases::{Content, PAGE, Phase, PhaseResult};
 
 /// Bytes of a value: a quarter of a page, so that a page holds parts of few of them.
 const VALUE: usize = PAGE / 4;

@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use swaptide_host::report::totals::ProcessView;
 
 use super::cgroup::{Cgroup, Hierarchy};
-use super::peers::{Folios, Peer, Setup};
+use super::peers::{Folios, Held, Peer, Setup};
 use super::restore::{Machine, Restorer, Undo};
 use super::workload::{Content, DONE, Phase, PhaseResult};
 
@@ -41,20 +41,9 @@ pub struct Job {
     pub look: bool,
 }
 
-/// What a compressed pool holds.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Held {
-    /// Bytes of RAM that it takes.
-    pub ram: u64,
-    /// Bytes of the pages in it, as they were.
-    pub pages: u64,
-    /// Of swaptide, bytes of the pages that went on to a swap area.
-    pub beyond: u64,
-}
-
 /// What the processes of the run `pid` have in compressed memory; `None` when it cannot be asked.
 fn held_by(pid: u32) -> Option<Held> {
-    let view = swaptide_host::control::server::stats(Some(pid)).ok()?;
+    let view = swaptide_host::control::client::stats(Some(pid)).ok()?;
     let sum = |f: fn(&ProcessView) -> u64| view.processes.iter().map(f).sum();
     Some(Held {
         ram: sum(|process| process.pool_bytes),

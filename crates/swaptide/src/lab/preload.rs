@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use swaptide_host::control::server;
+use swaptide_host::control::{client, server};
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
 use super::pairs::{Scratch, deviation, mean};
@@ -241,8 +241,8 @@ fn once(
     seen.cold.push(began.elapsed().as_secs_f64());
     let control = |error: server::ControlError| failed(error.to_string());
 
-    server::freeze_group(Some(pid), GROUP).map_err(control)?;
-    let view = server::stats(Some(pid)).map_err(control)?;
+    client::freeze_group(Some(pid), GROUP).map_err(control)?;
+    let view = client::stats(Some(pid)).map_err(control)?;
     let (out, there): (u64, u64) = view.processes.iter().fold((0, 0), |(out, there), process| {
         (
             out + process.swapped_file_bytes,
@@ -259,7 +259,7 @@ fn once(
     let began = Instant::now();
     let preload = std::thread::spawn(move || {
         let done =
-            server::preload_group(Some(pid), GROUP).map(|_| ()).map_err(|error| error.to_string());
+            client::preload_group(Some(pid), GROUP).map(|_| ()).map_err(|error| error.to_string());
         (done, Instant::now())
     });
     let again = ask(&started.socket, 1, &mut started.run.0).map_err(failed)?;

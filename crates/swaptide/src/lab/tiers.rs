@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use swaptide_host::control::server;
+use swaptide_host::control::client;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
 use super::job::Took;
@@ -154,7 +154,7 @@ fn one_run(plan: &Plan, place: &Path, tell: &dyn Fn(&str)) -> Result<Pairs, Stri
         tell(&format!("mask on and off, round {} of {}", round + 1, plan.rounds));
         for before in [round % 2 == 0, round % 2 != 0] {
             let mask = if before { "" } else { "-NET" };
-            server::run_group(Some(pid), GROUP, &[("swap.tiers".into(), mask.into())])
+            client::run_group(Some(pid), GROUP, &[("swap.tiers".into(), mask.into())])
                 .map_err(|error| error.to_string())?;
             job.go_on()?;
             pairs.push(before, job.took()?);

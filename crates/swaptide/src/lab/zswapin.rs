@@ -13,7 +13,7 @@ use std::io::{IsTerminal, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use swaptide_host::control::server;
+use swaptide_host::control::client;
 use swaptide_lab::report::{Curve, Plot, Report, Row};
 
 use super::pairs::{deviation, mean, middle_of, ratio_row, ratios};
@@ -342,7 +342,7 @@ fn run_of_both(case: &Case, plan: &Plan, pair: &mut Pair) -> Result<(), String> 
     let prepare = |run: u32, round: u32| {
         let order = if is_base(round) { "0" } else { "default" };
         let set = [("largest-order".to_owned(), order.to_owned())];
-        server::readahead(Some(run), &set)
+        client::readahead(Some(run), &set)
             .map(drop)
             .map_err(|error| format!("{}: {error}", case.name))
     };
@@ -383,7 +383,7 @@ fn rounds(
         Err(error) => Err(failed(&error.to_string())),
     };
     let stats =
-        || server::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
+        || client::stats(Some(run)).map(|view| view.stats).map_err(|e| failed(&e.to_string()));
     let mut go_on = || writeln!(stdin).map_err(|e| failed(&e.to_string()));
     for round in 0..rounds {
         if line()? != READY {

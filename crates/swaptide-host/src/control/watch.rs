@@ -9,7 +9,8 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::cgroup::tree::GroupView;
-use crate::control::server::{self, ControlError, TierRow};
+use crate::control::client;
+use crate::control::server::{ControlError, TierRow};
 use crate::report::totals::View;
 use crate::swap::areas::AreaView;
 
@@ -58,22 +59,22 @@ pub struct Rates {
 /// # Errors
 /// See [`ControlError`].
 pub fn look(pid: Option<u32>) -> Result<Scene, ControlError> {
-    let daemon = pid.is_none() && server::daemon_is_there();
+    let daemon = pid.is_none() && client::daemon_is_there();
     // The run may be one that a daemon keeps: its groups and areas are the daemon's then.
-    let groups = server::run_group(pid, "/", &[])?;
-    let runs = if daemon { server::views()? } else { vec![server::stats(pid)?] };
+    let groups = client::run_group(pid, "/", &[])?;
+    let runs = if daemon { client::views()? } else { vec![client::stats(pid)?] };
     let of_root =
         |key: &str| groups.iter().find(|group| group.path == "/")?.values.get(key)?.parse().ok();
     let own = |f: fn(&View) -> u64| runs.iter().map(f).sum();
-    let budget_bytes = if daemon { server::budget()? } else { own(|run| run.budget_bytes) };
+    let budget_bytes = if daemon { client::budget()? } else { own(|run| run.budget_bytes) };
     let resident_bytes =
         if daemon { of_root("ram.current").unwrap_or(0) } else { own(|run| run.resident_bytes) };
     Ok(Scene {
         daemon,
         budget_bytes,
         resident_bytes,
-        areas: server::devices(pid)?,
-        tiers: server::run_tiers(pid, None)?.tiers,
+        areas: client::devices(pid)?,
+        tiers: client::run_tiers(pid, None)?.tiers,
         groups,
         runs,
         at: Some(Instant::now()),

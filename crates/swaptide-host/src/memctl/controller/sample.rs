@@ -20,9 +20,9 @@ use swaptide_sys::PAGE_SIZE;
 use swaptide_sys::process::proc_info;
 use swaptide_sys::thread::now;
 
+use crate::cgroup::psi::Part;
 use crate::memctl::controller::{Member, MemoryController, Node};
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
-use crate::memctl::psi::Part;
 
 /// Who shares so much with another, and has as much in compressed memory, is of a family; it stays
 /// one as long as it shares half of that.
@@ -37,7 +37,8 @@ pub(super) struct Watch {
     pub(super) pid: u32,
     pub(super) run: u32,
     moved_pages: u64,
-    /// It shares much since a fork, compressed memory among it (see [`budget`]).
+    /// It shares much since a fork, compressed memory among it (see
+    /// [`policy`](crate::memctl::policy)).
     of_family: bool,
     pressure: u64,
     used: u64,

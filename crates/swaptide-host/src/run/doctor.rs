@@ -7,22 +7,12 @@
 use std::path::Path;
 
 use serde::Serialize;
-use swaptide_sys::uffd::{Features, OpenError, Uffd};
+use swaptide_sys::uffd::{OpenError, Uffd};
 
-use crate::control::fork_tracer;
-use crate::run::supervise::find_agent;
+use crate::control::{REQUIRED, WITHOUT_FORK, fork_tracer};
+use crate::run::agent::find_agent;
 use crate::swap::spec::{default_places, free_space};
 use crate::units::human;
-
-/// What the engine asks of a userfaultfd where it may.
-pub const REQUIRED: Features = WITHOUT_FORK.union(Features::EVENT_FORK);
-/// The same without what needs a capability.
-const WITHOUT_FORK: Features = Features::MOVE
-    .union(Features::POISON)
-    .union(Features::THREAD_ID)
-    .union(Features::EVENT_REMAP)
-    .union(Features::EVENT_REMOVE)
-    .union(Features::EVENT_UNMAP);
 
 /// How the processes of a run learn of forks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

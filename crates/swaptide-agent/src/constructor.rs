@@ -1,0 +1,86 @@
+//! The first thing that runs in a program: the library's constructor.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::Ordering::Relaxed;
+
+use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
+use swaptide_sys::helper;
+use swaptide_sys::thread::{getpid, now};
+
+use crate::lifecycle::{child, parent, prepare, start_sleeper};
+use crate::own_pid::OWN_PID;
+use crate::pages::kernel_words;
+use crate::process::{HELPER, SOCKET};
+use crate::{environment, log, real, seccomp};
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn(c_int, *const *const c_char, *const *const c_char) = constructor;
+
+unsafe extern "C" {
+    fn pthread_atfork(
+        prepare: extern "C" fn(),
+        parent: extern "C" fn(),
+        child: extern "C" fn(),
+    ) -> c_int;
+}
+
+/// Runs before the program's own constructors.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn constructor(_argc: c_int, _argv: *const *const c_char, envp: *const *const c_char) {
+    let Some(socket) = variable(envp, ENV_SOCKET) else { return };
+    {
+        let mut name = SOCKET.lock();
+        let len = socket.len().min(108);
+        name.0[..len].copy_from_slice(&socket[..len]);
+        name.1 = len;
+    }
+    if let Some(path) = variable(envp, ENV_AGENT_LOG) {
+        log::set_path(path);
+    }
+    OWN_PID.store(getpid().0, Relaxed);
+    real::find();
+    // The first thread's: libc's loader made it, anywhere among the mappings.
+    seccomp::find();
+    kernel_words::pin_own_block();
+    helper::set_helper(&HELPER);
+    if let Some(path) = own_path() {
+        environment::remember(path, socket, variable(envp, ENV_AGENT_LOG));
+    }
+    let _ = now();
+    // SAFETY: the handlers are functions of this library, which is never unloaded.
+    unsafe { pthread_atfork(prepare, parent, child) };
+    start_sleeper();
+}
+
+/// The path of this library, as the loader found it.
+fn own_path() -> Option<&'static [u8]> {
+    let path = real::object_of(own_path as *const c_void)?.path;
+    // SAFETY: the loader's name of a library that is never unloaded.
+    (!path.is_null()).then(|| unsafe { CStr::from_ptr(path) }.to_bytes())
+}
+
+/// A variable of the environment the program started with.
+fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]> {
+    if envp.is_null() {
+        return None;
+    }
+    loop {
+        // SAFETY: the loader passes a null-terminated array of NUL-terminated strings that live as
+        // long as the process.
+        let entry = unsafe { *envp };
+        if entry.is_null() {
+            return None;
+        }
+        // SAFETY: as above.
+        let entry = unsafe { CStr::from_ptr(entry) }.to_bytes();
+        if let Some(value) =
+            entry.strip_prefix(name.as_bytes()).and_then(|rest| rest.strip_prefix(b"="))
+        {
+            return Some(value);
+        }
+        // SAFETY: the array goes on until its null.
+        envp = unsafe { envp.add(1) };
+    }
+}

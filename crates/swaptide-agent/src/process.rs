@@ -1,0 +1,324 @@
+//! What this process is to its supervisor: the engine, the segment, the slot, and what is asked
+//! through the socket.
+//!
+//! Locks: [`FORK_LOCK`] keeps a fork and the beginning of management apart.
+
+use std::os::fd::{FromRawFd, IntoRawFd};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering::Acquire, Ordering::Relaxed,
+    Ordering::Release,
+};
+use std::time::Duration;
+
+use swaptide_engine::Engine;
+use swaptide_engine::requests::{FaultRequest, HandlerRequest};
+use swaptide_ipc::{AreaId, NO_LIMIT, ProcState, Request, Segment, SlotIndex};
+use swaptide_sys::helper::PrivilegedHelper;
+use swaptide_sys::lock::Lock;
+use swaptide_sys::mem::SharedMap;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::sock::{Conn, poll_readable};
+use swaptide_sys::thread::{
+    getpid, now, sleep, spawn_engine_thread, unshare_files_and_close_all, unshare_fs,
+};
+use swaptide_sys::{AsFd, BorrowedFd, OwnedFd};
+
+use crate::exit_watch;
+use crate::log;
+use crate::own_pid::is_own_process;
+use crate::seccomp;
+
+/// See the module's description.
+pub static FORK_LOCK: Lock<()> = Lock::new(());
+pub(crate) static ENGINE: AtomicPtr<Engine> = AtomicPtr::new(std::ptr::null_mut());
+pub(crate) static SEGMENT: AtomicPtr<Segment> = AtomicPtr::new(std::ptr::null_mut());
+/// The supervisor's socket name.
+pub(crate) static SOCKET: Lock<([u8; 108], usize)> = Lock::new(([0; 108], 0));
+/// The process whose memory [`ENGINE`] manages: a child of a raw clone has the pointer and not the
+/// engine.
+pub(crate) static ENGINE_PID: AtomicU32 = AtomicU32::new(0);
+pub(crate) const STACK: usize = 512 << 10;
+
+/// The engine, if the program's memory is managed.
+pub fn engine() -> Option<&'static Engine> {
+    // SAFETY: the pointer is null or that of an engine that is never freed.
+    let engine = unsafe { ENGINE.load(Acquire).as_ref() }?;
+    (ENGINE_PID.load(Acquire) == getpid().0).then_some(engine)
+}
+
+/// As [`engine`], without a system call: where none may be made ([`seccomp`]). A child that a bare
+/// instruction makes would find its parent's.
+pub fn engine_without_calls() -> Option<&'static Engine> {
+    // SAFETY: as above.
+    unsafe { ENGINE.load(Acquire).as_ref() }
+}
+
+/// Numbers 0 to 2 are taken by nothing: what writes to standard error by mistake must not write to
+/// the swap file.
+pub(crate) fn empty_table(keep: Option<i32>) -> Result<(), swaptide_sys::Errno> {
+    unshare_fs()?;
+    unshare_files_and_close_all(keep.as_slice())?;
+    for _ in 0..3 {
+        std::mem::forget(rustix::fs::open(
+            c"/dev/null",
+            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        ));
+    }
+    Ok(())
+}
+
+pub(crate) fn spawn(entry: extern "C" fn(usize)) -> bool {
+    spawn_with(STACK, entry, 0)
+}
+
+pub(crate) fn spawn_with(stack: usize, entry: extern "C" fn(usize), argument: usize) -> bool {
+    // SAFETY: the entry runs on engine rules: no thread-locals of the program, no stdio, its own
+    // allocator.
+    match unsafe { spawn_engine_thread(stack, entry, argument) } {
+        Ok(tid) => {
+            exit_watch::note(tid);
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+/// Starts the thread that watches over shared memory.
+pub fn spawn_guard(entry: extern "C" fn(usize)) -> bool {
+    spawn_with(64 << 10, entry, 0)
+}
+
+/// Gives the calling thread a table of descriptors of its own.
+pub fn own_table() -> Option<()> {
+    empty_table(None).ok()
+}
+
+/// The segment, if it is mapped.
+pub fn known_segment() -> Option<&'static Segment> {
+    // SAFETY: null, or a segment that stays mapped.
+    unsafe { SEGMENT.load(Acquire).as_ref() }
+}
+
+/// False where the kernel tells of forks. Who does not know yet says true.
+pub fn may_follow_forks() -> bool {
+    known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
+}
+
+pub(crate) fn ask(request: Request) -> Option<OwnedFd> {
+    exchange(&[request as u8], &[], &mut [0u8; 8])?.1
+}
+
+/// Asks the supervisor to follow a thread of this process through its fork; the connection on which
+/// it waits for the end of that.
+pub fn ask_to_follow(tid: u32, entry: u64, frame: u64) -> Option<Conn> {
+    let mut request = [Request::Fork as u8; 21];
+    request[1..5].copy_from_slice(&tid.to_le_bytes());
+    request[5..13].copy_from_slice(&entry.to_le_bytes());
+    request[13..].copy_from_slice(&frame.to_le_bytes());
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    conn.send(&request, &[]).ok()?;
+    let mut reply = [0u8; 8];
+    let (length, _) = conn.recv(&mut reply, &mut []).ok()?;
+    (length == 1 && reply[0] == Request::Fork as u8).then_some(conn)
+}
+
+/// In a child that has just been made by fork(2): the engine of its parent, of which it has a copy.
+pub fn inherited_engine() -> Option<&'static Engine> {
+    // SAFETY: null, or the engine this process has a copy of.
+    unsafe { ENGINE.load(Acquire).as_ref() }
+}
+
+/// A descriptor for a swap area, of this process's own where that is needed.
+pub(crate) fn open_area(id: AreaId) -> Option<OwnedFd> {
+    exchange(&[Request::Area as u8, id.0], &[], &mut [0u8; 8])?.1
+}
+
+/// Asks the supervisor; the length of its answer, and the descriptor that came with it.
+pub(crate) fn exchange(
+    request: &[u8],
+    fds: &[BorrowedFd<'_>],
+    reply: &mut [u8],
+) -> Option<(usize, Option<OwnedFd>)> {
+    let (name, len) = *SOCKET.lock();
+    let conn = Conn::connect_abstract(&name[..len]).ok()?;
+    conn.send(request, fds).ok()?;
+    let mut fds = [None];
+    let (length, _) = conn.recv(reply, &mut fds).ok()?;
+    let [fd] = fds;
+    Some((length, fd))
+}
+
+/// The supervisor may what this process may not, or not any more.
+pub(crate) static HELPER: PrivilegedHelper = PrivilegedHelper {
+    device: || ask(Request::Device),
+    handshake: |fd, features| {
+        let mut request = [Request::Handshake as u8; 9];
+        request[1..].copy_from_slice(&features.to_le_bytes());
+        exchange(&request, &[fd], &mut [0u8; 8]).is_some_and(|(length, _)| length == 1)
+    },
+    proc_file: |name| {
+        ask(match name.to_bytes() {
+            b"pagemap" => Request::Pagemap,
+            b"maps" => Request::Maps,
+            b"statm" => Request::Statm,
+            _ => return None,
+        })
+    },
+};
+
+pub fn segment() -> Option<&'static Segment> {
+    // SAFETY: null, or a segment that stays mapped.
+    if let Some(segment) = unsafe { SEGMENT.load(Acquire).as_ref() } {
+        return Some(segment);
+    }
+    let fd = ask(Request::Segment)?;
+    let map = SharedMap::map(fd.as_fd(), Segment::BYTES).ok()?;
+    match Segment::open(map) {
+        Ok(segment) => {
+            SEGMENT.store(std::ptr::from_ref(segment).cast_mut(), Release);
+            Some(segment)
+        }
+        Err(error) => {
+            log::line(&error.to_string());
+            None
+        }
+    }
+}
+
+/// The connection by which the supervisor holds this process's userfaultfd, in the engine's table;
+/// -1: there is none. A forked child's copy is its parent's number, and replaced before it is used.
+pub(crate) static HOLD_CONN: AtomicI32 = AtomicI32::new(-1);
+/// How long the supervisor may take to close it.
+pub(crate) const RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
+
+/// Has the supervisor hold the engine's userfaultfd, so that it outlives the engine's threads when
+/// the process ends. Refused, the end is as without.
+pub(crate) fn request_hold(engine: &Engine) {
+    let (name, len) = *SOCKET.lock();
+    let sent = Conn::connect_abstract(&name[..len]).and_then(|conn| {
+        conn.send(&[Request::Hold as u8], &[engine.uffd().as_fd()])?;
+        Ok(conn)
+    });
+    HOLD_CONN.store(sent.map_or(-1, |conn| conn.into_fd().into_raw_fd()), Relaxed);
+}
+
+/// Has it closed there. What did not come about is asked for again.
+pub(crate) fn release_hold() -> bool {
+    let number = HOLD_CONN.load(Relaxed);
+    if number < 0 {
+        return true;
+    }
+    // SAFETY: the number is that of a descriptor of this thread's table, which `hold` left open for
+    // this.
+    let conn = Conn::from_fd(unsafe { OwnedFd::from_raw_fd(number) });
+    let asked = conn.send(b"-", &[]);
+    // Where a limit on files forbids to poll, the answer is waited for.
+    let has_answer = || poll_readable(&[conn.as_fd()], Some(RELEASE_TIMEOUT)) != Ok(0);
+    let is_closed = asked.is_err()
+        || has_answer() && !conn.recv(&mut [0u8; 8], &mut []).is_ok_and(|(length, _)| length > 0);
+    if is_closed {
+        HOLD_CONN.store(-1, Relaxed);
+        return true;
+    }
+    std::mem::forget(conn);
+    false
+}
+
+/// What has become of this process's way to its supervisor: [`NO_SLOT`], [`SLOT_PENDING`], or its
+/// slot's number plus one.
+pub(crate) static PLACE: AtomicU32 = AtomicU32::new(NO_SLOT);
+pub(crate) const NO_SLOT: u32 = 0;
+pub(crate) const SLOT_PENDING: u32 = u32::MAX;
+/// No budget is smaller.
+pub(crate) const MIN_BUDGET_BYTES: usize = 16 << 20;
+/// How long a mapping waits at most for management to begin.
+pub(crate) const BEGINS: Duration = Duration::from_millis(50);
+
+/// A mapping of `len` bytes is about to be made, to be written. One that is as large as the whole
+/// budget is not made before the process is managed: filled at full speed, or by the kernel at
+/// once, it would be past the budget before the supervisor looked. What is `reserved` beyond all
+/// memory of the machine is address space, and not to be filled.
+pub fn begin_before(len: usize, reserved: bool) {
+    if len < MIN_BUDGET_BYTES || !is_own_process() || (reserved && len as u64 > machine_bytes()) {
+        return;
+    }
+    let began = now();
+    let pause = || {
+        sleep(Duration::from_micros(100));
+        now().since(began) < BEGINS
+    };
+    while PLACE.load(Acquire) == SLOT_PENDING && pause() {}
+    let place = PLACE.load(Acquire);
+    let Some(segment) = known_segment().filter(|_| place != NO_SLOT && place != SLOT_PENDING)
+    else {
+        return;
+    };
+    let slot = segment.slot(SlotIndex(place - 1));
+    let budget = segment.header.budget_bytes.load(Relaxed);
+    if budget == 0 || (len as u64) < budget || slot.state() != ProcState::Watching {
+        return;
+    }
+    slot.engage_now.store(1, Release);
+    // Whoever asks for the segment is looked at then.
+    drop(ask(Request::Segment));
+    while slot.state() == ProcState::Watching && pause() {}
+}
+
+/// Memory of the machine.
+pub(crate) fn machine_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(u64::from(info.mem_unit))
+}
+
+/// Has everything brought back, and this process let go for good; returns when that is done. Called
+/// by the program's threads.
+pub fn detach() {
+    if seccomp::is() {
+        return detach_without_calls();
+    }
+    let this = getpid().0;
+    let Some(segment) = known_segment().filter(|_| is_own_process()) else { return };
+    let Some((_, slot)) = segment.claimed().find(|(_, slot)| slot.pid.load(Relaxed) == this) else {
+        return;
+    };
+    slot.detach.store(1, Release);
+    slot.limit_bytes.store(NO_LIMIT, Release);
+    slot.wake();
+    if let Some(engine) = engine() {
+        engine.bells.submit(HandlerRequest::Detach);
+    }
+    while matches!(slot.state(), ProcState::Watching | ProcState::Engaged) {
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// The same without a system call of the program's thread: see [`seccomp`].
+pub(crate) fn detach_without_calls() {
+    STAYS_UNMANAGED.store(true, Release);
+    loop {
+        if let Some(engine) = engine_without_calls() {
+            let slot = engine.slot();
+            slot.detach.store(1, Release);
+            slot.limit_bytes.store(NO_LIMIT, Release);
+            let nowhere = VirtRange { start: VirtAddr(0), end: VirtAddr(0) };
+            engine.bells.submit_by_fault(FaultRequest::Detach, nowhere);
+        }
+        // Management that was beginning has begun, or will find the flag.
+        if let Some(guard) = FORK_LOCK.try_lock() {
+            std::mem::forget(guard);
+            let is_over = engine_without_calls().is_none();
+            // SAFETY: this thread took the lock; who waits for it looks again by itself.
+            unsafe { FORK_LOCK.force_unlock() };
+            if is_over {
+                return;
+            }
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// The program was let go where its thread could not tell the sleeper: management must not begin.
+/// Stored before, and read under, [`FORK_LOCK`].
+pub(crate) static STAYS_UNMANAGED: AtomicBool = AtomicBool::new(false);

@@ -1,0 +1,266 @@
+//! A swap area as the segment has it: its number, its life, its words.
+//!
+//! Rules and invariants: [`crate::areas`].
+
+use std::sync::atomic::{
+    AtomicI32, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::SeqCst, fence,
+};
+
+use crate::ids::MAX_EXTENTS;
+
+/// Areas that there can be at one time.
+pub const MAX_AREAS: usize = 16;
+
+/// The number of an area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AreaId(pub u8);
+
+/// Where an area is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum AreaState {
+    /// Nobody's number.
+    None = 0,
+    /// Extents are leased.
+    Open = 1,
+    /// No extent is leased any more, and who holds one moves what lies there elsewhere.
+    Closed = 2,
+    /// No extent is leased, and what lies there stays: its server is away, and may come back.
+    Paused = 3,
+    /// Has no extents: it holds copies of what is on another area.
+    Mirror = 4,
+}
+
+/// What the descriptor of an area is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Transport {
+    /// A file or a block device, the same one for all processes.
+    File = 0,
+    /// A socket on which an NBD server waits for requests, another one for each process.
+    Nbd = 1,
+}
+
+/// What the segment says of an area.
+#[repr(C)]
+pub struct Area {
+    pub(crate) state: AtomicU32,
+    pub(crate) generation: AtomicU32,
+    pub(crate) transport: AtomicU32,
+    pub(crate) priority: AtomicI32,
+    /// Number of its first extent, and how many it has.
+    pub(crate) first: AtomicU32,
+    pub(crate) extents: AtomicU32,
+    /// Extents leased.
+    pub(crate) used: AtomicU32,
+    /// Where the next search for a free one starts, counted in the area.
+    pub(crate) hint: AtomicU32,
+    /// Transfers that failed.
+    pub(crate) errors: AtomicU32,
+    /// Where its first extent begins on the device, in bytes.
+    pub(crate) base_bytes: AtomicU64,
+    /// Of a network export: see [`ExportFacts`].
+    pub(crate) export_bytes: AtomicU64,
+    pub(crate) export_flags: AtomicU32,
+    pub(crate) export_longest: AtomicU32,
+    pub(crate) export_connections: AtomicU32,
+    /// Number of its mirror and one more; 0 for none.
+    pub(crate) mirror: AtomicU32,
+    /// Not 0: what lies there is not encrypted.
+    pub(crate) plain: AtomicU32,
+    /// Not 0: the device is rotational.
+    pub(crate) rotational: AtomicU32,
+}
+
+#[cfg(test)]
+pub(crate) const MIRROR_AT: usize = std::mem::offset_of!(Area, mirror);
+
+/// What was negotiated with the server of a network export.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ExportFacts {
+    /// Its bytes.
+    pub bytes: u64,
+    /// The transmission flags of the protocol.
+    pub flags: u16,
+    /// Whether replies may be structured.
+    pub structured: bool,
+    /// The longest transfer that the server takes.
+    pub longest: u32,
+    /// Connections to use at most.
+    pub connections: u32,
+}
+
+/// Where on a device something lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// Its area.
+    pub area: AreaId,
+    /// The area's generation.
+    pub generation: u32,
+    /// Its first byte on the device.
+    pub offset: u64,
+}
+
+/// Where an extent lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtentPlace {
+    /// Its area.
+    pub area: AreaId,
+    /// The area's generation.
+    pub generation: u32,
+    /// Its first byte on the device.
+    pub offset: u64,
+    /// Where a copy of it lies.
+    pub mirror: Option<Spot>,
+}
+
+/// A set of areas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AreaMask(pub u32);
+
+impl AreaMask {
+    /// All areas.
+    pub const ALL: AreaMask = AreaMask(u32::MAX);
+
+    /// Whether an area is in it.
+    pub const fn contains(self, area: AreaId) -> bool {
+        self.0 >> area.0 & 1 == 1
+    }
+}
+
+/// An area as it is added.
+#[derive(Clone, Copy, Debug)]
+pub struct NewArea {
+    /// How it is read and written.
+    pub transport: Transport,
+    /// The higher one is used first.
+    pub priority: i32,
+    /// How many extents it has.
+    pub extents: u32,
+    /// Where the first one begins on the device, in bytes.
+    pub base_bytes: u64,
+    /// What is known of it if it is a network export.
+    pub export: ExportFacts,
+    /// Where copies of what lies there are kept.
+    pub mirror: Option<AreaId>,
+    /// What lies there is not encrypted.
+    pub plain: bool,
+    /// It lies on a rotational device: a read begins with a seek.
+    pub rotational: bool,
+}
+
+impl NewArea {
+    /// A file, from its first byte on.
+    pub const fn of_file(priority: i32, extents: u32) -> NewArea {
+        let export =
+            ExportFacts { bytes: 0, flags: 0, structured: false, longest: 0, connections: 0 };
+        NewArea {
+            transport: Transport::File,
+            priority,
+            extents,
+            base_bytes: 0,
+            export,
+            mirror: None,
+            plain: false,
+            rotational: false,
+        }
+    }
+}
+
+impl Area {
+    /// Where it is in its life.
+    pub fn state(&self) -> AreaState {
+        match self.state.load(SeqCst) {
+            1 => AreaState::Open,
+            2 => AreaState::Closed,
+            3 => AreaState::Paused,
+            4 => AreaState::Mirror,
+            _ => AreaState::None,
+        }
+    }
+
+    /// How it is read and written.
+    pub fn transport(&self) -> Transport {
+        if self.transport.load(Relaxed) == Transport::Nbd as u32 {
+            Transport::Nbd
+        } else {
+            Transport::File
+        }
+    }
+
+    /// Its priority.
+    pub fn priority(&self) -> i32 {
+        self.priority.load(Relaxed)
+    }
+
+    /// Counts how often it was given to another device.
+    pub fn generation(&self) -> u32 {
+        self.generation.load(Acquire)
+    }
+
+    /// How many extents it has; not more than there are numbers, whatever a damaged table says.
+    pub fn extents(&self) -> u32 {
+        self.extents.load(Relaxed).min(MAX_EXTENTS as u32)
+    }
+
+    /// How many of them are leased; one more than there are numbers where a damaged table says
+    /// more.
+    pub fn used(&self) -> u32 {
+        self.used.load(SeqCst).min(MAX_EXTENTS as u32 + 1)
+    }
+
+    /// Transfers that failed so far.
+    pub fn errors(&self) -> u32 {
+        self.errors.load(Relaxed)
+    }
+
+    /// One more transfer failed.
+    pub fn count_error(&self) {
+        self.errors.fetch_add(1, Relaxed);
+    }
+
+    /// Whether what lies there is not encrypted.
+    pub fn is_unencrypted(&self) -> bool {
+        self.plain.load(Relaxed) != 0
+    }
+
+    /// Whether it lies on a rotational device.
+    pub fn is_rotational(&self) -> bool {
+        self.rotational.load(Relaxed) != 0
+    }
+
+    /// What was negotiated, of a network export.
+    pub fn export(&self) -> ExportFacts {
+        let flags = self.export_flags.load(Relaxed);
+        ExportFacts {
+            bytes: self.export_bytes.load(Relaxed),
+            flags: flags as u16,
+            structured: flags >> 16 != 0,
+            longest: self.export_longest.load(Relaxed),
+            connections: self.export_connections.load(Relaxed),
+        }
+    }
+
+    /// Its mirror.
+    pub fn mirror(&self) -> Option<AreaId> {
+        // Whatever a damaged table says, there are no others.
+        self.mirror
+            .load(Relaxed)
+            .checked_sub(1)
+            .filter(|id| (*id as usize) < MAX_AREAS)
+            .map(|id| AreaId(id as u8))
+    }
+
+    /// Whether it was given to another device since `generation` was read: what was read of it in
+    /// between counts for nothing then.
+    pub(crate) fn changed_since(&self, generation: u32) -> bool {
+        fence(Acquire);
+        self.generation.load(Relaxed) != generation
+    }
+
+    pub(crate) fn range(&self) -> std::ops::Range<u32> {
+        // Whatever a damaged table says, there are no others.
+        let end = self.first.load(Relaxed).saturating_add(self.extents()).min(MAX_EXTENTS as u32);
+        self.first.load(Relaxed).min(end)..end
+    }
+}

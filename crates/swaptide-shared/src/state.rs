@@ -1,0 +1,592 @@
+//! What the pager's threads share: the regions, the address spaces, and what changes them.
+//!
+//! Owns the regions, the address spaces that have them mapped, and the queue of what goes out next.
+//!
+//! Locks: `state`, held for an answer or a step of reclaim, over system calls that wait for nobody
+//! and, in a swap-in, over reading the file; then the devices' own. Nobody waits for an event with
+//! it. `memories` is taken under it or alone.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::fs::FallocateFlags;
+use swaptide_engine::readahead::locality::Reading;
+use swaptide_ipc::shared::{ADVICE_HOLD, ADVICE_SETTLE, Attached, REGION_NAME};
+use swaptide_ipc::{Counter, ProcState, Segment, SlotIndex};
+use swaptide_sys::mem::memfd_create;
+use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
+use swaptide_sys::process::StatmFd;
+use swaptide_sys::sock::Conn;
+use swaptide_sys::uffd::Uffd;
+use swaptide_sys::{AsFd, AsRawFd, BorrowedFd, Errno, OwnedFd};
+
+use crate::region::{Counts, PageState, Region, RegionId, SlotSpace};
+use crate::space::{Piece, Space, SpaceId, Standing, scan};
+use crate::store::{SLOTS, Store};
+
+/// How long a process may be without a guard before its regions are brought back whole.
+pub const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
+/// In this time the guard of a forked child comes, unless none comes.
+const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
+/// Regions larger than this are not taken.
+const MAX_REGION_BYTES: u64 = 64 << 30;
+/// A region that nobody has attached after this time was given up by who asked for it.
+const UNATTACHED_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The number of [`Inner::room`] at the poll.
+pub(crate) const ROOM_TOKEN: u64 = u64::MAX;
+/// The thread that makes room is to end.
+pub(crate) const STOP_ROOM: u32 = 1;
+/// The thread that answers is to end.
+pub(crate) const STOP_FAULTS: u32 = 2;
+
+pub(crate) struct Inner {
+    pub segment: &'static Segment,
+    pub index: SlotIndex,
+    pub store: Store,
+    pub log: fn(&str),
+    pub state: Mutex<State>,
+    /// Wakes reclaim.
+    pub work: Condvar,
+    pub poll: OwnedFd,
+    /// Tells who answers faults that there is room.
+    pub room: OwnedFd,
+    /// [`STOP_ROOM`] and [`STOP_FAULTS`].
+    pub stop: AtomicU32,
+    /// Files of all regions, for who asks what they hold.
+    pub memories: Mutex<HashMap<RegionId, Arc<File>>>,
+    pub statm: Option<StatmFd>,
+    pub own_bytes: AtomicU64,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub regions: BTreeMap<RegionId, Region>,
+    pub spaces: BTreeMap<SpaceId, Space>,
+    /// Chunks, the oldest first.
+    pub queue: VecDeque<(RegionId, u32)>,
+    /// Chunks that a program wants out.
+    pub wanted_out: VecDeque<(RegionId, u32)>,
+    /// Chunks with pages in compressed memory, the oldest first.
+    pub pool_log: VecDeque<(RegionId, u32)>,
+    /// Changes with every address space and layout: what was protected everywhere at one number is
+    /// so only while it stands.
+    pub generation: u64,
+    /// Pages that went out.
+    pub clock: u32,
+    /// Missing pages are the pager's to fill.
+    pub engaged: bool,
+    /// Faults that wait for room.
+    pub waiting: Vec<(SpaceId, VirtAddr, bool)>,
+    /// Until then nobody waits for room: there was nothing to make it of.
+    pub stuck_until: Option<Instant>,
+    /// Faults that wait for a layout.
+    pub held: Vec<(SpaceId, VirtAddr, bool)>,
+    next_space: u64,
+    slots: SlotSpace,
+    created: HashMap<RegionId, Instant>,
+}
+
+/// Numbers of an address space's two descriptors at the poll.
+pub(crate) fn token(space: SpaceId, guard: bool) -> epoll::EventData {
+    epoll::EventData::new_u64(space.0 << 1 | u64::from(guard))
+}
+
+impl Inner {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|_| {
+            // A thread of the pager has panicked with regions half changed.
+            swaptide_sys::thread::abort_with(&[
+                b"swaptide: the pager of shared memory failed a check; it is stopped rather than \
+                hand out wrong data",
+            ])
+        })
+    }
+
+    pub fn count(&self, counter: Counter, n: u64) {
+        self.segment.slot(self.index).count(counter, n);
+    }
+
+    pub fn resident_bytes(&self) -> u64 {
+        let memories = self.memories.lock().expect("no thread panics here");
+        memories
+            .values()
+            .filter_map(|memory| memory.metadata().ok())
+            .map(|data| data.blocks() * 512)
+            .sum()
+    }
+
+    /// Bytes of this process's own memory, compressed memory among it.
+    pub fn own_bytes(&self) -> u64 {
+        let measured = self.statm.as_ref().and_then(StatmFd::anon_rss);
+        if let Some(bytes) = measured {
+            self.own_bytes.store(bytes, Relaxed);
+        }
+        self.own_bytes.load(Relaxed)
+    }
+
+    /// The same, as of the last time it was measured.
+    pub fn own_bytes_before(&self) -> u64 {
+        self.own_bytes.load(Relaxed)
+    }
+
+    /// Has faults that wait for room looked at again.
+    pub fn tell_room(&self) {
+        // A counter that is full has told it already.
+        let _ = rustix::io::write(&self.room, &1u64.to_ne_bytes());
+    }
+
+    /// The limit; `None` while there is none.
+    pub fn limit(&self) -> Option<u64> {
+        match self.segment.slot(self.index).limit_bytes.load(Relaxed) {
+            0 => None,
+            bytes => Some(bytes),
+        }
+    }
+
+    /// Makes known what is swapped. Called before pages go out, so that the pager's end at any
+    /// moment is told from a harmless one.
+    pub fn publish(&self, counts: &Counts) {
+        let slot = self.segment.slot(self.index);
+        slot.swapped_pool_bytes
+            .store(((counts.pool + counts.zero + counts.lost) * PAGE_SIZE) as u64, Relaxed);
+        slot.swapped_file_bytes.store((counts.file * PAGE_SIZE) as u64, Relaxed);
+    }
+
+    fn watch(&self, fd: BorrowedFd<'_>, space: SpaceId, guard: bool) -> Result<(), Errno> {
+        epoll::add(&self.poll, fd, token(space, guard), epoll::EventFlags::IN)
+    }
+
+    pub fn create_region(&self, bytes: u64) -> Result<Arc<File>, Errno> {
+        let bytes = bytes
+            .checked_next_multiple_of(PAGE_SIZE as u64)
+            .filter(|bytes| (1..=MAX_REGION_BYTES).contains(bytes));
+        let bytes = bytes.ok_or(Errno::INVAL)?;
+        // There is no advice against huge pages that the kernel would heed then, and a part of one
+        // cannot go out.
+        let forced = |text: String| text.contains("[force]");
+        if std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+            .is_ok_and(forced)
+        {
+            return Err(Errno::NOTSUP);
+        }
+        let memory = File::from(memfd_create(REGION_NAME, bytes)?);
+        let id = RegionId(memory.metadata().map_err(|_| Errno::IO)?.ino());
+        let memory = Arc::new(memory);
+        let pages = bytes as usize / PAGE_SIZE;
+        let mut state = self.lock();
+        let base = state.slots.take(pages, SLOTS).ok_or(Errno::NOSPC)?;
+        state.regions.insert(id, Region::new(id, memory.clone(), pages, base));
+        state.created.insert(id, Instant::now());
+        self.memories.lock().expect("no thread panics here").insert(id, memory.clone());
+        Ok(memory)
+    }
+
+    /// All mappings of a process are to be known.
+    pub fn attach(&self, pid: u32, fd: Option<OwnedFd>) -> Attached {
+        if pid == std::process::id() {
+            // Its forks would wait for the pager with the allocator's locks held, and the pager for
+            // those.
+            return Attached::Refused;
+        }
+        let mut state = self.lock();
+        let known = state
+            .spaces
+            .iter()
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+        let id = match (known.map(|(id, _)| *id), fd) {
+            (Some(id), _) => id,
+            (None, None) => return Attached::Descriptor,
+            (None, Some(fd)) => {
+                let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+                if !name.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]") {
+                    return Attached::Refused;
+                }
+                match self.add_space(&mut state, Uffd::from_fd(fd), Some(pid), Vec::new()) {
+                    Ok(id) => id,
+                    Err(_) => return Attached::Refused,
+                }
+            }
+        };
+        self.learn(&mut state, id);
+        if state.spaces.get(&id).is_some_and(|space| !space.broken && !space.stale) {
+            Attached::Done
+        } else {
+            Attached::Refused
+        }
+    }
+
+    pub fn add_space(
+        &self,
+        state: &mut State,
+        uffd: Uffd,
+        pid: Option<u32>,
+        layout: Vec<Piece>,
+    ) -> Result<SpaceId, Errno> {
+        state.next_space += 1;
+        let id = SpaceId(state.next_space);
+        self.watch(uffd.as_fd(), id, false)?;
+        state.generation += 1;
+        state.spaces.insert(id, Space::new(uffd, pid, layout));
+        Ok(id)
+    }
+
+    /// Reads the layout of an address space anew and registers what is not registered yet.
+    pub fn learn(&self, state: &mut State, id: SpaceId) {
+        state.generation += 1;
+        let known: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
+        let engaged = state.engaged;
+        let Some(space) = state.spaces.get_mut(&id) else { return };
+        space.stale = true;
+        let Some(pid) = space.pid else { return };
+        // A mapping may go while it is being registered; then it is not there at the next look.
+        for _ in 0..16 {
+            let Ok(layout) = scan(pid, &known) else { break };
+            let register = |piece: &Piece| match engaged {
+                true => space.uffd.register_missing_wp(piece.range),
+                false => space.uffd.register_wp(piece.range),
+            };
+            let failed = layout.iter().find_map(|piece| register(piece).err());
+            space.layout = layout;
+            match failed {
+                None => {
+                    space.stale = false;
+                    break;
+                }
+                // Another userfaultfd has it.
+                Some(Errno::BUSY) => {
+                    space.broken = true;
+                    break;
+                }
+                Some(_) => {}
+            }
+        }
+        if space.stale && space.standing() == Standing::Gone {
+            self.forget_space(state, id);
+        }
+        self.forget_unmapped(state);
+    }
+
+    /// An address space is gone.
+    pub fn forget_space(&self, state: &mut State, id: SpaceId) {
+        if let Some(space) = state.spaces.remove(&id) {
+            // Whoever has a copy of the descriptor keeps it in the poll otherwise.
+            let _ = epoll::delete(&self.poll, space.uffd.as_fd());
+            if let Some(guard) = &space.guard {
+                let _ = epoll::delete(&self.poll, guard.as_fd());
+            }
+            state.held.retain(|(space, ..)| *space != id);
+            state.waiting.retain(|(space, ..)| *space != id);
+            self.forget_unmapped(state);
+        }
+    }
+
+    /// Drops the regions that nobody maps any more.
+    pub fn forget_unmapped(&self, state: &mut State) {
+        let mut mapped: HashSet<RegionId> = HashSet::new();
+        for space in state.spaces.values() {
+            mapped.extend(space.layout.iter().map(|piece| piece.region));
+        }
+        for id in &mapped {
+            if let Some(region) = state.regions.get_mut(id) {
+                region.attached = true;
+            }
+        }
+        let any_stale = state.spaces.values().any(|space| space.stale);
+        let old = |id: &RegionId| {
+            state.created.get(id).is_none_or(|made| made.elapsed() > UNATTACHED_TIMEOUT)
+        };
+        let gone: Vec<RegionId> = state
+            .regions
+            .values()
+            .filter(|region| {
+                !mapped.contains(&region.id) && !any_stale && (region.attached || old(&region.id))
+            })
+            .map(|region| region.id)
+            .collect();
+        for id in gone {
+            if let Some(region) = state.regions.remove(&id) {
+                for page in 0..region.pages() {
+                    self.store.free(region.slot(page), region.state(page));
+                }
+                state.slots.give(region.base, region.pages());
+                state.created.remove(&id);
+                self.memories.lock().expect("no thread panics here").remove(&id);
+            }
+        }
+        self.publish(&state.counts());
+    }
+
+    /// A process's guard has come.
+    pub fn stand_guard(
+        &self,
+        pid: u32,
+        landmark: VirtAddr,
+        conn: Conn,
+        byte: u8,
+    ) -> Result<(), Errno> {
+        let mut state = self.lock();
+        let mark = VirtRange::from_len(landmark, PAGE_SIZE);
+        if !landmark.is_page_aligned() {
+            return Ok(());
+        }
+        let mut found = None;
+        for (id, space) in &state.spaces {
+            if space.guard.is_none() && space.uffd.register_wp(mark).is_ok() {
+                let _ = space.uffd.unregister(mark);
+                found = Some(*id);
+                break;
+            }
+        }
+        let Some(id) = found else { return Ok(()) };
+        let mut reply = [byte, 0, 0, 0, 0];
+        reply[1..].copy_from_slice(&self.index.0.to_le_bytes());
+        {
+            let Some(space) = state.spaces.get_mut(&id) else { return Ok(()) };
+            conn.send(&reply, &[space.uffd.as_fd()])?;
+            self.watch(conn.as_fd(), id, true)?;
+            space.guard = Some(conn);
+            space.pid = Some(pid);
+            space.rescued = false;
+        }
+        self.learn(&mut state, id);
+        self.work.notify_all();
+        Ok(())
+    }
+
+    /// What a program says of a range.
+    pub fn advise(&self, pid: u32, addr: usize, len: usize, advice: i32) -> bool {
+        let Some(end) = addr.checked_add(len) else { return false };
+        let (start, end) = (VirtAddr(addr), VirtAddr(end).page_up());
+        let mut state = self.lock();
+        let found = state
+            .spaces
+            .iter()
+            .find(|(_, space)| space.pid == Some(pid) && space.standing() != Standing::Gone);
+        let Some(id) = found.map(|(id, _)| *id) else { return false };
+        match advice {
+            ADVICE_HOLD => {
+                state.generation += 1;
+                state.spaces.entry(id).and_modify(|space| space.moving += 1);
+                return true;
+            }
+            ADVICE_SETTLE => {
+                state
+                    .spaces
+                    .entry(id)
+                    .and_modify(|space| space.moving = space.moving.saturating_sub(1));
+                self.learn(&mut state, id);
+                return true;
+            }
+            _ => {}
+        }
+        let space = state.spaces.get(&id).filter(|space| !space.stale);
+        let clip = |piece: &Piece| {
+            let (from, to) = (piece.range.start.max(start), piece.range.end.min(end));
+            (from < to).then(|| {
+                let first = piece.page + (from.0 - piece.range.start.0) / PAGE_SIZE;
+                (piece.region, first..first + (to.0 - from.0) / PAGE_SIZE)
+            })
+        };
+        let parts: Vec<(RegionId, Range<usize>)> =
+            space.map_or(Vec::new(), |space| space.layout.iter().filter_map(clip).collect());
+        for (id, pages) in &parts {
+            self.advise_pages(&mut state, *id, pages.clone(), advice);
+        }
+        self.work.notify_all();
+        !parts.is_empty()
+    }
+
+    fn advise_pages(&self, state: &mut State, id: RegionId, pages: Range<usize>, advice: i32) {
+        const NORMAL: i32 = 0;
+        const RANDOM: i32 = 1;
+        const SEQUENTIAL: i32 = 2;
+        const WILLNEED: i32 = 3;
+        const REMOVE: i32 = 9;
+        const COLD: i32 = 20;
+        const PAGEOUT: i32 = 21;
+        let chunks = |pages: &Range<usize>| pages.start / 16..pages.end.div_ceil(16);
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        // A mapping may be longer than what it maps.
+        let pages = pages.start.min(region.pages())..pages.end.min(region.pages());
+        match advice {
+            NORMAL => region.say(pages, Reading::Unknown),
+            RANDOM => region.say(pages, Reading::Random),
+            SEQUENTIAL => region.say(pages, Reading::Sequential),
+            WILLNEED => {
+                for run in region.runs(pages, PageState::is_out) {
+                    self.restore(state, id, run);
+                }
+            }
+            REMOVE => self.discard(state, id, pages),
+            COLD => {
+                for chunk in chunks(&pages).rev() {
+                    let is_in = region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+                    let marks = region.chunk(chunk);
+                    marks.hot = false;
+                    // It stands in the queue twice then, and is skipped the second time.
+                    if is_in && !std::mem::replace(&mut marks.ahead, true) {
+                        state.queue.push_front((id, chunk as u32));
+                    }
+                }
+            }
+            PAGEOUT => chunks(&pages).for_each(|chunk| state.want_out(id, chunk)),
+            _ => {}
+        }
+    }
+
+    /// Pages are given up: they read as zeros.
+    pub fn discard(&self, state: &mut State, id: RegionId, pages: Range<usize>) {
+        let Some(region) = state.regions.get_mut(&id) else { return };
+        if punch(&region.memory, &pages).is_err() {
+            return;
+        }
+        for page in pages.start..pages.end.min(region.pages()) {
+            self.store.free(region.slot(page), region.state(page));
+            region.set(page, PageState::Absent);
+        }
+        self.publish(&state.counts());
+    }
+}
+
+impl State {
+    /// Pages by where they are, in all regions.
+    pub fn counts(&self) -> Counts {
+        let mut counts = Counts::default();
+        self.regions.values().for_each(|region| counts.add(&region.counts()));
+        counts
+    }
+
+    /// Regions of which nothing may go out.
+    pub fn forbidden(&self) -> HashSet<RegionId> {
+        let mut all: HashSet<RegionId> =
+            self.regions.values().filter(|region| region.kept).map(|region| region.id).collect();
+        for space in self.spaces.values().filter(|space| space.forbids()) {
+            // What it maps now may be more than what is known.
+            if space.stale && !space.broken {
+                return self.regions.keys().copied().collect();
+            }
+            all.extend(space.layout.iter().map(|piece| piece.region));
+        }
+        all
+    }
+
+    /// True while what forbids going out is about to pass: a forked child whose guard is on its
+    /// way, a mapping that is being moved.
+    pub fn is_passing(&self) -> bool {
+        self.spaces.values().any(|space| {
+            space.moving > 0
+                || space.guard.is_none() && space.unguarded.elapsed() < CHILD_GUARD_TIMEOUT
+        })
+    }
+
+    /// Has a chunk go out of which something is in.
+    pub fn want_out(&mut self, id: RegionId, chunk: usize) {
+        let Some(region) = self.regions.get_mut(&id) else { return };
+        let is_in = chunk < region.chunk_count()
+            && region.chunk_pages(chunk).any(|page| region.state(page).is_in());
+        if is_in && !std::mem::replace(&mut region.chunk(chunk).wanted, true) {
+            self.wanted_out.push_back((id, chunk as u32));
+        }
+    }
+
+    /// Has chunks go out that were asked for, and could not go.
+    pub fn want_again(&mut self, chunks: Vec<(RegionId, u32)>) {
+        chunks.into_iter().for_each(|(id, chunk)| self.want_out(id, chunk as usize));
+    }
+
+    /// Puts a chunk at the end of the queue, if it does not stand in it.
+    pub fn enqueue(&mut self, id: RegionId, chunk: usize) {
+        if let Some(region) = self.regions.get_mut(&id)
+            && !std::mem::replace(&mut region.chunk(chunk).queued, true)
+        {
+            self.queue.push_back((id, chunk as u32));
+        }
+    }
+}
+
+/// Makes a hole of pages.
+pub(crate) fn punch(memory: &File, pages: &Range<usize>) -> Result<(), Errno> {
+    let (at, len) = ((pages.start * PAGE_SIZE) as u64, (pages.len() * PAGE_SIZE) as u64);
+    rustix::fs::fallocate(memory, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, len)
+}
+
+/// True when a range of pages is one hole.
+pub(crate) fn is_hole(memory: &File, pages: &Range<usize>) -> bool {
+    let (start, end) = ((pages.start * PAGE_SIZE) as u64, (pages.end * PAGE_SIZE) as u64);
+    match rustix::fs::seek(memory, rustix::fs::SeekFrom::Data(start)) {
+        Ok(data) => data >= end,
+        Err(errno) => errno == Errno::NXIO,
+    }
+}
+
+/// Writes whole pages into a hole.
+pub(crate) fn write_pages(memory: &File, page: usize, bytes: &[u8]) -> std::io::Result<()> {
+    memory.write_all_at(bytes, (page * PAGE_SIZE) as u64)
+}
+
+impl Inner {
+    /// Takes over the limit, and begins to manage when told to.
+    pub fn take_orders(&self) {
+        let slot = self.segment.slot(self.index);
+        if slot.engage.load(Relaxed) != 0 && slot.state() != ProcState::Engaged && self.engage() {
+            slot.set_state(ProcState::Engaged);
+            self.count(Counter::Engaged, 1);
+        }
+    }
+
+    /// Makes missing pages the pager's to fill, everywhere. False when some address space is
+    /// changing: try again.
+    fn engage(&self) -> bool {
+        let mut state = self.lock();
+        if state.engaged {
+            return true;
+        }
+        let pieces: Vec<(SpaceId, VirtRange)> = state
+            .spaces
+            .iter()
+            .flat_map(|(id, space)| space.layout.iter().map(|piece| (*id, piece.range)))
+            .collect();
+        for (id, range) in pieces {
+            if state.spaces[&id].uffd.register_missing_wp(range).is_err()
+                && state.spaces[&id].standing() != Standing::Gone
+            {
+                return false;
+            }
+        }
+        // A fork whose event is unread has copied what was registered before.
+        if state.spaces.values().any(|space| space.standing() == Standing::Changing || space.stale)
+        {
+            return false;
+        }
+        state.engaged = true;
+        state.generation += 1;
+        // From here on only this pager fills pages: what is there now is all there is.
+        let mut present = Vec::new();
+        for region in state.regions.values_mut() {
+            let mut at = 0;
+            while let Ok(data) = rustix::fs::seek(&region.memory, rustix::fs::SeekFrom::Data(at)) {
+                let hole = rustix::fs::seek(&region.memory, rustix::fs::SeekFrom::Hole(data))
+                    .unwrap_or(data + PAGE_SIZE as u64);
+                for page in data as usize / PAGE_SIZE
+                    ..(hole as usize).div_ceil(PAGE_SIZE).min(region.pages())
+                {
+                    region.set(page, PageState::Present);
+                    present.push((region.id, page / 16));
+                }
+                at = hole;
+            }
+        }
+        present.dedup();
+        for (id, chunk) in present {
+            state.enqueue(id, chunk);
+        }
+        true
+    }
+}
