@@ -18,9 +18,12 @@ use swaptide_sys::Errno;
 use swaptide_sys::mem::Mapping;
 use swaptide_sys::page::PAGE_SIZE;
 
-use crate::fork::MAX_HELPED_PAGES;
 use crate::fork::layout::VmaChange;
+use crate::fork::{MAX_HELPED_PAGES, MAX_PAGES_PER_FAULT};
 use crate::mm::types::{PageNo, range_of};
+
+/// Pages of all other threads, and of a fault of the forking thread, which are forgotten at once.
+const CAPACITY: usize = MAX_HELPED_PAGES + MAX_PAGES_PER_FAULT;
 
 /// What is known of a page on record.
 #[derive(Debug, PartialEq, Eq)]
@@ -37,16 +40,19 @@ pub(crate) struct BroughtPages {
     pages: Vec<(PageNo, bool)>,
     /// A page for each of [`BroughtPages::pages`]. None where forks are told of.
     copies: Option<Mapping>,
+    /// Pages of the copies that were written since they were given back.
+    most: usize,
 }
 
 impl BroughtPages {
-    /// Room for [`MAX_HELPED_PAGES`], if forks are `followed`: nothing may be allocated later.
+    /// Room for what comes in during one fork, if forks are `followed`: nothing may be allocated later.
     pub(crate) fn new(followed: bool) -> Result<BroughtPages, Errno> {
         if !followed {
-            return Ok(BroughtPages { pages: Vec::new(), copies: None });
+            return Ok(BroughtPages { pages: Vec::new(), copies: None, most: 0 });
         }
-        let copies = Mapping::reserve(MAX_HELPED_PAGES * PAGE_SIZE)?;
-        Ok(BroughtPages { pages: Vec::with_capacity(MAX_HELPED_PAGES), copies: Some(copies) })
+        let copies = Mapping::reserve(CAPACITY * PAGE_SIZE)?;
+        copies.unlock();
+        Ok(BroughtPages { pages: Vec::with_capacity(CAPACITY), copies: Some(copies), most: 0 })
     }
 
     /// Pages on record.
@@ -61,7 +67,7 @@ impl BroughtPages {
             crate::fatal("a page came in during a fork that nobody follows")
         };
         for (k, content) in contents.iter().enumerate() {
-            if self.pages.len() == MAX_HELPED_PAGES {
+            if self.pages.len() == CAPACITY {
                 crate::fatal("more pages came in during a fork than can be recorded");
             }
             // SAFETY: the mapping is this record's own, and the reference ends with the statement.
@@ -69,6 +75,7 @@ impl BroughtPages {
                 .copy_from_slice(content);
             self.pages.push((first.plus(k), false));
         }
+        self.most = self.most.max(self.pages.len());
     }
 
     /// The page of the record `at`.
@@ -101,9 +108,10 @@ impl BroughtPages {
 
     /// Forgets all, and gives the memory back.
     pub(crate) fn clear(&mut self) {
-        if let (false, Some(copies)) = (self.pages.is_empty(), &self.copies) {
-            let _ = copies.discard(0, self.pages.len() * PAGE_SIZE);
+        if let (1.., Some(copies)) = (self.most, &self.copies) {
+            let _ = copies.discard(0, self.most * PAGE_SIZE);
         }
+        self.most = 0;
         self.pages.clear();
     }
 }

@@ -34,15 +34,12 @@ use swaptide_sys::uffd::Coverage;
 
 use crate::event_loop::Handler;
 use crate::fault::path::Stop;
-use crate::fork::MAX_HELPED_PAGES;
+use crate::fork::{MAX_HELPED_PAGES, MAX_PAGES_PER_FAULT};
 use crate::mm::types::PageNo;
 use crate::requests::{HandlerRequest, Hint};
 
 /// CPU time after which the forking thread is taken to spin for a lock.
 const SPIN_CPU_TIME: Duration = Duration::from_millis(20);
-
-/// Pages that come in with one fault at most, by far.
-const MAX_PAGES_PER_FAULT: usize = 512;
 
 /// What is known of the forking thread.
 pub(super) struct Forker {

@@ -80,5 +80,7 @@ pub use protocol::Decline;
 
 /// Most pages that come in for other threads during a fork that is followed.
 pub(crate) const MAX_HELPED_PAGES: usize = 1024;
+/// Pages that come in with one fault at most, by far.
+pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
 /// Most events of other threads that are noted during a fork.
 pub(crate) const MAX_NOTED_EVENTS: usize = 16 << 10;
