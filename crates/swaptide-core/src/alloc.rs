@@ -14,10 +14,10 @@
 //! 7. order 0 only: any other cluster with a free slot, by frag[1], nonfull[1], frag[2], ...,
 //!    frag[0].
 //!
-//! (kernel-facts A1 to A4; seed: mthp-swap-allocator.) On a rotational device step 1 is the cursor:
+//! (docs/linux-swap.md, "Search order".) On a rotational device step 1 is the cursor:
 //! from where the last allocation of any CPU and order ended, cluster by cluster in the order of
-//! their numbers, a bounded number of them; clusters are not devoted to orders there. (kernel-facts
-//! A8)
+//! their numbers, a bounded number of them; clusters are not devoted to orders there.
+//! (docs/linux-swap.md, "Rotational devices")
 //!
 //! Invariants:
 //! 1. A cluster with data serves its own order, and order 0 when nothing else is left (stealing

@@ -1,4 +1,5 @@
-//! The record of one cluster, and the counts too large for their words. (kernel-facts A1, B2)
+//! The record of one cluster, and the counts too large for their words.
+//! (docs/linux-swap.md, "Clusters" and "Swap table")
 //!
 //! Invariants (cluster lock):
 //! 1. The table is in use exactly while `used > 0`, or while the allocator holds the lock and is

@@ -1,4 +1,5 @@
-//! One swap device: its clusters, tables, lists and counters. (kernel-facts A1, A6)
+//! One swap device: its clusters, tables, lists and counters. (docs/linux-swap.md,
+//! "Clusters" and "Devices and priorities")
 //!
 //! What moves slots from state to state is in [`crate::exchange`], what finds free ones in
 //! [`crate::alloc`].
@@ -33,7 +34,7 @@ pub enum Kind {
     /// Any place costs the same: a current cluster per CPU and order.
     Solid,
     /// Seeks cost: one cursor for all CPUs and orders moves over the device, so that writes follow
-    /// each other. (kernel-facts A4, A8)
+    /// each other. (docs/linux-swap.md, "Rotational devices")
     Rotational,
 }
 
@@ -41,11 +42,10 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SearchOrder {
     /// Clusters in use that have room, then empty ones: fewer tables, and runs survive longer.
-    /// (kernel-facts A4, since 6.18)
+    /// (docs/linux-swap.md, "Search order": since 6.18)
     #[default]
     NonfullFirst,
-    /// Empty clusters first. (kernel-facts A7, 6.12; seed: mthp-swap-allocator) Devices with
-    /// discard always do that.
+    /// Empty clusters first, as 6.12 to 6.17. Devices with discard always do that.
     FreeFirst,
 }
 
@@ -349,7 +349,7 @@ impl SwapDevice {
 
     /// Discards up to `max` emptied clusters in the background: `discard` is called with first slot
     /// and number of slots of each stretch of neighbours, so that one call covers as much as it
-    /// can; then they are free. Returns how many clusters it were. (kernel-facts A2)
+    /// can; then they are free. Returns the number of clusters.
     pub fn discard_batch(&self, max: usize, mut discard: impl FnMut(SwapOffset, u32)) -> usize {
         let mut batch = self.take_emptied(max);
         batch.sort_unstable();

@@ -1,5 +1,5 @@
-//! One word of the swap table: everything that is known about one slot, in 8 bytes. (kernel-facts
-//! B2, B3; seed: swap-table-phase1)
+//! One word of the swap table: everything that is known about one slot, in 8 bytes.
+//! (docs/linux-swap.md, "Swap table")
 //!
 //! | bits   | field   | meaning |
 //! |--------|---------|---------|

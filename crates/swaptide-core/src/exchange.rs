@@ -1,4 +1,5 @@
-//! The exchanges: every way a slot in use changes its state. (kernel-facts B2, B3, C3)
+//! The exchanges: every way a slot in use changes its state. (docs/linux-swap.md,
+//! "Exchanges of the swap cache")
 //!
 //! ```text
 //! free --alloc_folio--> folio, count 1 --folio_to_shadow--> shadow, count >= 1 --shadow_to_folio--> folio, count >= 1

@@ -2,7 +2,7 @@
 //! a folio number never meet in one bare integer.
 //!
 //! Units: a slot is one 4 KiB page of swap; an order `k` run is `2^k` slots; a cluster is
-//! [`SLOTS_PER_CLUSTER`] slots. (kernel-facts A1)
+//! [`SLOTS_PER_CLUSTER`] slots. (docs/linux-swap.md, "Clusters")
 
 use core::fmt;
 

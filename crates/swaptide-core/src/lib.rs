@@ -22,9 +22,8 @@
 //! stores have that table anyway (it is where a slot's data lies), and because renaming copies
 //! nothing.
 //!
-//! The rules are those of Linux as kernel-facts (A to C) and the seeds mthp-swap-allocator,
-//! swap-cache-search-space and swap-table-phase1 describe them; each module names the sections it
-//! follows.
+//! The rules are those of Linux as docs/linux-swap.md states them; each module names the sections
+//! that it follows.
 //!
 //! | module   | what it owns |
 //! |----------|--------------|

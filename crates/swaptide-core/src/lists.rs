@@ -1,6 +1,6 @@
 //! The lists a device's clusters are on. All are first in, first out, doubly linked through the
-//! clusters' own records, so every move is O(1) and takes no memory. (kernel-facts A1, A2; seed:
-//! mthp-swap-allocator)
+//! clusters' own records, so every move is O(1) and takes no memory. (docs/linux-swap.md,
+//! "Clusters")
 //!
 //! | list       | what is on it |
 //! |------------|---------------|

@@ -13,8 +13,8 @@
 //! 3. Compaction takes no slot out of the capacity and never empties into a cluster that is
 //!    sparser.
 //!
-//! Locks: two cluster locks, by type and cluster number, ascending. (kernel-facts A6 and C3 for
-//! swapoff; what is moved where is swaptide's own)
+//! Locks: two cluster locks, by type and cluster number, ascending. (docs/linux-swap.md, "Devices
+//! and priorities", for swapoff; which slots are moved where is swaptide's own.)
 
 use crate::alloc::free_run;
 use crate::cluster::ListId;

@@ -1,5 +1,5 @@
 //! Several devices as one swap space: priorities, rotation among equals, masks of permitted types.
-//! (kernel-facts A3, A6)
+//! (docs/linux-swap.md, "Devices and priorities")
 //!
 //! Invariants:
 //! 1. A device of higher priority is used before one of lower priority, as far as the mask permits

@@ -6,8 +6,8 @@
 //! 1. A chunk of a [`Directory`] (cluster headers) is published once, complete, and stays where it
 //!    is until the directory is dropped. The swap tables ([`Pages`]) all have their places from the
 //!    start, until the device is dropped. So both are type-stable: a late reader reads an old word,
-//!    never foreign memory. That stands for RCU's grace period (kernel-facts B2): nothing is freed
-//!    under a reader.
+//!    never foreign memory. That stands for RCU's grace period (docs/linux-swap.md, "Swap table"):
+//!    nothing is freed under a reader.
 //! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter
 //!    that has spun for long calls the hook given to [`set_yield`], because a holder may have lost
 //!    its CPU.

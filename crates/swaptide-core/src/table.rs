@@ -1,5 +1,5 @@
-//! The swap tables: 512 atomic words for each cluster in use. (kernel-facts B2, B4; seed:
-//! swap-table-phase1)
+//! The swap tables: 512 atomic words for each cluster in use. (docs/linux-swap.md,
+//! "Swap table")
 //!
 //! A table is one page exactly, and all tables of a device lie one after the other in one range of
 //! addresses ([`TableMemory`]), whether their clusters are used or not: so a slot's word is found

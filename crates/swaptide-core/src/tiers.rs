@@ -1,5 +1,5 @@
 //! Tiers: named ranges of the priorities of swap devices, and the masks by which groups are kept
-//! off some of them. (kernel-facts F; seed swap-tiers)
+//! off some of them. (docs/linux-swap.md, "Tiers")
 //!
 //! A tier is a name and the priority it starts at; it ends below the start of the next higher tier,
 //! the highest at [`Priority::MAX`]. What tier a device is in follows from its priority alone.

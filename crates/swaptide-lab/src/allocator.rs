@@ -1,10 +1,10 @@
-//! `lab allocator`: thp_swap_allocator_test as a workload. (facts: kernel-facts K; seed:
-//! mthp-swap-allocator)
+//! `lab allocator`: thp_swap_allocator_test as a workload. (docs/linux-swap.md,
+//! "The allocator test")
 //!
 //! 60 MiB of 64K folios, 64 MiB of swap, all of it out. 100 times: 16 MiB of random pages come in
 //! and are written (whole 64K blocks with `-a`, single pages without), 256 random blocks are
 //! discarded and written afresh, with `-s` 256 pages of a second region of 4 MiB in small pages are
-//! written; then everything goes out again. Swap-in is page by page, as it was when the seed was
+//! written; then everything goes out again. Swap-in is page by page, as it was when the test was
 //! written, so it tears every 64K folio it meets: only fresh blocks go out whole. A fallback is a
 //! whole folio that finds no run of 16 slots.
 //!
@@ -191,7 +191,7 @@ impl Test<'_> {
 
     fn iteration(&mut self, aligned: bool) {
         let (blocks, small) = (self.blocks.len() as u32, self.small.len() as u32);
-        // 256 for the seed's 960.
+        // 256 for the 960 of the published test.
         let touched = blocks * 256 / BLOCKS as u32;
         for _ in 0..if aligned { touched } else { touched * PAGES as u32 } {
             let b = self.random.below(blocks) as usize;
@@ -329,7 +329,7 @@ impl Compaction {
     }
 }
 
-/// The workload on a device `times` as large as the seed's, compaction keeping in step: a table too
+/// The workload on a device `times` as large as the test's, compaction keeping in step: a table too
 /// many for each 128 is left alone. The device has two names for each place as always.
 fn beside_rows(
     mode: &str,
@@ -355,7 +355,7 @@ fn beside_rows(
     ]
 }
 
-/// The seed's per cent of each iteration: those it prints, and what it says of the rest.
+/// The published per cent of each iteration: those listed, and what is said of the rest.
 struct Seed {
     before: &'static [f64],
     after: &'static [f64],
@@ -390,7 +390,7 @@ const MODES: [(&str, bool, bool, Seed); 4] = [
     ),
 ];
 
-/// Iterations 1 to 100; those the seed's filter hid are 0.
+/// Iterations 1 to 100; those that the published listing leaves out are 0.
 const ALIGNED_SMALL: [f64; 100] = {
     let listed = [
         (14, 1.33),
@@ -555,14 +555,14 @@ pub fn measure(quick: bool) -> Report {
         rows,
         plot: Plot { x: "iteration".into(), y: "fallback, %".into(), log_x: false, curves },
         notes: vec![
-            "before: scanning, free clusters only. after: cluster lists (the seed's own design, \
+            "before: scanning, free clusters only. after: cluster lists (the published design, \
             rebuilt), then swaptide's core."
                 .into(),
-            "The fallback is the seed's own quantity on the seed's own workload, replayed on the \
+            "The fallback is the published quantity on the published workload, replayed on the \
             allocators without a kernel around them; \
              the random numbers differ."
                 .into(),
-            "Seed: mean and worst are over the iterations it prints (17 and 16 of 100 in the \
+            "Published mean and worst are over the iterations listed (17 and 16 of 100 in the \
             unaligned modes). Its aligned runs were \
              filtered by a pattern that hides 100.00% as well as 0.00%; hidden ones are taken as 0."
                 .into(),

@@ -1,6 +1,5 @@
-//! The allocator with cluster lists over the static map: what stood before the swap table. (facts:
-//! kernel-facts A7 of 6.12 to 6.17, A1; seeds: mthp-swap-allocator "with", swap-table-phase1
-//! "before")
+//! The allocator with cluster lists over the static map: what stood before the swap table.
+//! (docs/linux-swap.md, "Clusters" and "Earlier designs": 6.12 to 6.17)
 //!
 //! Each cluster has a lock; lists free, `nonfull[order]`, `frag[order]`, full, linked through the
 //! clusters, under the device's lock. A CPU has a current cluster for each order. Order of the

@@ -1,5 +1,5 @@
-//! The swap cache as it was: radix trees, in three shapes. (facts: kernel-facts B1; seed:
-//! swap-cache-search-space)
+//! The swap cache as it was: radix trees, in three shapes. (docs/linux-swap.md,
+//! "Earlier designs")
 //!
 //! | shape          | trees               | key                  |
 //! |----------------|---------------------|----------------------|
@@ -21,11 +21,11 @@ const SPLIT_SHIFT: u32 = 14;
 pub enum Shape {
     /// One tree for the whole device.
     Whole,
-    /// One tree for each 64 MiB, with offsets in the whole device as keys: "before" of the
-    /// search-space seed.
+    /// One tree for each 64 MiB, with offsets in the whole device as keys: "before" of
+    /// the series swap-cache-search-space.
     Split,
-    /// One tree for each 64 MiB, with offsets in the 64 MiB as keys: "after" of the search-space
-    /// seed.
+    /// One tree for each 64 MiB, with offsets in the 64 MiB as keys: "after" of that
+    /// series.
     Small,
 }
 

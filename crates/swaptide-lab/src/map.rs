@@ -1,5 +1,5 @@
 //! The arrays that stood for every slot whether used or not: one byte of swap map, two bytes of
-//! group. (facts: kernel-facts A8, B4)
+//! group. (docs/linux-swap.md, "Earlier designs")
 //!
 //! A byte of the map: bits 0..6 the swap count (63: bad), bit 6 "in the swap cache". The zero map,
 //! one bit for each slot, is left out.
@@ -16,7 +16,7 @@ pub const HAS_CACHE: u8 = 0x40;
 
 /// The order in which a new device's clusters stand on the free list, the header's left out: one of
 /// each 64 MiB, then the next one of each, so that CPUs that fill clusters at the same time do so
-/// in different trees. (kernel-facts A1; the swap table dropped it)
+/// in different trees. (docs/linux-swap.md, "Earlier designs"; the swap table dropped it)
 pub(crate) fn free_order(clusters: u32) -> impl Iterator<Item = u32> {
     const COLUMNS: u32 = 32;
     let column = move |k: u32| (k..clusters).step_by(COLUMNS as usize);

@@ -1,6 +1,6 @@
 //! One radix tree in the manner of the XArray: nodes of 64 slots, six bits of the index a level, as
-//! many levels as the largest index stored needs. (facts: kernel-facts B1; seed:
-//! swap-cache-search-space)
+//! many levels as the largest index stored needs. (docs/linux-swap.md, "Earlier
+//! designs")
 //!
 //! Writers hold the tree's one lock. Readers take none: they walk atomic pointers. In the kernel
 //! RCU keeps a node alive for late readers; here nodes are type-stable (freed with the tree,

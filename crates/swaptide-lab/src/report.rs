@@ -23,11 +23,11 @@ pub struct Row {
     pub after_sd: Option<f64>,
     /// `after` against `before`, in per cent.
     pub delta_pct: Option<f64>,
-    /// The seed's number without its change.
+    /// The published number without the change.
     pub seed_before: Option<f64>,
-    /// The seed's number with its change.
+    /// The published number with the change.
     pub seed_after: Option<f64>,
-    /// Is the seed's number the same quantity, or one that only should have the same shape?
+    /// Is the published number the same quantity, or one that only should have the same shape?
     pub same_quantity: bool,
 }
 
@@ -52,12 +52,12 @@ impl Row {
         Row { before_sd: Some(before), after_sd: Some(after), ..self }
     }
 
-    /// With the seed's numbers, which measure the same quantity.
+    /// With published numbers that measure the same quantity.
     pub fn same_as(self, before: f64, after: f64) -> Row {
         Row { seed_before: Some(before), seed_after: Some(after), same_quantity: true, ..self }
     }
 
-    /// With the seed's numbers, which measure something else that should move the same way.
+    /// With published numbers that measure something else, which should move the same way.
     pub fn shaped_like(self, before: f64, after: f64) -> Row {
         Row { seed_before: Some(before), seed_after: Some(after), same_quantity: false, ..self }
     }
@@ -138,9 +138,9 @@ impl Report {
             "before",
             "after",
             "change",
-            "seed before",
-            "seed after",
-            "the seed's is the",
+            "published before",
+            "published after",
+            "published is the",
         ];
         let rows = self.rows.iter().map(|row| {
             let change = row.delta_pct.map_or(String::from("-"), |pct| format!("{pct:+.1}%"));

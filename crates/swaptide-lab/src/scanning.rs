@@ -1,5 +1,5 @@
-//! The allocator before cluster lists: it scans the static map under the device's one lock. (facts:
-//! kernel-facts A8, K; seed: mthp-swap-allocator, "without")
+//! The allocator before cluster lists: it scans the static map under the device's one lock.
+//! (docs/linux-swap.md, "Earlier designs": 6.9 and 6.10)
 //!
 //! - A run of order `o` comes from the CPU's current cluster of that order, or from the next wholly
 //!   free cluster, or not at all.

@@ -1,5 +1,5 @@
 //! `lab search-space`: how deep, how large and how fast the swap cache is on devices of 1G to 1T.
-//! (facts: kernel-facts B1; seed: swap-cache-search-space)
+//! (docs/linux-swap.md: "Earlier designs"; series swap-cache-search-space)
 //!
 //! 1 GiB of each device is in use: sixteen regions of 64 MiB spread over it for the trees, the
 //! first clusters for the swap table (its allocator chooses, and where a slot lies makes no
@@ -261,7 +261,7 @@ fn slots_of(gib: u32) -> u32 {
     (gib << 18).min(swaptide_core::MAX_SLOTS)
 }
 
-/// KiB of nodes when every slot of 128 GiB is cached, with either key: the seed's slab numbers.
+/// KiB of nodes when every slot of 128 GiB is cached, with either key: the published slab numbers.
 fn full_device(gib: u32) -> [f64; 2] {
     [Shape::Split, Shape::Small].map(|shape| {
         let slots = slots_of(gib);
@@ -362,12 +362,12 @@ pub fn measure(quick: bool) -> Report {
              thread's CPU time, medians, less what the loop takes without a look-up. Neither side \
              takes a reference on the folio."
                 .into(),
-            "Same quantity as the seed's: KiB of nodes with all of 128G cached. The seed's are a \
+            "Same quantity as published: KiB of nodes with all of 128G cached. The published are a \
             whole machine's radix tree slab, so the \
              saving is what compares: counted here, up to two nodes for each 64 MiB tree."
                 .into(),
-            "Same shape only: the seed's 250.74 -> 246.09 s is the system time of memhog filling \
-            128G; insertion is a small part of it."
+            "Same shape only: the published 250.74 -> 246.09 s is the system time of memhog \
+            filling 128G; insertion is a small part of it."
                 .into(),
             "Bytes per used slot include what is there before the first slot is used (tree roots, \
             the table's directories)."

@@ -1,5 +1,5 @@
-//! `lab swap-table`: a page's whole way through the swap layer, by 1 to 32 threads. (facts:
-//! kernel-facts B2, B4, J; seed: swap-table-phase1)
+//! `lab swap-table`: a page's whole way through the swap layer, by 1 to 32 threads.
+//! (docs/linux-swap.md, "Swap table")
 //!
 //! usemem reduced to the swap layer: each thread takes slots for all its pages (allocate, enter the
 //! cache), looks each up, lets the folios go (shadows stay), looks each up again, frees all. Three
@@ -384,12 +384,12 @@ pub fn measure(quick: bool) -> Report {
             curves,
         },
         notes: vec![
-            "before: 'cluster lists + trees' is what the seed started from (cluster allocator, \
+            "before: 'cluster lists + trees' is what the series started from (cluster allocator, \
             static map and groups, a tree with its \
-             own offsets for each 64 MiB); 'scanning + trees' is the layer before all three seeds. \
-             after: swaptide's core."
+             own offsets for each 64 MiB); 'scanning + trees' is the layer before all three \
+             series. after: swaptide's core."
                 .into(),
-            "Same shape only: the seed's MB/s is usemem on 31 processes with the whole kernel \
+            "Same shape only: the published MB/s is usemem on 31 processes with the whole kernel \
             around it (faults, reclaim, writes), and its \
              free latency is an munmap of 1 GiB in us; here the swap layer is alone, so ratios are \
              larger. BGSAVE: Redis requests/s."

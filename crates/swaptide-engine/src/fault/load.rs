@@ -11,7 +11,7 @@
 //! 2. A page that is read alone from a rotational disk brings along what was written beside it:
 //!    `2^page-cluster` pages at most (8 where nothing is said), and 1/128 of the limit, as many as
 //!    the last ones proved worth it. None where the program is past its limit: then what is held is
-//!    given up. (kernel-facts G, cluster readahead. The windows of streams are
+//!    given up. (docs/linux-swap.md, "Readahead". The windows of streams are
 //!    [`crate::readahead::locality`]'s.)
 //! 3. A page that cannot be read is tried five times within a tenth of a second, and then poisoned;
 //!    so is one that came over a network and is not what was written. What is wrong on a disk is

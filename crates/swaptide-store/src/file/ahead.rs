@@ -4,7 +4,7 @@
 //! it, and what went out together is often wanted together, wherever it belongs. So a page that is
 //! read alone brings an aligned block of slots along, as many as the last ones proved worth it.
 //! They are held here, in the order they came; nobody is given them before he asks, so each one
-//! that is asked for is a *hit*, and known. (kernel-facts G: the cluster window and its size rule.
+//! that is asked for is a *hit*, and known. (docs/linux-swap.md, "Readahead", has the rule.
 //! Where an address's neighbours are wanted is another matter, and the engine's.)
 //!
 //! Invariants

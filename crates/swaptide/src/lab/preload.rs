@@ -24,7 +24,7 @@ const GROUP: &str = "/app";
 const ROWS: f64 = 600_000.0;
 /// Nothing here takes longer, even on a machine with much else to do.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// What the seed published: seconds of a cold and a preloaded start of three applications.
+/// What was published: seconds of a cold and a preloaded start of three applications.
 const SEED: [(f64, f64); 3] = [(13.17, 4.18), (5.60, 1.12), (10.25, 2.00)];
 const JAVA: &str = include_str!("services/Service.java");
 const NODE: &str = include_str!("services/service.js");
@@ -295,7 +295,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
         "all of it back: when preload says that nothing is swapped any more",
         "the network tier is nbdkit on this machine, its export in memory; pages are encrypted and \
         authenticated on their way",
-        "the seed's numbers are of three applications on an embedded device with flash storage, \
+        "the published numbers are of three applications on an embedded device with flash storage, \
         preloaded from another device by NBD",
     ]
     .map(String::from)
@@ -344,7 +344,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     }
     let curves = vec![
         Curve { name: "swaptide".into(), ours: true, points: ours },
-        Curve { name: "the seed".into(), ours: false, points: seeds },
+        Curve { name: "published".into(), ours: false, points: seeds },
     ];
     Ok(Report {
         name: "preload",

@@ -21,7 +21,7 @@ const TIERS: &str = "+SSD:100 +HDD:50 +NET:-1";
 const GROUP: &str = "/lab";
 /// Nothing here takes longer, even on a machine with much else to do.
 const PATIENCE: Duration = Duration::from_secs(900);
-/// What the seed published: a kernel build's system time in s, usemem's in s, and usemem's
+/// What was published: a kernel build's system time in s, usemem's in s, and usemem's
 /// throughput in MB/s.
 const SEED_BUILD: (f64, f64) = (1584.20, 1590.74);
 const SEED_SYSTEM: (f64, f64) = (588.48, 592.15);
@@ -242,7 +242,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
         included",
         "mask on and off: one run with three tiers, whose group has the mask -NET in every other \
         round",
-        "the seed's numbers are of the kernel, on another machine: system time, and throughput \
+        "the published numbers are of the kernel, on another machine: system time, and throughput \
         under global pressure",
     ]
     .map(String::from)

@@ -51,7 +51,7 @@ enum Backing {
     Mixed,
 }
 
-/// What the seed published of a case.
+/// What was published of a case.
 #[derive(Clone, Copy, Default)]
 struct Seed {
     elapsed: Option<(f64, f64)>,
@@ -456,7 +456,7 @@ impl Pair {
         vec![
             seed.elapsed
                 .map_or(elapsed.clone(), |(before, after)| elapsed.shaped_like(before, after)),
-            // The seed gives the change alone.
+            // Only the change is published.
             seed.refault_pct.map_or(refault.clone(), |pct| refault.shaped_like(100.0, 100.0 + pct)),
             self.ratio_row(case, "elapsed, ratio", |o| o.touched.elapsed_s),
             self.ratio_row(case, "refault, ratio", |o| o.touched.refault_s),
@@ -526,7 +526,7 @@ pub fn measure(plan: &Plan) -> Result<Report, String> {
     }
     let mut curves = vec![Curve { name: "swaptide".into(), ours: true, points: ours }];
     if !seeds.is_empty() {
-        curves.push(Curve { name: "the seed".into(), ours: false, points: seeds });
+        curves.push(Curve { name: "published".into(), ours: false, points: seeds });
     }
     let (runs, rounds, scale) = (plan.runs, plan.rounds, plan.scale);
     Ok(Report {
@@ -553,14 +553,14 @@ fn notes() -> Vec<String> {
         within each run, after one that is not counted",
         "`ratio` is the median of the ratios of neighbours, in per cent of before, with its 95% \
         bounds as deviation",
-        "the seed's refault is given as order 0 = 100; its times and counts are of another machine \
+        "the published refault is given as order 0 = 100; times and counts are of another machine \
         and of the kernel",
         "pressure is freed before the refault phase; usama_1g pages the target out by a hint \
         instead",
         "pressure and mixed rows: one page of the target in six compresses; the pressure stays, of \
         which one in three does",
         "64K in: aligned 64K that came in whole for one fault; a larger block counts as so many",
-        "shmem: shared memory, paged out by a hint; the seed gives numbers of large swap-ins \
+        "shmem: shared memory, paged out by a hint; published are numbers of large swap-ins \
         alone, and has no evidence for shared memory but hints",
     ]
     .map(String::from)
