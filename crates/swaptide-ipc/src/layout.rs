@@ -517,7 +517,7 @@ mod tests {
         let lines: Vec<String> =
             names.iter().map(|(name, at)| format!("    \"{name}\": {at}")).collect();
         let expected = format!("{{\n{}\n}}\n", lines.join(",\n"));
-        assert_eq!(include_str!("../../../tests/programs/segment.json"), expected);
+        assert_eq!(include_str!("../../../tests/e2e/segment.json"), expected);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The engine as a library of this process, under a program that does to its memory what programs
 //! do, by several threads at once: for whoever wants to see into it with tools that a preloaded
 //! library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program
-//! is `tests/programs/c/torture.c` over again; what the preloaded library does for it there (hints,
+//! is `tests/e2e/c/torture.c` over again; what the preloaded library does for it there (hints,
 //! fences, forks) it does here by itself.
 //!
 //! Everything else of this process is as it would be without the engine: its threads are ordinary

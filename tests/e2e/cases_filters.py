@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import filtercode
-from harness import Case, Skip
+from legacy import Case, Skip
 from unprivileged import NOBODY
 
 

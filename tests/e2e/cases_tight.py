@@ -4,7 +4,8 @@ answer as they do without it.
 
 from cases_real import gcc, java, node, python, redis, sort, sqlite, stress
 from cgroups import memory_cgroup
-from harness import MIB, Case, Skip
+from harness import MIB
+from legacy import Case, Skip
 
 
 def tight(run, tenths=11):

@@ -16,7 +16,8 @@ import termios
 import time
 
 from cases_process import PRESSURE, Server, ask, process_of, wait_for_line
-from harness import MIB, Case
+from harness import MIB
+from legacy import Case
 from processes import descendants
 
 

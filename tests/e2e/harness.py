@@ -1,11 +1,12 @@
-"""The frame every case runs in: starting a program under swaptide, judging its report, its peak and
-its end.
+"""What every case runs in: starting a program under swaptide, judging its report, its peak and its
+end.
 
-A case is a function that gets a `Context`. It calls `Context.run` or `Context.compare` and raises
-`Failure` (usually through `Context.expect`) when something is not as it must be. One watchdog per
-case kills whatever is left when the case's time is up, so no case needs time-outs of its own.
+A case is a test function that uses the fixture `context`. It calls `Context.run` or
+`Context.compare` and asserts what else must be true. One watchdog per case kills whatever is left
+when the case's time is up, so no case needs time limits of its own.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import pytest
 import unprivileged
 from processes import Sampler, descendants, describe_tree, is_zombie, kill_tree, reap_orphans
 
@@ -29,47 +30,56 @@ MIB = 1 << 20
 NATIVE = "native"
 
 
-class Failure(Exception):
-    """What a case found wrong, in words for the person who has to find out why."""
+class Failure(AssertionError):
+    """What a case found wrong, in words; reported without a traceback."""
 
 
-class Skip(Exception):
-    """What a case needs from outside and cannot have here, in words: it neither passes nor fails."""
-
-
-class TooMuch(Failure):
-    """All was right but the peak. How far a program gets before its engine is at work is a race
+class PeakTooHigh(Failure):
+    """Only the peak was too high. How far a program gets before its engine is at work is a race
     with everything else on the machine, so such a case has a second try."""
 
 
 @dataclass
-class Case:
-    """One case of the suite."""
+class Options:
+    """The arguments of the marker `swaptide`. Markers nearer to the case win, one by one."""
 
-    name: str
-    run: Callable
     budget: int
     """MiB given to `swaptide run --ram`."""
-    full: bool = False
-    """Runs only with --full (or when asked for by its name)."""
     limit: int = 120
-    """Seconds after which it is killed and failed."""
+    """Seconds after which the case is killed and fails."""
     needs: tuple = ()
-    """Programs it cannot do without; one that is missing fails the case."""
+    """Programs that the case cannot do without."""
     allowance: int = 0
-    """MiB over the budget that are allowed: memory which is not pageable in this program (stacks,
-    code made at run time).
-"""
+    """MiB over the budget that are allowed: memory that cannot be paged in this program (stacks,
+    code made at run time)."""
     swaps: bool = True
     """The data is larger than the budget: the report must show pages going out."""
-    unprivileged: bool = False
-    # What swaptide must say on standard error; nothing else may be said there.
-    complaint: str = ""
-    """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
     forks: bool = False
-    """Shares memory between processes by copy-on-write, so adding up their sizes says nothing; the
-    report alone is judged.
-    """
+    """Processes share memory by copy-on-write, so that the sum of their sizes says nothing: the
+    report alone is judged."""
+    complaint: str = ""
+    """What swaptide must say on standard error, where it must say something."""
+
+
+def param(*values, id=None, marks=(), **options):
+    """Values of a parametrized case, with options of the marker `swaptide` for this one alone."""
+    marks = [*marks, pytest.mark.swaptide(**options)] if options else marks
+    return pytest.param(*values, id=id, marks=marks)
+
+
+@dataclass
+class Suite:
+    """What all cases of a session have in common."""
+
+    swaptide: str
+    """Path of the binary, or NATIVE."""
+    root: Path
+    """Directory of all cases' directories and of the compiled programs (`bin`)."""
+    seed: int = 1
+    limit: int | None = None
+    """Seconds for every case, instead of its own limit."""
+    keep: bool = False
+    """Keep the files of cases that passed."""
 
 
 @dataclass
@@ -130,24 +140,92 @@ class Program:
 class Context:
     """What a case works with: its directory, its budget, the way to start programs."""
 
-    def __init__(self, case, swaptide, directory, seed, binaries):
-        self.case = case
-        self.swaptide = swaptide
-        self.native = swaptide == NATIVE
-        self.directory = directory
-        self.seed = seed
-        self.budget = case.budget
-        self.peak = 0
-        self.hung = None
+    def __init__(self, name, options, suite, is_unprivileged=False):
+        self.name = name
+        self.options = options
+        self.suite = suite
+        self.is_unprivileged = is_unprivileged
+        """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
+        self.swaptide = suite.swaptide
+        self.native = suite.swaptide == NATIVE
+        self.seed = suite.seed
+        self.budget = options.budget
+        self.limit = suite.limit or options.limit
         self.python = sys.executable
+        self.peak = 0
+        self.wall = 0.0
+        self.notes = []
+        self.first_try = None
+        """What the first try failed by, where there was a second."""
+        self._begin()
+
+    def _begin(self):
+        """What every try has of its own."""
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=self.suite.root))
+        self.hung = None
         self.enter = None
         """What each process that is started under swaptide does before anything else, where the
-        case does not say.
-"""
-        self._binaries = binaries
-        self._deadline = time.monotonic() + case.limit
+        case does not say."""
+        self._deadline = time.monotonic() + self.limit
         self._runs = 0
         self._started = []
+        self._at_end = []
+
+    # The whole case
+
+    def perform(self, function):
+        """Calls the case's function and judges it; a second time if only its peak was too high."""
+        try:
+            self._try(function)
+        except PeakTooHigh as failure:
+            self.first_try = str(failure)
+            self._begin()
+            self._try(function)
+
+    def _try(self, function):
+        watchdog = threading.Timer(self.limit, self._time_is_up)
+        watchdog.daemon = True
+        started = time.monotonic()
+        is_right = False
+        try:
+            watchdog.start()
+            try:
+                function()
+            finally:
+                while self._at_end:
+                    self._at_end.pop()()
+            self.check_leftovers()
+            is_right = self.hung is None
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            # What fails because everything was killed is not the reason.
+            if self.hung is None:
+                raise
+        finally:
+            watchdog.cancel()
+            watchdog.join()
+            kill_tree(os.getpid())
+            self._close()
+            reap_orphans()
+            self.wall = time.monotonic() - started
+            if is_right and not self.suite.keep:
+                shutil.rmtree(self.directory, ignore_errors=True)
+        if self.hung is not None:
+            raise Failure(self.hung)
+
+    def _time_is_up(self):
+        self.hung = f"no end after {self.limit} s; what was running:\n{describe_tree(os.getpid())}"
+        kill_tree(os.getpid())
+
+    def at_end(self, call):
+        """Has `call` called when the case's function has ended, before anything is looked for that
+        was left running."""
+        self._at_end.append(call)
+
+    def note(self, text):
+        """Adds a line to what is shown of the case, whether it passes or fails."""
+        self.notes.append(text)
 
     # Starting programs
 
@@ -174,9 +252,9 @@ class Context:
         report = directory / "report.json"
         argv = [str(word) for word in argv]
         swaptide = self.swaptide
-        if self.case.unprivileged and not native:
+        if self.is_unprivileged and not native:
             if not unprivileged.is_possible():
-                raise Skip("only root can set it up, where there is a /dev/userfaultfd")
+                pytest.skip("only root can set it up, where there is a /dev/userfaultfd")
             swaptide = unprivileged.copy_of(swaptide, self.directory)
             (directory / "device").mkdir()
             os.chown(directory, unprivileged.NOBODY, unprivileged.NOBODY)
@@ -259,7 +337,7 @@ class Context:
 
     def binary(self, name):
         """The path of the C program `name`, compiled on first use."""
-        return self._binaries.get(name)
+        return compiled(name, self.suite.root / "bin")
 
     # Judging
 
@@ -287,7 +365,7 @@ class Context:
                 self.peak = max(self.peak, sampled)
             return
         complaints = [line for line in errors.splitlines() if line.startswith("swaptide")]
-        expected = self.case.complaint
+        expected = self.options.complaint
         self.expect(
             not expected or any(expected in line for line in complaints),
             f"swaptide does not say {expected!r}",
@@ -307,25 +385,25 @@ class Context:
         self.expect(
             said == done.status, f"the report says exit status {said}, it was {done.status}"
         )
-        most = self.budget * MIB * 1.05 + (2 + self.case.allowance) * MIB
+        most = self.budget * MIB * 1.05 + (2 + self.options.allowance) * MIB
         # On a loaded machine a program that fills memory at full speed gets further before its
         # engine is at work, and behind a fork two processes hold pages that neither can give up
         # alone. Without a budget these programs take 100 to 250 MiB.
-        most += (16 if self.case.forks else 12) * MIB
+        most += (16 if self.options.forks else 12) * MIB
         self.peak = max(self.peak, reported)
         if self.hung is None and reported > most:
-            raise TooMuch(f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
+            raise PeakTooHigh(f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
         # Measured from outside, the supervisor's own megabytes count too, and the processes are not
         # read at one instant.
         slack = most + 4 * MIB
         self.expect(
-            self.case.forks or sampled <= slack,
+            self.options.forks or sampled <= slack,
             f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
             f"the report says {reported / MIB:.1f}",
         )
         out = sum(int(stats.get(name, 0)) for name in ("pswpout", "zswpout"))
         self.expect(
-            out > 0 or not self.case.swaps, "nothing was swapped out (pswpout and zswpout are 0)"
+            out > 0 or not self.options.swaps, "nothing was swapped out (pswpout and zswpout are 0)"
         )
 
     def check_leftovers(self):
@@ -338,7 +416,7 @@ class Context:
             time.sleep(0.05)
         self.expect(False, f"it left processes behind:\n{describe_tree(os.getpid())}")
 
-    def close(self):
+    def _close(self):
         for program in self._started:
             if program.process.stdin is not None:
                 try:
@@ -349,32 +427,25 @@ class Context:
             program.process.poll()
 
 
-class Binaries:
-    """The C programs, compiled into one directory when first asked for."""
-
-    def __init__(self, directory):
-        self._directory = directory
-
-    def get(self, name):
-        path = self._directory / name
-        if not path.exists():
-            compiler = shutil.which("cc") or shutil.which("gcc")
-            if compiler is None:
-                raise Failure("no C compiler (cc) is installed")
-            command = [
-                compiler,
-                "-O2",
-                "-g",
-                "-Wall",
-                "-Wextra",
-                "-pthread",
-                "-o",
-                str(path),
-                str(HERE / "c" / f"{name}.c"),
-            ]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode != 0:
-                raise Failure(f"{name}.c does not compile: {result.stderr.strip()[:600]}")
+def compiled(name, directory):
+    """The path of the C program `name`, compiled if no process of this session has done so."""
+    path = directory / name
+    directory.mkdir(exist_ok=True)
+    with open(directory / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise Failure("no C compiler (cc) is installed")
+        source = HERE / "c" / f"{name}.c"
+        flags = ["-O2", "-g", "-Wall", "-Wextra", "-pthread"]
+        result = subprocess.run(
+            [compiler, *flags, "-o", str(path), str(source)], capture_output=True, text=True
+        )
+        if result.returncode != 0:
+            path.unlink(missing_ok=True)
+            raise Failure(f"{name}.c does not compile: {result.stderr.strip()[:600]}")
         return path
 
 
@@ -401,80 +472,6 @@ def first_difference(left, right):
             if not a:
                 return ""
             offset += len(a)
-
-
-class Outcome:
-    """How one case ended, as its line of output."""
-
-    def __init__(self, case, wall, peak, why=None, directory=None, only_peak=False, skipped=None):
-        self.case, self.wall, self.peak, self.why, self.directory = case, wall, peak, why, directory
-        self.only_peak = only_peak
-        self.skipped = skipped
-        self.before = None
-
-    def __str__(self):
-        if self.skipped is not None:
-            return f"SKIP {self.case.name} ({self.skipped})"
-        if self.why is None:
-            before = f" (at the second try; the first: {self.before})" if self.before else ""
-            return f"ok {self.case.name} {self.wall:.1f} s peak {self.peak / MIB:.1f} MiB of {self.case.budget}{before}"
-        kept = f"\n  files: {self.directory}" if self.directory and self.directory.exists() else ""
-        return f"FAILED {self.case.name}: {self.why}{kept}"
-
-
-def run_case(case, swaptide, root, seed, binaries, keep):
-    """Runs one case, a second time if only its peak was too high, and says how it went."""
-    first = run_once(case, swaptide, root, seed, binaries, keep)
-    if not first.only_peak:
-        return first
-    second = run_once(case, swaptide, root, seed, binaries, keep)
-    second.before = first.why
-    return second
-
-
-def run_once(case, swaptide, root, seed, binaries, keep):
-    """Runs one case in a directory of its own and says how it went."""
-    directory = Path(tempfile.mkdtemp(prefix=f"{case.name}-", dir=root))
-    context = Context(case, swaptide, directory, seed, binaries)
-    started = time.monotonic()
-
-    def time_is_up():
-        context.hung = (
-            f"no end after {case.limit} s; what was running:\n{describe_tree(os.getpid())}"
-        )
-        kill_tree(os.getpid())
-
-    watchdog = threading.Timer(case.limit, time_is_up)
-    watchdog.daemon = True
-    why = skipped = None
-    only_peak = False
-    missing = [program for program in case.needs if shutil.which(program) is None]
-    try:
-        if missing:
-            raise Failure(f"not installed: {', '.join(missing)} (./check installs it)")
-        watchdog.start()
-        case.run(context)
-        context.check_leftovers()
-    except Failure as failure:
-        why = str(failure)
-        only_peak = isinstance(failure, TooMuch)
-    except Skip as skip:
-        skipped = str(skip)
-    except (OSError, ValueError, EOFError, AssertionError, subprocess.SubprocessError) as error:
-        why = f"{type(error).__name__}: {error}"
-    finally:
-        watchdog.cancel()
-        if watchdog.is_alive():
-            watchdog.join()
-        kill_tree(os.getpid())
-        context.close()
-        reap_orphans()
-    if context.hung is not None:
-        why, only_peak, skipped = context.hung, False, None
-    wall = time.monotonic() - started
-    if why is None and not keep:
-        shutil.rmtree(directory, ignore_errors=True)
-    return Outcome(case, wall, context.peak, why, directory, only_peak, skipped)
 
 
 def status_of_signal(number):

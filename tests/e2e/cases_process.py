@@ -15,7 +15,8 @@ import termios
 import time
 from pathlib import Path
 
-from harness import HERE, MIB, Case, Failure, Skip, digest, status_of_signal
+from harness import HERE, MIB, Failure, digest, status_of_signal
+from legacy import Case, Skip
 from processes import descendants, is_zombie
 
 PRESSURE = HERE / "py" / "pressure.py"

@@ -74,7 +74,7 @@ def memory_cgroup(context, size):
     """A memory cgroup with a hard limit of so many bytes, or None where there can be none."""
     old = ROOT / "memory"
     is_old = (old / "memory.limit_in_bytes").exists()
-    place = (old if is_old else ROOT) / f"swaptide-{os.getpid()}-{context.case.name}"
+    place = (old if is_old else ROOT) / f"swaptide-{os.getpid()}-{context.name}"
     try:
         place.mkdir()
         (place / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(size))

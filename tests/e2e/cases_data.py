@@ -7,7 +7,7 @@ docs/kernel-references.md names these cases for each holder.
 import os
 import re
 
-from harness import Case, Skip
+from legacy import Case, Skip
 
 
 def outside(mode, seconds=1):

@@ -14,7 +14,8 @@ from pathlib import Path
 from cases_groups import Ctl, until
 from cases_process import PRESSURE, ask, wait_for_line
 from cgroups import memory_cgroup
-from harness import HERE, MIB, Case, Failure, Skip
+from harness import HERE, MIB, Failure
+from legacy import Case, Skip
 from processes import descendants
 from unprivileged import copy_of
 

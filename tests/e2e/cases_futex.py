@@ -4,7 +4,7 @@ import os
 import subprocess
 import time
 
-from harness import Case
+from legacy import Case
 
 
 def program(mode, megabytes=64, seconds=2):

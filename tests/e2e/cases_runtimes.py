@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 
-from harness import HERE, Case, Failure
+from harness import HERE, Failure
+from legacy import Case
 
 RUNTIMES = HERE / "runtimes"
 

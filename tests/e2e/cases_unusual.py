@@ -4,7 +4,8 @@ stressors of stress-ng (`stressors.py`)."""
 import subprocess
 
 import stressors
-from harness import MIB, Case
+from harness import MIB
+from legacy import Case
 
 
 def shape(mode, megabytes=64, seconds=2):

@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from harness import Skip
+import pytest
 
 
 def debian_source(package, directory):
@@ -49,10 +49,10 @@ def debian_source(package, directory):
         except (OSError, subprocess.TimeoutExpired) as error:
             why = [str(error)]
         if why:
-            raise Skip(f"the source package {package} is not to be had: {why[0]}")
+            pytest.skip(f"the source package {package} is not to be had: {why[0]}")
     archives = sorted(directory.glob(f"{package}_*.orig.tar.*"))
     archives = [path for path in archives if path.suffix != ".asc"]
     if not archives:
-        raise Skip(f"the source package {package} has no archive of its authors")
+        pytest.skip(f"the source package {package} has no archive of its authors")
     subprocess.run(["tar", "xf", archives[-1]], cwd=directory, check=True, stdin=subprocess.DEVNULL)
     return next(path for path in directory.glob(f"{package}-*") if path.is_dir())

@@ -9,7 +9,8 @@ import subprocess
 import threading
 import time
 
-from harness import HERE, MIB, Case, Skip
+from harness import HERE, MIB
+from legacy import Case, Skip
 
 # The first process is the server; its child fills the memory when it is told to, and ends with it.
 FORWARDED = r"""

@@ -1,6 +1,6 @@
 """Programs whose memory that cannot go out is larger than their budget."""
 
-from harness import Case
+from legacy import Case
 
 
 def squeezed(context):

@@ -10,7 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import HERE, Case, Failure
+from harness import HERE, Failure
+from legacy import Case
 from redis_client import Redis
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from cases_groups import CONFIG, Daemon, ended, until
 from cases_process import PRESSURE, ask, wait_for_line
-from harness import HERE, MIB, Case, Failure, Skip
+from harness import HERE, MIB, Failure
+from legacy import Case, Skip
 from processes import descendants
 
 OFFSETS = {name: str(at) for name, at in json.loads((HERE / "segment.json").read_text()).items()}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from cases_real import redis_value
 from cases_trust import PROFILE
-from harness import HERE, Case, Failure, Skip
+from harness import HERE, Failure
+from legacy import Case, Skip
 from processes import descendants
 from redis_client import Redis
 

@@ -51,3 +51,29 @@ need_component() {
         return 1
     }
 }
+
+# need_pytest: a Python with pytest, as $python: the one in use, Debian's, or one in target/tools.
+need_pytest() {
+    for python in python3 /usr/bin/python3 target/tools/bin/python3; do
+        "$python" -m pytest --version >/dev/null 2>&1 && return 0
+    done
+    python=/usr/bin/python3
+    need pytest:python3-pytest 2>/dev/null && "$python" -m pytest --version >/dev/null 2>&1 && return 0
+    python=target/tools/bin/python3
+    need_tool pytest 'pytest>=7.2'
+}
+
+# need_tool NAME REQUIREMENT: a program written in Python, or packaged as such, in target/tools/bin.
+need_tool() {
+    local tools=target/tools
+    if [ ! -x "$tools/bin/pip" ]; then
+        python3 -m venv "$tools" >/dev/null 2>&1 || {
+            need "venv of $tools:python3-venv" && python3 -m venv --clear "$tools" >/dev/null
+        } || return 1
+    fi
+    echo "setup: installing $2 into $tools"
+    "$tools/bin/pip" install --quiet --disable-pip-version-check "$2" </dev/null || {
+        echo "setup: pip could not install $2" >&2
+        return 1
+    }
+}

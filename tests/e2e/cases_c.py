@@ -3,7 +3,8 @@
 import os
 import time
 
-from harness import Case, Failure
+from harness import Failure
+from legacy import Case
 
 
 def program(name, *mode, megabytes=128, seconds=3):

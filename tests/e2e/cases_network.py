@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 
-from harness import HERE, MIB, Case, status_of_signal
+from harness import HERE, MIB, status_of_signal
+from legacy import Case
 
 EXTENT = 2 * MIB
 

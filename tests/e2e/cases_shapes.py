@@ -2,7 +2,7 @@
 over memory, lazy freeing, locks, memory that children find empty, a program's own userfaultfd.
 `c/shapes.c` says what each mode looks at."""
 
-from harness import Case
+from legacy import Case
 
 
 def shapes(mode, megabytes=32):

@@ -7,7 +7,8 @@ import sys
 import xml.etree.ElementTree as xml
 from collections import Counter
 
-from harness import Case, Failure
+from harness import Failure
+from legacy import Case
 from sources import debian_source
 
 #: Tests that depend on time fail now and then on a busy machine, with and without swaptide: what fails is tried again, alone, so many times.
