@@ -1,4 +1,4 @@
-"""System calls with their memory out, or on its way, and the table of them, docs/semantics.md."""
+"""System calls with their memory out, or on its way, and the table of them, docs/system-calls.md."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from harness import HERE
 from legacy import Case
 
 PROGRAMS = ("calls_files", "calls_ipc", "calls_process")
-TABLE = HERE.parent.parent / "docs" / "semantics.md"
+TABLE = HERE.parent.parent / "docs" / "system-calls.md"
 
 #: What x86-64 has in Linux 6.18 and the headers of Debian 12 do not know yet.
 NEWER = {
@@ -84,7 +84,7 @@ def header_numbers():
 
 
 def table(context):
-    """docs/semantics.md names each system call and each advice once, by number and name, and each
+    """docs/system-calls.md names each system call and each advice once, by number and name, and each
     test that it names exists."""
     numbers, advice = header_numbers()
     context.expect(

@@ -16,7 +16,7 @@ def outside(mode, seconds=1):
 
 def past_libc(context):
     """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit
-    that docs/limits.md describes; the program's own pages stay right, and so does the pipe of the
+    that docs/semantics.md describes; the program's own pages stay right, and so does the pipe of the
     program that calls libc (references-vmsplice)."""
     if context.native:
         return
@@ -26,7 +26,7 @@ def past_libc(context):
         wrong += int(re.search(r"(\d+) wrong past libc", done.text())[1])
         if wrong:
             return
-    context.expect(wrong > 0, "nothing came out wrong: is this still a limit? see docs/limits.md")
+    context.expect(wrong > 0, "nothing came out wrong: is this still a limit? see docs/semantics.md")
 
 
 def fuse(context):

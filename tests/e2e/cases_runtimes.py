@@ -171,7 +171,7 @@ CASES = [
         )
         for name in ("Serial", "Parallel", "G1")
     ],
-    # Its heap is a memory file, which is shared memory and stays (docs/limits.md).
+    # Its heap is a memory file, which is shared memory and stays (docs/semantics.md).
     Case(
         "runtime-java-z",
         java("Z"),

@@ -1,7 +1,7 @@
 """What a program may rely on, whatever is done to it: being let go, areas without a cipher, an
 engine that ends, a tight cgroup, a container's profile.
 
-docs/promises.md names these cases behind each promise.
+docs/semantics.md names these cases behind each promise.
 """
 
 import json

@@ -438,7 +438,7 @@ TEST(ptrace) {
     MUST(waitpid(child, &status, 0) == child && WIFSTOPPED(status));
     vector->iov_base = registers;
     vector->iov_len = sizeof *registers;
-    /* The tracer's memory is out. What of the tracee's is out cannot be read: docs/limits.md. Here
+    /* The tracer's memory is out. What of the tracee's is out cannot be read: docs/semantics.md. Here
      * it was never out. */
     out();
     answer("getregset", ptrace(PTRACE_GETREGSET, child, NT_PRSTATUS, vector));
@@ -493,7 +493,7 @@ TEST(process_vm) {
 
 TEST(proc_mem) {
     /* Its own memory through /proc: as by a debugger. Pages that are out answer EIO,
-     * docs/limits.md; brought in they answer. */
+     * docs/semantics.md; brought in they answer. */
     size_t size = 2 * PAGE;
     unsigned char *there = buffer(size), *here = buffer(size);
     fill(there, size, 1);

@@ -276,7 +276,7 @@ static void through_ring(int fixed) {
 }
 
 /* Eight bytes of another process's memory. /proc/PID/mem answers EIO where the page is out
- * (docs/limits.md): then it is brought in by a call that waits, and tried again. */
+ * (docs/semantics.md): then it is brought in by a call that waits, and tried again. */
 static void transfer(pid_t of, int fd, uint64_t *word, void *at, int writes, int by_call) {
     struct iovec mine = {word, 8}, theirs = {at, 8};
     for (;;) {

@@ -104,7 +104,7 @@ static void segment(struct thread *self, struct area *area) {
     if (id < 0) return;
     /* The bare instruction sends no event. What the table knows of the mapping under it stays until
      * something of that is chosen to go out, and comes back where the area grows meanwhile
-     * (docs/limits.md). */
+     * (docs/semantics.md). */
     long where = (long)shmat(id, at, SHM_REMAP);
     MUST(shmctl(id, IPC_RMID, NULL) == 0);
     MUST(where == (long)at);

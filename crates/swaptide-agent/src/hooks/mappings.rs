@@ -11,7 +11,7 @@
 //! | `ioctl(UFFDIO_REGISTER)` | `EBUSY`: swaptide has the range | brought in, and let go first |
 //! | `ioctl(UFFDIO_MOVE)` | the source may be out | brought in, and let go first |
 //!
-//! The bare instruction goes past this module; `docs/limits.md` says what happens then.
+//! The bare instruction goes past this module; `docs/semantics.md` says what happens then.
 //!
 //! Owns: nothing. Locks: none. Nothing is allocated: all of this may run in a signal handler.
 

@@ -13,7 +13,7 @@
 //!   first.
 //!
 //! Owns: two flags. Locks: none; nothing is allocated. The same calls made by a bare instruction
-//! are not seen (`docs/limits.md`).
+//! are not seen (`docs/semantics.md`).
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{
