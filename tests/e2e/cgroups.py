@@ -64,17 +64,17 @@ class MemoryCgroup:
         )
 
     def peak(self):
-        """Most of what was charged at one time, pages of files included; never more than the limit."""
+        """The most that was charged at one time, pages of files included; at most the limit."""
         path = self.place / ("memory.max_usage_in_bytes" if self.is_old else "memory.peak")
         return int(path.read_text()) if path.exists() else 0
 
 
 @contextmanager
-def memory_cgroup(context, size):
+def memory_cgroup(case, size):
     """A memory cgroup with a hard limit of so many bytes, or None where there can be none."""
     old = ROOT / "memory"
     is_old = (old / "memory.limit_in_bytes").exists()
-    place = (old if is_old else ROOT) / f"swaptide-{os.getpid()}-{context.name}"
+    place = (old if is_old else ROOT) / f"swaptide-{os.getpid()}-{case.name}"
     try:
         place.mkdir()
         (place / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(size))

@@ -13,6 +13,10 @@ import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
+
+PROFILE = Path(__file__).resolve().parents[2] / "packaging" / "seccomp.json"
+"""What container engines are to be given for swaptide."""
 
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, GREATER, RETURN = 0x20, 0x15, 0x35, 0x06
@@ -48,7 +52,7 @@ def program(profile, without):
 
 def main():
     words = sys.argv[1:]
-    profile = json.load(open(words.pop(0)))
+    profile = json.loads(Path(words.pop(0)).read_text())
     without = []
     while words[0] == "--without":
         without += [words[1]]

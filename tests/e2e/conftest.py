@@ -1,4 +1,4 @@
-"""The suite as pytest sees it: options, markers, the fixture `context`, and how a case is judged.
+"""The suite as pytest sees it: options, markers, the fixture `case`, and how a case is judged.
 
 The name of a case is that of its function with its parameters: `test_forks[many]` is `forks-many`.
 It is what documents call it, and what `-k` finds.
@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import HERE, MIB, NATIVE, Context, Failure, Options, Suite
+
+from harness import HERE, MIB, NATIVE, Case, Failure, Options, Suite
 from processes import adopt_orphans, kill_tree
 
-pytest.register_assert_rewrite("ctl", "servers")
+pytest.register_assert_rewrite("ctl", "mishaps", "servers", "workloads")
 
 BINARY = HERE.parent.parent / "target" / "release" / "swaptide"
 SUITE = pytest.StashKey[Suite]()
+NAMES = pytest.StashKey[set[str]]()
 
 
 class Progress:
@@ -110,7 +112,7 @@ def is_worker(config):
 
 
 def interrupted(_number, _frame):
-    """A TERM (of a caller's time limit, say) ends the suite like ctrl-C: nothing is left running."""
+    """A TERM (of a caller's time limit, say) ends the suite like ctrl-C: nothing is left."""
     raise KeyboardInterrupt
 
 
@@ -147,9 +149,9 @@ def pytest_configure_node(node):
 
 
 def pytest_itemcollected(item):
-    name = item.originalname.removeprefix("test").strip("_").replace("_", "-")
+    name = item.originalname.removeprefix("test_").replace("_", "-")
     if hasattr(item, "callspec"):
-        name = f"{name}-{item.callspec.id}".strip("-")
+        name = f"{name}-{item.callspec.id}"
     item.case_name = name
     item.extra_keyword_matches.add(name)
     if item.get_closest_marker("long"):
@@ -168,11 +170,11 @@ def is_asked_for(item, config):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    config.stash[NAMES] = {item.case_name for item in items}
     left = [
-        item
-        for item in items
-        if item.get_closest_marker("full") and not is_asked_for(item, config)
+        item for item in items if item.get_closest_marker("full") and not is_asked_for(item, config)
     ]
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)
@@ -192,8 +194,8 @@ def options_of(item):
 
 
 @pytest.fixture
-def context(request):
-    """What a case works with; see `harness.Context`."""
+def case(request):
+    """What a case works with; see `harness.Case`."""
     item = request.node
     options = options_of(item)
     missing = [program for program in options.needs if shutil.which(program) is None]
@@ -203,33 +205,42 @@ def context(request):
             pytest.fail(why, pytrace=False)
         pytest.skip(why)
     is_unprivileged = item.get_closest_marker("unprivileged") is not None
-    return Context(item.case_name, options, request.config.stash[SUITE], is_unprivileged)
+    suite = request.config.stash[SUITE]
+    if suite.swaptide == NATIVE and not options.native:
+        pytest.skip("says nothing without swaptide")
+    return Case(item.case_name, options, suite, is_unprivileged)
+
+
+@pytest.fixture
+def all_names(request):
+    """The names of all cases, whether or not they run."""
+    return request.config.stash[NAMES]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    context = pyfuncitem.funcargs.get("context")
-    if context is None:
+    case = pyfuncitem.funcargs.get("case")
+    if case is None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     try:
-        context.perform(lambda: pyfuncitem.obj(**arguments))
+        case.perform(lambda: pyfuncitem.obj(**arguments))
     except Failure as failure:
         pytest.fail(str(failure), pytrace=False)
     finally:
-        said = f"{context.wall:.1f} s, peak {context.peak / MIB:.1f} MiB of {context.budget}"
-        if context.first_try:
-            said += f" (at the second try; the first: {context.first_try})"
+        said = f"{case.wall:.1f} s, peak {case.peak / MIB:.1f} MiB of {case.budget}"
+        if case.first_try:
+            said += f" (at the second try; the first: {case.first_try})"
         pyfuncitem.user_properties.append(("summary", said))
-        if context.directory.exists():
-            context.note(f"files: {context.directory}")
-        pyfuncitem.user_properties.append(("notes", "\n".join(context.notes)))
+        if case.directory.exists():
+            case.note(f"files: {case.directory}")
+        pyfuncitem.user_properties.append(("notes", "\n".join(case.notes)))
     return True
 
 
 def pytest_report_teststatus(report):
-    summary = dict(report.user_properties).get("summary")
+    summary = dict(getattr(report, "user_properties", ())).get("summary")
     if report.when == "call" and report.passed and summary:
         return "passed", ".", f"PASSED {summary}"
     return None

@@ -1,11 +1,12 @@
 """What every case runs in: starting a program under swaptide, judging its report, its peak and its
 end.
 
-A case is a test function that uses the fixture `context`. It calls `Context.run` or
-`Context.compare` and asserts what else must be true. One watchdog per case kills whatever is left
+A case is a test function that uses the fixture `case`. It calls `Case.run` or
+`Case.compare` and asserts what else must be true. One watchdog per case kills whatever is left
 when the case's time is up, so no case needs time limits of its own.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
 import unprivileged
 from processes import Sampler, descendants, describe_tree, is_zombie, kill_tree, reap_orphans
 
@@ -57,12 +59,22 @@ class Options:
     forks: bool = False
     """Processes share memory by copy-on-write, so that the sum of their sizes says nothing: the
     report alone is judged."""
+    native: bool = True
+    """The case says something without swaptide, too: it is skipped there otherwise."""
     complaint: str = ""
     """What swaptide must say on standard error, where it must say something."""
 
 
 def param(*values, id=None, marks=(), **options):
-    """Values of a parametrized case, with options of the marker `swaptide` for this one alone."""
+    """Values of a parametrized case, with options of the marker `swaptide` for this one alone. The
+    words among them are its id."""
+    if id is None:
+        id = "-".join(
+            word
+            for value in values
+            for word in (value if isinstance(value, tuple) else (value,))
+            if isinstance(word, str)
+        )
     marks = [*marks, pytest.mark.swaptide(**options)] if options else marks
     return pytest.param(*values, id=id, marks=marks)
 
@@ -105,11 +117,11 @@ class Program:
     it.
     """
 
-    def __init__(self, context, process, directory, report_path, native):
+    def __init__(self, case, process, directory, report_path, native):
         self.process = process
         self.pid = process.pid
         self.directory = directory
-        self._context = context
+        self._context = case
         self.report_path = report_path
         self._native = native
         self._started = time.monotonic()
@@ -119,9 +131,9 @@ class Program:
         """Waits for the end; checks the exit status (None: any), the error stream, the report and
         the peak.
         """
-        context = self._context
+        case = self._context
         try:
-            code = self.process.wait(timeout=context.remaining() + 30)
+            code = self.process.wait(timeout=case.remaining() + 30)
         except subprocess.TimeoutExpired:
             raise Failure(f"it could not be killed:\n{describe_tree(os.getpid())}") from None
         wall = time.monotonic() - self._started
@@ -132,12 +144,12 @@ class Program:
         done = Finished(
             code, self.directory / "stdout", self.directory / "stderr", wall, self.directory
         )
-        if context.hung is None:
-            context.judge(done, status, self._native, self.report_path, sampled)
+        if case.hung is None:
+            case.judge(done, status, self._native, self.report_path, sampled)
         return done
 
 
-class Context:
+class Case:
     """What a case works with: its directory, its budget, the way to start programs."""
 
     def __init__(self, name, options, suite, is_unprivileged=False):
@@ -145,14 +157,13 @@ class Context:
         self.options = options
         self.suite = suite
         self.is_unprivileged = is_unprivileged
-        """Runs as an ordinary user's, with access to /dev/userfaultfd and without any capability."""
+        """Runs as an ordinary user with access to /dev/userfaultfd and without any capability."""
         self.swaptide = suite.swaptide
         self.native = suite.swaptide == NATIVE
         self.seed = suite.seed
         self.budget = options.budget
         self.limit = suite.limit or options.limit
         self.python = sys.executable
-        self.peak = 0
         self.wall = 0.0
         self.notes = []
         self.first_try = None
@@ -163,6 +174,7 @@ class Context:
         """What every try has of its own."""
         self.directory = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=self.suite.root))
         self.hung = None
+        self.peak = 0
         self.enter = None
         """What each process that is started under swaptide does before anything else, where the
         case does not say."""
@@ -274,13 +286,13 @@ class Context:
 
         def target(given, name):
             if given is None:
-                opened.append(open(directory / name, "wb"))
+                opened.append((directory / name).open("wb"))
                 return opened[-1]
             return given
 
         if isinstance(stdin, (str, Path)):
-            stdin = open(stdin, "rb")
-            opened.append(stdin)
+            opened.append(Path(stdin).open("rb"))  # noqa: SIM115
+            stdin = opened[-1]
         try:
             process = subprocess.Popen(
                 argv,
@@ -308,20 +320,18 @@ class Context:
         plain = self.run(argv, native=True, **how)
         swapped = self.run(argv, **how)
         sizes = [(plain.directory / name).stat().st_size for name in ("stdout", *files)]
-        self.expect(
-            any(sizes) and all(sizes[1:]),
-            f"nothing to compare in stdout, {', '.join(files)}: {sizes}",
+        assert any(sizes) and all(sizes[1:]), (
+            f"nothing to compare in stdout, {', '.join(files)}: {sizes}"
         )
         for name in ("stdout", *files):
             left, right = digest(plain.directory / name), digest(swapped.directory / name)
-            self.expect(
-                left == right,
+            assert left == right, (
                 f"{name} differs: sha256 {left} without swaptide, {right} with it"
-                + first_difference(plain.directory / name, swapped.directory / name),
+                + first_difference(plain.directory / name, swapped.directory / name)
             )
         return plain, swapped
 
-    def c(self, name, *arguments, seconds=5, megabytes=128, last=None, **how):
+    def run_c(self, name, *arguments, seconds=3, megabytes=128, last=None, **how):
         """Runs the C program `name` MB SECONDS SEED ...; its last line must be the one that says
         all was verified.
         """
@@ -329,9 +339,8 @@ class Context:
         done = self.run(argv, **how)
         lines = done.text().splitlines()
         expected = last or " ".join(["OK", name, *[str(word) for word in arguments[:1]]])
-        self.expect(
-            lines and lines[-1] == expected,
-            f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}",
+        assert lines and lines[-1] == expected, (
+            f"its last line is {lines[-1] if lines else None!r}, expected {expected!r}"
         )
         return done
 
@@ -356,9 +365,8 @@ class Context:
             tail += (
                 ("; stdout ends: " + " | ".join(line[:200] for line in output)) if output else ""
             )
-        self.expect(
-            status is None or done.status == status,
-            f"exit status {done.status} instead of {status}{tail}",
+        assert status is None or done.status == status, (
+            f"exit status {done.status} instead of {status}{tail}"
         )
         if native:
             if self.native:
@@ -366,13 +374,12 @@ class Context:
             return
         complaints = [line for line in errors.splitlines() if line.startswith("swaptide")]
         expected = self.options.complaint
-        self.expect(
-            not expected or any(expected in line for line in complaints),
-            f"swaptide does not say {expected!r}",
+        assert not expected or any(expected in line for line in complaints), (
+            f"swaptide does not say {expected!r}"
         )
         complaints = [line for line in complaints if not expected or expected not in line]
-        self.expect(not complaints, f"swaptide complained: {' | '.join(complaints[:3])}")
-        self.expect(report_path.exists(), f"it wrote no report{tail}")
+        assert not complaints, f"swaptide complained: {' | '.join(complaints[:3])}"
+        assert report_path.exists(), f"it wrote no report{tail}"
         try:
             done.report = json.loads(report_path.read_text())
             reported = int(done.report["peak_resident_bytes"])
@@ -382,9 +389,7 @@ class Context:
             raise Failure(
                 f"the report is not what it must be: {error!r}: {report_path.read_text()[:300]}"
             ) from None
-        self.expect(
-            said == done.status, f"the report says exit status {said}, it was {done.status}"
-        )
+        assert said == done.status, f"the report says exit status {said}, it was {done.status}"
         most = self.budget * MIB * 1.05 + (2 + self.options.allowance) * MIB
         # On a loaded machine a program that fills memory at full speed gets further before its
         # engine is at work, and behind a fork two processes hold pages that neither can give up
@@ -392,18 +397,19 @@ class Context:
         most += (16 if self.options.forks else 12) * MIB
         self.peak = max(self.peak, reported)
         if self.hung is None and reported > most:
-            raise PeakTooHigh(f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}")
+            raise PeakTooHigh(
+                f"peak {reported / MIB:.1f} MiB in the report, allowed {most / MIB:.1f}"
+            )
         # Measured from outside, the supervisor's own megabytes count too, and the processes are not
         # read at one instant.
         slack = most + 4 * MIB
-        self.expect(
-            self.options.forks or sampled <= slack,
+        assert self.options.forks or sampled <= slack, (
             f"peak {sampled / MIB:.1f} MiB measured from outside, allowed {slack / MIB:.1f}; "
-            f"the report says {reported / MIB:.1f}",
+            f"the report says {reported / MIB:.1f}"
         )
         out = sum(int(stats.get(name, 0)) for name in ("pswpout", "zswpout"))
-        self.expect(
-            out > 0 or not self.options.swaps, "nothing was swapped out (pswpout and zswpout are 0)"
+        assert out > 0 or not self.options.swaps, (
+            "nothing was swapped out (pswpout and zswpout are 0)"
         )
 
     def check_leftovers(self):
@@ -414,15 +420,13 @@ class Context:
             if not left:
                 return
             time.sleep(0.05)
-        self.expect(False, f"it left processes behind:\n{describe_tree(os.getpid())}")
+        raise AssertionError(f"it left processes behind:\n{describe_tree(os.getpid())}")
 
     def _close(self):
         for program in self._started:
             if program.process.stdin is not None:
-                try:
+                with contextlib.suppress(OSError):
                     program.process.stdin.close()
-                except OSError:
-                    pass
             program._sampler.stop()
             program.process.poll()
 

@@ -1,15 +1,23 @@
 #!/usr/bin/env python3
 """An NBD server on a Unix socket that misbehaves:
-`nbd_server.py SOCKET IMAGE SEED [NAME=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS] [structured=1]`.
 
-`NAME=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
+    nbd_server.py SOCKET IMAGE SEED [MISHAP=N]... [away=SECONDS] [hangs=SECONDS] [latest=SECONDS]
+                  [structured=1]
 
-    refused     the request is answered EIO, and nothing of it is done       full       a write is answered ENOSPC
-    torn        half of a write is done, then it is answered EIO             cut        the connection ends without an answer
-    short       a read's answer ends in the middle, and the connection       late       the answer comes 20 ms and more later, others before it
-    noise       bytes come that belong to nothing                            stranger   an answer comes to a request that nobody made
-    shutdown    the server says that it shuts down, and hangs up             flipped    a read's answer has wrong bits; the next one is right
-    lost        a write is answered, and not done                            damaged    a write is done with wrong bits
+`MISHAP=N` has that mishap happen to every Nth request it can happen to, at random by SEED:
+
+    refused     the request is answered EIO, and nothing of it is done
+    full        a write is answered ENOSPC
+    torn        half of a write is done, then it is answered EIO
+    cut         the connection ends without an answer
+    short       a read's answer ends in the middle, and so does the connection
+    late        the answer comes 20 ms and more later, others before it
+    noise       bytes come that belong to nothing
+    stranger    an answer comes to a request that nobody made
+    shutdown    the server says that it shuts down, and hangs up
+    flipped     a read's answer has wrong bits; the next one is right
+    lost        a write is answered, and not done
+    damaged     a write is done with wrong bits
 
 With `away` it is gone every other second or so, socket and all connections, for up to so many
 seconds; with `hangs` it answers nobody for as long. Late answers are at most `latest` seconds late
@@ -18,6 +26,7 @@ chunks, in any order. Nothing goes wrong before the first write. On SIGTERM it p
 happened, as JSON, and ends.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -128,10 +137,8 @@ class Connection:
         self.sending = threading.Lock()
 
     def end(self):
-        try:
+        with contextlib.suppress(OSError):
             self.peer.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def receive(self, size):
         parts = []
@@ -168,9 +175,12 @@ class Connection:
             self.receive(size)
             if magic != b"IHAVEOPT" or option == ABORT:
                 raise Gone
-            answer = lambda kind, data=b"": self.send(
-                struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)), data
-            )
+
+            def answer(kind, data=b""):
+                return self.send(
+                    struct.pack(">QIII", 0x3E889045565A9, option, kind, len(data)), data
+                )
+
             if option == EXPORT_NAME:
                 self.send(struct.pack(">QH", self.server.size, FLAGS), zeroes)
                 return
@@ -252,10 +262,8 @@ class Connection:
             raise Gone
 
     def send_late(self, reply):
-        try:
+        with contextlib.suppress(OSError):
             self.send(reply)
-        except OSError:
-            pass
 
     def flip(self, data):
         data = bytearray(data)
@@ -268,9 +276,10 @@ class Connection:
             return struct.pack(">IIQ", 0x67446698, error, cookie) + (
                 data if data and not error else b""
             )
-        chunk = lambda kind, last, payload: (
-            struct.pack(">IHHQI", 0x668E33EF, last, kind, cookie, len(payload)) + payload
-        )
+
+        def chunk(kind, last, payload):
+            return struct.pack(">IHHQI", 0x668E33EF, last, kind, cookie, len(payload)) + payload
+
         if error:
             return chunk(1 << 15 | 1, 1, struct.pack(">IH", error, 4) + b"oops")
         if not data:

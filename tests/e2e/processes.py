@@ -6,6 +6,7 @@ line, the environment and smaps need that lock, or the memory itself, and a proc
 fault holds both: reading them would hang the suite with it.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -103,10 +104,8 @@ def kill_tree(pid):
             return
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in alive:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
-                except ProcessLookupError:
-                    pass
         time.sleep(0.05)
 
 
@@ -116,10 +115,8 @@ def reap_orphans(but=()):
     """
     for child in children(os.getpid()):
         if child not in but and is_zombie(child):
-            try:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
-            except ChildProcessError:
-                pass
 
 
 class Sampler:

@@ -1,5 +1,6 @@
 """As much of the Redis protocol as the redis cases need, over a Unix socket."""
 
+import contextlib
 import socket
 import time
 
@@ -48,10 +49,8 @@ class Redis:
 
     def shutdown(self):
         """Ends the server without saving; it answers by closing the connection."""
-        try:
+        with contextlib.suppress(EOFError):
             self.many([["SHUTDOWN", "NOSAVE"]])
-        except EOFError:
-            pass
         self._socket.close()
 
     def _answer(self):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The command line of the suite before it was pytest's; goes with the next release.
 
-    run.py --swaptide PATH [--full] [--list] [NAME...]        NAME: the start of cases' names
+run.py --swaptide PATH [--full] [--list] [NAME...]        NAME: the start of cases' names
 """
 
 import sys

@@ -1,15 +1,17 @@
-"""System calls with their memory out, or on its way, and the table of them, docs/system-calls.md."""
+"""System calls with their memory out, or on its way, and their table, docs/system-calls.md."""
 
 import re
 import subprocess
 
+import pytest
+
 from harness import HERE
-from legacy import Case
 
 PROGRAMS = ("calls_files", "calls_ipc", "calls_process")
+
 TABLE = HERE.parent.parent / "docs" / "system-calls.md"
 
-#: What x86-64 has in Linux 6.18 and the headers of Debian 12 do not know yet.
+# What x86-64 has in Linux 6.18 and the headers of Debian 12 do not know yet.
 NEWER = {
     335: "uretprobe",
     336: "uprobe",
@@ -35,31 +37,27 @@ NEWER = {
 }
 
 
-def calls(name):
+@pytest.mark.swaptide(budget=32, allowance=64, forks=True)
+@pytest.mark.parametrize("name", [name.removeprefix("calls_") for name in PROGRAMS])
+def test_calls(case, name):
     """All calls of a program answer as without swaptide, with their memory out and with memory
     that moves during the call."""
-
-    def run(context):
-        for mode in ("out", "moving"):
-            argv = [context.binary(name), 64, 40 if context.case.full else 4, context.seed, mode]
-            _, done = context.compare(argv)
-            context.expect(
-                done.text().endswith(f"OK {name} {mode}\n"),
-                f"its last line is {done.text()[-200:]!r}",
+    name = f"calls_{name}"
+    for mode in ("out", "moving"):
+        argv = [case.binary(name), 64, 4, case.seed, mode]
+        _, done = case.compare(argv)
+        assert done.text().endswith(f"OK {name} {mode}\n"), (
+            f"its last line is {done.text()[-200:]!r}"
+        )
+        if mode == "out" and not case.native:
+            found = re.search(r"^(\d+) of (\d+) pages were out$", done.errors(), re.MULTILINE)
+            assert found is not None, (
+                f"it did not say how many pages were out: {done.errors()[-200:]!r}"
             )
-            if mode == "out" and not context.native:
-                found = re.search(r"^(\d+) of (\d+) pages were out$", done.errors(), re.MULTILINE)
-                context.expect(
-                    found is not None,
-                    f"it did not say how many pages were out: {done.errors()[-200:]!r}",
-                )
-                were_out, asked = int(found[1]), int(found[2])
-                context.expect(
-                    were_out * 10 >= asked * 9,
-                    f"only {were_out} of {asked} pages were out when they were used",
-                )
-
-    return run
+            were_out, asked = int(found[1]), int(found[2])
+            assert were_out * 10 >= asked * 9, (
+                f"only {were_out} of {asked} pages were out when they were used"
+            )
 
 
 def header_numbers():
@@ -83,13 +81,13 @@ def header_numbers():
     return numbers, advice
 
 
-def table(context):
-    """docs/system-calls.md names each system call and each advice once, by number and name, and each
+@pytest.mark.swaptide(budget=32, swaps=False)
+def test_calls_table(case, all_names):
+    """docs/system-calls.md names each system call and each advice once, by number and name. Each
     test that it names exists."""
     numbers, advice = header_numbers()
-    context.expect(
-        len(numbers) > 300 and len(advice) > 15,
-        f"the headers have {len(numbers)} calls and {len(advice)} kinds of advice",
+    assert len(numbers) > 300 and len(advice) > 15, (
+        f"the headers have {len(numbers)} calls and {len(advice)} kinds of advice"
     )
     text = TABLE.read_text()
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -102,26 +100,21 @@ def table(context):
     expected = {**NEWER, **numbers}
     counted = [number for number, _ in seen]
     twice = sorted({number for number in counted if counted.count(number) > 1})
-    context.expect(not twice, f"more than once in the table: {twice}")
+    assert not twice, f"more than once in the table: {twice}"
     missing = sorted(set(expected) - set(counted))
-    context.expect(
-        not missing, f"not in the table: {[(number, expected[number]) for number in missing]}"
-    )
+    assert not missing, f"not in the table: {[(number, expected[number]) for number in missing]}"
     wrong = [(number, name) for number, name in seen if expected.get(number) != name]
-    context.expect(not wrong, f"other names in the headers: {wrong}")
+    assert not wrong, f"other names in the headers: {wrong}"
     known = {
         int(number): name
         for cell in first
         for name, number in re.findall(r"`MADV_(\w+)` \((\d+)\)", cell)
     }
-    context.expect(
-        all(known.get(number) == name for number, name in advice.items()),
-        f"advice: {sorted(set(advice.items()) - set(known.items()))}",
+    assert all(known.get(number) == name for number, name in advice.items()), (
+        f"advice: {sorted(set(advice.items()) - set(known.items()))}"
     )
     # Tests: a case of this suite, or a test of one of the programs.
-    from legacy import all_cases
-
-    names = {case.name for case in all_cases()}
+    names = all_names
     tests = {
         f"{name}:{test}"
         for name in PROGRAMS
@@ -136,14 +129,8 @@ def table(context):
         if name not in names | tests
         and not (name.endswith("*") and any(n.startswith(name[:-1]) for n in names))
     ]
-    context.expect(
-        len(named) > 30 and not unknown, f"{len(named)} tests are named; unknown: {sorted(unknown)}"
+    assert len(named) > 30 and not unknown, (
+        f"{len(named)} tests are named; unknown: {sorted(unknown)}"
     )
     unnamed = sorted(test for test in tests if test not in named)
-    context.expect(not unnamed, f"tests of the programs that the table does not name: {unnamed}")
-
-
-CASES = [
-    Case("calls-table", table, 32, swaps=False),
-    *[Case(name.replace("_", "-"), calls(name), 32, allowance=64, forks=True) for name in PROGRAMS],
-]
+    assert not unnamed, f"tests of the programs that the table does not name: {unnamed}"

@@ -1,7 +1,7 @@
-"""Swap areas that are served by a process of the same run: refused where that is seen, and no run
-that cannot be ended where it is not.
-"""
+"""Swap areas that a process of the same run serves: refused where that is seen, and no run that
+cannot be ended where it is not."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,8 +9,9 @@ import subprocess
 import threading
 import time
 
+import pytest
+
 from harness import HERE, MIB
-from legacy import Case, Skip
 
 # The first process is the server; its child fills the memory when it is told to, and ends with it.
 FORWARDED = r"""
@@ -26,22 +27,22 @@ while True:
 """
 
 
-def swapon(context, pid, area):
-    words = [context.swaptide, "ctl", "swapon", area, "--pid", pid]
+def swapon(case, pid, area):
+    words = [case.swaptide, "ctl", "swapon", area, "--pid", pid]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stderr
 
 
-def started(context, script, *words):
+def started(case, script, *words):
     run = [
-        context.swaptide,
+        case.swaptide,
         "run",
         "--ram",
-        f"{context.budget}M",
+        f"{case.budget}M",
         "--swap",
         "zram:4M",
         "--",
-        context.python,
+        case.python,
         "-c",
         script,
         *words,
@@ -55,46 +56,45 @@ def started(context, script, *words):
     )
 
 
-def nbdkit(context, name):
+def nbdkit(case, name):
     """The words of an NBD server that many use, and its socket."""
-    place = context.directory / f"{name}.sock"
+    place = case.directory / f"{name}.sock"
     return place, ["nbdkit", "-f", "-U", place, "memory", "512M"]
 
 
-def server(context, name):
+def server(case, name):
     """The words of an NBD server, and its socket."""
-    place, image = context.directory / f"{name}.sock", context.directory / f"{name}.img"
+    place, image = case.directory / f"{name}.sock", case.directory / f"{name}.img"
     with open(image, "wb") as file:
         file.truncate(512 * MIB)
-    return place, [context.python, HERE / "nbd_server.py", place, image]
+    return place, [case.python, HERE / "nbd_server.py", place, image]
 
 
-def wait_until(context, true, what):
+def wait_until(case, true, what):
     until = time.monotonic() + 60
     while not true():
-        context.expect(time.monotonic() < until, f"never seen: {what}")
+        assert time.monotonic() < until, f"never seen: {what}"
         time.sleep(0.05)
 
 
-def refused(context):
+@pytest.mark.network
+@pytest.mark.swaptide(budget=24, needs=("nbdkit",), swaps=False, native=False)
+def test_circular_refused(case):
     """The server is a process of the run; the same server outside is taken."""
-    if context.native:
-        return
-    place, words = nbdkit(context, "inside")
-    run = started(context, "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words)
-    outside, words = nbdkit(context, "outside")
+    place, words = nbdkit(case, "inside")
+    run = started(case, "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words)
+    outside, words = nbdkit(case, "outside")
     other = subprocess.Popen(
         [str(word) for word in words], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
     )
     try:
-        wait_until(context, lambda: place.exists() and outside.exists(), "both servers")
-        status, said = swapon(context, run.pid, f"nbd+unix:///?socket={place}")
-        context.expect(
-            status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1,
-            f"{status}: {said!r}",
+        wait_until(case, lambda: place.exists() and outside.exists(), "both servers")
+        status, said = swapon(case, run.pid, f"nbd+unix:///?socket={place}")
+        assert status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1, (
+            f"{status}: {said!r}"
         )
-        status, said = swapon(context, run.pid, f"nbd+unix:///?socket={outside}")
-        context.expect(status == 0, f"the one outside: {status}, {said!r}")
+        status, said = swapon(case, run.pid, f"nbd+unix:///?socket={outside}")
+        assert status == 0, f"the one outside: {status}, {said!r}"
     finally:
         run.terminate()
         other.terminate()
@@ -115,27 +115,25 @@ libc.umount2(os.fsencode(sys.argv[1]), 2)
 """
 
 
-def refused_fuse(context):
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_circular_fuse(case):
     """A process of the run serves the file system that the area's file would be on. It answers
     nothing, and is not asked.
     """
-    if context.native:
-        return
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        raise Skip("only root can mount, where there is a /dev/fuse")
-    place = context.directory / "mounted"
+        pytest.skip("only root can mount, where there is a /dev/fuse")
+    place = case.directory / "mounted"
     place.mkdir()
-    run = started(context, FUSE, place)
+    run = started(case, FUSE, place)
     try:
-        context.expect(run.stdout.readline() == "mounted\n", "it did not mount")
-        status, said = swapon(context, run.pid, f"file:{place}/swap:64M")
-        context.expect(
-            status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1,
-            f"{status}: {said!r}",
+        assert run.stdout.readline() == "mounted\n", "it did not mount"
+        status, said = swapon(case, run.pid, f"file:{place}/swap:64M")
+        assert status == 2 and "of this run serves it" in said and len(said.splitlines()) == 1, (
+            f"{status}: {said!r}"
         )
     finally:
         out, errors = run.communicate()
-    context.expect(run.returncode == 0, f"{run.returncode}: {out!r} {errors!r}")
+    assert run.returncode == 0, f"{run.returncode}: {out!r} {errors!r}"
 
 
 def forward(listener, place):
@@ -148,10 +146,8 @@ def forward(listener, place):
         except OSError:
             pass
         for end in (one, other):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     while True:
         try:
@@ -164,20 +160,23 @@ def forward(listener, place):
             threading.Thread(target=pump, args=ends, daemon=True).start()
 
 
-def ends(context):
+# It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang for
+# good.
+@pytest.mark.network
+@pytest.mark.long
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_circular_ends(case):
     """A forwarder hides that the server is inside. The server waits for its own pages; SIGTERM ends
     the run all the same.
     """
-    if context.native:
-        return
-    place, words = server(context, "hidden")
-    run = started(context, FORWARDED, context.budget * 3, *words, context.seed)
+    place, words = server(case, "hidden")
+    run = started(case, FORWARDED, case.budget * 3, *words, case.seed)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=forward, args=(listener, place), daemon=True).start()
     try:
-        wait_until(context, place.exists, "the server")
-        status, said = swapon(context, run.pid, f"nbd://127.0.0.1:{listener.getsockname()[1]}")
-        context.expect(status == 0, f"{status}, {said!r}")
+        wait_until(case, place.exists, "the server")
+        status, said = swapon(case, run.pid, f"nbd://127.0.0.1:{listener.getsockname()[1]}")
+        assert status == 0, f"{status}, {said!r}"
         run.stdin.write("\n")
         run.stdin.flush()
         time.sleep(5)
@@ -186,24 +185,13 @@ def ends(context):
         _, said = run.communicate(timeout=60)
         took = time.monotonic() - began
         # The server handles the signal (0) where it gets to it; the run says what went wrong.
-        context.expect(
-            took < 40 and run.returncode in (0, 137, 143),
-            f"{took:.1f} s, status {run.returncode}, {said!r}",
+        assert took < 40 and run.returncode in (0, 137, 143), (
+            f"{took:.1f} s, status {run.returncode}, {said!r}"
         )
-        context.expect(
-            "swap space ran out" in said or "wait inside swaptide; killed" in said,
-            f"{took:.1f} s, {said!r}",
+        assert "swap space ran out" in said or "wait inside swaptide; killed" in said, (
+            f"{took:.1f} s, {said!r}"
         )
     finally:
         listener.close()
         if run.poll() is None:
             run.kill()
-
-
-CASES = [
-    Case("circular-refused", refused, 24, swaps=False, needs=("nbdkit",)),
-    Case("circular-fuse", refused_fuse, 24, swaps=False),
-    # It ends by SIGTERM without the check, too: what it shows is that a circular wait is no hang
-    # for good.
-    Case("circular-ends", ends, 24, full=True, swaps=False),
-]

@@ -1,8 +1,7 @@
 """Programs that mean harm, inside of a run and outside, as root and as nobody: nothing outside the
 run ends or is charged, and the daemon lives.
 
-docs/security.md names these cases. Each fails without the repair that it is for.
-"""
+docs/security.md names these cases. Each fails without the repair that it is for."""
 
 import json
 import os
@@ -12,14 +11,13 @@ import subprocess
 import time
 from pathlib import Path
 
-from cases_groups import CONFIG, Daemon, ended, until
-from cases_process import PRESSURE, ask, wait_for_line
+import pytest
+
+from ctl import CONFIG, PRESSURE, Daemon, ask, ended, until, wait_for_line
 from harness import HERE, MIB, Failure
-from legacy import Case, Skip
 from processes import descendants
 
 OFFSETS = {name: str(at) for name, at in json.loads((HERE / "segment.json").read_text()).items()}
-NOBODY = 65534
 
 
 def environment(**more):
@@ -28,15 +26,15 @@ def environment(**more):
 
 def need_root():
     if os.geteuid() != 0:
-        raise Skip("only root can drop privileges")
+        pytest.skip("only root can drop privileges")
 
 
-def hostile(context, *words, status=0, last=None, env=None, options=(), **how):
+def hostile(case, *words, status=0, last=None, env=None, options=(), **how):
     """Runs the hostile program to its end, which must be as it says."""
-    argv = [context.binary("hostile"), *words]
-    done = context.run(argv, status=status, env=env or environment(), options=options, **how)
+    argv = [case.binary("hostile"), *words]
+    done = case.run(argv, status=status, env=env or environment(), options=options, **how)
     last = last or f"OK {words[0]}"
-    context.expect(last in done.text(), f"{words}: {done.text()!r}")
+    assert last in done.text(), f"{words}: {done.text()!r}"
     return done
 
 
@@ -44,7 +42,8 @@ class Bystander:
     """A process of root's outside of every run, with memory."""
 
     def __init__(self, megabytes):
-        script = f"import time; x = bytearray(b'x' * ({megabytes} << 20)); print('there', flush=True); time.sleep(100)"
+        script = f"import time; held = bytearray(b'x' * ({megabytes} << 20)); "
+        script += "print('there', flush=True); time.sleep(100)"
         self.process = subprocess.Popen(["python3", "-c", script], stdout=subprocess.PIPE)
         self.process.stdout.readline()
         self.pid = self.process.pid
@@ -58,130 +57,121 @@ class Bystander:
         self.process.stdout.close()
 
 
-def deputy(context):
+@pytest.mark.swaptide(budget=16, swaps=False, native=False)
+def test_security_deputy(case):
     """A program names a process of another user in the segment: the supervisor neither ends it nor
     counts its memory.
     """
-    if context.native:
-        return
     need_root()
     victim = Bystander(96)
     try:
         for options in (["--strict"], []):
-            done = hostile(context, "deputy", str(victim.pid), options=options)
+            done = hostile(case, "deputy", str(victim.pid), options=options)
             peak = int(done.report["peak_resident_bytes"])
-            context.expect(
-                victim.lives(), f"{options}: the supervisor ended a process outside of the run"
-            )
-            context.expect(
-                peak < 64 * MIB,
+            assert victim.lives(), f"{options}: the supervisor ended a process outside of the run"
+            assert peak < 64 * MIB, (
                 f"{options}: {peak / MIB:.0f} MiB: the memory of a process outside of the run is "
-                f"charged",
+                f"charged"
             )
     finally:
         victim.end()
 
 
-def with_daemon(context):
-    place = context.directory / "swap"
+def with_daemon(case):
+    place = case.directory / "swap"
     place.mkdir()
-    return Daemon(context, CONFIG.format(place=place))
+    return Daemon(case, CONFIG.format(place=place))
 
 
-def mirror(context):
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_security_mirror(case):
     """An area's mirror that is not there, as one word of the segment: neither supervisor nor daemon
     ends, nor an engine of another program.
     """
-    if context.native:
-        return
     need_root()
-    device = ["--swap", "zram:4M", "--swap", f"file:{context.directory}:256M"]
-    hostile(context, "mirror", options=device)
-    daemon = with_daemon(context)
+    device = ["--swap", "zram:4M", "--swap", f"file:{case.directory}:256M"]
+    hostile(case, "mirror", options=device)
+    daemon = with_daemon(case)
     program, _ = daemon.program(80, "--group", "/a")
-    hostile(context, "mirror", env=environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"]))
-    context.expect(daemon.process.poll() is None, "the daemon has ended")
-    context.expect(
-        program.pid in [int(line.split()[0]) for line in daemon.ctl("list").splitlines()],
-        "the other run is gone",
+    hostile(case, "mirror", env=environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"]))
+    assert daemon.process.poll() is None, "the daemon has ended"
+    assert program.pid in [int(line.split()[0]) for line in daemon.ctl("list").splitlines()], (
+        "the other run is gone"
     )
-    ended(context, program)
+    ended(case, program)
     daemon.stop()
 
 
-def truncate(context):
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_security_truncate(case):
     """The segment can be neither cut nor made longer: not that of a run, not that of a daemon, not
     that of a daemon which was started again.
     """
-    if context.native:
-        return
-    hostile(context, "truncate")
-    daemon = with_daemon(context)
+    hostile(case, "truncate")
+    daemon = with_daemon(case)
     program, inside = daemon.program(80, "--group", "/a")
     env = environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"])
-    hostile(context, "truncate", env=env)
-    context.expect(
-        daemon.process.poll() is None and program.process.poll() is None,
-        "somebody ended with the segment",
+    hostile(case, "truncate", env=env)
+    assert daemon.process.poll() is None and program.process.poll() is None, (
+        "somebody ended with the segment"
     )
     daemon.kill()
     daemon.start()
-    until(context, "its process", lambda: daemon.ctl.value("/a", "processes") >= 1)
-    hostile(context, "truncate", env=env)
+    until(case, "its process", lambda: daemon.ctl.value("/a", "processes") >= 1)
+    hostile(case, "truncate", env=env)
     os.kill(inside, signal.SIGUSR1)
-    wait_for_line(context, program, "USR1 number 1")
-    ended(context, program)
+    wait_for_line(case, program, "USR1 number 1")
+    ended(case, program)
     daemon.stop()
 
 
-def maps(context):
+@pytest.mark.swaptide(budget=16, swaps=False, native=False)
+def test_security_maps(case):
     """A process that is a set-uid program when its request is answered: nobody is handed that
     program's mappings.
     """
-    if context.native:
-        return
     need_root()
     if not os.path.exists("/usr/bin/su"):
         raise Failure("there is no /usr/bin/su")
-    hostile(context, "maps", "/usr/bin/su", status=137)
-    hostile(context, "race", "/usr/bin/su", "60", last="OK race")
+    hostile(case, "maps", "/usr/bin/su", status=137)
+    hostile(case, "race", "/usr/bin/su", "60", last="OK race")
 
 
-def requests(context):
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)
+def test_security_requests(case):
     """Requests of every kind from the wrong process, half, too long, with descriptors, or never
     sent: a program beside them works on.
     """
-    if context.native:
-        return
     need_root()
-    heap = f"{context.binary('heap')} 64 4 {context.seed} threads"
-    attack = f"{context.binary('hostile')} requests 3000 {context.seed}"
+    heap = f"{case.binary('heap')} 64 4 {case.seed} threads"
+    attack = f"{case.binary('hostile')} requests 3000 {case.seed}"
     # Its own name in the environment of the shell: the hostile program is of another user, in the
     # same run.
-    done = context.run(
+    done = case.run(
         ["sh", "-c", f"{attack} & {heap}; h=$?; wait $!; echo $? $h"], env=environment(), status=0
     )
-    context.expect(
+    assert (
         "OK requests" in done.text()
         and "OK heap threads" in done.text()
-        and done.text().endswith("0 0\n"),
-        f"{done.text()!r}",
-    )
+        and done.text().endswith("0 0\n")
+    ), f"{done.text()!r}"
 
 
-def scribble(context):
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_security_scribble(case):
     """Random words all over the segment of a run, and of a daemon: its own run may suffer;
     supervisor, daemon and everybody else live on.
     """
-    if context.native:
-        return
     need_root()
     victim = Bystander(96)
     try:
-        for seed in (context.seed, context.seed + 1):
-            report = context.directory / f"report-{seed}.json"
+        for seed in (case.seed, case.seed + 1):
+            report = case.directory / f"report-{seed}.json"
             words = [
-                context.swaptide,
+                case.swaptide,
                 "run",
                 "--ram",
                 "32M",
@@ -194,9 +184,9 @@ def scribble(context):
             ]
             words += [
                 "--swap",
-                f"file:{context.directory}:64M",
+                f"file:{case.directory}:64M",
                 "--",
-                context.binary("hostile"),
+                case.binary("hostile"),
                 "scribble",
                 "2",
                 seed,
@@ -209,28 +199,28 @@ def scribble(context):
                 stdin=subprocess.DEVNULL,
                 timeout=60,
             )
-            context.expect(
-                report.exists()
-                and json.loads(report.read_text())["exit_status"] == done.returncode,
+            assert (
+                report.exists() and json.loads(report.read_text())["exit_status"] == done.returncode
+            ), (
                 f"no report: the supervisor has ended: {done.returncode}, {done.stdout!r}, "
-                f"{done.stderr!r}",
+                f"{done.stderr!r}"
             )
-            context.expect(victim.lives(), "a process outside of the run was ended")
-        daemon = with_daemon(context)
+            assert victim.lives(), "a process outside of the run was ended"
+        daemon = with_daemon(case)
         env = {
             **environment(VICTIM=str(victim.pid)),
             "SWAPTIDE_DIRECTORY": daemon.env["SWAPTIDE_DIRECTORY"],
         }
         words = [
-            context.swaptide,
+            case.swaptide,
             "run",
             "--quiet",
             "--strict",
             "--",
-            context.binary("hostile"),
+            case.binary("hostile"),
             "scribble",
             "3",
-            str(context.seed),
+            str(case.seed),
         ]
         attack = subprocess.Popen(
             [str(word) for word in words],
@@ -240,37 +230,34 @@ def scribble(context):
             stderr=subprocess.DEVNULL,
         )
         while attack.poll() is None:
-            context.expect(
-                daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}"
+            assert daemon.process.poll() is None, (
+                f"the daemon ended with {daemon.process.returncode}"
             )
             for question in ("list", "tiers", "devices"):
-                ask(context, question, env=daemon.env)
+                ask(case, question, env=daemon.env)
             time.sleep(0.1)
-        context.expect(
-            daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}"
-        )
-        context.expect(victim.lives(), "a process outside of the runs was ended")
-        status, text, errors = ask(context, "list", env=daemon.env)
-        context.expect(status == 0, f"the daemon does not answer: {text!r} {errors!r}")
+        assert daemon.process.poll() is None, f"the daemon ended with {daemon.process.returncode}"
+        assert victim.lives(), "a process outside of the runs was ended"
+        status, text, errors = ask(case, "list", env=daemon.env)
+        assert status == 0, f"the daemon does not answer: {text!r} {errors!r}"
         daemon.process.terminate()
         daemon.process.wait(timeout=20)
     finally:
         victim.end()
 
 
-def doors(context):
+@pytest.mark.swaptide(budget=32, native=False)
+def test_security_doors(case):
     """The run's socket is for those that descend from its supervisor: not for others of its user,
     nor for root in a container with its network.
     """
-    if context.native:
-        return
-    program = context.start([context.python, PRESSURE, 60, "wait"], env=environment())
-    inside = wait_for_line(context, program, "ready").split()[1]
+    program = case.start([case.python, PRESSURE, 60, "wait"], env=environment())
+    inside = wait_for_line(case, program, "ready").split()[1]
     variables = Path(f"/proc/{inside}/environ").read_bytes().split(b"\0")
     name = next(
         v.split(b"=", 1)[1].decode() for v in variables if v.startswith(b"SWAPTIDE_SOCKET=")
     )
-    context.expect(f"@{name}" in Path("/proc/net/unix").read_text(), "the name of the socket")
+    assert f"@{name}" in Path("/proc/net/unix").read_text(), "the name of the socket"
     ways = {"another process of the user": []}
     if os.geteuid() == 0:
         ways["a process of nobody's"] = [
@@ -282,14 +269,12 @@ def doors(context):
             "--clear-groups",
         ]
         ways["root of another pid namespace"] = ["unshare", "--pid", "--fork", "--mount-proc"]
-    os.chmod(context.binary("hostile").parent, 0o755)
+    os.chmod(case.binary("hostile").parent, 0o755)
     for who, prefix in ways.items():
         for kind in "SAUMPTI":
-            words = [*prefix, str(context.binary("hostile")), "ask", name, kind]
+            words = [*prefix, str(case.binary("hostile")), "ask", name, kind]
             done = subprocess.run(words, env=environment(), capture_output=True, text=True)
-            context.expect(
-                done.stdout == "refused\n", f"{who} asks {kind}: {done.stdout!r} {done.stderr!r}"
-            )
+            assert done.stdout == "refused\n", f"{who} asks {kind}: {done.stdout!r} {done.stderr!r}"
     # The doors of ctl.
     if os.geteuid() == 0:
         for path in ("/run/swaptide", os.environ.get("SWAPTIDE_DIRECTORY", "")):
@@ -307,23 +292,21 @@ def doors(context):
                     str(door),
                 ]
                 done = subprocess.run(words, capture_output=True, text=True)
-                context.expect(
-                    "PermissionError" in done.stderr, f"nobody opens {door}: {done.stderr!r}"
-                )
-    ended(context, program)
+                assert "PermissionError" in done.stderr, f"nobody opens {door}: {done.stderr!r}"
+    ended(case, program)
 
 
-def fsize(context):
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_security_fsize(case):
     """One process with a limit on the size of files, whether or not it ignores the signal: it keeps
     its data, and the swap file stays for the others.
     """
-    if context.native:
-        return
-    report = context.directory / "report.json"
-    binary = context.binary("hostile")
-    script = f"{binary} fill 40 1 && {binary} fill 40 0 && {context.binary('heap')} 80 1 {context.seed} threads"
+    report = case.directory / "report.json"
+    binary = case.binary("hostile")
+    heap = f"{case.binary('heap')} 80 1 {case.seed} threads"
+    script = f"{binary} fill 40 1 && {binary} fill 40 0 && {heap}"
     words = [
-        context.swaptide,
+        case.swaptide,
         "run",
         "--ram",
         "24M",
@@ -331,7 +314,7 @@ def fsize(context):
         "--swap",
         "zram:2M",
         "--swap",
-        f"file:{context.directory}:256M",
+        f"file:{case.directory}:256M",
         "--report",
         report,
         "--",
@@ -347,40 +330,38 @@ def fsize(context):
         env=environment(),
     )
     said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
-    context.expect(
+    assert (
         done.returncode == 0
         and done.stdout.count("OK fill") == 2
-        and "OK heap threads" in done.stdout,
-        said,
-    )
+        and "OK heap threads" in done.stdout
+    ), said
     seen = json.loads(report.read_text())
     area = next(area for area in seen["devices"] if area["type"] == "file")
-    context.expect(
-        area["state"] == "open" and area["errors"] == 0,
-        f"the limit of one process counts against the device: {area}",
+    assert area["state"] == "open" and area["errors"] == 0, (
+        f"the limit of one process counts against the device: {area}"
     )
-    context.expect(area["peak_used_bytes"] > 16 * MIB, f"others do not use it: {area}")
+    assert area["peak_used_bytes"] > 16 * MIB, f"others do not use it: {area}"
 
 
-def strict(context):
+@pytest.mark.swaptide(budget=24, swaps=False, native=False)
+def test_security_strict(case):
     """--strict ends a run whose memory stays above its budget for 5 s, whatever it is, and none
     that peaks for a moment.
     """
-    if context.native:
-        return
     # All at the same time: most of it is waiting.
-    binary = context.binary("hostile")
-    shared = "import mmap, time; m = mmap.mmap(-1, 48 << 20); m.write(b'x' * (48 << 20)); time.sleep({0}); m.close(); time.sleep(4); print('OK lock')"
+    binary = case.binary("hostile")
+    shared = "import mmap, time; m = mmap.mmap(-1, 48 << 20); m.write(b'x' * (48 << 20)); "
+    shared += "time.sleep({0}); m.close(); time.sleep(4); print('OK lock')"
     ways = (
         ([binary, "lock", 48, 11], ["--strict"], 137),
         ([binary, "lock", 48, 3], ["--strict"], 0),
         ([binary, "lock", 48, 8], [], 0),
-        ([context.python, "-c", shared.format(11)], ["--strict"], 137),
-        ([context.python, "-c", shared.format(2)], ["--strict"], 0),
+        ([case.python, "-c", shared.format(11)], ["--strict"], 137),
+        ([case.python, "-c", shared.format(2)], ["--strict"], 0),
     )
     started = []
     for words, options, _ in ways:
-        argv = [context.swaptide, "run", "--ram", "24M", "--quiet", *options, "--", *words]
+        argv = [case.swaptide, "run", "--ram", "24M", "--quiet", *options, "--", *words]
         started.append(
             subprocess.Popen(
                 [str(word) for word in argv],
@@ -394,9 +375,9 @@ def strict(context):
     for (words, options, status), process in zip(ways, started):
         stdout, stderr = process.communicate()
         said = f"{words[1:]} {options}: status {process.returncode}, {stdout!r}, {stderr!r}"
-        context.expect(process.returncode == status, said)
-        context.expect(("OK lock" in stdout) == (status == 0), said)
-        context.expect(("stayed above the 24M budget for 5 s" in stderr) == (status == 137), said)
+        assert process.returncode == status, said
+        assert ("OK lock" in stdout) == (status == 0), said
+        assert ("stayed above the 24M budget for 5 s" in stderr) == (status == 137), said
 
 
 PUNCHED = """if True:
@@ -418,15 +399,14 @@ PUNCHED = """if True:
 """
 
 
-def punched(context):
+@pytest.mark.swaptide(budget=24, allowance=16, forks=True, native=False)
+def test_security_punched(case):
     """What parent and child had in common goes from the swap file when the last of them frees it,
     while it lives; the file shrinks.
     """
-    if context.native:
-        return
-    device = f"file:{context.directory}:512M,cipher=none"
-    program = context.start(
-        [context.python, "-c", PUNCHED],
+    device = f"file:{case.directory}:512M,cipher=none"
+    program = case.start(
+        [case.python, "-c", PUNCHED],
         stdin=subprocess.PIPE,
         options=["--swap", "zram:4M", "--swap", device],
         env=environment(),
@@ -444,14 +424,14 @@ def punched(context):
                 except OSError:
                     continue
                 if (
-                    str(context.directory) in target
+                    str(case.directory) in target
                     and target.endswith("(deleted)")
                     and os.stat(fd).st_size > 100 * MIB
                 ):
                     return open(fd, "rb")
         raise Failure("the swap file is not open in the supervisor")
 
-    wait_for_line(context, program, "ready")
+    wait_for_line(case, program, "ready")
     with file() as swap:
 
         def found():
@@ -462,25 +442,22 @@ def punched(context):
                 for block in iter(lambda: swap.read(1 << 20), b"")
             )
 
-        until(
-            context, "pages in the file", lambda: os.fstat(swap.fileno()).st_blocks * 512 > 24 * MIB
-        )
+        until(case, "pages in the file", lambda: os.fstat(swap.fileno()).st_blocks * 512 > 24 * MIB)
         before, blocks = found(), os.fstat(swap.fileno()).st_blocks
-        context.expect(before > 1000, f"the text is there {before} times")
+        assert before > 1000, f"the text is there {before} times"
         go_on()
-        wait_for_line(context, program, "forked")
+        wait_for_line(case, program, "forked")
         go_on()
-        wait_for_line(context, program, "freed")
+        wait_for_line(case, program, "freed")
         time.sleep(0.5)
         after, less = found(), os.fstat(swap.fileno()).st_blocks
         # What is left lies in extents with pages of the program's own.
-        context.expect(
-            after < before / 4 and less < blocks / 2,
-            f"the text was there {before} times and is {after}; blocks {blocks}, then {less}",
+        assert after < before / 4 and less < blocks / 2, (
+            f"the text was there {before} times and is {after}; blocks {blocks}, then {less}"
         )
     go_on()
     done = program.finish()
-    context.expect(done.text().endswith("OK\n"), f"{done.text()!r}")
+    assert done.text().endswith("OK\n"), f"{done.text()!r}"
 
 
 DROPPED = """if True:
@@ -493,22 +470,21 @@ DROPPED = """if True:
 """
 
 
-def helped(context):
+@pytest.mark.swaptide(budget=32, swaps=False, native=False)
+def test_security_userfaultfd(case):
     """--userfaultfd=same-user: no process of another user is given a userfaultfd, and none of them
     is managed; else those of all users are.
     """
-    if context.native:
-        return
     need_root()
     if (
         not Path("/dev/userfaultfd").exists()
         or Path("/proc/sys/vm/unprivileged_userfaultfd").read_text().strip() != "0"
     ):
-        raise Skip("users need no help to a userfaultfd here, or there is none to be had")
+        pytest.skip("users need no help to a userfaultfd here, or there is none to be had")
     for users, managed in (("all", True), ("same-user", False)):
-        report = context.directory / f"report-{users}.json"
+        report = case.directory / f"report-{users}.json"
         words = [
-            context.swaptide,
+            case.swaptide,
             "run",
             "--ram",
             "32M",
@@ -530,86 +506,82 @@ def helped(context):
         done = subprocess.run(
             [str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
-        context.expect(
-            done.stdout == "OK\n" and done.returncode == 0,
-            f"{users}: {done.returncode} {done.stdout!r} {done.stderr!r}",
+        assert done.stdout == "OK\n" and done.returncode == 0, (
+            f"{users}: {done.returncode} {done.stdout!r} {done.stderr!r}"
         )
         stats = json.loads(report.read_text())["stats"]
         out = stats["zswpout"] + stats["pswpout"]
-        context.expect((out > 0) == managed, f"{users}: {out} pages went out")
+        assert (out > 0) == managed, f"{users}: {out} pages went out"
     wrong = subprocess.run(
-        [context.swaptide, "run", "--userfaultfd=none", "--", "true"],
+        [case.swaptide, "run", "--userfaultfd=none", "--", "true"],
         capture_output=True,
         text=True,
     )
-    context.expect(
+    assert (
         wrong.returncode == 2
         and len(wrong.stderr.splitlines()) == 1
-        and "same-user" in wrong.stderr,
-        f"{wrong}",
-    )
+        and "same-user" in wrong.stderr
+    ), f"{wrong}"
 
 
-def reopened(context):
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_security_reopened(case):
     """A link in place of a swap file, put there while no daemon is there: the daemon does not write
     to what it leads to, and says so.
     """
-    if context.native:
-        return
-    daemon = with_daemon(context)
-    place = context.directory / "swap"
+    daemon = with_daemon(case)
+    place = case.directory / "swap"
     program, inside = daemon.program(120, "--group", "/a")
     daemon.ctl("group", "/a", "ram.max=32M")
     until(
-        context,
+        case,
         "pages on the file",
         lambda: json.loads(daemon.ctl("devices", "--json"))[0]["used_bytes"] > 8 * MIB,
     )
     names = [path for path in place.iterdir() if path.name.startswith(".swaptide-")]
-    context.expect(len(names) == 1, f"{names}")
+    assert len(names) == 1, f"{names}"
     daemon.kill()
-    target = context.directory / "precious"
+    target = case.directory / "precious"
     with open(target, "wb") as file:
         file.truncate(2 << 30)
     names[0].unlink()
     names[0].symlink_to(target)
     daemon.start()
     said = daemon.errors.read_text()
-    context.expect(
-        "takes no more pages" in said and "is not what was used before" in said, f"{said!r}"
-    )
+    assert "takes no more pages" in said and "is not what was used before" in said, f"{said!r}"
     os.kill(inside, signal.SIGUSR1)
-    wait_for_line(context, program, "USR1 number 1")
+    wait_for_line(case, program, "USR1 number 1")
     other, _ = daemon.program(60)
-    ended(context, other)
-    ended(context, program)
-    context.expect(target.stat().st_blocks == 0, "something was written to where the link leads")
-    context.expect(names[0].is_symlink(), "somebody else's link was removed")
+    ended(case, other)
+    ended(case, program)
+    assert target.stat().st_blocks == 0, "something was written to where the link leads"
+    assert names[0].is_symlink(), "somebody else's link was removed"
     daemon.process.terminate()
     daemon.process.wait(timeout=20)
 
 
-def kept(context):
+@pytest.mark.daemon
+@pytest.mark.swaptide(budget=112, swaps=False, native=False)
+def test_security_kept(case):
     """A daemon that has only systemd's store to find its segment by: it is handed the descriptor,
     and knows what it knew.
     """
-    if context.native:
-        return
     store = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    place = context.directory / "swap"
+    place = case.directory / "swap"
     place.mkdir()
-    notify = str(context.directory / "notify")
+    notify = str(case.directory / "notify")
     store.bind(notify)
     store.settimeout(20)
     os.environ["NOTIFY_SOCKET"] = notify
     try:
-        daemon = Daemon(context, CONFIG.format(place=place))
+        daemon = Daemon(case, CONFIG.format(place=place))
     finally:
         del os.environ["NOTIFY_SOCKET"]
     fds = []
     while not fds:
         text, fds, _, _ = socket.recv_fds(store, 4096, 4)
-    context.expect(b"FDSTORE=1" in text and b"FDNAME=swaptide-segment" in text, f"{text!r}")
+    assert b"FDSTORE=1" in text and b"FDNAME=swaptide-segment" in text, f"{text!r}"
     daemon.ctl("group", "/b", "ram.max=48M")
     inode = os.fstat(fds[0]).st_ino
     for lie in (False, True):
@@ -617,44 +589,26 @@ def kept(context):
         handed = os.memfd_create("swaptide", os.MFD_ALLOW_SEALING) if lie else os.dup(fds[0])
         if lie:
             os.ftruncate(handed, os.fstat(fds[0]).st_size)
-        start = f'LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=swaptide-segment exec "$0" daemon --config "$1" 3<&{handed} {handed}<&-'
+        start = "LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=swaptide-segment "
+        start += f'exec "$0" daemon --config "$1" 3<&{handed} {handed}<&-'
         with open(daemon.errors, "ab") as errors:
             daemon.process = subprocess.Popen(
-                ["bash", "-c", start, context.swaptide, str(daemon.config)],
+                ["bash", "-c", start, case.swaptide, str(daemon.config)],
                 env=daemon.env,
                 pass_fds=[handed],
                 stdin=subprocess.DEVNULL,
                 stderr=errors,
             )
-        until(
-            context, "a daemon that answers", lambda: ask(context, "tiers", env=daemon.env)[0] == 0
-        )
+        until(case, "a daemon that answers", lambda: ask(case, "tiers", env=daemon.env)[0] == 0)
         held = {
             os.stat(fd).st_ino
             for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir()
             if "memfd:swaptide" in os.readlink(fd)
         }
         # This process has it open, too: what it was handed instead is not taken.
-        context.expect(held == {inode}, f"{held}, not {inode}; lie: {lie}")
-        context.expect(daemon.ctl.value("/b", "ram.max") == 48 * MIB, "its settings are gone")
+        assert held == {inode}, f"{held}, not {inode}; lie: {lie}"
+        assert daemon.ctl.value("/b", "ram.max") == 48 * MIB, "its settings are gone"
         os.close(handed)
     os.close(fds[0])
     store.close()
     daemon.stop()
-
-
-CASES = [
-    Case("security-deputy", deputy, 16, swaps=False),
-    Case("security-mirror", mirror, 112, swaps=False),
-    Case("security-truncate", truncate, 112, swaps=False),
-    Case("security-maps", maps, 16, swaps=False),
-    Case("security-requests", requests, 32, allowance=8, forks=True),
-    Case("security-scribble", scribble, 32, swaps=False),
-    Case("security-doors", doors, 32),
-    Case("security-fsize", fsize, 24, swaps=False),
-    Case("security-strict", strict, 24, swaps=False),
-    Case("security-punched", punched, 24, allowance=16, forks=True),
-    Case("security-userfaultfd", helped, 32, swaps=False),
-    Case("security-reopened", reopened, 112, swaps=False),
-    Case("security-kept", kept, 112, swaps=False),
-]

@@ -1,12 +1,10 @@
 """Programs whose memory that cannot go out is larger than their budget."""
 
-from legacy import Case
+import pytest
 
 
-def squeezed(context):
+@pytest.mark.swaptide(budget=32, limit=60, allowance=24)
+def test_squeezed(case):
     """Two threads work on a little memory that can go out. They make progress, and what they have
     beyond the budget is bounded."""
-    context.compare([context.binary("squeezed"), 48, 1, context.seed])
-
-
-CASES = [Case("squeezed", squeezed, 32, limit=60, allowance=24)]
+    case.compare([case.binary("squeezed"), 48, 1, case.seed])

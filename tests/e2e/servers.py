@@ -1,0 +1,84 @@
+"""Servers of network block devices that a case starts and ends."""
+
+import json
+import subprocess
+import sys
+import time
+
+from harness import HERE
+
+
+class Server:
+    """An NBD server that keeps its export in a file, so that it can be killed and started again."""
+
+    def __init__(self, case, name="nbd", filters=(), parameters=()):
+        self.filters, self.parameters = filters, parameters
+        self.socket, self.image = (
+            case.directory / f"{name}.socket",
+            case.directory / f"{name}.export",
+        )
+        with open(self.image, "wb") as file:
+            file.truncate(1 << 30)
+        self.process = None
+        self.start()
+
+    def url(self):
+        return f"nbd+unix:///?socket={self.socket}"
+
+    def start(self):
+        self.socket.unlink(missing_ok=True)
+        words = [
+            "nbdkit",
+            "--foreground",
+            "--unix",
+            str(self.socket),
+            *self.filters,
+            "file",
+            str(self.image),
+            *self.parameters,
+        ]
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while not self.socket.exists():
+            time.sleep(0.01)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Misbehaving:
+    """A server process with an export of its own; `counts` are there after `end`."""
+
+    def __init__(self, case, name, seed, mishaps):
+        self.socket, image = (
+            case.directory / f"{name}.socket",
+            case.directory / f"{name}.export",
+        )
+        with open(image, "wb") as file:
+            file.truncate(1 << 30)
+        self.counts = None
+        words = [
+            sys.executable,
+            HERE / "nbd_server.py",
+            self.socket,
+            image,
+            seed,
+            *[f"{key}={value}" for key, value in mishaps.items()],
+        ]
+        self.process = subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+        while not self.socket.exists():
+            assert self.process.poll() is None, "the server did not start"
+            time.sleep(0.01)
+
+    def url(self):
+        return f"nbd+unix:///?socket={self.socket}"
+
+    def end(self):
+        if self.counts is None:
+            self.process.terminate()
+            self.counts = json.loads(self.process.communicate()[0] or "{}")
+        return self.counts

@@ -1,0 +1,107 @@
+"""Forks, execs, and moves of memory while a process forks: C programs that verify every page."""
+
+import os
+import time
+
+import pytest
+
+from harness import Failure, param
+
+FORK_MODES = (
+    "tree",
+    "nested",
+    "threaded",
+    "orphan",
+    "killed",
+    "many",
+    "exec",
+    "vfork",
+    "spawn",
+    "closefds",
+    "grown",
+    "guarded",
+)
+
+
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *[mode for mode in FORK_MODES if mode != "many"],
+        # Four children at a time are pushed to their floors of 8 MiB only after they have begun.
+        param("many", allowance=24, marks=[pytest.mark.full]),
+    ],
+)
+def test_forks(case, mode):
+    # Three processes, and six, want everything at once.
+    case.run_c("forks", mode, megabytes=48 if mode in ("tree", "nested") else 96)
+
+
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True)
+def test_forks_daemon(case):
+    """The command exits at once; its daemon must still find its data, and say so in a file."""
+    result = case.directory / "result"
+    case.run([case.binary("forks"), 96, 0, case.seed, "daemon", result])
+    while not result.exists():
+        if case.hung is not None:
+            raise Failure("the daemon said nothing")
+        time.sleep(0.05)
+    assert result.read_text() == "OK daemon\n", f"the daemon wrote {result.read_text()!r}"
+
+
+@pytest.mark.unprivileged
+@pytest.mark.swaptide(budget=32, forks=True)
+@pytest.mark.parametrize(
+    ("words", "megabytes"),
+    [
+        param(("forks", "tree"), 48, allowance=8),
+        param(("forks", "threaded"), 96, allowance=8),
+        param(("forks", "many"), 96, allowance=24),
+        param(("forks", "closefds"), 96, allowance=8),
+        param(("forks", "grown"), 96, allowance=8),
+        param(("forks", "guarded"), 96, allowance=8),
+        param(("forkmove", "libc"), 96, allowance=64),
+        param(("torture", "threads"), 96, allowance=128),
+        param(("processes", "clones"), 40, allowance=96),
+        param(("processes", "plain"), 96, allowance=24),
+        param(("advice",), 96, allowance=24),
+    ],
+)
+def test_unprivileged(case, words, megabytes):
+    """Without a capability, forks are followed by ptrace: children begin in the agent, and past
+    libc they get nothing, or their parents are let go before."""
+    case.run_c(*words, megabytes=megabytes)
+
+
+@pytest.mark.long
+@pytest.mark.swaptide(budget=32, allowance=24, forks=True)
+@pytest.mark.parametrize(
+    "words",
+    [
+        *[param(("forks", mode), id=mode) for mode in FORK_MODES],
+        param(("torture", "threads"), allowance=128),
+        param(("torture", "single"), allowance=128),
+        param(("forkmove", "libc"), allowance=128),
+        param(("neighbours",), allowance=128),
+        param(("execs",), allowance=128),
+    ],
+)
+def test_followed(case, words):
+    """As where the kernel reports no forks, with the rights of the user who runs the suite."""
+    env = {**os.environ, "SWAPTIDE_TEST_FOLLOWED_FORKS": "1"}
+    case.run_c(*words, megabytes=96, seconds=20, env=env)
+
+
+@pytest.mark.swaptide(budget=32, allowance=16, forks=True)
+def test_execs(case):
+    case.run_c("execs", megabytes=96)
+
+
+@pytest.mark.swaptide(budget=32, forks=True)
+@pytest.mark.parametrize(
+    ("mode", "megabytes"), [param("libc", 96, allowance=64), param("raw", 36, allowance=96)]
+)
+def test_forkmove(case, mode, megabytes):
+    """Mappings move while the process forks, through libc or past it: a child past libc takes all
+    that it has out of the budget."""
+    case.run_c("forkmove", mode, megabytes=megabytes)

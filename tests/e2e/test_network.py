@@ -1,0 +1,208 @@
+"""Swap areas on servers: network block devices."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from ctl import ask, wait_for_line
+from servers import Server
+
+pytestmark = [pytest.mark.network]
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), allowance=128, native=False)
+def test_network(case):
+    """A network export as swap space: its server is killed and comes back in the middle; for good,
+    what is written goes elsewhere.
+    """
+    server = Server(case)
+    try:
+
+        def finished(started, last):
+            done = started.finish()
+            assert last in done.text(), f"it did not end with {last}: {done.text()[-300:]!r}"
+            report = json.loads(started.report_path.read_text())
+            assert report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            return {device["type"]: device["peak_used_bytes"] for device in report["devices"]}
+
+        options = ["--swap", "zram:4M", "--swap", f"{server.url()},prio=9"]
+        for mode in ("single", "threads"):
+            started = case.start([case.binary("torture"), 96, 8, case.seed, mode], options=options)
+            time.sleep(3)
+            server.kill()
+            time.sleep(1.5)
+            server.start()
+            used = finished(started, f"OK torture {mode}")
+            assert used["nbd"] > 8 << 20, f"the export is hardly used: {used}"
+        # What a program writes while the server is away goes to the next area; what it reads of the
+        # server waits.
+        script = """if True:
+            import os, time, zlib
+            blocks, sums, end = [], [], time.monotonic() + 14
+            for number in range(130):
+                blocks.append(os.urandom(1 << 20))
+                sums.append(zlib.crc32(blocks[-1]))
+                time.sleep(0.08)
+            time.sleep(max(0, end - time.monotonic()))
+            print("OK" if [zlib.crc32(block) for block in blocks] == sums else "WRONG")
+        """
+        options += ["--swap", f"file:{case.directory}:1G,prio=1"]
+        started = case.start([case.python, "-c", script], options=options)
+        time.sleep(4)
+        server.kill()
+        time.sleep(12)
+        server.start()
+        used = finished(started, "OK")
+        assert used["nbd"] > 4 << 20 and used["file"] > 4 << 20, f"not both are used: {used}"
+        occupied = case.directory / "occupied"
+        occupied.write_bytes(b"a file system" + bytes(64 << 20))
+        server.kill()
+        server.image = occupied
+        server.start()
+        refused = subprocess.run(
+            [case.swaptide, "run", "--swap", server.url(), "--", "true"],
+            capture_output=True,
+            text=True,
+        )
+        assert refused.returncode == 2 and "somebody's data" in refused.stderr, (
+            f"it is not empty: {refused}"
+        )
+    finally:
+        server.kill()
+
+
+def lose_mirrored_server(case, modes):
+    """A network export with a mirror: its server is killed for good in the middle, nothing is lost
+    and nobody waits for it.
+    """
+    local = case.directory / "local"
+    local.mkdir()
+    for number, mode in enumerate(modes):
+        server = Server(case)
+        try:
+            options = [
+                "--tiers",
+                "+SSD:100 +NET:-1",
+                "--swap",
+                "zram:4M",
+                "--swap",
+                f"file:{local}:1G,prio=100",
+                "--group",
+                "/g",
+                "--swap",
+                f"{server.url()},prio=9,mirror={local if number else 'SSD'}",
+            ]
+            binary, words = ("forks", ["nested"]) if mode == "forks" else ("torture", [mode])
+            program = case.start([case.binary(binary), 96, 12, case.seed, *words], options=options)
+
+            # First the export alone, then the file.
+            def answer(*words):
+                return ask(case, words[0], "--pid", str(program.pid), *words[1:])
+
+            end = time.monotonic() + 10
+            while answer("group", "/g", "swap.tiers=-SSD")[0] != 0:
+                assert time.monotonic() < end, "the run does not answer"
+                time.sleep(0.05)
+            time.sleep(4)
+            before = json.loads(answer("devices", "--json")[1])
+            server.kill()
+            answer("group", "/g", "swap.tiers=")
+            done = program.finish()
+            assert f"OK {binary}" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+            report = json.loads(program.report_path.read_text())
+            assert report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            used = {device["type"]: device for device in before}
+            seen = {device["type"]: device for device in report["devices"]}
+            assert used["nbd"]["used_bytes"] >= 4 << 20, f"the export is hardly used: {before}"
+            assert seen["file"]["peak_used_bytes"] >= 2 << 20, (
+                f"what was written later went nowhere: {seen}"
+            )
+            assert seen["nbd"]["mirror"]["errors"] == 0, f"the mirror failed: {seen}"
+            assert report["fault_us"]["max"] < 20e6, (
+                f"a fault waited for the server: {report['fault_us']}"
+            )
+        finally:
+            server.kill()
+
+
+@pytest.mark.swaptide(budget=32, limit=120, needs=("nbdkit",), allowance=128, native=False)
+def test_network_mirror(case):
+    lose_mirrored_server(case, ["threads"])
+
+
+@pytest.mark.long
+@pytest.mark.swaptide(budget=32, limit=240, needs=("nbdkit",), allowance=128, native=False)
+def test_full_network_mirror(case):
+    lose_mirrored_server(case, ["threads", "single", "forks"])
+
+
+@pytest.mark.swaptide(budget=16, limit=120, needs=("nbdkit",), allowance=128, native=False)
+def test_far(case):
+    """A server that takes 20 ms to answer: threads wait for it side by side, and who wants nothing
+    of it does not wait, though it stands still for 3 s.
+    """
+    server = Server(case, filters=["--filter=delay"], parameters=["rdelay=20ms"])
+    options = ["--swap", "zram:2M", "--swap", server.url()]
+    try:
+        for mode in ((), ("forks",), ("raw",)):
+            # Then, some of the loads of several pages are out of date at their second look.
+            env = {**os.environ, "SWAPTIDE_TEST_STALE": "19"} if mode else None
+            program = case.start(
+                [case.binary("far"), 40, 8 if not mode else 4, case.seed, *mode],
+                options=options,
+                env=env,
+            )
+            wait_for_line(case, program, "filled")
+            time.sleep(1.5)
+            if not mode:
+                server.process.send_signal(signal.SIGSTOP)
+                time.sleep(3)
+                server.process.send_signal(signal.SIGCONT)
+            done = program.finish()
+            assert "OK far" in done.text(), f"it did not end with OK: {done.text()[-300:]!r}"
+            report = json.loads(program.report_path.read_text())
+            assert report["errors"]["pages_poisoned"] == 0, f"pages were lost: {report['errors']}"
+            if mode:
+                continue
+            turn = int(done.text().split("longest turn ")[1].split()[0])
+            assert turn < 1500, f"who wants nothing of the server waited for it for {turn} ms"
+            # One after the other, there would be time for 50 in a second.
+            served = report["stats"]["pswpin"]
+            assert served > 2000, (
+                f"{served} pages came from the server in 5 s: they were waited for one after the "
+                f"other"
+            )
+        # A thread that is gone with what others wait for: the process ends with a message.
+        words = [
+            case.swaptide,
+            "run",
+            "--ram",
+            f"{case.budget}M",
+            "--quiet",
+            *options,
+            "--",
+            case.binary("far"),
+            40,
+            8,
+            case.seed,
+        ]
+        done = subprocess.run(
+            [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+            env={**os.environ, "SWAPTIDE_TEST_FAIL": "5"},
+        )
+        said = f"status {done.returncode}, {done.stdout!r}, {done.stderr!r}"
+        assert (
+            done.returncode == 134
+            and "a thread that reads from servers is gone" in done.stderr
+            and "OK" not in done.stdout
+        ), said
+    finally:
+        server.kill()

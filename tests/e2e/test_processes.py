@@ -1,0 +1,59 @@
+"""Processes that begin, end, drop rights and are cloned in every way."""
+
+import os
+
+import pytest
+
+from harness import param
+
+
+@pytest.mark.swaptide(budget=32, forks=True)
+@pytest.mark.parametrize(
+    ("mode", "megabytes"),
+    [
+        param("dropped", 48, allowance=8),
+        param("interrupted", 96, allowance=8),
+        # Children that cannot be managed take what they have out of everybody else's budget.
+        param("namespaces", 24, budget=24, allowance=96, marks=[pytest.mark.full]),
+        param("plain", 96, allowance=24, marks=[pytest.mark.full]),
+        param("clones", 64, budget=48, allowance=128),
+        # Nothing of what two processes share is swapped while one of them may outlive the other.
+        param("shared", 96, allowance=256),
+    ],
+)
+def test_processes(case, mode, megabytes):
+    case.run_c("processes", mode, megabytes=megabytes)
+
+
+@pytest.mark.swaptide(budget=32, allowance=8, forks=True)
+def test_processes_leader(case):
+    """The first thread ends and the process does not; then the last one ends, and so must the
+    process, with that status.
+    """
+    case.run_c("processes", "leader", megabytes=96, seconds=4, status=7)
+
+
+# Every one without a place has all its memory, and budgets are for those that can be managed.
+@pytest.mark.swaptide(budget=16, allowance=1200, forks=True)
+def test_processes_crowd(case):
+    """More processes than swaptide has places for."""
+    case.run_c(
+        "processes",
+        "crowd",
+        megabytes=24,
+        seconds=5,
+        env={**os.environ, "SWAPTIDE_TEST_SLOTS": "4"},
+    )
+
+
+@pytest.mark.swaptide(budget=32, allowance=128, swaps=False, forks=True)
+def test_few_files(case):
+    """With hardly any descriptors a program is not managed, but it runs, and forks, as without
+    swaptide.
+    """
+    for files in (5, 8, 12):
+        script = f"ulimit -n {files}; exec {case.binary('processes')} 48 1 {case.seed} clones"
+        done = case.run(["sh", "-c", script])
+        assert done.text() == "OK processes clones\n", (
+            f"with {files} files it printed {done.text()!r}"
+        )

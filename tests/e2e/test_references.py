@@ -1,0 +1,68 @@
+"""Pages that others hold: references of pipes, sockets and rings, writers outside, and processes
+that end while they write.
+
+docs/kernel-references.md names these cases for each holder."""
+
+import os
+import re
+
+import pytest
+
+from harness import param
+
+
+@pytest.mark.swaptide(budget=16, allowance=12)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "vmsplice",
+        "syscall",
+        "tee",
+        "splice",
+        "tcp",
+        "udp",
+        "uring",
+        "uring-bare",
+        param("uring-fixed", swaps=False),
+        param("mem", forks=True),
+        param("writev", forks=True),
+        "special",
+        param("advised", forks=True),
+    ],
+)
+def test_references(case, mode):
+    case.run_c("references", mode, megabytes=48, seconds=1)
+
+
+@pytest.mark.long
+@pytest.mark.swaptide(budget=16, allowance=12, native=False)
+def test_references_past_libc(case):
+    """A bare vmsplice instruction is not seen: another page's bytes come out of the pipe. The limit
+    assert wrong > 0, "nothing came out wrong: is this still a limit (docs/semantics.md)?"
+    program that calls libc (references-vmsplice)."""
+    wrong = 0
+    for _ in range(4):
+        done = case.run_c("references", "raw", megabytes=48, seconds=2)
+        wrong += int(re.search(r"(\d+) wrong past libc", done.text())[1])
+        if wrong:
+            return
+    assert wrong > 0, "nothing came out wrong: is this still a limit? see docs/semantics.md"
+
+
+@pytest.mark.swaptide(budget=16, allowance=24, forks=True)
+def test_fuse(case):
+    """A file system between two processes, with cold memory on both sides."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("only root can mount, where there is a /dev/fuse")
+    case.run_c("fuse", megabytes=24, seconds=3, last="OK fuse")
+
+
+@pytest.mark.swaptide(budget=16, allowance=24, forks=True)
+def test_endings(case):
+    case.run_c("endings", "mixed", megabytes=24, seconds=5)
+
+
+@pytest.mark.long
+@pytest.mark.swaptide(budget=16, limit=600, allowance=24, forks=True)
+def test_endings_thousand(case):
+    case.run_c("endings", "mixed", megabytes=24, seconds=1000)

@@ -1,0 +1,42 @@
+"""Calls that change what memory is without a word to a userfaultfd: guard pages, System V segments
+over memory, lazy freeing, locks, memory that children find empty, a program's own userfaultfd.
+`c/shapes.c` says what each mode looks at."""
+
+import pytest
+
+from harness import param
+
+
+@pytest.mark.swaptide(budget=16, allowance=6)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "guard-zero",
+        "guard-walk",
+        "guard-walk-bare",
+        "guard-grow",
+        "guard-grow-bare",
+        "shmat",
+        "shmat-bare",
+        "free",
+        # What is locked, or guarded and written past libc, is not pageable.
+        param("lockall", allowance=24),
+        param("lockall-first", allowance=24, swaps=False),
+        "locked",
+        param("wipe", forks=True),
+        "own-pager",
+        param("others", allowance=8),
+        # The same calls by another way into the kernel. guard-zero-bare shows what a limit is like:
+        # nothing tells of it.
+        param("guard-zero-bare", marks=[pytest.mark.long]),
+        param("guard-zero-syscall", marks=[pytest.mark.long]),
+        param("guard-zero-process", marks=[pytest.mark.long]),
+        param("shmat-syscall", marks=[pytest.mark.long]),
+        param("free-syscall", marks=[pytest.mark.long]),
+        param("free-process", marks=[pytest.mark.long]),
+        param("lockall-syscall", allowance=24, marks=[pytest.mark.long]),
+        param("own-pager-syscall", marks=[pytest.mark.long]),
+    ],
+)
+def test_shapes(case, mode):
+    case.run_c("shapes", mode, megabytes=32, seconds=1)

@@ -1,0 +1,72 @@
+"""Memory that several processes share (`--shared`): one region for all."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import param
+from processes import descendants, is_zombie
+
+
+@pytest.mark.swaptide(budget=32, forks=True)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        # What is read and written by several at once does not go out while a forked child is on its
+        # way.
+        param("hammer", allowance=4),
+        param("chains", allowance=16),
+        param("killed", allowance=24),
+        param("changes", allowance=16),
+        param("meetings", allowance=8),
+        param("starts", allowance=16),
+        param("both", allowance=16),
+        # A child past libc gets everything, and nothing of it goes out while that lives.
+        param("raw", allowance=64),
+    ],
+)
+def test_shared(case, mode):
+    case.run_c("shared", mode, megabytes=64, options=["--shared"])
+
+
+@pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, native=False)
+def test_shared_run_killed(case):
+    """The supervisor is killed while it holds pages of shared memory: who needs them is stopped,
+    and says why.
+    """
+    program = case.start(
+        [case.binary("shared"), 64, 60, case.seed, "hammer"],
+        options=["--shared", "--swap", "zram:1G"],
+    )
+    supervisor, workers = None, []
+    while len(workers) < 5:
+        assert program.process.poll() is None, "it ended by itself"
+        if case.hung is not None:
+            return
+        tree = descendants(program.pid)
+        workers = [pid for pid in tree if Path(f"/proc/{pid}/comm").read_text().strip() == "shared"]
+        supervisor = next((pid for pid in tree if pid not in workers), None)
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(supervisor, signal.SIGKILL)
+    code = program.process.wait()
+    said = (program.directory / "stderr").read_text()
+    # The first process ends as the others do, or says that one of them has ended so.
+    text = (program.directory / "stdout").read_text()
+    is_last = code == 134 or code == 3 and "signal 6" in text
+    assert is_last and "stopped rather than given wrong data" in said, (
+        f"status {code}, {said!r}, {text!r}"
+    )
+    while case.hung is None and any(
+        os.path.exists(f"/proc/{pid}/comm") and not is_zombie(pid) for pid in workers
+    ):
+        time.sleep(0.05)
+    wrong = [
+        line
+        for line in (program.directory / "stdout").read_text().splitlines()
+        if "FAILED" in line and "signal 6" not in line
+    ]
+    assert not wrong, f"somebody saw wrong data: {wrong!r}"
