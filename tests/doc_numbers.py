@@ -5,9 +5,10 @@
 2. A number in a document that is followed by a constant in parentheses, as in "15 s (`TIMEOUT`)",
    is that constant's value. Numbers up to twenty may be words; 1/32 may be a divisor's 32.
 3. The phrases of PHRASES say what the source says.
-4. Links between documents resolve, headings too, and a path like `fault/path.rs` names a file. A
+4. README.md names the least versions and has 150 lines at most; docs/bench.svg shows its table.
+5. Links between documents resolve, headings too, and a path like `fault/path.rs` names a file. A
    comment that names a document, "TITLE" names a heading of that file.
-5. Each end-to-end case that docs/semantics.md names exists (where pytest is installed).
+6. Each end-to-end case that docs/semantics.md names exists (where pytest is installed).
 
 Exit status 1, and a line for each error, where there is one.
 """
@@ -217,6 +218,24 @@ def phrases(source):
             yield f"{name}: {found[1]!r} is not {expression} ({value})"
 
 
+def readme():
+    """What README.md says of versions, its size, and the picture of its table."""
+    text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    rust = re.search(r'^rust-version = "([\d.]+)"', (ROOT / "Cargo.toml").read_text(), re.M)
+    if f"Rust {rust[1]}" not in text:
+        yield f"README.md: the least Rust is {rust[1]} in Cargo.toml"
+    doctor = next((ROOT / "crates/swaptide-host/src").rglob("doctor.rs")).read_text()
+    least = re.search(r"version >= \((\d+), (\d+)\)", doctor)
+    if f"Linux {least[1]}.{least[2]} or newer" not in text:
+        yield f"README.md: the least Linux is {least[1]}.{least[2]} in doctor.rs"
+    if len(lines) > 150 or max(map(len, lines)) > 100:
+        yield "README.md: more than 150 lines, or a line wider than 100 columns"
+    draw = [sys.executable, str(ROOT / "tests/chart.py"), "--check"]
+    if subprocess.run(draw, check=False).returncode != 0:
+        yield "docs/bench.svg is out of date"
+
+
 def anchor(title):
     """GitHub's name for a heading."""
     title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title.replace("`", ""))
@@ -288,7 +307,7 @@ BENCHES = ("bgsave",)
 
 def main():
     source = Source(ROOT)
-    errors = [*tuning(source), *cited(source), *phrases(source), *links(), *cases()]
+    errors = [*tuning(source), *cited(source), *phrases(source), *readme(), *links(), *cases()]
     for error in errors:
         print(error)
     if not errors:
