@@ -6,7 +6,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use swaptide_core::{FolioId, Shadow};
-use swaptide_lab::layers::{Before, Layer, SwapTable};
+use swaptide_lab::designs::layers::{Before, Layer, SwapTable};
 
 const SLOTS: u32 = 1 << 18;
 const BATCH: u32 = 512;

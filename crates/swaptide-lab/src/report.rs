@@ -97,7 +97,7 @@ pub struct Curve {
 
 /// The outcome of one experiment.
 #[derive(Clone, Debug)]
-pub struct Report {
+pub struct LabReport {
     /// The experiment's name on the command line.
     pub name: &'static str,
     /// One line saying what was compared.
@@ -128,7 +128,7 @@ fn deviating(value: Option<f64>, deviation: Option<f64>) -> String {
     }
 }
 
-impl Report {
+impl LabReport {
     /// The table as text, with the notes below.
     pub fn text(&self) -> String {
         let head = [
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_table_has_aligned_columns_and_says_what_is_comparable() {
-        let report = Report {
+        let report = LabReport {
             name: "test",
             title: "a against b".into(),
             rows: vec![

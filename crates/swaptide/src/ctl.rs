@@ -1,7 +1,6 @@
-//! `swaptide ctl`: questions to a run that is under way.
+//! `swaptide ctl`: queries and commands for a live run or the daemon.
 //!
-//! Owns what is printed. Where a run is found and how it is asked is
-//! [`swaptide_host::control::server`]'s.
+//! Owns the output. [`swaptide_host::control`] finds the run and speaks the protocol.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -14,7 +13,7 @@ use swaptide_host::units::human;
 
 use crate::refuse;
 
-/// The arguments.
+/// Arguments of `swaptide ctl`.
 #[derive(Args)]
 pub struct CtlArgs {
     #[command(subcommand)]
@@ -23,48 +22,48 @@ pub struct CtlArgs {
 
 #[derive(Subcommand)]
 enum What {
-    /// What a run has, uses and did so far, the counters under the kernel's names
+    /// Show memory, swap and counters of a run, under the kernel's names
     Stats(StatsArgs),
-    /// Your runs
+    /// List your runs
     List,
-    /// A run's swap areas, in the order in which they are used
+    /// List swap devices in order of use
     Devices(StatsArgs),
-    /// Give a run that is under way another swap area
+    /// Add a swap device to a run
     Swapon(SwaponArgs),
-    /// Take a swap area away from a run, after what lies there has been moved to others
+    /// Remove a swap device, migrating its pages first
     Swapoff(SwapoffArgs),
-    /// A run's tiers, or change them: '+SSD:100 +HDD:50 +NET:-1', '-HDD', 'SSD:80'
+    /// Show or change tiers: '+SSD:100 +HDD:50 +NET:-1', '-HDD', 'SSD:80'
     Tiers(TiersArgs),
-    /// A run's groups, or change one
+    /// Show groups, or change one
     Group(GroupArgs),
-    /// How much comes in for a fault, or change it while the run goes on
+    /// Show or set the readahead limits
     Readahead(ReadaheadArgs),
-    /// Take memory from a group until so much went out
+    /// Reclaim an amount of memory from a group
     Reclaim(ReclaimArgs),
-    /// Have a group go out to the swap areas and stay there
+    /// Swap a group out and keep it out
     Freeze(OfGroupArgs),
-    /// Have a group come back, at once and in one go; one that was frozen is so no longer
+    /// Swap a group in; unfreezes it
     Preload(OfGroupArgs),
-    /// Bring all memory of a process back and let it go: it goes on without swaptide
+    /// Swap all memory of a process in and stop managing it
     Detach(DetachArgs),
-    /// Have the daemon read its configuration file again
+    /// Make the daemon reload its configuration file
     Reload,
 }
 
 #[derive(Args)]
 struct DetachArgs {
-    /// The process; all of a run, if it is the one you started [default: all of the only run]
+    /// Process; the process you started means the whole run [default: the only run]
     #[arg(value_name = "PID")]
     pid: Option<u32>,
 }
 
 #[derive(Args)]
 struct TiersArgs {
-    /// Changes with blanks or commas between: +NAME:PRIO adds a tier, -NAME removes one, NAME:PRIO
-    /// moves its start. All or none are made
+    /// Changes separated by spaces or commas: +NAME:PRIO adds a tier, -NAME removes one, NAME:PRIO
+    /// moves its start. Applied all or not at all
     #[arg(value_name = "TEXT", allow_hyphen_values = true)]
     text: Option<String>,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
     /// Print JSON
@@ -74,11 +73,11 @@ struct TiersArgs {
 
 #[derive(Args)]
 struct ReadaheadArgs {
-    /// page-cluster=N: at most 2^N pages at a time from the swap file and from compressed memory in
-    /// front of it; largest-order=N: from anywhere. 0 to 9, or default. All or none are set
+    /// page-cluster=N: at most 2^N pages at a time from a swap file and the compressed memory in
+    /// front of it; largest-order=N: from anywhere. 0 to 9, or default. Applied all or not at all
     #[arg(value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
 }
@@ -88,14 +87,14 @@ struct GroupArgs {
     /// The group: /NAME, /NAME/NAME, or / for all
     #[arg(value_name = "PATH", default_value = "/")]
     path: String,
-    /// A key, to read it; KEY=VALUE, to set it, all or none: ram.max, ram.high, ram.low, swap.max,
-    /// swap.high, swap.tiers, zswap.max, zswap.writeback; processes=PID moves a process there
+    /// KEY shows a setting, KEY=VALUE sets it, all or not at all: ram.max, ram.high, ram.low,
+    /// swap.max, swap.high, swap.tiers, zswap.max, zswap.writeback; processes=PID moves a process
     #[arg(value_name = "KEY[=VALUE]")]
     keys: Vec<String>,
-    /// Remove it; nobody may be in it
+    /// Remove the group, which must be empty
     #[arg(long, conflicts_with = "keys")]
     remove: bool,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
     /// Print JSON
@@ -108,7 +107,7 @@ struct OfGroupArgs {
     /// The group
     #[arg(value_name = "PATH")]
     path: String,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
 }
@@ -118,10 +117,10 @@ struct ReclaimArgs {
     /// The group
     #[arg(value_name = "PATH")]
     path: String,
-    /// How much: 512M
+    /// Amount, such as 512M
     #[arg(value_name = "SIZE")]
     size: String,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
 }
@@ -136,7 +135,7 @@ struct SwaponArgs {
             local disk"
     )]
     device: String,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
 }
@@ -146,14 +145,14 @@ struct SwapoffArgs {
     /// Its name or number, as swaptide ctl devices shows it
     #[arg(value_name = "NAME")]
     name: String,
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
 }
 
 #[derive(Args)]
 struct StatsArgs {
-    /// The run, by the process you started or any in it [default: the only one]
+    /// The run, by the process you started or any other in it [default: the only run]
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
     /// Print JSON

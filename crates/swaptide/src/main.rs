@@ -4,9 +4,7 @@
 //! everything that is wrong before anything was started. A subcommand is a variant of [`Command`],
 //! a line in [`Cli::execute`], and a module.
 
-mod bench;
 mod ctl;
-mod lab;
 mod top;
 
 use std::ffi::OsString;
@@ -24,7 +22,7 @@ use swaptide_host::run::supervise::{self, RunConfig};
 /// Exit status of bad input, and of whatever keeps a command from starting.
 const BAD_INPUT: u8 = 2;
 
-/// Linux swap as a library: more memory than the machine has, for an unmodified program.
+/// Run unmodified programs in less RAM than they need: Linux swap in user space.
 #[derive(Parser)]
 #[command(name = "swaptide", version, max_term_width = 100)]
 struct Cli {
@@ -34,34 +32,34 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a program within a budget of memory; what does not fit is swapped
+    /// Run a program within a memory budget; what does not fit is swapped out
     Run(RunArgs),
-    /// Keep the runs of a whole host: one budget, one set of swap areas, groups
+    /// Manage all runs of a host: one budget, one set of swap areas, groups
     Daemon(DaemonArgs),
-    /// Tell what this machine allows, and the one command that mends what it does not
+    /// Check kernel and system requirements, with the fix for anything missing
     Doctor(DoctorArgs),
-    /// Ask a run or the daemon how it is, and steer it
+    /// Inspect and control a run or the daemon
     Ctl(ctl::CtlArgs),
-    /// Show a run or the daemon as it goes on
+    /// Show live statistics of a run or the daemon
     Top(top::TopArgs),
-    /// Measure swaptide beside the kernel's own swap, in one call
-    Bench(bench::BenchArgs),
-    /// Set the swap layer beside the designs that came before it, and the published numbers
-    Lab(lab::LabArgs),
-    /// The program that `bench` measures
+    /// Benchmark swaptide against the kernel's swap
+    Bench(swaptide_bench::BenchArgs),
+    /// Compare the swap layer with earlier kernel designs and published results
+    Lab(swaptide_lab::LabArgs),
+    /// Workload of `bench`
     #[command(hide = true)]
-    BenchWork(bench::workload::WorkArgs),
-    /// The program that `lab zswapin` measures
+    BenchWork(swaptide_bench::BenchWorkArgs),
+    /// Workload of `lab zswapin`
     #[command(hide = true)]
-    LabWork(lab::work::WorkArgs),
-    /// The programs that `lab tiers` measures
+    LabWork(swaptide_lab::LabWorkArgs),
+    /// Workloads of `lab tiers`
     #[command(hide = true)]
-    LabJob(lab::job::JobArgs),
+    LabJob(swaptide_lab::JobArgs),
 }
 
 #[derive(Args)]
 struct RunArgs {
-    /// Memory for the program and all it starts: 512M, 1.5G, or 50% of the machine's or container's
+    /// Memory for the program and its children: 512M, 1.5G, or 50% of the machine's or container's
     /// memory [default: 80%]
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     ram: Option<String>,
@@ -70,67 +68,64 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "Where pages go: \
-            zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (marked by \
+        help = "A swap device; repeat for more: \
+            zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (formatted by \
                 mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... \
                 (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local \
                 disk); files and block devices also with ,rotational=yes|no \
-                [default: what the kernel says of the disk]; each with ,prio=N, any number of them \
+                [default: as the kernel reports]; each with ,prio=N \
                 [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
     )]
     swap: Vec<String>,
-    /// Write what happened to this file, as JSON
+    /// Write a JSON report to this file when the run ends
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
-    /// No line of summary at the end
+    /// Print no summary at the end
     #[arg(long)]
     quiet: bool,
-    /// End the run (status 137) when its memory stays more than 5% and 4M above its budget for 5
-    /// seconds, whatever it is that cannot be swapped, or is more than 5% above it when swap space
-    /// runs out
+    /// Kill the run (status 137) when its memory stays more than 5% and 4M above the budget for 5
+    /// seconds, or is more than 5% above it when swap space is full
     #[arg(long)]
     strict: bool,
-    /// Whose processes are given a userfaultfd that also serves the kernel's own accesses: of all
-    /// users in the run, or of this user alone; the others are not managed then [default: all]
+    /// Which processes get a userfaultfd that also serves faults in system calls: those of all
+    /// users in the run, or of this user only; the others are then not managed [default: all]
     #[arg(long, value_name = "all|same-user")]
     userfaultfd: Option<Users>,
-    /// Swap large anonymous shared mappings as well, and count them [default: they stay in memory
-    /// and do not count]
+    /// Also swap large anonymous shared mappings, and charge them to the budget [default: neither]
     #[arg(long)]
     shared: bool,
-    /// Read at most 2^N pages at a time from the swap file, and from compressed memory in front of
-    /// it; 0: no readahead [default: windows as far as the faults carry them, up to 2M]
+    /// Read at most 2^N pages at a time from a swap file and the compressed memory in front of it;
+    /// 0 disables readahead [default: adaptive, up to 2M]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=9))]
     page_cluster: Option<u8>,
-    /// Names for ranges of the priorities of --swap, for groups to keep off: '+SSD:100 +HDD:50
+    /// Names for priority ranges of --swap, by which groups exclude devices: '+SSD:100 +HDD:50
     /// +NET:-1'
     #[arg(long, value_name = "SPEC", allow_hyphen_values = true)]
     tiers: Option<String>,
-    /// The group that the program and all it starts are in, whatever their cgroup: /NAME or
-    /// /NAME/NAME
+    /// Group of the program and its children, regardless of their cgroup: /NAME or /NAME/NAME
     #[arg(long, value_name = "PATH")]
     group: Option<String>,
-    /// Stay alone, should a daemon be there (see swaptide daemon)
+    /// Do not join a running daemon (see swaptide daemon)
     #[arg(long)]
     no_daemon: bool,
-    /// Memory, devices, tiers and groups from a file (TOML); what is given here as well counts
-    /// instead
+    /// Read memory, devices, tiers and groups from a TOML file; options given here override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Largest order of a swap-in (the lab's baseline has 0)
+    /// Largest order of a swap-in (the baseline of `lab zswapin` has 0)
     #[arg(long, value_name = "ORDER", hide = true, value_parser = clap::value_parser!(u8).range(0..=9))]
     largest_order: Option<u8>,
-    /// The program and its arguments
+    /// Program and arguments
     #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]
     command: Vec<OsString>,
 }
 
 #[derive(Args)]
 struct DaemonArgs {
-    /// Memory, devices, tiers and groups (TOML); read again at SIGHUP and by swaptide ctl reload
+    /// TOML file with memory, devices, tiers and groups; reloaded on SIGHUP and by ctl reload
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
-    /// Directory of what outlives the daemon; best in memory [default: daemon, beside its socket]
+    /// Directory for state that outlives the daemon; preferably tmpfs [default: daemon, next to the
+    /// socket]
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
 }
@@ -155,11 +150,11 @@ impl Cli {
             Command::Doctor(args) => examine(&args),
             Command::Ctl(args) => ctl::main(&args),
             Command::Top(args) => top::main(&args),
-            Command::Bench(args) => ExitCode::from(bench::main(&args)),
-            Command::Lab(args) => ExitCode::from(lab::main(&args)),
-            Command::BenchWork(args) => ExitCode::from(bench::workload::main(&args)),
-            Command::LabWork(args) => ExitCode::from(lab::work::main(&args)),
-            Command::LabJob(args) => lab::job::main(&args),
+            Command::Bench(args) => ExitCode::from(swaptide_bench::main(&args)),
+            Command::Lab(args) => ExitCode::from(swaptide_lab::main(&args)),
+            Command::BenchWork(args) => ExitCode::from(swaptide_bench::work(&args)),
+            Command::LabWork(args) => ExitCode::from(swaptide_lab::work(&args)),
+            Command::LabJob(args) => ExitCode::from(swaptide_lab::job(&args)),
         }
     }
 }
@@ -216,7 +211,7 @@ fn examine(args: &DoctorArgs) -> ExitCode {
     } else {
         Ok(diagnosis.to_string())
     };
-    // A reader that went away has seen enough.
+    // A closed pipe is no error.
     let _ =
         std::io::stdout().write_all(text.unwrap_or_else(|error| format!("{error}\n")).as_bytes());
     if diagnosis.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -228,7 +223,7 @@ fn refuse(command: &str, message: &str) -> ExitCode {
     ExitCode::from(BAD_INPUT)
 }
 
-/// What clap has to say: help and version as they are, errors in one line.
+/// Prints help and version as clap formats them, errors as one line.
 fn refuse_usage(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -260,7 +255,7 @@ fn refuse_usage(error: &clap::Error) -> ExitCode {
     }
 }
 
-/// The error itself and what it lists; not the tips and the usage that clap puts below.
+/// The error without the tips and the usage that clap appends.
 fn one_line(text: &str) -> String {
     let body = text.strip_prefix("error: ").unwrap_or(text);
     let paragraph = body.split("\n\n").next().unwrap_or(body);
@@ -276,12 +271,12 @@ mod tests {
     }
 
     #[test]
-    fn the_grammar_is_sound() {
+    fn clap_accepts_the_grammar() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn everything_after_the_program_belongs_to_it() {
+    fn arguments_after_the_program_are_its_own() {
         for line in
             ["swaptide run --ram 1G -- prog --ram 2G -x", "swaptide run --ram 1G prog --ram 2G -x"]
         {

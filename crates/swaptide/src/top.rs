@@ -1,4 +1,4 @@
-//! `swaptide top`: a run or a daemon as it goes on, in a terminal; or one frame of it as text.
+//! `swaptide top`: live statistics of a run or a daemon in a terminal, or one frame as text.
 //!
 //! Owns the terminal while it runs: raw mode and the alternate screen are left again however it
 //! ends, but for SIGKILL.
@@ -25,24 +25,24 @@ use swaptide_host::units::{human, human_count};
 
 /// Columns of a frame that is text.
 const TEXT_WIDTH: u16 = 110;
-/// How long two looks are apart for the rates of one frame.
-const GLANCE: Duration = Duration::from_millis(250);
-/// How often keys and signals are looked at.
-const TICK: Duration = Duration::from_millis(100);
+/// Time between the two samples that the rates of a single frame come from.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
+/// How often keys and signals are polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Shows a run, or the daemon and all its runs, as it goes on
+/// Show live statistics of a run, or of the daemon and all its runs
 #[derive(Args)]
 pub struct TopArgs {
-    /// The run, by the process that was started or any in it [default: the only one, or the daemon]
+    /// The run, by the process you started or any other in it [default: the only run, or the daemon]
     #[arg(long)]
     pid: Option<u32>,
-    /// Seconds between two looks
+    /// Seconds between updates
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = seconds)]
     interval: f64,
-    /// Print one frame as text and end
+    /// Print one frame as text and exit
     #[arg(long, alias = "batch")]
     once: bool,
-    /// Print what one frame shows as JSON and end
+    /// Print one frame as JSON and exit
     #[arg(long)]
     json: bool,
 }
@@ -54,7 +54,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Does what was asked for.
+/// Runs the command. Exit status: 0, or 2 when there is no run to show.
 pub fn main(args: &TopArgs) -> ExitCode {
     let refuse = |message: &str| crate::refuse("top", message);
     let first = match watch::look(args.pid) {
@@ -62,7 +62,7 @@ pub fn main(args: &TopArgs) -> ExitCode {
         Err(error) => return refuse(&error.to_string()),
     };
     if args.once || args.json {
-        std::thread::sleep(GLANCE);
+        std::thread::sleep(SAMPLE_INTERVAL);
         // One that ended meanwhile is shown as it was.
         let scene = watch::look(args.pid).unwrap_or_else(|_| first.clone());
         let rates = scene.rates_since(&first);
@@ -92,7 +92,7 @@ pub fn main(args: &TopArgs) -> ExitCode {
     }
 }
 
-/// Until somebody has seen enough, or there is nothing to see any more.
+/// Draws until the user quits or the run ends.
 fn live(args: &TopArgs, first: Scene) -> io::Result<Option<ControlError>> {
     let over = Arc::new(AtomicBool::new(false));
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
@@ -122,7 +122,7 @@ fn show(
                 return Ok(None);
             }
             let left = interval.saturating_sub(looked.elapsed());
-            if event::poll(left.min(TICK))? {
+            if event::poll(left.min(POLL_INTERVAL))? {
                 match event::read()? {
                     Event::Key(key) if key.kind == KeyEventKind::Press => match key.code {
                         KeyCode::Char('q') | KeyCode::Esc => return Ok(None),

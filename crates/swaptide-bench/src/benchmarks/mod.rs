@@ -1,0 +1,6 @@
+//! The benchmarks: each a function from a session to a report.
+
+pub(crate) mod costs;
+pub(crate) mod overhead;
+pub(crate) mod sweep;
+pub(crate) mod throughput;

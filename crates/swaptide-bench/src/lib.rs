@@ -1,0 +1,28 @@
+//! `swaptide bench`: swaptide compared with the kernel's own swap, in one call.
+//!
+//! | module | owns |
+//! |--------|------|
+//! | command, args | the command line: which benchmark, which peers, where the result goes |
+//! | session | the runs of both sides in turns, with equal memory |
+//! | benchmarks | one function per benchmark |
+//! | run | one run of the workload: plain, under the kernel's swap, under swaptide |
+//! | workload | the measured program, started as `swaptide bench-work` |
+//! | peers | zram, zswap and swap files of the kernel; restoring the machine |
+//! | report | medians and ratios, as table, JSON and SVG |
+//!
+//! `swaptide-lab` uses the workload's page contents and the reader of a workload's output.
+
+mod args;
+mod benchmarks;
+mod command;
+mod peers;
+mod report;
+mod run;
+mod session;
+mod workload;
+
+pub use args::{BenchArgs, Benchmark, PeerArg};
+pub use command::main;
+pub use run::{Lines, Next};
+pub use workload::phases::{PAGE, PageContent, Phase, scatter};
+pub use workload::program::{BenchWorkArgs, main as work};

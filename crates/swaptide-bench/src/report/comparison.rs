@@ -1,0 +1,222 @@
+//! What a benchmark found, as JSON and as a table.
+//!
+//! Owns medians, ratios and the shape of the JSON that scripts read. A ratio is above 1 where
+//! swaptide is better, whether more or less of the unit is better.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::report::points::{self, Point};
+pub use crate::report::side::{SWAPTIDE, Side, Spread, human};
+use crate::report::side::{digits, round};
+
+/// A peer, and swaptide in the runs that alternated with it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pairing {
+    /// The peer's name.
+    pub name: String,
+    /// The peer at its best.
+    pub peer: Side,
+    /// The same peer with the other folio size.
+    pub other: Option<Side>,
+    /// What is to be said of a folio size that never came to its end.
+    pub absent: Option<String>,
+    /// swaptide beside it.
+    pub swaptide: Side,
+}
+
+/// Which way is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// Throughputs.
+    Higher,
+    /// Times.
+    Lower,
+}
+
+impl Better {
+    /// Whether `a` is better than `b`.
+    pub fn prefers(self, a: f64, b: f64) -> bool {
+        if self == Better::Higher { a > b } else { a < b }
+    }
+
+    /// How many times better `ours` is than `theirs`.
+    pub fn ratio(self, ours: f64, theirs: f64) -> f64 {
+        if self == Better::Higher { ours / theirs } else { theirs / ours }
+    }
+}
+
+/// Everything one call found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BenchReport {
+    /// The benchmark.
+    pub name: String,
+    /// What it is about, in a few words.
+    pub title: String,
+    /// Of the values.
+    pub unit: String,
+    /// Which way is better.
+    pub better: Better,
+    /// The budget asked for.
+    pub budget: u64,
+    /// Bytes of data.
+    pub data: u64,
+    /// Runs of each side.
+    pub runs: u32,
+    /// swaptide alone, where there is no peer (and at the smallest budget of a sweep).
+    pub alone: Option<Side>,
+    /// swaptide with the bare budget, where it was asked for.
+    pub strict: Option<Side>,
+    /// The peers.
+    pub pairs: Vec<Pairing>,
+    /// The budgets of a sweep.
+    pub points: Vec<Point>,
+    /// The machine.
+    pub machine: Value,
+    /// What a reader must know.
+    pub notes: Vec<String>,
+    /// What went wrong on our own side, where the rest could still be measured.
+    pub failed: Vec<String>,
+}
+
+impl BenchReport {
+    /// The pairing with the best peer.
+    pub fn best(&self) -> Option<&Pairing> {
+        let better = |a: &Pairing, b: &Pairing| {
+            self.better.prefers(a.peer.stats.median, b.peer.stats.median)
+        };
+        self.pairs.iter().reduce(|a, b| if better(b, a) { b } else { a })
+    }
+
+    fn ratio(&self, pair: &Pairing) -> f64 {
+        self.better.ratio(pair.swaptide.stats.median, pair.peer.stats.median)
+    }
+
+    /// The JSON that scripts read.
+    pub fn json(&self) -> Value {
+        let mut peers = Map::new();
+        for pair in &self.pairs {
+            let mut peer = pair.peer.json(false);
+            if let Some(other) = &pair.other {
+                peer.insert("other".into(), other.json(false).into());
+            }
+            peer.insert("swaptide".into(), pair.swaptide.json(true).into());
+            peer.insert("ratio".into(), json!(round(self.ratio(pair))));
+            peers.insert(pair.name.clone(), peer.into());
+        }
+        let ours = self.best().map(|p| &p.swaptide).or(self.alone.as_ref());
+        let mut all = json!({
+            "name": self.name,
+            "unit": self.unit,
+            "better": self.better,
+            "budget_bytes": self.budget,
+            "data_bytes": self.data,
+            "runs": self.runs,
+            "swaptide": ours.map(|s| s.json(true)),
+            "peers": peers,
+            "ratio_to_best_peer": self.best().map(|p| round(self.ratio(p))),
+            "best_peer": self.best().map(|p| p.name.clone()),
+            "machine": self.machine,
+            "notes": self.notes,
+            "failed": self.failed,
+        });
+        if let Some(strict) = &self.strict {
+            all["swaptide_strict"] = strict.json(true).into();
+        }
+        if !self.points.is_empty() {
+            all["points"] = self.points.iter().map(Point::json).collect();
+        }
+        all
+    }
+
+    /// The table a person reads.
+    pub fn text(&self) -> String {
+        let mut out = format!("swaptide bench {}: {}\n", self.name, self.title);
+        if self.points.is_empty() {
+            self.rows(&mut out);
+        } else {
+            points::table(&self.points, &mut out);
+        }
+        for note in &self.notes {
+            let _ = writeln!(out, "note: {note}");
+        }
+        out
+    }
+
+    fn rows(&self, out: &mut String) {
+        let mut rows: Vec<(String, &Side, bool)> = Vec::new();
+        for pair in &self.pairs {
+            rows.push((
+                peer_label(&pair.name, &pair.peer, pair.other.is_some()),
+                &pair.peer,
+                false,
+            ));
+            rows.extend(
+                pair.other.as_ref().map(|side| (peer_label(&pair.name, side, false), side, false)),
+            );
+            rows.push((swaptide_label(&pair.swaptide), &pair.swaptide, true));
+        }
+        rows.extend(self.alone.as_ref().map(|side| (swaptide_label(side), side, true)));
+        rows.extend(
+            self.strict
+                .as_ref()
+                .map(|side| (format!("{} (bare budget)", swaptide_label(side)), side, true)),
+        );
+        let width = rows.iter().map(|r| r.0.chars().count()).max().unwrap_or(0);
+        let per_page = if self.unit == "MB/s" { "us/4K" } else { "" };
+        let _ = writeln!(
+            out,
+            "{:width$} {:>9} {:>9} {:>9} {per_page:>7} {:>9} {:>7} {:>7}",
+            "", self.unit, "min", "max", "resident", "pool", "total"
+        );
+        for (label, side, ours) in &rows {
+            let s = side.stats;
+            let us = if self.unit == "MB/s" {
+                format!("{:.2}", 4096.0 / s.median)
+            } else {
+                String::new()
+            };
+            let total = side.total(*ours).unwrap_or(0);
+            let show = |bytes: u64| if bytes == 0 { "-".into() } else { human(bytes) };
+            let resident = total.saturating_sub(side.pool);
+            let _ = writeln!(
+                out,
+                "{label:width$} {:>9} {:>9} {:>9} {us:>7} {:>9} {:>7} {:>7}",
+                digits(s.median),
+                digits(s.min),
+                digits(s.max),
+                show(resident),
+                show(side.pool),
+                show(total)
+            );
+        }
+        for pair in &self.pairs {
+            let _ = writeln!(
+                out,
+                "ratio to {}: {:.3} (above 1: swaptide is better)",
+                pair.name,
+                self.ratio(pair)
+            );
+        }
+    }
+}
+
+pub(super) fn peer_label(name: &str, side: &Side, counts: bool) -> String {
+    let gap = if side.detail.is_empty() { "" } else { " " };
+    format!("{name}{gap}{}{}", side.detail, if counts { " (the better)" } else { "" })
+}
+
+pub(super) fn swaptide_label(side: &Side) -> String {
+    if side.limit == 0 {
+        SWAPTIDE.into()
+    } else {
+        format!("{SWAPTIDE} --ram {}", human(side.limit))
+    }
+}
+
+#[cfg(test)]
+#[path = "comparison_tests.rs"]
+mod tests;

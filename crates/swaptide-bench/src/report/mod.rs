@@ -1,0 +1,6 @@
+//! What a benchmark found, as a table, JSON and a plot.
+
+pub(crate) mod comparison;
+pub(crate) mod points;
+pub(crate) mod side;
+pub(crate) mod svg;

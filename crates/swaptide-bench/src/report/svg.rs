@@ -1,0 +1,282 @@
+//! The plots: bars for a comparison, curves for a sweep.
+//!
+//! Owns nothing but drawing. Text is kept large and dark enough to read in a README.
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use crate::report::comparison::{BenchReport, SWAPTIDE, Side, human};
+use crate::report::points::{self, Point};
+
+const INK: RGBColor = RGBColor(40, 44, 52);
+const OURS: RGBColor = RGBColor(18, 110, 170);
+const THEIRS: [RGBColor; 3] =
+    [RGBColor(190, 140, 60), RGBColor(120, 130, 140), RGBColor(170, 90, 110)];
+
+type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+/// The plot of a report, as the text of an SVG file.
+pub fn draw(report: &BenchReport) -> Result<String, String> {
+    let mut text = String::new();
+    {
+        let panels = points::contents(&report.points).len() as u32;
+        let width = if panels == 0 { 820 } else { 410 * panels.max(2) };
+        let area = SVGBackend::with_string(&mut text, (width, 430)).into_drawing_area();
+        let drawn = area.fill(&WHITE).map_err(Into::into).and_then(|()| {
+            if report.points.is_empty() { bars(&area, report) } else { curves(&area, report) }
+        });
+        drawn
+            .and_then(|()| area.present().map_err(Into::into))
+            .map_err(|e| format!("drawing the plot: {e}"))?;
+    }
+    Ok(text)
+}
+
+fn caption(report: &BenchReport) -> String {
+    let better = serde_json::to_value(report.better)
+        .ok()
+        .and_then(|v| v.as_str().map(str::to_owned))
+        .unwrap_or_default();
+    format!("swaptide bench {} ({}, {better} is better)", report.name, report.unit)
+}
+
+fn bars(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
+    let mut rows: Vec<(String, &Side, RGBColor)> = Vec::new();
+    for (i, pair) in report.pairs.iter().enumerate() {
+        let theirs = THEIRS[i % THEIRS.len()];
+        rows.push((format!("{} {}", pair.name, pair.peer.detail), &pair.peer, theirs));
+        rows.extend(
+            pair.other
+                .as_ref()
+                .map(|side| (format!("{} {}", pair.name, side.detail), side, theirs)),
+        );
+        rows.push((ours(&pair.swaptide), &pair.swaptide, OURS));
+    }
+    rows.extend(report.alone.as_ref().map(|side| (ours(side), side, OURS)));
+    rows.extend(report.strict.as_ref().map(|side| (format!("{}, bare", ours(side)), side, OURS)));
+    let most = rows.iter().map(|r| r.1.stats.max).fold(f64::MIN_POSITIVE, f64::max) * 1.12;
+    let count = rows.len();
+    let mut chart = ChartBuilder::on(area)
+        .caption(caption(report), ("sans-serif", 20, &INK))
+        .margin(14)
+        .x_label_area_size(40)
+        .y_label_area_size(230)
+        .build_cartesian_2d(0f64..most, 0f64..count as f64)?;
+    chart
+        .configure_mesh()
+        .disable_y_mesh()
+        .disable_y_axis()
+        .x_desc(&report.unit)
+        .x_label_formatter(&tick)
+        .label_style(("sans-serif", 14, &INK))
+        .light_line_style(WHITE)
+        .draw()?;
+    for (i, (label, side, colour)) in rows.iter().enumerate() {
+        let y = (count - 1 - i) as f64;
+        let s = side.stats;
+        chart.draw_series([Rectangle::new(
+            [(0.0, y + 0.18), (s.median, y + 0.82)],
+            colour.filled(),
+        )])?;
+        // The spread of the runs, as a line with ends.
+        let spread = [
+            [(s.min, y + 0.5), (s.max, y + 0.5)],
+            [(s.min, y + 0.4), (s.min, y + 0.6)],
+            [(s.max, y + 0.4), (s.max, y + 0.6)],
+        ];
+        chart.draw_series(spread.map(|line| PathElement::new(line, INK.stroke_width(2))))?;
+        let (left, middle) = chart.backend_coord(&(0.0, y + 0.5));
+        let style = ("sans-serif", 14, &INK).into_text_style(area).pos(right_middle());
+        area.draw_text(label.trim(), &style, (left - 10, middle))?;
+        let (end, _) = chart.backend_coord(&(s.max, y + 0.5));
+        let style = ("sans-serif", 14, &INK).into_text_style(area).pos(left_middle());
+        let shown =
+            if s.median >= 100.0 { format!("{:.0}", s.median) } else { format!("{:.2}", s.median) };
+        area.draw_text(&shown, &style, (end + 8, middle))?;
+    }
+    Ok(())
+}
+
+/// The number at a tick of the axis of values.
+fn tick(value: &f64) -> String {
+    format!("{}", (value * 100.0).round() / 100.0)
+}
+
+fn right_middle() -> plotters::style::text_anchor::Pos {
+    use plotters::style::text_anchor::{HPos, Pos, VPos};
+    Pos::new(HPos::Right, VPos::Center)
+}
+
+fn left_middle() -> plotters::style::text_anchor::Pos {
+    use plotters::style::text_anchor::{HPos, Pos, VPos};
+    Pos::new(HPos::Left, VPos::Center)
+}
+
+fn ours(side: &Side) -> String {
+    if side.limit == 0 {
+        SWAPTIDE.into()
+    } else {
+        format!("{SWAPTIDE} --ram {}", human(side.limit))
+    }
+}
+
+/// Where a point stands: the memory that was allowed, the kernel's pool counted.
+fn memory_of(point: &Point) -> f64 {
+    point.side.allowed() as f64 / f64::from(1 << 20)
+}
+
+/// A panel for each kind of data, all on the same axes.
+fn curves(area: &Canvas<'_>, report: &BenchReport) -> Drawn {
+    let size = human(report.data);
+    let title = format!(
+        "One job over {size} of data: throughput against the memory it may use, the kernel's pool \
+        counted"
+    );
+    let area = area.titled(&title, ("sans-serif", 20))?;
+    let xs = || report.points.iter().map(memory_of);
+    let ys = || report.points.iter().flat_map(|p| [p.side.stats.min, p.side.stats.max]);
+    let x = xs().fold(f64::MAX, f64::min) * 0.85..xs().fold(1.0, f64::max) * 1.15;
+    // From one line of the logarithmic axis to the next.
+    let y = 10f64.powf(ys().fold(f64::MAX, f64::min).max(0.01).log10().floor())
+        ..ys().fold(1.0, f64::max) * 1.5;
+    let contents = points::contents(&report.points);
+    let mut names: Vec<&str> =
+        report.points.iter().map(|p| p.name.as_str()).filter(|n| *n != SWAPTIDE).collect();
+    names.sort_unstable();
+    names.dedup();
+    for (panel, content) in area.split_evenly((1, contents.len())).iter().zip(contents) {
+        let mut chart = ChartBuilder::on(panel)
+            .caption(format!("data {}", content.describe()), ("sans-serif", 16, &INK))
+            .margin(12)
+            .x_label_area_size(42)
+            .y_label_area_size(58)
+            .build_cartesian_2d(x.clone().log_scale().base(2.0), y.clone().log_scale())?;
+        chart
+            .configure_mesh()
+            .x_desc("memory allowed")
+            .y_desc("MB/s, whole job")
+            .x_labels(6)
+            .y_label_formatter(&tick)
+            .x_label_formatter(&|mib| human((mib.round() as u64) << 20))
+            .label_style(("sans-serif", 14, &INK))
+            .light_line_style(WHITE)
+            .draw()?;
+        for (at, name) in [SWAPTIDE].iter().chain(&names).enumerate() {
+            let colour = if at == 0 { OURS } else { THEIRS[(at - 1) % THEIRS.len()] };
+            let line: Vec<&Point> = points::sorted(&report.points, content)
+                .into_iter()
+                .filter(|p| p.name == *name)
+                .collect();
+            let median = |p: &&Point| (memory_of(p), p.side.stats.median.max(y.start));
+            chart
+                .draw_series(LineSeries::new(line.iter().map(median), colour.stroke_width(3)))?
+                .label(*name)
+                .legend(move |(x, y)| {
+                    PathElement::new([(x, y), (x + 22, y)], colour.stroke_width(3))
+                });
+            // A cell that was cut short is a ring.
+            chart.draw_series(line.iter().map(|p| {
+                let style = if p.capped { colour.stroke_width(2) } else { colour.filled() };
+                Circle::new(median(p), 4, style)
+            }))?;
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerRight)
+            .label_font(("sans-serif", 14, &INK))
+            .border_style(INK.mix(0.3))
+            .background_style(WHITE)
+            .draw()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::comparison::{Better, Pairing, Spread};
+    use crate::workload::phases::PageContent;
+
+    fn side(median: f64, limit: u64) -> Side {
+        let stats = Spread { median, min: median * 0.9, max: median * 1.1 };
+        Side {
+            stats,
+            limit,
+            pool: 0,
+            resident: None,
+            pool_inside: false,
+            detail: String::new(),
+            written: 0,
+            failed: 0,
+        }
+    }
+
+    fn report() -> BenchReport {
+        BenchReport {
+            name: "seq".into(),
+            title: String::new(),
+            unit: "MB/s".into(),
+            better: Better::Higher,
+            budget: 1 << 28,
+            data: 1 << 30,
+            runs: 1,
+            alone: None,
+            strict: None,
+            pairs: vec![],
+            points: vec![],
+            machine: serde_json::Value::Null,
+            notes: vec![],
+            failed: vec![],
+        }
+    }
+
+    #[test]
+    fn bars_name_every_side_and_its_median() {
+        let mut report = report();
+        let pair = Pairing {
+            name: "kernel-zram".into(),
+            peer: side(485.0, 1 << 28),
+            other: None,
+            absent: None,
+            swaptide: side(1700.0, 463 << 20),
+        };
+        report.pairs = vec![pair];
+        let svg = draw(&report).unwrap();
+        for text in
+            ["<svg", "kernel-zram", "485", "swaptide --ram 463M", "1700", "higher is better"]
+        {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
+    }
+
+    #[test]
+    fn a_sweep_has_a_curve_for_each_side() {
+        let mut report = report();
+        for (i, limit) in [64u64, 128, 256, 512].into_iter().enumerate() {
+            for (name, speed) in [(SWAPTIDE, 300.0), ("kernel-zram", 200.0)] {
+                for content in [PageContent::Four, PageContent::Two] {
+                    let side = side(speed * (i + 1) as f64, limit << 20);
+                    let (name, budget, phases) = (name.into(), limit << 20, vec![]);
+                    let (wall_s, verified, capped, beside) = (1.0, 0, false, None);
+                    report.points.push(Point {
+                        name,
+                        content,
+                        budget,
+                        side,
+                        phases,
+                        wall_s,
+                        verified,
+                        capped,
+                        beside,
+                    });
+                }
+            }
+        }
+        let svg = draw(&report).unwrap();
+        assert_eq!(svg.matches("<circle").count(), 16);
+        for text in ["kernel-zram", "swaptide", "64M", "like a heap"] {
+            assert!(svg.contains(text), "{text} is not in the plot");
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! The measured program: its data, its phases, and the Redis server of `bgsave`.
+
+pub(crate) mod phases;
+pub mod program;
+pub(crate) mod redis;

@@ -1,0 +1,217 @@
+//! `swaptide lab`: the arguments, and the files that a result goes into.
+//!
+//! The table goes to standard output, or JSON in its place with `--json -`; a file for each of
+//! `--json` and `--svg`.
+
+use std::fs;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+
+use crate::experiments::{allocator, search_space, swap_table};
+use crate::plot::draw;
+use crate::programs::{preload, tiers, zswapin};
+use crate::report::LabReport;
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+/// Arguments of `swaptide lab`.
+#[derive(Debug, Args)]
+pub struct LabArgs {
+    /// What to compare
+    #[arg(value_name = "NAME")]
+    name: Experiment,
+    /// Write the rows to this file as JSON (`-`: to standard output, instead of the table)
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write a plot to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Fewer and smaller cases, for a look
+    #[arg(long)]
+    quick: bool,
+    /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload
+    /// 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    runs: Option<u32>,
+    /// zswapin: times that each run pushes its target out and touches it; the sum counts
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    rounds: u32,
+    /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default:
+    /// 1; 0.125 with --quick, tiers 0.5]
+    #[arg(long, value_name = "PART", value_parser = scale)]
+    scale: Option<f64>,
+    /// zswapin, tiers, preload: only the cases whose names begin so
+    #[arg(long, value_name = "CASE", value_delimiter = ',')]
+    only: Vec<String>,
+}
+
+fn scale(text: &str) -> Result<f64, String> {
+    let part: f64 = text.parse().map_err(|_| "a number like 0.25".to_owned())?;
+    if (0.03..=1.0).contains(&part) { Ok(part) } else { Err("from 0.03 to 1".into()) }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Experiment {
+    /// Fallback of 64K folios on a device that is nearly full, four modes of
+    /// thp_swap_allocator_test
+    Allocator,
+    /// Depth, size and speed of the swap cache on devices of 1G to 1T
+    SearchSpace,
+    /// The whole cycle of a page by 1 to 32 threads, metadata, the BGSAVE case
+    SwapTable,
+    /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other
+    /// side
+    Zswapin,
+    /// What tiers and masks cost: processes that walk their memory, and a compile job
+    Tiers,
+    /// Three services frozen into a network tier and brought back, against their cold start
+    Preload,
+}
+
+/// Runs one experiment. 0: done; 1: a run failed, or a file could not be written.
+pub fn main(args: &LabArgs) -> u8 {
+    let mut errors = std::io::stderr();
+    if errors.is_terminal() {
+        let long = match args.name {
+            Experiment::Zswapin => "up to an hour",
+            Experiment::Tiers | Experiment::Preload => "some ten minutes",
+            _ => "a minute or two",
+        };
+        let _ = writeln!(errors, "swaptide lab: measuring; this takes {long} without --quick");
+    }
+    let report = match args.name {
+        Experiment::Allocator => allocator::measure(args.quick),
+        Experiment::SearchSpace => search_space::measure(args.quick),
+        Experiment::SwapTable => swap_table::measure(args.quick),
+        Experiment::Zswapin | Experiment::Tiers | Experiment::Preload => match of_engine(args) {
+            Ok(report) => report,
+            Err(error) => {
+                let _ = writeln!(errors, "swaptide lab: {error}");
+                return 1;
+            }
+        },
+    };
+    let machine = machine();
+    match deliver(args, &report, &machine) {
+        Ok(()) => 0,
+        Err(error) => {
+            let _ = writeln!(errors, "swaptide lab: {error}");
+            1
+        }
+    }
+}
+
+/// The experiments that run programs.
+fn of_engine(args: &LabArgs) -> Result<LabReport, String> {
+    let (runs, scale) = match (args.name, args.quick) {
+        (Experiment::Preload, false) => (3, 1.0),
+        (Experiment::Preload, true) => (1, 0.125),
+        (Experiment::Tiers, true) => (3, 0.5),
+        (_, false) => (10, 1.0),
+        (_, true) => (3, 0.125),
+    };
+    let (runs, scale, only) =
+        (args.runs.unwrap_or(runs), args.scale.unwrap_or(scale), args.only.clone());
+    match args.name {
+        Experiment::Tiers => {
+            tiers::measure(&tiers::TiersPlan { runs, rounds: runs * 20, scale, only })
+        }
+        Experiment::Preload => preload::measure(&preload::PreloadPlan { runs, scale, only }),
+        _ => zswapin::measure(&zswapin::ZswapinPlan { runs, rounds: args.rounds, scale, only }),
+    }
+}
+
+fn deliver(args: &LabArgs, report: &LabReport, machine: &serde_json::Value) -> Result<(), String> {
+    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let value = json!({ "name": report.name, "machine": machine, "rows": report.rows, "notes": report.notes });
+    let text = format!("{value:#}\n");
+    let shown =
+        if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };
+    // A reader that went away has seen enough.
+    let _ = std::io::stdout().write_all(shown.as_bytes());
+    if let Some(path) = args.json.as_deref().filter(|_| !to_stdout) {
+        write(path, &text)?;
+    }
+    match &args.svg {
+        Some(path) => write(path, &draw(&report.plot, report.name)?),
+        None => Ok(()),
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(|e| {
+        format!("{}: {e}; name a file in a directory that can be written", path.display())
+    })
+}
+
+/// What the numbers depend on.
+fn machine() -> serde_json::Value {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let info = read("/proc/cpuinfo");
+    let model = info.lines().find_map(|line| {
+        line.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name.to_owned())
+    });
+    let load = read("/proc/loadavg").split(' ').next().map(str::to_owned);
+    json!({
+        "cpu": model,
+        "cpus": std::thread::available_parallelism().map_or(1, usize::from),
+        "kernel": read("/proc/sys/kernel/osrelease").trim(),
+        "load": load,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::{Curve, Plot, Row};
+
+    fn report() -> LabReport {
+        let curves = vec![
+            Curve { name: "trees".into(), ours: false, points: vec![(1.0, 40.0), (1024.0, 60.0)] },
+            Curve {
+                name: "swap table".into(),
+                ours: true,
+                points: vec![(1.0, 20.0), (1024.0, 20.0)],
+            },
+        ];
+        LabReport {
+            name: "search-space",
+            title: "a against b".into(),
+            rows: vec![
+                Row::new("128G", "tree nodes", "KiB", 4.0, 3.0).same_as(303_952.0, 302_224.0),
+            ],
+            plot: Plot { x: "device, GiB".into(), y: "look-up, ns".into(), log_x: true, curves },
+            notes: vec!["a note".into()],
+        }
+    }
+
+    #[test]
+    fn the_files_hold_what_was_measured() {
+        let dir = std::env::temp_dir().join(format!("swaptide-lab-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let (json, svg) = (dir.join("a.json"), dir.join("a.svg"));
+        let args = LabArgs {
+            name: Experiment::SearchSpace,
+            json: Some(json.clone()),
+            svg: Some(svg.clone()),
+            quick: true,
+            runs: None,
+            rounds: 1,
+            scale: None,
+            only: Vec::new(),
+        };
+        deliver(&args, &report(), &machine()).unwrap();
+        let value: serde_json::Value =
+            serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
+        let row = &value["rows"][0];
+        assert_eq!(
+            (row["case"].as_str(), row["delta_pct"].as_f64(), row["same_quantity"].as_bool()),
+            (Some("128G"), Some(-25.0), Some(true))
+        );
+        assert!(value["machine"]["cpus"].as_u64().unwrap() >= 1);
+        assert!(fs::read_to_string(svg).unwrap().starts_with("<svg"));
+        let nowhere = LabArgs { json: Some(dir.join("no/such/dir")), ..args };
+        assert!(deliver(&nowhere, &report(), &machine()).unwrap_err().contains("no/such/dir"));
+        fs::remove_dir_all(dir).unwrap();
+    }
+}
