@@ -75,7 +75,7 @@ struct Search<'a> {
     no_memory: bool,
 }
 
-type Locked<'a> = (ClusterIndex, Guard<'a, State>);
+type FoundCluster<'a> = (ClusterIndex, Guard<'a, State>);
 
 impl SwapDevice {
     /// Allocates `2^order` aligned slots for `folio`: each is in the swap cache and has a count of
@@ -270,7 +270,7 @@ impl<'a> Search<'a> {
     }
 
     /// Allocates from an empty cluster taken off its list.
-    fn fill(&mut self, (index, mut state): Locked<'a>) -> Option<SwapOffset> {
+    fn fill(&mut self, (index, mut state): FoundCluster<'a>) -> Option<SwapOffset> {
         self.device.open(index, &mut state, self.class);
         let found = self.take(index, &mut state, 0);
         assert!(

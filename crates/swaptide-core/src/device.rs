@@ -25,8 +25,9 @@ use crate::lists::{Headers, Lists};
 use crate::per_cpu::{BATCH, LaneIndex, PerCpu};
 #[cfg(not(loom))]
 use crate::sync::TableMemory;
-use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, OwnLine, SpinLock};
+use crate::sync::{AtomicBool, AtomicU32, AtomicUsize, Ordering, SpinLock};
 use crate::table::{Table, TableDiscard, Tables};
+use crossbeam_utils::CachePadded;
 
 /// What a device's access times are like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +81,7 @@ pub struct SwapDevice {
     pub(crate) discard: bool,
     pub(crate) headers: Headers,
     pub(crate) tables: Tables,
-    pub(crate) lists: OwnLine<SpinLock<Lists>>,
+    pub(crate) lists: CachePadded<SpinLock<Lists>>,
     /// How many slots are in use, and where each CPU allocated last.
     pub(crate) lanes: PerCpu<BATCH>,
     bad: AtomicU32,
@@ -139,7 +140,7 @@ impl SwapDevice {
             discard: false,
             headers: Headers::new(clusters),
             tables,
-            lists: OwnLine(SpinLock::new(Lists::new(clusters as u32))),
+            lists: CachePadded::new(SpinLock::new(Lists::new(clusters as u32))),
             lanes: PerCpu::new(lanes),
             bad: AtomicU32::new(0),
             limit: AtomicU32::new(u32::MAX),

@@ -3,34 +3,24 @@
 
 use crate::entry::{Slot, SlotInfo};
 use crate::ids::{ClusterIndex, FolioId, SwapEntry};
-use core::fmt;
 
 /// Why an allocation failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// As many slots are used as the device holds: free some, or use another device.
+    #[error("the swap device is full: free slots or use another device")]
     Full,
     /// Enough slots are free, but no aligned run of that order: split the folio.
+    #[error("no aligned run of free slots of that order: split the folio")]
     NoRun,
     /// The device is being taken away (or no device is permitted): use another one.
+    #[error("no swap device is open for allocation: use another device")]
     Disabled,
     /// No memory for the cluster's header or table: reclaim and try again.
+    #[error("no memory for a swap table: reclaim memory and try again")]
     NoMemory,
 }
-
-impl fmt::Display for AllocError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            AllocError::Full => "the swap device is full: free slots or use another device",
-            AllocError::NoRun => "no aligned run of free slots of that order: split the folio",
-            AllocError::Disabled => "no swap device is open for allocation: use another device",
-            AllocError::NoMemory => "no memory for a swap table: reclaim memory and try again",
-        })
-    }
-}
-
-impl core::error::Error for AllocError {}
 
 /// The state an operation was told to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,7 +62,15 @@ pub enum Expect {
 /// Where the caller lost a race that its protocol allows ([`Mismatch::exists`],
 /// [`Mismatch::gone`]), it tries again; everywhere else a mismatch is corruption and the process
 /// should stop with this message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{entry} ({cluster}): expected {expected:?}, found {slot:?} with count {count}, zero {zero}, \
+    {group}",
+    slot = .found.slot,
+    count = .found.count,
+    zero = .found.zero,
+    group = .found.group
+)]
 pub struct Mismatch {
     /// The first slot that did not match.
     pub entry: SwapEntry,
@@ -95,16 +93,3 @@ impl Mismatch {
         self.found.slot == Slot::Free && self.expected != Expected::Range
     }
 }
-
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let SlotInfo { slot, count, zero, group } = self.found;
-        write!(
-            f,
-            "{} ({}): expected {:?}, found {slot:?} with count {count}, zero {zero}, {group}",
-            self.entry, self.cluster, self.expected
-        )
-    }
-}
-
-impl core::error::Error for Mismatch {}

@@ -53,7 +53,7 @@ impl ZeroMask<'_> {
 }
 
 /// A range of slots under its cluster's lock.
-struct Run<'a> {
+struct SlotRun<'a> {
     device: &'a SwapDevice,
     index: ClusterIndex,
     state: Guard<'a, State>,
@@ -240,17 +240,17 @@ impl SwapDevice {
         Mismatch { entry, cluster: off.cluster(), expected, found }
     }
 
-    // Inlined with `check` and `exchange`: a `Run` handed over in memory costs a single slot more
+    // Inlined with `check` and `exchange`: a `SlotRun` handed over in memory costs a single slot more
     // than its exchange.
     #[inline(always)]
-    fn run(&self, off: SwapOffset, n: u32, expected: Expected) -> Result<Run<'_>, Mismatch> {
+    fn run(&self, off: SwapOffset, n: u32, expected: Expected) -> Result<SlotRun<'_>, Mismatch> {
         self.check_range(off, n)?;
         let free = || self.mismatch(off, expected, Entry::FREE.info());
         let cluster = self.headers.get(off.cluster().0 as usize).ok_or_else(free)?;
         let state = cluster.lock();
         let table = self.tables.get(off.cluster()).ok_or_else(free)?;
         let start = off.in_cluster();
-        Ok(Run {
+        Ok(SlotRun {
             device: self,
             index: off.cluster(),
             state,
@@ -260,7 +260,7 @@ impl SwapDevice {
     }
 }
 
-impl Run<'_> {
+impl SlotRun<'_> {
     /// The first slot for which `right` does not hold, as an error.
     #[inline(always)]
     fn check(

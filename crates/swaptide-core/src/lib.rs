@@ -73,7 +73,7 @@ pub use moving::{Compacted, Move, Mover};
 pub use reclaim::CacheReclaim;
 pub use space::{SpaceError, SwapSpace, TypeMask};
 #[cfg(not(loom))]
-pub use sync::{Guard, OwnLine, SpinLock, TableMemory, lock_waits, set_yield};
+pub use sync::{Guard, SpinLock, TableMemory, lock_waits, set_yield};
 pub use table::TableDiscard;
 pub use tiers::{
     Applied, MAX_TIER_NAME, MAX_TIERS, Priority, Rule, TierError, TierIndex, TierMask, TierView,

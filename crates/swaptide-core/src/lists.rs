@@ -16,7 +16,7 @@
 
 use crate::cluster::{Cluster, ListId, NO_CLUSTER, State};
 use crate::ids::{ClusterIndex, ORDERS};
-use crate::sync::{Directory, Guard, Ordering};
+use crate::sync::{Guard, Ordering, TableDirectory};
 
 /// Headers made together.
 #[cfg(not(loom))]
@@ -24,7 +24,7 @@ pub(crate) const HEADERS_PER_CHUNK: usize = 32;
 #[cfg(loom)]
 pub(crate) const HEADERS_PER_CHUNK: usize = 1;
 
-pub(crate) type Headers = Directory<Cluster, HEADERS_PER_CHUNK>;
+pub(crate) type Headers = TableDirectory<Cluster, HEADERS_PER_CHUNK>;
 
 impl ListId {
     const COUNT: usize = 3 + 2 * ORDERS;

@@ -111,25 +111,25 @@ fn belongs(first: Entry, entry: Entry) -> bool {
     }
 }
 
-struct Locked<'a> {
+struct LockedCluster<'a> {
     device: &'a SwapDevice,
     index: ClusterIndex,
     state: Guard<'a, State>,
 }
 
-impl<'a> Locked<'a> {
+impl<'a> LockedCluster<'a> {
     fn new(device: &'a SwapDevice, index: ClusterIndex) -> Self {
-        Locked { device, index, state: device.cluster(index).lock() }
+        LockedCluster { device, index, state: device.cluster(index).lock() }
     }
 
     /// Two clusters, locked in the order that everybody keeps to. They are not the same.
     fn both(a: (&'a SwapDevice, ClusterIndex), b: (&'a SwapDevice, ClusterIndex)) -> (Self, Self) {
         if (a.0.ty(), a.1) < (b.0.ty(), b.1) {
-            let first = Locked::new(a.0, a.1);
-            (first, Locked::new(b.0, b.1))
+            let first = LockedCluster::new(a.0, a.1);
+            (first, LockedCluster::new(b.0, b.1))
         } else {
-            let first = Locked::new(b.0, b.1);
-            (Locked::new(a.0, a.1), first)
+            let first = LockedCluster::new(b.0, b.1);
+            (LockedCluster::new(a.0, a.1), first)
         }
     }
 
@@ -197,8 +197,8 @@ impl<'a> Locked<'a> {
 /// The new words are there before the users are switched, and the old ones until after: a look-up
 /// finds the page whichever entry it goes by.
 fn carry(
-    source: &mut Locked<'_>,
-    dest: &mut Locked<'_>,
+    source: &mut LockedCluster<'_>,
+    dest: &mut LockedCluster<'_>,
     slots: &Move<'_>,
     otherwise: Entry,
     mover: &mut dyn Mover,
@@ -303,7 +303,7 @@ impl SwapDevice {
         infos: &mut Vec<SlotInfo>,
         done: &mut Compacted,
     ) -> bool {
-        let (mut source, mut dest) = Locked::both((self, source), (self, dest));
+        let (mut source, mut dest) = LockedCluster::both((self, source), (self, dest));
         // Others went on meanwhile.
         if source.state.used == 0 {
             return true;
@@ -461,7 +461,7 @@ impl SwapSpace {
     ) -> Result<(SwapOffset, u32), AllocError> {
         let (index, i) = (off.cluster(), off.in_cluster());
         let unit = {
-            let source = Locked::new(device, index);
+            let source = LockedCluster::new(device, index);
             if source.state.used == 0 || !source.get(i).is_used() || source.get(i).holds(MOVING) {
                 return Ok((off.plus(1), 0));
             }
@@ -496,7 +496,7 @@ fn transfer(
     mover: &mut dyn Mover,
 ) -> u32 {
     let (index, to) = (slots.from.offset().cluster(), slots.to.offset());
-    let (mut source, mut dest) = Locked::both((device, index), (other, to.cluster()));
+    let (mut source, mut dest) = LockedCluster::both((device, index), (other, to.cluster()));
     let range = unit.start..unit.start + unit.n;
     let same = |(i, info): (usize, &SlotInfo)| info.slot == Slot::Free || source.info(i) == *info;
     // All that was copied is as it was, and a folio has no slot more.

@@ -21,7 +21,8 @@
 //! module has a model of its own.
 
 use crate::ids::ORDERS;
-use crate::sync::{AtomicU32, AtomicU64, Ordering, OwnLine, relax};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, relax};
+use crossbeam_utils::CachePadded;
 
 /// Slots that a lane counts at a time, and half of what it keeps of those that were freed.
 #[cfg(not(loom))]
@@ -40,7 +41,7 @@ struct Lane {
     credit: AtomicU32,
 }
 
-struct Taken {
+struct SlotCount {
     slots: AtomicU32,
     moves: AtomicU64,
 }
@@ -61,9 +62,9 @@ fn seen(counter: &AtomicU32) -> u32 {
 
 /// All lanes of one device. `N`: [`BATCH`].
 pub(crate) struct PerCpu<const N: u32> {
-    lanes: Box<[OwnLine<Lane>]>,
+    lanes: Box<[CachePadded<Lane>]>,
     /// Written once for many slots; on a line of its own, as the rest is read by every look-up.
-    taken: OwnLine<Taken>,
+    taken: CachePadded<SlotCount>,
 }
 
 impl<const N: u32> PerCpu<N> {
@@ -73,10 +74,10 @@ impl<const N: u32> PerCpu<N> {
             current: core::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             credit: AtomicU32::new(0),
         };
-        let taken = Taken { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
+        let taken = SlotCount { slots: AtomicU32::new(0), moves: AtomicU64::new(0) };
         PerCpu {
-            lanes: (0..lanes.max(1)).map(|_| OwnLine(lane())).collect(),
-            taken: OwnLine(taken),
+            lanes: (0..lanes.max(1)).map(|_| CachePadded::new(lane())).collect(),
+            taken: CachePadded::new(taken),
         }
     }
 

@@ -58,46 +58,27 @@ impl fmt::Debug for TypeMask {
 }
 
 /// Why a device was not added or taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpaceError {
     /// A device of that type is there already.
+    #[error("swap {0} is taken: choose another number")]
     Exists(SwapType),
     /// There is no device of that type.
+    #[error("there is no swap device of {0}")]
     NoDevice(SwapType),
-    /// So many slots of the device are still in use: swap them in, or move them to another device,
-    /// then try again.
+    /// The number of slots that are still in use: swap them in, or move them to another device, then
+    /// try again.
+    #[error("{1} slots of swap {0} are in use: bring them back first")]
     InUse(SwapType, u32),
-    /// So many slots of the device find no room on the others: free some, or add a device.
+    /// The number of slots that find no room on the others: free some, or add a device.
+    #[error("{1} slots of swap {0} find no room on the other devices: free some, or add a device")]
     NoRoom(SwapType, u32),
-    /// So many slots of the device could not be moved, because their owner could not change their
+    /// The number of slots that could not be moved, because their owner could not change their
     /// users: try again.
+    #[error("{1} slots of swap {0} could not be moved just now: try again")]
     Refused(SwapType, u32),
 }
-
-impl fmt::Display for SpaceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            SpaceError::Exists(ty) => write!(f, "swap {ty} is taken: choose another number"),
-            SpaceError::NoDevice(ty) => write!(f, "there is no swap device of {ty}"),
-            SpaceError::InUse(ty, used) => {
-                write!(f, "{used} slots of swap {ty} are in use: bring them back first")
-            }
-            SpaceError::NoRoom(ty, left) => {
-                write!(
-                    f,
-                    "{left} slots of swap {ty} find no room on the other devices: free some, or \
-                    add a device"
-                )
-            }
-            SpaceError::Refused(ty, left) => {
-                write!(f, "{left} slots of swap {ty} could not be moved just now: try again")
-            }
-        }
-    }
-}
-
-impl core::error::Error for SpaceError {}
 
 #[derive(Clone, Copy)]
 struct PriorityEntry {

@@ -3,7 +3,7 @@
 //! tables.
 //!
 //! Invariants:
-//! 1. A chunk of a [`Directory`] (cluster headers) is published once, complete, and stays where it
+//! 1. A chunk of a [`TableDirectory`] (cluster headers) is published once, complete, and stays where it
 //!    is until the directory is dropped. The swap tables ([`Pages`]) all have their places from the
 //!    start, until the device is dropped. So both are type-stable: a late reader reads an old word,
 //!    never foreign memory. That stands for RCU's grace period (docs/linux-swap.md, "Swap table"):
@@ -216,21 +216,6 @@ pub fn lock_waits() -> u64 {
     WAITS.load(Ordering::Relaxed)
 }
 
-/// A value on cache lines of its own (two: CPUs fetch them in pairs), so that writing it does not
-/// slow down readers of its neighbours.
-#[derive(Default)]
-#[repr(align(128))]
-pub struct OwnLine<T>(pub T);
-
-impl<T> core::ops::Deref for OwnLine<T> {
-    type Target = T;
-
-    #[inline]
-    fn deref(&self) -> &T {
-        &self.0
-    }
-}
-
 /// One step of waiting; `spins` counts them.
 pub(crate) fn relax(spins: &mut u32) {
     #[cfg(loom)]
@@ -281,15 +266,15 @@ pub(crate) fn prefetch(word: &AtomicU64) {
 
 /// An array made chunk by chunk: `N` elements come into being together, at the first use of one of
 /// them, and live until the directory is dropped. Reading takes no lock.
-pub(crate) struct Directory<T, const N: usize> {
+pub(crate) struct TableDirectory<T, const N: usize> {
     chunks: Box<[AtomicPtr<T>]>,
     made: AtomicUsize,
 }
 
-impl<T: Default, const N: usize> Directory<T, N> {
+impl<T: Default, const N: usize> TableDirectory<T, N> {
     /// Room for `len` elements; none is made yet.
     pub fn new(len: usize) -> Self {
-        Directory {
+        TableDirectory {
             chunks: (0..len.div_ceil(N)).map(|_| AtomicPtr::new(ptr::null_mut())).collect(),
             made: AtomicUsize::new(0),
         }
@@ -504,7 +489,7 @@ unsafe fn free_chunk<T, const N: usize>(chunk: *mut T) {
     drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(chunk, N)) });
 }
 
-impl<T, const N: usize> Drop for Directory<T, N> {
+impl<T, const N: usize> Drop for TableDirectory<T, N> {
     fn drop(&mut self) {
         for place in &self.chunks {
             // Relaxed: `&mut self`, so whoever published did so before.
@@ -519,9 +504,9 @@ impl<T, const N: usize> Drop for Directory<T, N> {
 }
 
 // SAFETY: the directory owns its elements and hands out shared references only.
-unsafe impl<T: Send, const N: usize> Send for Directory<T, N> {}
+unsafe impl<T: Send, const N: usize> Send for TableDirectory<T, N> {}
 // SAFETY: as above; `T: Sync` is what sharing references across threads needs.
-unsafe impl<T: Send + Sync, const N: usize> Sync for Directory<T, N> {}
+unsafe impl<T: Send + Sync, const N: usize> Sync for TableDirectory<T, N> {}
 
 /// A value published once to readers that take no lock, and kept until the cell is dropped or
 /// emptied by its only owner.
@@ -675,7 +660,7 @@ mod tests {
 
     #[test]
     fn a_chunk_is_made_once_by_many() {
-        let directory = Directory::<AtomicU64, 8>::new(64);
+        let directory = TableDirectory::<AtomicU64, 8>::new(64);
         assert!(directory.get(3).is_none() && directory.make(64).is_none());
         thread::scope(|s| {
             for _ in 0..4 {

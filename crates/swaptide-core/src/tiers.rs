@@ -79,13 +79,13 @@ impl TierIndex {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Name {
+struct TierName {
     bytes: [u8; MAX_TIER_NAME],
     len: u8,
 }
 
-impl Name {
-    fn new(text: &str) -> Result<Name, Rule> {
+impl TierName {
+    fn new(text: &str) -> Result<TierName, Rule> {
         if text.len() > MAX_TIER_NAME {
             return Err(Rule::LongName);
         }
@@ -95,7 +95,7 @@ impl Name {
         }
         let mut bytes = [0; MAX_TIER_NAME];
         bytes[..text.len()].copy_from_slice(text.as_bytes());
-        Ok(Name { bytes, len: text.len() as u8 })
+        Ok(TierName { bytes, len: text.len() as u8 })
     }
 
     fn as_str(&self) -> &str {
@@ -106,7 +106,7 @@ impl Name {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Tier {
-    name: Name,
+    name: TierName,
     start: Priority,
 }
 
@@ -124,33 +124,46 @@ pub struct TierView<'a> {
 }
 
 /// The rule that a token broke.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Rule {
     /// It is none of the three kinds (for a mask: has no sign).
+    #[error(
+        "not a change; write +NAME:PRIO, -NAME or NAME:PRIO for tiers, +NAME or -NAME for a group"
+    )]
     Grammar,
     /// The name is empty or has other characters than letters, digits and underscores.
+    #[error("a tier's name has letters, digits and underscores only")]
     BadName,
     /// The name is longer than [`MAX_TIER_NAME`].
+    #[error("a tier's name has at most {MAX_TIER_NAME} bytes")]
     LongName,
     /// What stands behind the colon is no number, or none from -1 to 32767.
+    #[error("after the colon comes a priority from {} to {}", Priority::MIN, Priority::MAX)]
     BadPriority,
     /// A tier of this name exists.
+    #[error("a tier of this name exists; write it without the + to move its start")]
     NameTaken,
     /// Another tier starts there.
+    #[error("another tier starts at this priority")]
     StartTaken,
     /// There are [`MAX_TIERS`] already.
+    #[error("there are {MAX_TIERS} tiers already; remove one first")]
     Full,
     /// No tier has this name.
+    #[error("there is no tier of this name")]
     Unknown,
     /// A device in use would be in another tier or in none.
+    #[error("a device of priority {0} is in use and would change its tier; take it away first")]
     InUse(Priority),
     /// After the last token, the lowest tier starts above -1.
+    #[error("priorities from -1 to {} are in no tier; let one start at -1", .0.get() - 1)]
     Uncovered(Priority),
 }
 
 /// A text that cannot be carried out. Nothing was changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}: {rule}", self.place())]
 pub struct TierError {
     /// The token at fault; for [`Rule::Uncovered`] the name of the lowest tier.
     pub token: String,
@@ -160,50 +173,15 @@ pub struct TierError {
     pub rule: Rule,
 }
 
-impl fmt::Display for TierError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl TierError {
+    fn place(&self) -> String {
         let TierError { token, number, rule } = self;
-        if let Rule::Uncovered(start) = rule {
-            return write!(
-                f,
-                "the lowest tier, {token}, starts at {start}: priorities from -1 to {} are in no \
-                tier; let one start at -1",
-                start.get() - 1
-            );
-        }
-        write!(f, "token {number}, {token:?}: ")?;
         match rule {
-            Rule::Grammar => f.write_str(
-                "not a change; write +NAME:PRIO, -NAME or NAME:PRIO for tiers, +NAME \
-                    or -NAME for a group",
-            ),
-            Rule::BadName => f.write_str("a tier's name has letters, digits and underscores only"),
-            Rule::LongName => write!(f, "a tier's name has at most {MAX_TIER_NAME} bytes"),
-            Rule::BadPriority => write!(
-                f,
-                "after the colon comes a priority from {} to \
-                {}",
-                Priority::MIN,
-                Priority::MAX
-            ),
-            Rule::NameTaken => f.write_str(
-                "a tier of this name exists; write it without the + to \
-                move its start",
-            ),
-            Rule::StartTaken => f.write_str("another tier starts at this priority"),
-            Rule::Full => write!(f, "there are {MAX_TIERS} tiers already; remove one first"),
-            Rule::Unknown => f.write_str("there is no tier of this name"),
-            Rule::InUse(at) => write!(
-                f,
-                "a device of priority {at} is in use and would change its \
-                tier; take it away first"
-            ),
-            Rule::Uncovered(_) => Ok(()),
+            Rule::Uncovered(start) => format!("the lowest tier, {token}, starts at {start}"),
+            _ => format!("token {number}, {token:?}"),
         }
     }
 }
-
-impl core::error::Error for TierError {}
 
 /// What a text did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -348,7 +326,7 @@ impl Tiers {
             let (name, start) = named_start(rest)?;
             self.add(name, start)
         } else if let Some(name) = token.strip_prefix('-') {
-            let index = self.known(Name::new(name)?)?;
+            let index = self.known(TierName::new(name)?)?;
             self.remove(index);
             applied.freed |= 1 << index.get();
             Ok(())
@@ -359,11 +337,11 @@ impl Tiers {
         }
     }
 
-    fn known(&self, name: Name) -> Result<TierIndex, Rule> {
+    fn known(&self, name: TierName) -> Result<TierIndex, Rule> {
         self.find(name.as_str()).ok_or(Rule::Unknown)
     }
 
-    fn add(&mut self, name: Name, start: Priority) -> Result<(), Rule> {
+    fn add(&mut self, name: TierName, start: Priority) -> Result<(), Rule> {
         if self.find(name.as_str()).is_some() {
             return Err(Rule::NameTaken);
         }
@@ -431,9 +409,9 @@ impl fmt::Display for Tiers {
     }
 }
 
-fn named_start(text: &str) -> Result<(Name, Priority), Rule> {
+fn named_start(text: &str) -> Result<(TierName, Priority), Rule> {
     let (name, number) = text.split_once(':').ok_or(Rule::Grammar)?;
-    let name = Name::new(name)?;
+    let name = TierName::new(name)?;
     let digits = number.strip_prefix('-').unwrap_or(number);
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(Rule::BadPriority);
@@ -493,7 +471,7 @@ impl TierMask {
                 (_, Some(name)) => (false, name),
                 _ => return Err(failed(Rule::Grammar)),
             };
-            let name = Name::new(name).map_err(failed)?;
+            let name = TierName::new(name).map_err(failed)?;
             let bit = 1 << tiers.known(name).map_err(failed)?.get();
             next.0 = if excludes { next.0 & !bit } else { next.0 | bit };
         }

@@ -96,7 +96,7 @@ impl Reach {
     }
 
     fn open(self) -> Result<Uffd, OpenError> {
-        let without_forks = SHARED_FEATURES.without(Features::EVENT_FORK);
+        let without_forks = SHARED_FEATURES.difference(Features::EVENT_FORK);
         match self {
             Reach::Whole => Uffd::open(SHARED_FEATURES, true),
             Reach::NoForks => Uffd::open(without_forks, true),

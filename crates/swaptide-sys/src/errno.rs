@@ -49,9 +49,52 @@ impl fmt::Debug for ErrnoName {
     }
 }
 
+/// The text of an [`ErrnoName`], made without allocating: for threads and processes that must not.
+pub struct ErrnoText {
+    bytes: [u8; ErrnoText::MAX_BYTES],
+    len: usize,
+}
+
+impl ErrnoText {
+    /// Longer than any name with its number.
+    const MAX_BYTES: usize = 40;
+
+    /// The text for one error number.
+    pub fn new(errno: Errno) -> ErrnoText {
+        let mut text = ErrnoText { bytes: [0; ErrnoText::MAX_BYTES], len: 0 };
+        // A text that did not fit would be cut; none is so long.
+        let _ = fmt::write(&mut text, format_args!("{}", ErrnoName(errno)));
+        text
+    }
+
+    /// The text, in ASCII.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+impl fmt::Write for ErrnoText {
+    fn write_str(&mut self, part: &str) -> fmt::Result {
+        let room = &mut self.bytes[self.len..];
+        let len = part.len().min(room.len());
+        room[..len].copy_from_slice(&part.as_bytes()[..len]);
+        self.len += len;
+        if len == part.len() { Ok(()) } else { Err(fmt::Error) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_text_is_that_of_the_name() {
+        for number in 1..200 {
+            let errno = Errno::from_raw_os_error(number);
+            let name = std::format!("{}", ErrnoName(errno));
+            assert_eq!(ErrnoText::new(errno).as_bytes(), name.as_bytes());
+        }
+    }
 
     #[test]
     fn a_known_number_has_its_name_and_an_unknown_one_its_number() {

@@ -229,12 +229,8 @@ pub mod futex {
     }
     pub use Wait::{Interrupted, Mismatch, TimedOut, Woken};
 
-    const FUTEX_WAIT: u32 = 0;
-    const FUTEX_WAKE: u32 = 1;
-    const FUTEX_PRIVATE: u32 = 128;
-
     fn op(base: u32, scope: Scope) -> u32 {
-        base | if scope == Scope::Private { FUTEX_PRIVATE } else { 0 }
+        base | if scope == Scope::Private { k::FUTEX_PRIVATE_FLAG } else { 0 }
     }
 
     /// Sleeps while `word` is `expected`, at most for `timeout`.
@@ -250,7 +246,7 @@ pub mod futex {
             syscall!(
                 k::__NR_futex,
                 word.as_ptr() as usize,
-                op(FUTEX_WAIT, scope),
+                op(k::FUTEX_WAIT, scope),
                 expected,
                 time_ptr as usize
             )
@@ -267,7 +263,7 @@ pub mod futex {
     pub fn wake(word: &AtomicU32, n: u32, scope: Scope) -> usize {
         let n = n.min(i32::MAX as u32);
         // SAFETY: the kernel does not touch the word; the address is only a key.
-        unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(FUTEX_WAKE, scope), n) }
+        unsafe { syscall!(k::__NR_futex, word.as_ptr() as usize, op(k::FUTEX_WAKE, scope), n) }
             .unwrap_or(0)
     }
 }

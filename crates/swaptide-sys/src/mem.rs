@@ -21,6 +21,7 @@
 //! Locks: `CHANGES`, the innermost of all; nothing is allocated under it.
 
 use core::ffi::CStr;
+use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering};
 use core::time::Duration;
@@ -161,20 +162,15 @@ fn map_registered(
     Ok((range, registration))
 }
 
-const MADV_DONTNEED_LOCKED: u32 = 24;
-
 /// Asks for the memory at `at` to be brought near: a hint, where the processor has one. Any address
 /// will do.
 #[inline]
 pub fn prefetch<T>(at: *const T) {
-    #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch reads nothing that the program sees, and is without effect where nothing
     // can be read.
     unsafe {
         core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(at.cast());
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
 }
 
 /// What to tell the kernel about a range.
@@ -217,7 +213,7 @@ impl Advice {
         match self {
             Advice::DontNeed => k::MADV_DONTNEED,
             // Linux 5.18; also gives up locked pages (`mlockall`), where the plain one is refused.
-            Advice::DontNeedLocked => MADV_DONTNEED_LOCKED,
+            Advice::DontNeedLocked => k::MADV_DONTNEED_LOCKED,
             Advice::Free => k::MADV_FREE,
             Advice::Cold => k::MADV_COLD,
             Advice::PageOut => k::MADV_PAGEOUT,
@@ -295,13 +291,12 @@ impl Landmark {
     pub fn raise() -> Result<Landmark, Errno> {
         // Half of the address space: what is in the other half lies together near its end.
         const SPAN: usize = 1 << 46;
-        const FIXED_NOREPLACE: u32 = 0x10_0000;
-        let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | FIXED_NOREPLACE;
+        let flags = k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE | k::MAP_FIXED_NOREPLACE;
         for _ in 0..64 {
             let mut random = [0u8; 8];
             rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
             let at = (usize::from_le_bytes(random) % SPAN).max(1 << 32) / PAGE_SIZE * PAGE_SIZE;
-            // SAFETY: with FIXED_NOREPLACE nothing is replaced.
+            // SAFETY: with MAP_FIXED_NOREPLACE nothing is replaced.
             match unsafe { mmap(at, PAGE_SIZE, k::PROT_NONE, flags, -1) } {
                 Ok(start) => return Ok(Landmark(VirtRange::from_len(start, PAGE_SIZE))),
                 Err(Errno::EXIST) => {}
@@ -351,16 +346,14 @@ unsafe fn mmap(addr: usize, len: usize, prot: u32, flags: u32, fd: i32) -> Resul
 /// Gives the range a name in `/proc/PID/maps` (`[anon:swaptide]`), where the kernel can do that.
 /// It also keeps the kernel from merging the range with a neighbour of the program's.
 fn name_range(range: VirtRange) {
-    const PR_SET_VMA: usize = 0x53564d41;
-    const PR_SET_VMA_ANON_NAME: usize = 0;
     let name = c"swaptide";
     // SAFETY: the name lives for ever. A kernel without this answers EINVAL, which costs nothing
     // but the name.
     let _ = unsafe {
         syscall!(
             k::__NR_prctl,
-            PR_SET_VMA,
-            PR_SET_VMA_ANON_NAME,
+            linux_raw_sys::prctl::PR_SET_VMA,
+            linux_raw_sys::prctl::PR_SET_VMA_ANON_NAME,
             range.start.0,
             range.len(),
             name.as_ptr() as usize
@@ -368,17 +361,64 @@ fn name_range(range: VirtRange) {
     };
 }
 
-/// An owned private anonymous mapping; dropping it unmaps it.
-pub struct Mapping {
+/// A mapping in the registry; dropping it unmaps it. What [`Mapping`] and [`SharedMap`] have in
+/// common.
+pub struct OwnedRange {
     range: VirtRange,
     /// Leaves the registry when dropped, after the mapping is gone (invariant 1).
     _registration: Registration,
 }
 
-// SAFETY: a mapping is only an address range; access goes through raw pointers or unsafe methods.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
+impl OwnedRange {
+    /// Maps by `map`, and enters what it has mapped in the registry.
+    fn map(map: impl FnOnce() -> Result<VirtRange, Errno>) -> Result<OwnedRange, Errno> {
+        let (range, registration) = map_registered(map)?;
+        Ok(OwnedRange { range, _registration: registration })
+    }
+
+    /// The first byte. Of shared memory, which other processes may change at any time, use atomics.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.range.start.as_ptr()
+    }
+
+    /// Bytes mapped.
+    #[allow(clippy::len_without_is_empty)] // a mapping is never empty
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// The addresses mapped.
+    pub fn range(&self) -> VirtRange {
+        self.range
+    }
+
+    /// Gives up ownership: the mapping stays, and stays in the registry, for the life of the
+    /// process.
+    fn leak(self) -> NonNull<u8> {
+        let start = self.as_ptr();
+        core::mem::forget(self);
+        NonNull::new(start).expect("no mapping starts at zero")
+    }
+}
+
+impl Drop for OwnedRange {
+    fn drop(&mut self) {
+        // SAFETY: the owner is gone, and references were only lent on the promise not to outlive
+        // it.
+        let _ = unsafe { unmap(self.range) };
+    }
+}
+
+/// An owned private anonymous mapping; dropping it unmaps it.
+pub struct Mapping(OwnedRange);
+
+impl Deref for Mapping {
+    type Target = OwnedRange;
+
+    fn deref(&self) -> &OwnedRange {
+        &self.0
+    }
+}
 
 impl Mapping {
     /// Reserves `len` bytes (rounded up to pages): readable, writable, no memory used until
@@ -403,7 +443,7 @@ impl Mapping {
             return Err(Errno::INVAL);
         }
         let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
-        let (range, registration) = map_registered(|| {
+        OwnedRange::map(|| {
             let range = map_aligned(len, align)?;
             let advice = if huge { Advice::HugePage } else { Advice::NoHugePage };
             // SAFETY: this advice changes no data. A kernel without huge pages answers EINVAL: then
@@ -411,30 +451,14 @@ impl Mapping {
             let _ = unsafe { advise(range, advice) };
             name_range(range);
             Ok(range)
-        })?;
-        Ok(Mapping { range, _registration: registration })
-    }
-
-    /// The first byte.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.range.start.as_ptr()
-    }
-
-    /// Bytes mapped.
-    #[allow(clippy::len_without_is_empty)] // a mapping is never empty
-    pub fn len(&self) -> usize {
-        self.range.len()
-    }
-
-    /// The addresses mapped.
-    pub fn range(&self) -> VirtRange {
-        self.range
+        })
+        .map(Mapping)
     }
 
     fn part(&self, offset: usize, len: usize) -> Result<VirtRange, Errno> {
         match offset.checked_add(len) {
             Some(end) if end <= self.len() => {
-                Ok(VirtRange::from_len(self.range.start.offset(offset), len))
+                Ok(VirtRange::from_len(self.range().start.offset(offset), len))
             }
             _ => Err(Errno::INVAL),
         }
@@ -451,7 +475,7 @@ impl Mapping {
 
     /// Lets its pages go again where `mlockall(MCL_FUTURE)` locked the new mapping.
     pub fn unlock(&self) {
-        unlock(self.range);
+        unlock(self.range());
     }
 
     /// Makes the pages of a part present and writable now. Kernels before 5.14: `EINVAL`.
@@ -476,17 +500,7 @@ impl Mapping {
     /// Gives up ownership: the mapping stays, and stays in the registry, for the life of the
     /// process.
     pub fn into_raw(self) -> NonNull<u8> {
-        let ptr = self.as_ptr();
-        core::mem::forget(self);
-        NonNull::new(ptr).expect("no mapping starts at zero")
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: the owner is gone, and references were only lent on the promise not to outlive
-        // it.
-        let _ = unsafe { unmap(self.range) };
+        self.0.leak()
     }
 }
 
@@ -509,16 +523,15 @@ fn map_aligned(len: usize, align: usize) -> Result<VirtRange, Errno> {
 }
 
 /// An owned shared mapping of a memory file; dropping it unmaps it (the file lives on).
-pub struct SharedMap {
-    range: VirtRange,
-    /// Leaves the registry when dropped, after the mapping is gone (invariant 1).
-    _registration: Registration,
-}
+pub struct SharedMap(OwnedRange);
 
-// SAFETY: only an address range; access goes through raw pointers.
-unsafe impl Send for SharedMap {}
-// SAFETY: as above.
-unsafe impl Sync for SharedMap {}
+impl Deref for SharedMap {
+    type Target = OwnedRange;
+
+    fn deref(&self) -> &OwnedRange {
+        &self.0
+    }
+}
 
 impl SharedMap {
     /// Maps the first `len` bytes (rounded up to pages) of `fd`, readable and writable, shared.
@@ -528,44 +541,19 @@ impl SharedMap {
             return Err(Errno::INVAL);
         }
         let len = len.checked_next_multiple_of(PAGE_SIZE).ok_or(Errno::NOMEM)?;
-        let (range, registration) = map_registered(|| {
+        OwnedRange::map(|| {
             // SAFETY: a new mapping where the kernel has room; it replaces nothing.
             let start = unsafe {
                 mmap(0, len, k::PROT_READ | k::PROT_WRITE, k::MAP_SHARED, fd.as_raw_fd())?
             };
             Ok(VirtRange::from_len(start, len))
-        })?;
-        Ok(SharedMap { range, _registration: registration })
-    }
-
-    /// The first byte. Other processes may change the memory at any time: use atomics.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.range.start.as_ptr()
-    }
-
-    /// Bytes mapped.
-    #[allow(clippy::len_without_is_empty)] // a mapping is never empty
-    pub fn len(&self) -> usize {
-        self.range.len()
-    }
-
-    /// The addresses mapped.
-    pub fn range(&self) -> VirtRange {
-        self.range
+        })
+        .map(SharedMap)
     }
 
     /// Gives up ownership: the mapping stays for the life of the process.
     pub fn leak(self) -> NonNull<u8> {
-        let ptr = self.as_ptr();
-        core::mem::forget(self);
-        NonNull::new(ptr).expect("no mapping starts at zero")
-    }
-}
-
-impl Drop for SharedMap {
-    fn drop(&mut self) {
-        // SAFETY: the owner is gone; raw pointers into it were the holders' own affair.
-        let _ = unsafe { unmap(self.range) };
+        self.0.leak()
     }
 }
 

@@ -265,9 +265,8 @@ pub fn parent() -> u32 {
 
 /// Makes this process the new parent of descendants whose own parent ends.
 pub fn set_child_subreaper(on: bool) -> Result<(), Errno> {
-    const PR_SET_CHILD_SUBREAPER: usize = 36;
     // SAFETY: no memory is passed.
-    unsafe { syscall!(k::__NR_prctl, PR_SET_CHILD_SUBREAPER, on) }.map(drop)
+    unsafe { syscall!(k::__NR_prctl, linux_raw_sys::prctl::PR_SET_CHILD_SUBREAPER, on) }.map(drop)
 }
 
 /// The number of the system call in which a thread of this process is blocked; `None` while it runs
@@ -285,10 +284,7 @@ pub fn blocked_in(tid: u32) -> Option<u64> {
 /// True while a thread of this process is blocked in a system call that makes no process: it is not
 /// inside fork(2). False while it runs, or waits for a page outside of a system call.
 pub fn waits_outside_fork(tid: u32) -> bool {
-    #[cfg(target_arch = "x86_64")]
     const MAKERS: [u32; 4] = [k::__NR_fork, k::__NR_vfork, k::__NR_clone, k::__NR_clone3];
-    #[cfg(not(target_arch = "x86_64"))]
-    const MAKERS: [u32; 2] = [k::__NR_clone, k::__NR_clone3];
     blocked_in(tid).is_some_and(|call| MAKERS.iter().all(|maker| u64::from(*maker) != call))
 }
 

@@ -9,7 +9,6 @@ use rustix::io::Errno;
 ///
 /// # Safety
 /// The caller answers for everything the call does to memory, descriptors and the process.
-#[cfg(target_arch = "x86_64")]
 #[inline]
 pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
     let ret: isize;
@@ -21,27 +20,6 @@ pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
             inlateout("rax") nr as usize as isize => ret,
             in("rdi") a[0], in("rsi") a[1], in("rdx") a[2], in("r10") a[3], in("r8") a[4], in("r9") a[5],
             lateout("rcx") _, lateout("r11") _,
-            options(nostack),
-        );
-    }
-    ret
-}
-
-/// Makes one system call with six arguments (pass zero for those the call does not have).
-///
-/// # Safety
-/// The caller answers for everything the call does to memory, descriptors and the process.
-#[cfg(target_arch = "aarch64")]
-#[inline]
-pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
-    let ret: isize;
-    // SAFETY: the kernel's calling convention: only x0 changes; the rest is the caller's promise.
-    unsafe {
-        core::arch::asm!(
-            "svc 0",
-            in("x8") nr as usize,
-            inlateout("x0") a[0] as isize => ret,
-            in("x1") a[1], in("x2") a[2], in("x3") a[3], in("x4") a[4], in("x5") a[5],
             options(nostack),
         );
     }

@@ -76,8 +76,7 @@ pub unsafe fn spawn_engine_thread(
     unsafe { mem::protect(VirtRange::from_len(memory.range().start, PAGE_SIZE), false)? };
     let stack_top = memory.range().start.offset(PAGE_SIZE + stack);
     // SAFETY: the area above the stack is mapped, zeroed and used by nobody yet.
-    let thread_pointer =
-        unsafe { arch::prepare_tls(stack_top.as_ptr(), stack_top.offset(TLS_BYTES).as_ptr()) };
+    let thread_pointer = unsafe { arch::prepare_tls(stack_top.offset(TLS_BYTES).as_ptr()) };
 
     let flags = k::CLONE_VM
         | k::CLONE_FS
@@ -107,15 +106,13 @@ pub fn random_name() -> Result<u128, Errno> {
     }
 }
 
-const SIG_SETMASK: usize = 2;
-
 /// Blocks every signal there is for the calling thread (also those libc keeps for itself) and gives
 /// the mask as it was.
 pub fn block_all_signals() -> Result<u64, Errno> {
     let (all, mut old) = (u64::MAX, 0u64);
     let (new, old_ptr) = ((&raw const all) as usize, (&raw mut old) as usize);
     // SAFETY: both masks are the 8 bytes the kernel takes.
-    unsafe { syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, new, old_ptr, 8usize) }?;
+    unsafe { syscall!(k::__NR_rt_sigprocmask, k::SIG_SETMASK, new, old_ptr, 8usize) }?;
     Ok(old)
 }
 
@@ -123,11 +120,10 @@ pub fn block_all_signals() -> Result<u64, Errno> {
 pub fn restore_signals(mask: u64) {
     // SAFETY: the mask is the 8 bytes the kernel reads; nothing is written.
     let _ = unsafe {
-        syscall!(k::__NR_rt_sigprocmask, SIG_SETMASK, (&raw const mask) as usize, 0usize, 8usize)
+        syscall!(k::__NR_rt_sigprocmask, k::SIG_SETMASK, (&raw const mask) as usize, 0usize, 8usize)
     };
 }
 
-#[cfg(target_arch = "x86_64")]
 mod arch {
     use core::arch::asm;
 
@@ -135,7 +131,7 @@ mod arch {
     ///
     /// # Safety
     /// `tls..control` and one page from `control` are zeroed memory nobody uses.
-    pub unsafe fn prepare_tls(_tls: *mut u8, control: *mut u8) -> usize {
+    pub unsafe fn prepare_tls(control: *mut u8) -> usize {
         let words = control.cast::<usize>();
         let at = control.expose_provenance();
         let (dtv, stack_guard, pointer_guard): (usize, usize, usize);
@@ -198,68 +194,6 @@ mod arch {
     }
 }
 
-#[cfg(target_arch = "aarch64")]
-mod arch {
-    use core::arch::asm;
-
-    /// Gives the thread pointer. Thread-locals lie above it here, libc's own record below: so it
-    /// points at the middle of the area, and the first of its two words is the table of modules.
-    ///
-    /// # Safety
-    /// `tls..control` is zeroed memory nobody uses.
-    pub unsafe fn prepare_tls(tls: *mut u8, _control: *mut u8) -> usize {
-        let own: usize;
-        // SAFETY: reads a register.
-        unsafe {
-            asm!("mrs {}, tpidr_el0", out(reg) own, options(nomem, nostack, preserves_flags))
-        };
-        // SAFETY: the middle of the area; the calling thread's first word is readable.
-        unsafe {
-            let at = tls.add(super::TLS_BYTES / 2).cast::<usize>();
-            at.write(*core::ptr::with_exposed_provenance::<usize>(own));
-            at.expose_provenance()
-        }
-    }
-
-    /// The bare clone. Returns in the parent only.
-    ///
-    /// # Safety
-    /// `stack_top` is 16-byte aligned with free stack below, `tls` a thread pointer; both stay for
-    /// ever.
-    pub unsafe fn clone_thread(
-        flags: usize,
-        stack_top: usize,
-        tls: usize,
-        entry: extern "C" fn(usize),
-        arg: usize,
-    ) -> isize {
-        let ret: isize;
-        // SAFETY: the child leaves this block only by ending; the parent sees an ordinary system
-        // call.
-        unsafe {
-            asm!(
-                "svc 0",
-                "cbnz x0, 2f",
-                "mov x29, #0",
-                "mov x30, #0",
-                "mov x0, x10",
-                "blr x9",
-                "mov x0, #0",
-                "mov x8, #93",
-                "svc 0",
-                "brk #1",
-                "2:",
-                in("x8") linux_raw_sys::general::__NR_clone as usize,
-                inlateout("x0") flags as isize => ret,
-                in("x1") stack_top, in("x2") 0usize, in("x3") tls, in("x4") 0usize,
-                in("x9") entry, in("x10") arg,
-                options(nostack),
-            );
-        }
-        ret
-    }
-}
-
 /// The calling thread's id.
 pub fn gettid() -> Tid {
     // SAFETY: no memory is passed.
@@ -281,9 +215,10 @@ pub fn lives(tid: Tid) -> bool {
 
 /// Gives the calling thread a name (15 bytes count) for `ps`, `top` and debuggers.
 pub fn set_name(name: &CStr) {
-    const PR_SET_NAME: usize = 15;
     // SAFETY: the kernel copies the string.
-    let _ = unsafe { syscall!(k::__NR_prctl, PR_SET_NAME, name.as_ptr() as usize) };
+    let _ = unsafe {
+        syscall!(k::__NR_prctl, linux_raw_sys::prctl::PR_SET_NAME, name.as_ptr() as usize)
+    };
 }
 
 /// Gives the calling thread a descriptor table of its own and closes in it all but `keep` (at most
@@ -392,12 +327,11 @@ pub fn abort_with(msg: &[&[u8]]) -> ! {
     // A handler of the program's would run on a doubtful address space.
     let default_action = [0usize; 4];
     let abort_only = 1u64 << (k::SIGABRT - 1);
-    const SIG_UNBLOCK: usize = 1;
     let (action, mask) = (default_action.as_ptr() as usize, (&raw const abort_only) as usize);
     // SAFETY: the kernel reads a zeroed sigaction (the default) and an 8-byte mask.
     unsafe {
         let _ = syscall!(k::__NR_rt_sigaction, k::SIGABRT, action, 0usize, 8usize);
-        let _ = syscall!(k::__NR_rt_sigprocmask, SIG_UNBLOCK, mask, 0usize, 8usize);
+        let _ = syscall!(k::__NR_rt_sigprocmask, k::SIG_UNBLOCK, mask, 0usize, 8usize);
         let _ = syscall!(k::__NR_tgkill, getpid().0, gettid().0, k::SIGABRT);
     }
     // Only a tracer that swallowed the signal lets us come here.
@@ -446,7 +380,6 @@ pub fn cpu_time_of(tid: Tid) -> Option<Nanos> {
 /// `SIGKILL`: none of its code runs.
 pub fn end_if_told(mask: u64) {
     const ENDING: [u32; 4] = [k::SIGHUP, k::SIGINT, k::SIGQUIT, k::SIGTERM];
-    const SIG_UNBLOCK: usize = 1;
     let mut pending = 0u64;
     // SAFETY: the kernel writes 8 bytes.
     if unsafe { syscall!(k::__NR_rt_sigpending, (&raw mut pending) as usize, 8usize) }.is_err() {
@@ -465,7 +398,7 @@ pub fn end_if_told(mask: u64) {
             let _ = unsafe {
                 syscall!(
                     k::__NR_rt_sigprocmask,
-                    SIG_UNBLOCK,
+                    k::SIG_UNBLOCK,
                     (&raw const bit) as usize,
                     0usize,
                     8usize
@@ -479,14 +412,13 @@ pub fn end_if_told(mask: u64) {
 
 /// Ends the process by a signal, whatever its action is.
 pub fn end_by_signal(signal: u32) -> ! {
-    const SIG_UNBLOCK: usize = 1;
     let (default, all) = ([0usize; 4], u64::MAX);
     // SAFETY: the kernel reads one sigaction, which is four words, and an 8-byte mask.
     unsafe {
         let _ = syscall!(k::__NR_rt_sigaction, signal, default.as_ptr() as usize, 0usize, 8usize);
         let _ = syscall!(
             k::__NR_rt_sigprocmask,
-            SIG_UNBLOCK,
+            k::SIG_UNBLOCK,
             (&raw const all) as usize,
             0usize,
             8usize

@@ -17,6 +17,7 @@ use linux_raw_sys::general as k;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::io::Errno;
 
+use crate::errno::ErrnoName;
 use crate::page::{VirtAddr, VirtRange};
 use crate::raw::syscall;
 
@@ -95,13 +96,15 @@ const fn ioc(dir: u32, nr: u32, size: usize) -> u32 {
 }
 
 const UFFDIO_API: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_API, size_of::<AbiApi>());
-const UFFDIO_REGISTER: u32 =
+/// The request that registers a range.
+pub const UFFDIO_REGISTER: u32 =
     ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_REGISTER, size_of::<AbiRegister>());
 const UFFDIO_UNREGISTER: u32 = ioc(IOC_READ, k::_UFFDIO_UNREGISTER, size_of::<AbiRange>());
 const UFFDIO_WAKE: u32 = ioc(IOC_READ, k::_UFFDIO_WAKE, size_of::<AbiRange>());
 const UFFDIO_COPY: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_COPY, size_of::<AbiTransfer>());
 const UFFDIO_ZEROPAGE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_ZEROPAGE, size_of::<AbiFill>());
-const UFFDIO_MOVE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_MOVE, size_of::<AbiTransfer>());
+/// The request that moves pages.
+pub const UFFDIO_MOVE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_MOVE, size_of::<AbiTransfer>());
 const UFFDIO_WRITEPROTECT: u32 =
     ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_WRITEPROTECT, size_of::<AbiWriteProtect>());
 const UFFDIO_CONTINUE: u32 = ioc(IOC_READ | IOC_WRITE, k::_UFFDIO_CONTINUE, size_of::<AbiFill>());
@@ -117,144 +120,91 @@ const _: () = {
 };
 
 const UFFD_API: u64 = 0xaa;
-const UFFD_USER_MODE_ONLY: u32 = 1;
 /// Mode bits of the answering calls: do not wake who waits; write-protect (COPY); tolerate holes
 /// (MOVE).
-const DONT_WAKE: u64 = 1;
-const COPY_WP: u64 = 2;
+const DONT_WAKE: u64 = k::UFFDIO_COPY_MODE_DONTWAKE as u64;
+const COPY_WP: u64 = k::UFFDIO_COPY_MODE_WP as u64;
 const MOVE_ALLOW_SRC_HOLES: u64 = 2;
 const WRITEPROTECT_ON: u64 = 1;
 const WRITEPROTECT_DONT_WAKE: u64 = 2;
 
-const EVENT_PAGEFAULT: u8 = 0x12;
-const EVENT_FORK: u8 = 0x13;
-const EVENT_REMAP: u8 = 0x14;
-const EVENT_REMOVE: u8 = 0x15;
-const EVENT_UNMAP: u8 = 0x16;
-const FAULT_WRITE: u64 = 1;
-const FAULT_WP: u64 = 2;
+const EVENT_PAGEFAULT: u8 = k::UFFD_EVENT_PAGEFAULT as u8;
+const EVENT_FORK: u8 = k::UFFD_EVENT_FORK as u8;
+const EVENT_REMAP: u8 = k::UFFD_EVENT_REMAP as u8;
+const EVENT_REMOVE: u8 = k::UFFD_EVENT_REMOVE as u8;
+const EVENT_UNMAP: u8 = k::UFFD_EVENT_UNMAP as u8;
+const FAULT_WRITE: u64 = k::UFFD_PAGEFAULT_FLAG_WRITE as u64;
+const FAULT_WP: u64 = k::UFFD_PAGEFAULT_FLAG_WP as u64;
 
 // ---------------------------------------------------------------------------------------------
 // Features and opening
 // ---------------------------------------------------------------------------------------------
 
-/// What a userfaultfd can do or is asked to do: a set of the kernel's feature bits.
-#[derive(Copy, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Features(pub u64);
-
-/// Names in the order of the kernel's bits, for messages.
-const FEATURE_NAMES: [&str; 17] = [
-    "PAGEFAULT_FLAG_WP",
-    "EVENT_FORK",
-    "EVENT_REMAP",
-    "EVENT_REMOVE",
-    "MISSING_HUGETLBFS",
-    "MISSING_SHMEM",
-    "EVENT_UNMAP",
-    "SIGBUS",
-    "THREAD_ID",
-    "MINOR_HUGETLBFS",
-    "MINOR_SHMEM",
-    "EXACT_ADDRESS",
-    "WP_HUGETLBFS_SHMEM",
-    "WP_UNPOPULATED",
-    "POISON",
-    "WP_ASYNC",
-    "MOVE",
-];
-
-impl Features {
-    /// No feature at all.
-    pub const NONE: Features = Features(0);
-    /// Write-protect faults are told apart (5.7).
-    pub const PAGEFAULT_FLAG_WP: Features = Features(1);
-    /// A fork sends the child's descriptor; needs `CAP_SYS_PTRACE` (4.11).
-    pub const EVENT_FORK: Features = Features(1 << 1);
-    /// `mremap` is reported (4.11).
-    pub const EVENT_REMAP: Features = Features(1 << 2);
-    /// `madvise(DONTNEED)` and its like are reported (4.11).
-    pub const EVENT_REMOVE: Features = Features(1 << 3);
-    /// Missing faults on hugetlbfs (4.11).
-    pub const MISSING_HUGETLBFS: Features = Features(1 << 4);
-    /// Missing faults on shared memory (4.11).
-    pub const MISSING_SHMEM: Features = Features(1 << 5);
-    /// `munmap` is reported (4.11).
-    pub const EVENT_UNMAP: Features = Features(1 << 6);
-    /// Faults raise `SIGBUS` in the faulting thread instead of a message (4.14).
-    pub const SIGBUS: Features = Features(1 << 7);
-    /// Messages carry the thread id (4.14).
-    pub const THREAD_ID: Features = Features(1 << 8);
-    /// Minor faults on hugetlbfs (5.13).
-    pub const MINOR_HUGETLBFS: Features = Features(1 << 9);
-    /// Minor faults on shared memory (5.14).
-    pub const MINOR_SHMEM: Features = Features(1 << 10);
-    /// Messages carry the exact address, not its page (5.18).
-    pub const EXACT_ADDRESS: Features = Features(1 << 11);
-    /// Write protection of hugetlbfs and shared memory (5.19).
-    pub const WP_HUGETLBFS_SHMEM: Features = Features(1 << 12);
-    /// Write protection of pages that do not exist (6.4).
-    pub const WP_UNPOPULATED: Features = Features(1 << 13);
-    /// Pages can be poisoned (6.6).
-    pub const POISON: Features = Features(1 << 14);
-    /// Write protection that resolves itself and only marks (6.7).
-    pub const WP_ASYNC: Features = Features(1 << 15);
-    /// Pages can be moved (6.8).
-    pub const MOVE: Features = Features(1 << 16);
-
-    /// Whether all of `other` is in this set.
-    pub const fn contains(self, other: Features) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    /// What is here and not in `other`.
-    pub const fn without(self, other: Features) -> Features {
-        Features(self.0 & !other.0)
-    }
-
-    /// What is in either.
-    pub const fn union(self, other: Features) -> Features {
-        Features(self.0 | other.0)
-    }
-
-    /// Whether nothing is in the set.
-    pub const fn is_empty(self) -> bool {
-        self.0 == 0
+bitflags::bitflags! {
+    /// What a userfaultfd can do or is asked to do: a set of the kernel's feature bits.
+    #[derive(Copy, Clone, PartialEq, Eq, Hash, Default)]
+    pub struct Features: u64 {
+        /// Write-protect faults are told apart (5.7).
+        const PAGEFAULT_FLAG_WP = k::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64;
+        /// A fork sends the child's descriptor; needs `CAP_SYS_PTRACE` (4.11).
+        const EVENT_FORK = k::UFFD_FEATURE_EVENT_FORK as u64;
+        /// `mremap` is reported (4.11).
+        const EVENT_REMAP = k::UFFD_FEATURE_EVENT_REMAP as u64;
+        /// `madvise(DONTNEED)` and its like are reported (4.11).
+        const EVENT_REMOVE = k::UFFD_FEATURE_EVENT_REMOVE as u64;
+        /// Missing faults on hugetlbfs (4.11).
+        const MISSING_HUGETLBFS = k::UFFD_FEATURE_MISSING_HUGETLBFS as u64;
+        /// Missing faults on shared memory (4.11).
+        const MISSING_SHMEM = k::UFFD_FEATURE_MISSING_SHMEM as u64;
+        /// `munmap` is reported (4.11).
+        const EVENT_UNMAP = k::UFFD_FEATURE_EVENT_UNMAP as u64;
+        /// Faults raise `SIGBUS` in the faulting thread instead of a message (4.14).
+        const SIGBUS = k::UFFD_FEATURE_SIGBUS as u64;
+        /// Messages carry the thread id (4.14).
+        const THREAD_ID = k::UFFD_FEATURE_THREAD_ID as u64;
+        /// Minor faults on hugetlbfs (5.13).
+        const MINOR_HUGETLBFS = k::UFFD_FEATURE_MINOR_HUGETLBFS as u64;
+        /// Minor faults on shared memory (5.14).
+        const MINOR_SHMEM = k::UFFD_FEATURE_MINOR_SHMEM as u64;
+        /// Messages carry the exact address, not its page (5.18).
+        const EXACT_ADDRESS = k::UFFD_FEATURE_EXACT_ADDRESS as u64;
+        /// Write protection of hugetlbfs and shared memory (5.19).
+        const WP_HUGETLBFS_SHMEM = k::UFFD_FEATURE_WP_HUGETLBFS_SHMEM as u64;
+        /// Write protection of pages that do not exist (6.4).
+        const WP_UNPOPULATED = k::UFFD_FEATURE_WP_UNPOPULATED as u64;
+        /// Pages can be poisoned (6.6).
+        const POISON = k::UFFD_FEATURE_POISON as u64;
+        /// Write protection that resolves itself and only marks (6.7).
+        const WP_ASYNC = k::UFFD_FEATURE_WP_ASYNC as u64;
+        /// Pages can be moved (6.8).
+        const MOVE = k::UFFD_FEATURE_MOVE as u64;
     }
 }
 
-impl core::ops::BitOr for Features {
-    type Output = Features;
-    fn bitor(self, other: Features) -> Features {
-        self.union(other)
-    }
-}
-
-impl core::ops::BitAnd for Features {
-    type Output = Features;
-    fn bitand(self, other: Features) -> Features {
-        Features(self.0 & other.0)
-    }
-}
-
+/// `EVENT_FORK|MOVE`; `bit40` for one without a name; `none`.
 impl fmt::Debug for Features {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut sep = "";
-        for bit in (0..64).filter(|bit| self.0 >> bit & 1 == 1) {
-            match FEATURE_NAMES.get(bit) {
-                Some(name) => write!(f, "{sep}{name}")?,
-                None => write!(f, "{sep}bit{bit}")?,
-            }
-            sep = "|";
+        let mut separator = "";
+        let mut named = self.iter_names();
+        for (name, _) in named.by_ref() {
+            write!(f, "{separator}{name}")?;
+            separator = "|";
         }
-        if sep.is_empty() { f.write_str("none") } else { Ok(()) }
+        let unnamed = named.remaining().bits();
+        for bit in (0..64).filter(|bit| unnamed >> bit & 1 == 1) {
+            write!(f, "{separator}bit{bit}")?;
+            separator = "|";
+        }
+        if separator.is_empty() { f.write_str("none") } else { Ok(()) }
     }
 }
 
 /// Why no userfaultfd could be had.
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+#[derive(Copy, Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// Neither the system call nor the device gave a descriptor.
+    #[error("userfaultfd: {}", DeniedText(*.syscall, *.device))]
     Denied {
         /// What the system call answered.
         syscall: Errno,
@@ -262,12 +212,14 @@ pub enum OpenError {
         device: Option<Errno>,
     },
     /// This kernel has no such features.
+    #[error("userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer")]
     Unsupported {
         /// The features it lacks.
         missing: Features,
     },
     /// There is a descriptor, but the kernel refused the features with this error (`EPERM`: fork
     /// events need `CAP_SYS_PTRACE`).
+    #[error("userfaultfd: {asked:?} refused{}", RefusedText(*.errno))]
     Refused {
         /// What was asked for.
         asked: Features,
@@ -276,38 +228,33 @@ pub enum OpenError {
     },
 }
 
-impl fmt::Display for OpenError {
+struct DeniedText(Errno, Option<Errno>);
+
+impl fmt::Display for DeniedText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            OpenError::Denied { syscall: Errno::NOSYS, .. } => f.write_str(
-                "userfaultfd: this kernel has none (CONFIG_USERFAULTFD), or a seccomp \
-                    filter hides it",
-            ),
-            OpenError::Denied { syscall, device } => {
-                write!(f, "userfaultfd: the system call failed ({})", crate::ErrnoName(syscall))?;
-                if let Some(errno) = device {
-                    write!(f, " and so did /dev/userfaultfd ({})", crate::ErrnoName(errno))?;
-                }
-                f.write_str(
-                    "; set vm.unprivileged_userfaultfd=1, or give this user access to \
-                    /dev/userfaultfd",
-                )
-            }
-            OpenError::Unsupported { missing } => {
-                write!(
-                    f,
-                    "userfaultfd: this kernel lacks {missing:?}; swaptide needs Linux 6.8 or newer"
-                )
-            }
-            OpenError::Refused { asked, errno: Errno::PERM } => {
-                write!(f, "userfaultfd: {asked:?} refused; fork events need CAP_SYS_PTRACE")
-            }
-            OpenError::Refused { asked, errno } => write!(
-                f,
-                "userfaultfd: {asked:?} refused \
-                ({})",
-                crate::ErrnoName(errno)
-            ),
+        let &DeniedText(syscall, device) = self;
+        if syscall == Errno::NOSYS {
+            return f.write_str(
+                "this kernel has none (CONFIG_USERFAULTFD), or a seccomp filter hides it",
+            );
+        }
+        write!(f, "the system call failed ({})", ErrnoName(syscall))?;
+        if let Some(errno) = device {
+            write!(f, " and so did /dev/userfaultfd ({})", ErrnoName(errno))?;
+        }
+        f.write_str(
+            "; set vm.unprivileged_userfaultfd=1, or give this user access to /dev/userfaultfd",
+        )
+    }
+}
+
+struct RefusedText(Errno);
+
+impl fmt::Display for RefusedText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Errno::PERM => f.write_str("; fork events need CAP_SYS_PTRACE"),
+            errno => write!(f, " ({})", ErrnoName(errno)),
         }
     }
 }
@@ -321,8 +268,6 @@ impl OpenError {
         }
     }
 }
-
-impl core::error::Error for OpenError {}
 
 // ---------------------------------------------------------------------------------------------
 // The descriptor
@@ -388,13 +333,13 @@ impl Uffd {
     /// What this kernel offers, by a descriptor that is thrown away. Says nothing on whether
     /// [`EVENT_FORK`](Features::EVENT_FORK) is also permitted.
     pub fn probe() -> Result<Features, OpenError> {
-        new_descriptor(open_flags(true, false))?.handshake(Features::NONE)
+        new_descriptor(open_flags(true, false))?.handshake(Features::empty())
     }
 
     /// The same for descriptors that serve only faults from user mode: those need no privilege, but
     /// a system call that touches a missing page fails with `EFAULT`.
     pub fn probe_user_mode_only() -> Result<Features, OpenError> {
-        new_descriptor(open_flags(true, true))?.handshake(Features::NONE)
+        new_descriptor(open_flags(true, true))?.handshake(Features::empty())
     }
 
     /// Opens a descriptor with exactly these features: by the system call, else by
@@ -415,7 +360,8 @@ impl Uffd {
             Ok(_) => Ok(uffd),
             Err(OpenError::Refused { asked, errno }) => {
                 // EINVAL does not say which bit is unknown; a second descriptor does.
-                let missing = Uffd::probe().map_or(Features::NONE, |have| features.without(have));
+                let missing =
+                    Uffd::probe().map_or(Features::empty(), |have| features.difference(have));
                 Err(if missing.is_empty() {
                     OpenError::Refused { asked, errno }
                 } else {
@@ -461,13 +407,13 @@ impl Uffd {
     }
 
     fn handshake(&self, features: Features) -> Result<Features, OpenError> {
-        let mut api = AbiApi { api: UFFD_API, features: features.0, ioctls: 0 };
+        let mut api = AbiApi { api: UFFD_API, features: features.bits(), ioctls: 0 };
         // SAFETY: `api` is the struct this ioctl reads and writes.
         match unsafe { self.ioctl(UFFDIO_API, &mut api) } {
-            Ok(_) => Ok(Features(api.features)),
+            Ok(_) => Ok(Features::from_bits_retain(api.features)),
             Err(Errno::PERM)
                 if crate::helper::helper()
-                    .is_some_and(|p| (p.handshake)(self.0.as_fd(), features.0)) =>
+                    .is_some_and(|p| (p.handshake)(self.0.as_fd(), features.bits())) =>
             {
                 Ok(features)
             }
@@ -651,7 +597,7 @@ fn abi_range(range: VirtRange) -> AbiRange {
 fn open_flags(nonblocking: bool, user_mode_only: bool) -> u32 {
     k::O_CLOEXEC
         | if nonblocking { k::O_NONBLOCK } else { 0 }
-        | if user_mode_only { UFFD_USER_MODE_ONLY } else { 0 }
+        | if user_mode_only { k::UFFD_USER_MODE_ONLY } else { 0 }
 }
 
 /// A fresh descriptor, before the handshake.
@@ -797,8 +743,8 @@ mod tests {
     #[test]
     fn features_print_by_name() {
         assert_eq!(std::format!("{:?}", Features::MOVE | Features::EVENT_FORK), "EVENT_FORK|MOVE");
-        assert_eq!(std::format!("{:?}", Features(1 << 40)), "bit40");
-        assert_eq!(std::format!("{:?}", Features::NONE), "none");
+        assert_eq!(std::format!("{:?}", Features::from_bits_retain(1 << 40)), "bit40");
+        assert_eq!(std::format!("{:?}", Features::empty()), "none");
         assert!((Features::MOVE | Features::POISON).contains(Features::POISON));
     }
 
@@ -826,7 +772,7 @@ mod tests {
     fn the_device_is_a_second_way() {
         match device_descriptor(open_flags(true, false)) {
             Ok(uffd) => {
-                assert!(uffd.handshake(Features::NONE).unwrap().contains(Features::EVENT_REMOVE))
+                assert!(uffd.handshake(Features::empty()).unwrap().contains(Features::EVENT_REMOVE))
             }
             // No such device, or not for this user: the error that OpenError would carry.
             Err(errno) => {

@@ -73,7 +73,7 @@ fn probe_reports_what_the_engine_needs() {
         let need = Features::MOVE | Features::POISON | Features::EVENT_FORK | Features::EVENT_REMAP;
         assert!(have.contains(need), "{have:?}");
         assert_eq!(Uffd::probe_user_mode_only().unwrap(), have);
-        let error = Uffd::open(Features(1 << 60), true).unwrap_err();
+        let error = Uffd::open(Features::from_bits_retain(1 << 60), true).unwrap_err();
         assert!(error.to_string().contains("bit60"), "{error}");
         let (app, _) = two();
         assert_eq!(app.read(&mut Message::buffer::<2>()), Err(Errno::AGAIN));

@@ -255,9 +255,10 @@ fn is_userfaultfd(fd: &OwnedFd) -> bool {
 /// Asks the kernel for what every engine needs, on a userfaultfd of a client's that has no right to
 /// it itself. Nothing else is asked for, and of nothing else.
 fn vouch(fd: OwnedFd, features: u64) -> Option<()> {
-    let known = is_userfaultfd(&fd)
-        && (REQUIRED.contains(Features(features)) || SHARED_FEATURES.contains(Features(features)));
-    known.then(|| Uffd::from_fd(fd).vouch(Features(features)).ok())?
+    let features = Features::from_bits_retain(features);
+    let known =
+        is_userfaultfd(&fd) && (REQUIRED.contains(features) || SHARED_FEATURES.contains(features));
+    known.then(|| Uffd::from_fd(fd).vouch(features).ok())?
 }
 
 #[cfg(test)]
@@ -340,7 +341,10 @@ mod tests {
             assert!(fd >= 0, "userfaultfd is needed for this test");
             std::os::fd::FromRawFd::from_raw_fd(fd as i32)
         };
-        assert!(vouch(fresh(), Features::SIGBUS.0).is_none(), "a feature that no engine needs");
+        assert!(
+            vouch(fresh(), Features::SIGBUS.bits()).is_none(),
+            "a feature that no engine needs"
+        );
         assert!(vouch(fresh(), REQUIRED.0).is_some());
     }
 
