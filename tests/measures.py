@@ -33,7 +33,6 @@ KNOWN = {}
 
 # Types that are still past a limit: fields, files with an `impl` block. Neither may grow.
 BASELINE = {
-    "swaptide::Bench": (5, 3),
     "swaptide-core::SwapDevice": (15, 5),
     "swaptide-engine::Charge": (16, 1),
     "swaptide-engine::Engine": (31, 5),

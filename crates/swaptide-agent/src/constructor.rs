@@ -7,7 +7,8 @@ use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
 use swaptide_sys::helper;
 use swaptide_sys::thread::{getpid, now};
 
-use crate::lifecycle::{child, parent, prepare, start_sleeper};
+use crate::fork::atfork::{child, parent, prepare};
+use crate::lifecycle::start_sleeper;
 use crate::own_pid::OWN_PID;
 use crate::pages::kernel_words;
 use crate::process::{HELPER, SOCKET};

@@ -13,18 +13,18 @@ use swaptide_ipc::{ENV_AGENT_LOG, ENV_SOCKET};
 pub const PRELOAD: &str = "LD_PRELOAD";
 
 /// `NAME=VALUE` and its NUL, written once. Length 0: there is no such variable.
-pub struct Text {
+pub struct Variable {
     bytes: UnsafeCell<[u8; 4200]>,
     len: AtomicUsize,
 }
 
 // SAFETY: the bytes are written by the constructor alone, before the length that lets others read
 // them.
-unsafe impl Sync for Text {}
+unsafe impl Sync for Variable {}
 
-impl Text {
-    const fn new() -> Text {
-        Text { bytes: UnsafeCell::new([0; 4200]), len: AtomicUsize::new(0) }
+impl Variable {
+    const fn new() -> Variable {
+        Variable { bytes: UnsafeCell::new([0; 4200]), len: AtomicUsize::new(0) }
     }
 
     fn set(&self, name: &str, value: &[u8]) {
@@ -55,9 +55,9 @@ pub fn socket() -> Option<&'static [u8]> {
     Some(SOCKET.value(ENV_SOCKET)).filter(|name| !name.is_empty())
 }
 
-pub static AGENT: Text = Text::new();
-pub static SOCKET: Text = Text::new();
-pub static LOG: Text = Text::new();
+pub static AGENT: Variable = Variable::new();
+pub static SOCKET: Variable = Variable::new();
+pub static LOG: Variable = Variable::new();
 
 /// Remembers what a program of this tree needs. Called by the constructor.
 pub fn remember(agent: &[u8], socket: &[u8], log: Option<&[u8]>) {

@@ -1,14 +1,17 @@
 //! The preloaded library: it waits until the supervisor asks, then puts the program's memory under
 //! management.
 //!
-//! Owns: the allocator of everything swaptide does inside a program ([`allocator`]), the thread
-//! that waits and becomes the fault handler ([`lifecycle`]), and the functions of libc it stands in
-//! front of: hints and new threads ([`hooks`]), everything that starts another program
-//! ([`exec`](crate::hooks::exec)), `mremap` ([`mremap`](crate::hooks::mremap)), where forked
-//! children begin that the kernel tells nobody of ([`trampoline`](crate::fork::trampoline)), shared
-//! memory ([`shmem`]), calls of which the kernel tells nobody enough
-//! ([`mappings`](crate::hooks::mappings)), `syscall` and `clone`
-//! ([`syscall`](crate::hooks::syscall)). Forks are seen through libc's own fork handlers.
+//! | module | owns |
+//! |---|---|
+//! | [`constructor`] | the first code that runs in a program |
+//! | [`lifecycle`], [`threads`] | the thread that waits and becomes the handler; the other threads |
+//! | [`process`] | the engine, the segment, the slot, and requests to the supervisor |
+//! | [`fork`] | libc's fork handlers, and the start of a child |
+//! | [`hooks`] | the functions that stand in front of libc's |
+//! | [`pages`] | pages that must stay, and ranges that are not managed |
+//! | [`shmem`] | hooks of shared memory |
+//! | [`real`] | the functions of libc itself |
+//! | [`allocator`] | the allocator of everything swaptide does inside a program |
 //!
 //! Invariants
 //! 1. While the program fits, there is one sleeping thread and nothing else: nothing is registered,
@@ -38,3 +41,4 @@ mod process;
 mod real;
 mod seccomp;
 mod shmem;
+mod threads;

@@ -23,10 +23,40 @@ pub fn read(addr: usize, buf: &mut [u8]) -> bool {
     read_each(buf, &[[addr, buf.len()]]) == Some(buf.len())
 }
 
+/// `N` words from `addr` on, an argument of a system call that the program is about to make; `None`
+/// where they cannot be read. Under a filter of system calls, which may forbid to ask, they are read
+/// as they are.
+pub fn read_words<const N: usize>(addr: usize) -> Option<[usize; N]> {
+    if addr == 0 {
+        return None;
+    }
+    if seccomp::is() {
+        // SAFETY: the program's argument, which the kernel is about to read as well.
+        return Some(unsafe { (addr as *const [usize; N]).read_unaligned() });
+    }
+    let mut words = [0usize; N];
+    read(addr, bytes_of(&mut words)).then_some(words)
+}
+
+/// Words as the bytes that they are made of.
+pub fn bytes_of<T: Word>(words: &mut [T]) -> &mut [u8] {
+    // SAFETY: any bytes are words.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(words)) }
+}
+
+/// A type without padding of which any bytes are a value.
+///
+/// # Safety
+/// The type is as said.
+pub unsafe trait Word {}
+
+// SAFETY: an integer.
+unsafe impl Word for usize {}
+
 /// Copies ranges (address, bytes) one behind the other. The bytes that were copied; `None` where
 /// the kernel does not do this for the process at all.
 fn read_each(buf: &mut [u8], ranges: &[[usize; 2]]) -> Option<usize> {
-    const EFAULT: isize = -14;
+    const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
     debug_assert!(ranges.iter().map(|range| range[1]).sum::<usize>() <= buf.len());
     let local = [buf.as_mut_ptr() as usize, buf.len()];
     let a = [
@@ -53,13 +83,9 @@ pub fn are_strings(array: *const *const c_char) -> bool {
     let mut at = array as usize;
     loop {
         let mut words = [0usize; RANGES];
-        // SAFETY: any bytes are words.
-        let bytes = unsafe {
-            std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), size_of_val(&words))
-        };
         // What follows a page may not be there.
         let within = (PAGE_SIZE - at % PAGE_SIZE).min(size_of_val(&words));
-        let Some(copied) = read_each(bytes, &[[at, within]]) else { return true };
+        let Some(copied) = read_each(bytes_of(&mut words), &[[at, within]]) else { return true };
         let copied = copied / size_of::<usize>();
         let end = words[..copied].iter().position(|word| *word == 0);
         let strings = &words[..end.unwrap_or(copied)];

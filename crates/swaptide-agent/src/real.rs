@@ -1,10 +1,14 @@
-//! The functions of libc behind ours.
+//! The functions and variables of libc that the hooks call, each with its type.
 //!
-//! Owns: their addresses, found once by the constructor. Locks: none. A call that comes earlier
-//! (another library's constructor) looks its function up itself.
+//! Owns: their addresses, looked up once by the constructor. Locks: none. A call that comes earlier
+//! (from another library's constructor) looks its function up itself.
 
-use std::ffi::{CStr, c_char, c_int, c_long, c_void};
+use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_ulong, c_void};
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering::Acquire, Ordering::Release};
+
+use swaptide_sys::Errno;
+use swaptide_sys::raw::check;
 
 unsafe extern "C" {
     fn __errno_location() -> *mut c_int;
@@ -15,69 +19,133 @@ unsafe extern "C" {
 /// `RTLD_NEXT`.
 const NEXT: *mut c_void = -1isize as *mut c_void;
 
-/// Where the address lies in a [`Real`], for assembly.
-pub const FOUND: usize = std::mem::offset_of!(Real, found);
+/// Where the address lies in a [`Symbol`], for assembly.
+pub const ADDRESS_OFFSET: usize = std::mem::offset_of!(SymbolAddress, address);
 
-/// A function we stand in front of.
-pub struct Real {
+/// A name and, once looked up, its address.
+struct SymbolAddress {
     name: &'static CStr,
-    found: AtomicPtr<c_void>,
+    address: AtomicPtr<c_void>,
 }
 
-impl Real {
-    const fn new(name: &'static CStr) -> Real {
-        Real { name, found: AtomicPtr::new(std::ptr::null_mut()) }
-    }
-
-    /// Its address; null where this libc has none.
-    pub fn address(&self) -> *mut c_void {
-        let found = self.found.load(Acquire);
+impl SymbolAddress {
+    /// Null where this libc has no such symbol.
+    fn address(&self) -> *mut c_void {
+        let found = self.address.load(Acquire);
         if !found.is_null() {
             return found;
         }
         // SAFETY: the name is NUL-terminated; dlsym may be called from a constructor.
         let found = unsafe { dlsym(NEXT, self.name.as_ptr()) };
-        self.found.store(found, Release);
+        self.address.store(found, Release);
         found
     }
 }
 
-pub static CREATE: Real = Real::new(c"pthread_create");
-pub static THRD_CREATE: Real = Real::new(c"thrd_create");
-pub static EXECVE: Real = Real::new(c"execve");
-pub static EXECVPE: Real = Real::new(c"execvpe");
-pub static FEXECVE: Real = Real::new(c"fexecve");
-pub static EXECVEAT: Real = Real::new(c"execveat");
-pub static SPAWN: Real = Real::new(c"posix_spawn");
-pub static SPAWNP: Real = Real::new(c"posix_spawnp");
-pub static CLONE: Real = Real::new(c"clone");
-pub static PLAIN_FORK: Real = Real::new(c"_Fork");
-pub static SYSCALL: Real = Real::new(c"syscall");
-pub static MUTEX_INIT: Real = Real::new(c"pthread_mutex_init");
-pub static MUTEX_DESTROY: Real = Real::new(c"pthread_mutex_destroy");
-pub static KEY_CREATE: Real = Real::new(c"pthread_key_create");
-pub static SET_SPECIFIC: Real = Real::new(c"pthread_setspecific");
-static RSEQ_OFFSET: Real = Real::new(c"__rseq_offset");
-pub static IOCTL: Real = Real::new(c"ioctl");
-pub static REALLOC: Real = Real::new(c"realloc");
-pub static VMSPLICE: Real = Real::new(c"vmsplice");
-pub static SEND: Real = Real::new(c"send");
-pub static SENDTO: Real = Real::new(c"sendto");
-pub static SENDMSG: Real = Real::new(c"sendmsg");
-pub static SENDMMSG: Real = Real::new(c"sendmmsg");
-pub static SETSOCKOPT: Real = Real::new(c"setsockopt");
-pub static OPEN: Real = Real::new(c"open");
-pub static OPEN64: Real = Real::new(c"open64");
-pub static OPENAT: Real = Real::new(c"openat");
-pub static OPENAT64: Real = Real::new(c"openat64");
-pub static FCNTL: Real = Real::new(c"fcntl");
-pub static FCNTL64: Real = Real::new(c"fcntl64");
-pub static OPEN_2: Real = Real::new(c"__open_2");
-pub static OPEN64_2: Real = Real::new(c"__open64_2");
-pub static OPENAT_2: Real = Real::new(c"__openat_2");
-pub static OPENAT64_2: Real = Real::new(c"__openat64_2");
-static USABLE_SIZE: Real = Real::new(c"malloc_usable_size");
-static THREADLESS: Real = Real::new(c"__libc_single_threaded");
+/// A symbol of libc with its type: a function pointer, or a pointer to a variable.
+#[repr(transparent)]
+pub struct Symbol<T> {
+    lookup: SymbolAddress,
+    kind: PhantomData<fn() -> T>,
+}
+
+impl<T: Copy> Symbol<T> {
+    /// # Safety
+    /// `T` has the size of a pointer and is the type of what libc calls `name`.
+    const unsafe fn new(name: &'static CStr) -> Symbol<T> {
+        const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+        let lookup = SymbolAddress { name, address: AtomicPtr::new(std::ptr::null_mut()) };
+        Symbol { lookup, kind: PhantomData }
+    }
+
+    /// The function or variable; `None` where this libc has none.
+    #[inline]
+    pub fn get(&self) -> Option<T> {
+        typed(self.lookup.address())
+    }
+
+    /// The same without a look-up: `None` before [`find`].
+    fn found(&self) -> Option<T> {
+        typed(self.lookup.address.load(Acquire))
+    }
+
+    /// The address alone, to jump to; null where this libc has none.
+    pub fn address(&self) -> *mut c_void {
+        self.lookup.address()
+    }
+}
+
+fn typed<T: Copy>(address: *mut c_void) -> Option<T> {
+    // SAFETY: by the promise of `Symbol::new` a non-null address is a value of this type.
+    (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// Declares the symbols, and the list of all of them.
+macro_rules! symbols {
+    ($($name:ident: $type:ty = $symbol:literal;)*) => {
+        $(
+            // SAFETY: the type is that of the libc headers; a variable argument list that holds
+            // one word is passed as that word.
+            pub static $name: Symbol<$type> = unsafe { Symbol::new($symbol) };
+        )*
+        static ALL: &[&SymbolAddress] = &[$(&$name.lookup),*];
+    };
+}
+
+pub type Text = *const c_char;
+/// A null-terminated array of texts.
+pub type Texts = *const Text;
+pub type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
+pub type C11Routine = extern "C" fn(*mut c_void) -> c_int;
+pub type Bytes = *const c_void;
+type Exec = unsafe extern "C" fn(Text, Texts, Texts) -> c_int;
+pub type Spawn = unsafe extern "C" fn(*mut c_int, Text, Bytes, Bytes, Texts, Texts) -> c_int;
+type OpenFn = unsafe extern "C" fn(Text, c_int, c_uint) -> c_int;
+type OpenAtFn = unsafe extern "C" fn(c_int, Text, c_int, c_uint) -> c_int;
+type Open2 = unsafe extern "C" fn(Text, c_int) -> c_int;
+type OpenAt2 = unsafe extern "C" fn(c_int, Text, c_int) -> c_int;
+// Its third argument is read as one word.
+type Fcntl = unsafe extern "C" fn(c_int, c_int, ...) -> c_int;
+
+symbols! {
+    CREATE: unsafe extern "C" fn(*mut c_void, Bytes, Routine, *mut c_void) -> c_int
+        = c"pthread_create";
+    THRD_CREATE: unsafe extern "C" fn(*mut c_void, C11Routine, *mut c_void) -> c_int
+        = c"thrd_create";
+    EXECVE: Exec = c"execve";
+    EXECVPE: Exec = c"execvpe";
+    FEXECVE: unsafe extern "C" fn(c_int, Texts, Texts) -> c_int = c"fexecve";
+    SPAWN: Spawn = c"posix_spawn";
+    SPAWNP: Spawn = c"posix_spawnp";
+    CLONE: unsafe extern "C" fn() = c"clone";
+    PLAIN_FORK: extern "C" fn() -> c_int = c"_Fork";
+    SYSCALL: unsafe extern "C" fn() = c"syscall";
+    MUTEX_INIT: unsafe extern "C" fn(*mut c_void, Bytes) -> c_int = c"pthread_mutex_init";
+    MUTEX_DESTROY: unsafe extern "C" fn(*mut c_void) -> c_int = c"pthread_mutex_destroy";
+    KEY_CREATE: unsafe extern "C" fn(*mut c_uint, extern "C" fn(*mut c_void)) -> c_int = c"pthread_key_create";
+    SET_SPECIFIC: unsafe extern "C" fn(c_uint, Bytes) -> c_int = c"pthread_setspecific";
+    RSEQ_OFFSET: *const isize = c"__rseq_offset";
+    IOCTL: unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int = c"ioctl";
+    REALLOC: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void = c"realloc";
+    VMSPLICE: unsafe extern "C" fn(c_int, Bytes, usize, c_uint) -> isize = c"vmsplice";
+    SEND: unsafe extern "C" fn(c_int, Bytes, usize, c_int) -> isize = c"send";
+    SENDTO: unsafe extern "C" fn(c_int, Bytes, usize, c_int, Bytes, c_uint) -> isize = c"sendto";
+    SENDMSG: unsafe extern "C" fn(c_int, Bytes, c_int) -> isize = c"sendmsg";
+    SENDMMSG: unsafe extern "C" fn(c_int, Bytes, c_uint, c_int) -> c_int = c"sendmmsg";
+    SETSOCKOPT: unsafe extern "C" fn(c_int, c_int, c_int, Bytes, c_uint) -> c_int = c"setsockopt";
+    OPEN: OpenFn = c"open";
+    OPEN64: OpenFn = c"open64";
+    OPENAT: OpenAtFn = c"openat";
+    OPENAT64: OpenAtFn = c"openat64";
+    FCNTL: Fcntl = c"fcntl";
+    FCNTL64: Fcntl = c"fcntl64";
+    OPEN_2: Open2 = c"__open_2";
+    OPEN64_2: Open2 = c"__open64_2";
+    OPENAT_2: OpenAt2 = c"__openat_2";
+    OPENAT64_2: OpenAt2 = c"__openat64_2";
+    USABLE_SIZE: unsafe extern "C" fn(*mut c_void) -> usize = c"malloc_usable_size";
+    SINGLE_THREADED: *const u8 = c"__libc_single_threaded";
+}
 
 /// A loaded object, as `dladdr` tells of it.
 #[repr(C)]
@@ -96,19 +164,23 @@ pub fn object_of(address: *const c_void) -> Option<Object> {
     (unsafe { dladdr(address, &raw mut object) } != 0).then_some(object)
 }
 
-/// `malloc_usable_size` of the allocator that `realloc` is of; null where it has none.
-pub fn usable_size() -> *mut c_void {
-    // Another allocator's function would look for its own words beside the block.
-    if SAME_ALLOCATOR.load(Acquire) { USABLE_SIZE.address() } else { std::ptr::null_mut() }
+/// Bytes of a block, by the allocator that `realloc` is of; `None` where it does not tell.
+///
+/// # Safety
+/// `block` is one of this allocator and is not freed meanwhile.
+pub unsafe fn usable_size(block: *mut c_void) -> Option<usize> {
+    // Another allocator's function would look for its own words next to the block.
+    let size = USABLE_SIZE.get().filter(|_| SAME_ALLOCATOR.load(Acquire))?;
+    // SAFETY: the caller's promise.
+    Some(unsafe { size(block) })
 }
 
 static SAME_ALLOCATOR: AtomicBool = AtomicBool::new(false);
 
 /// False only while libc says that the process has one thread.
 pub fn has_threads() -> bool {
-    let word = THREADLESS.found.load(Acquire).cast::<u8>();
-    // SAFETY: not null, it is the address of libc's variable, a char, which is never unloaded.
-    word.is_null() || unsafe { word.read_volatile() } == 0
+    // SAFETY: libc's variable, a char, which is never unloaded.
+    SINGLE_THREADED.found().is_none_or(|word| unsafe { word.read_volatile() } == 0)
 }
 
 /// The calling thread's control block.
@@ -124,57 +196,27 @@ pub fn thread_pointer() -> usize {
 /// Where libc keeps a thread's rseq area, from the thread pointer on; `None` in a libc that has
 /// none.
 pub fn rseq_offset() -> Option<isize> {
-    let at = RSEQ_OFFSET.found.load(Acquire).cast::<isize>();
-    // SAFETY: not null, it is the address of libc's constant, a ptrdiff_t.
-    (!at.is_null()).then(|| unsafe { at.read_volatile() })
+    // SAFETY: libc's constant, a ptrdiff_t, which is never unloaded.
+    RSEQ_OFFSET.found().map(|at| unsafe { at.read_volatile() })
 }
 
-/// Finds them all: later, in a signal handler or a vforked child, there is no looking up.
+/// Looks all symbols up: in a signal handler or a vforked child dlsym must not be called.
 pub fn find() {
-    for real in [
-        &CREATE,
-        &THRD_CREATE,
-        &EXECVE,
-        &EXECVPE,
-        &FEXECVE,
-        &EXECVEAT,
-        &SPAWN,
-        &SPAWNP,
-        &CLONE,
-        &PLAIN_FORK,
-        &SYSCALL,
-        &MUTEX_INIT,
-        &MUTEX_DESTROY,
-        &RSEQ_OFFSET,
-        &IOCTL,
-        &REALLOC,
-        &VMSPLICE,
-        &SEND,
-        &SENDTO,
-        &SENDMSG,
-        &SENDMMSG,
-        &SETSOCKOPT,
-        &OPEN,
-        &OPEN64,
-        &OPENAT,
-        &OPENAT64,
-        &FCNTL,
-        &FCNTL64,
-        &OPEN_2,
-        &OPEN64_2,
-        &OPENAT_2,
-        &OPENAT64_2,
-        &USABLE_SIZE,
-        &THREADLESS,
-    ] {
-        real.address();
+    for lookup in ALL {
+        lookup.address();
     }
-    let base = |real: &Real| object_of(real.address()).map(|object| object.base);
-    SAME_ALLOCATOR.store(base(&REALLOC).is_some() && base(&REALLOC) == base(&USABLE_SIZE), Release);
+    let base = |address| object_of(address).map(|object| object.base);
+    let (realloc, usable) = (base(REALLOC.address()), base(USABLE_SIZE.address()));
+    SAME_ALLOCATOR.store(realloc.is_some() && realloc == usable, Release);
 }
 
 /// Sets the calling thread's `errno`.
-pub fn set_errno(errno: c_int) {
+pub fn set_errno(errno: Errno) {
+    restore_errno(errno.raw_os_error());
+}
+
+/// Sets the calling thread's `errno` to what [`errno`] has returned, which may be 0.
+pub fn restore_errno(errno: c_int) {
     // SAFETY: libc's own location for this thread.
     unsafe { *__errno_location() = errno };
 }
@@ -185,11 +227,13 @@ pub fn errno() -> c_int {
     unsafe { *__errno_location() }
 }
 
-/// What a libc function makes of the kernel's word: the value, or -1 and `errno`.
+/// What a function of libc returns for a result of the kernel: the value, or -1 with `errno` set.
 pub fn libc_result(word: isize) -> c_long {
-    if (-4095..0).contains(&word) {
-        set_errno(-word as c_int);
-        return -1;
+    match check(word) {
+        Ok(value) => value as c_long,
+        Err(errno) => {
+            set_errno(errno);
+            -1
+        }
     }
-    word as c_long
 }

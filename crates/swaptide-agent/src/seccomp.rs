@@ -106,7 +106,7 @@ pub fn look() {
 }
 
 /// Option of `prctl` that sets a filter.
-pub const PR_SET_SECCOMP: c_int = 22;
+pub const PR_SET_SECCOMP: c_int = linux_raw_sys::prctl::PR_SET_SECCOMP as c_int;
 /// Operations of `seccomp` that set one.
 pub const SETS: std::ops::RangeInclusive<usize> = 0..=1;
 

@@ -17,6 +17,7 @@ use std::sync::atomic::{
 };
 use std::time::Duration;
 
+use linux_raw_sys::general as k;
 use swaptide_ipc::ProcState;
 use swaptide_ipc::shared::{self, ADVICE_HOLD, ADVICE_SETTLE, MIN_REGION_BYTES, Reach};
 use swaptide_sys::lock::futex;
@@ -32,14 +33,14 @@ use crate::own_pid;
 use crate::process;
 use crate::seccomp;
 
-const SHARED: c_int = 0x01;
-const KIND: c_int = 0x0f;
-const ANONYMOUS: c_int = 0x20;
-const GROWSDOWN: c_int = 0x100;
-const LOCKED: c_int = 0x2000;
-const POPULATE: c_int = 0x8000;
-const HUGETLB: c_int = 0x4_0000;
-const PROT_EXEC: c_int = 4;
+const MAP_SHARED: c_int = k::MAP_SHARED as c_int;
+const MAP_TYPE: c_int = k::MAP_TYPE as c_int;
+const MAP_ANONYMOUS: c_int = k::MAP_ANONYMOUS as c_int;
+const MAP_GROWSDOWN: c_int = k::MAP_GROWSDOWN as c_int;
+const MAP_LOCKED: c_int = k::MAP_LOCKED as c_int;
+const MAP_POPULATE: c_int = k::MAP_POPULATE as c_int;
+const MAP_HUGETLB: c_int = k::MAP_HUGETLB as c_int;
+const PROT_EXEC: c_int = k::PROT_EXEC as c_int;
 
 const RANGES: usize = 128;
 
@@ -87,9 +88,9 @@ fn concerns(start: usize, len: usize) -> bool {
 /// shall do it.
 pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> {
     const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
-    let kind = flags & KIND == SHARED
-        && flags & ANONYMOUS != 0
-        && flags & (HUGETLB | GROWSDOWN | LOCKED) == 0;
+    let kind = flags & MAP_TYPE == MAP_SHARED
+        && flags & MAP_ANONYMOUS != 0
+        && flags & (MAP_HUGETLB | MAP_GROWSDOWN | MAP_LOCKED) == 0;
     // The child of a vfork has its parent's memory, and is not the process that the supervisor
     // would see.
     let ours = own_pid::is_own_process() && !seccomp::is() && !REFUSED.load(Relaxed);
@@ -102,7 +103,7 @@ pub fn map(addr: usize, len: usize, prot: c_int, flags: c_int) -> Option<isize> 
         return None;
     };
     // Filled at once it would be there before anybody could manage it.
-    let flags = flags & !(ANONYMOUS | POPULATE);
+    let flags = flags & !(MAP_ANONYMOUS | MAP_POPULATE);
     // SAFETY: the arguments are the program's own but for the file, which holds nothing yet.
     let at = unsafe {
         syscall6(

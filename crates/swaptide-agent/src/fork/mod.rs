@@ -1,3 +1,6 @@
-//! fork where the kernel sends no event for it.
+//! Forks: libc's handlers in the parent, the handler of the child, and the start of a child for which
+//! the kernel sends no event.
 
+pub(crate) mod atfork;
+pub(crate) mod child;
 pub(crate) mod trampoline;

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicI32, Ordering::AcqRel, Ordering::Release};
 
 use swaptide_engine::Engine;
 use swaptide_engine::fork::child_uffd::STACK;
+use swaptide_sys::errno::ErrnoText;
 use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{abort_with, gettid};
 use swaptide_sys::{FromRawFd, IntoRawFd, OwnedFd};
@@ -84,16 +85,9 @@ pub fn leave() {
 extern "C" fn begin() {
     let Some(engine) = process::inherited_engine() else { return };
     if let Err(errno) = engine.child_init() {
-        let mut why = [0u8; 64];
-        let len = {
-            use std::io::Write;
-            let mut rest = &mut why[..];
-            let _ = write!(rest, "{}", swaptide_sys::ErrnoName(errno));
-            64 - rest.len()
-        };
         abort_with(&[
             b"swaptide: a forked child got no userfaultfd of its own (",
-            &why[..len],
+            ErrnoText::new(errno).as_bytes(),
             b"); it is stopped rather than given wrong data",
         ]);
     }
@@ -108,7 +102,6 @@ extern "C" fn begin() {
 ///
 /// # Safety
 /// Begun by nobody else, with the stack at [`ChildTrampoline::words`].
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn entry() {
     core::arch::naked_asm!(
@@ -132,11 +125,11 @@ unsafe extern "C" fn entry() {
         "cld",
         "mov eax, -1",
         "mov edx, -1",
-        "xsave64 [rip + {cradle}]",
+        "xsave64 [rip + {trampoline}]",
         "call {begin}",
         "mov eax, -1",
         "mov edx, -1",
-        "xrstor64 [rip + {cradle}]",
+        "xrstor64 [rip + {trampoline}]",
         "pop rcx",
         "popfq",
         "pop r15",
@@ -154,10 +147,10 @@ unsafe extern "C" fn entry() {
         "pop rbx",
         "pop rax",
         // A system call leaves rcx to be used.
-        "mov rcx, qword ptr [rip + {cradle} + {words}]",
-        "mov rsp, qword ptr [rip + {cradle} + {words} + 8]",
+        "mov rcx, qword ptr [rip + {trampoline} + {words}]",
+        "mov rsp, qword ptr [rip + {trampoline} + {words} + 8]",
         "jmp rcx",
-        cradle = sym CHILD_TRAMPOLINE,
+        trampoline = sym CHILD_TRAMPOLINE,
         begin = sym begin,
         words = const std::mem::offset_of!(ChildTrampoline, words),
     )

@@ -19,12 +19,15 @@ use std::ffi::{c_int, c_ulong, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use linux_raw_sys::general as k;
 use swaptide_engine::mm::types::MANAGED_END;
 use swaptide_engine::requests::FaultRequest;
+use swaptide_sys::Errno;
 use swaptide_sys::mem::unlock_own_ranges;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::sleep;
+use swaptide_sys::uffd::{UFFDIO_MOVE, UFFDIO_REGISTER};
 
 use crate::pages::excluded;
 use crate::probe;
@@ -32,26 +35,26 @@ use crate::process;
 use crate::real;
 use crate::seccomp;
 
-const SYS_IOCTL: u32 = linux_raw_sys::general::__NR_ioctl;
-const SYS_MADVISE: u32 = linux_raw_sys::general::__NR_madvise;
-const SYS_SHMAT: u32 = linux_raw_sys::general::__NR_shmat;
-const SYS_SHMCTL: u32 = linux_raw_sys::general::__NR_shmctl;
-const SYS_SHMDT: u32 = linux_raw_sys::general::__NR_shmdt;
-const SYS_MREMAP: u32 = linux_raw_sys::general::__NR_mremap;
-const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
-const SYS_MLOCKALL: u32 = linux_raw_sys::general::__NR_mlockall;
-const SYS_PROCESS_MADVISE: u32 = linux_raw_sys::general::__NR_process_madvise;
+const SYS_IOCTL: u32 = k::__NR_ioctl;
+const SYS_MADVISE: u32 = k::__NR_madvise;
+const SYS_SHMAT: u32 = k::__NR_shmat;
+const SYS_SHMCTL: u32 = k::__NR_shmctl;
+const SYS_SHMDT: u32 = k::__NR_shmdt;
+const SYS_MREMAP: u32 = k::__NR_mremap;
+const SYS_MMAP: u32 = k::__NR_mmap;
+const SYS_MLOCKALL: u32 = k::__NR_mlockall;
+const SYS_PROCESS_MADVISE: u32 = k::__NR_process_madvise;
 
-const MADV_DONTNEED: usize = linux_raw_sys::general::MADV_DONTNEED as usize;
-const MADV_FREE: c_int = linux_raw_sys::general::MADV_FREE as c_int;
-const MADV_GUARD_INSTALL: c_int = linux_raw_sys::general::MADV_GUARD_INSTALL as c_int;
+const MADV_DONTNEED: usize = k::MADV_DONTNEED as usize;
+const MADV_FREE: c_int = k::MADV_FREE as c_int;
+const MADV_GUARD_INSTALL: c_int = k::MADV_GUARD_INSTALL as c_int;
 /// `MADV_WIPEONFORK`: a forked child has another idea of the range's contents than its parent. Such
 /// memory is not managed.
-const MADV_WIPEONFORK: c_int = linux_raw_sys::general::MADV_WIPEONFORK as c_int;
+const MADV_WIPEONFORK: c_int = k::MADV_WIPEONFORK as c_int;
 /// `MADV_DONTFORK`: a child does not get it. Where forks are followed, that is how managed memory
 /// is kept out of others (`shield`), so what the program keeps out itself is not managed.
-const MADV_DONTFORK: c_int = linux_raw_sys::general::MADV_DONTFORK as c_int;
-const EAGAIN: c_int = 11;
+const MADV_DONTFORK: c_int = k::MADV_DONTFORK as c_int;
+const EAGAIN: isize = linux_raw_sys::errno::EAGAIN as isize;
 
 /// The pages of a range that can be managed; `None` where there are none.
 pub fn pages(addr: usize, len: usize) -> Option<VirtRange> {
@@ -102,7 +105,7 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
             if let Some(range) = pages(addr, len) {
                 excluded::exclude(range);
                 if !release_range(range) {
-                    return -EAGAIN as isize;
+                    return -EAGAIN;
                 }
             }
             call(advice as usize)
@@ -127,10 +130,14 @@ pub fn advise(addr: usize, len: usize, advice: c_int) -> isize {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 struct IoVec {
     start: usize,
     len: usize,
 }
+
+// SAFETY: two integers of one size.
+unsafe impl probe::Word for IoVec {}
 
 /// process_madvise(2) with the same. Answers with the kernel's word.
 pub fn advise_process(
@@ -154,12 +161,8 @@ pub fn advise_process(
         return call(count);
     }
     // All of it before anything is done, as the kernel reads it.
-    let mut ranges = [const { IoVec { start: 0, len: 0 } }; MAX_VECTORS];
-    // SAFETY: any bytes are words.
-    let bytes = unsafe {
-        std::slice::from_raw_parts_mut(ranges.as_mut_ptr().cast(), count * size_of::<IoVec>())
-    };
-    if !probe::read(iov, bytes) {
+    let mut ranges = [IoVec { start: 0, len: 0 }; MAX_VECTORS];
+    if !probe::read(iov, probe::bytes_of(&mut ranges[..count])) {
         return call(count);
     }
     let mut done = 0;
@@ -193,9 +196,10 @@ pub unsafe extern "C" fn process_madvise(
 /// all the address space that swaptide has reserved and not used would become memory. Swaptide's
 /// own memory is not locked.
 pub fn lock_all(flags: usize) -> isize {
-    const MCL_ONFAULT: usize = 4;
     // SAFETY: locking memory changes no data.
-    let result = unsafe { syscall6(SYS_MLOCKALL, [flags | MCL_ONFAULT, 0, 0, 0, 0, 0]) as isize };
+    let result = unsafe {
+        syscall6(SYS_MLOCKALL, [flags | k::MCL_ONFAULT as usize, 0, 0, 0, 0, 0]) as isize
+    };
     if result == 0 && !seccomp::is() {
         unlock_own_ranges();
     }
@@ -211,7 +215,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
     real::libc_result(lock_all(flags as usize)) as c_int
 }
 
-const ENOMEM: isize = 12;
+const ENOMEM: isize = linux_raw_sys::errno::ENOMEM as isize;
 const SHM_RND: usize = 0o20000;
 const SHM_REMAP: usize = 0o40000;
 
@@ -261,7 +265,7 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     if (-4095..0).contains(&elsewhere) {
         return elsewhere;
     }
-    const MAYMOVE_FIXED: usize = 1 | 2;
+    const MAYMOVE_FIXED: usize = (k::MREMAP_MAYMOVE | k::MREMAP_FIXED) as usize;
     let (from, len) = (elsewhere as usize, range.len());
     // SAFETY: the segment that was just attached moves to where the program wants it.
     let moved = unsafe { syscall6(SYS_MREMAP, [from, len, len, MAYMOVE_FIXED, at, 0]) as isize };
@@ -272,7 +276,8 @@ pub fn attach(id: usize, addr: usize, flags: usize) -> isize {
     unsafe { syscall6(SYS_SHMDT, [from, 0, 0, 0, 0, 0]) };
     // The two overlap. What is there goes first, with an event; the segment can be attached, as was
     // seen.
-    const PRIVATE_ANON_FIXED: usize = 0x2 | 0x20 | 0x10 | 0x4000;
+    const PRIVATE_ANON_FIXED: usize =
+        (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_FIXED | k::MAP_NORESERVE) as usize;
     // SAFETY: the program has asked for this range to be replaced.
     unsafe { syscall6(SYS_MMAP, [at, len, 0, PRIVATE_ANON_FIXED, usize::MAX, 0]) };
     call(addr, flags)
@@ -287,27 +292,14 @@ pub unsafe extern "C" fn shmat(id: c_int, addr: *const c_void, flags: c_int) -> 
     real::libc_result(attach(id as usize, addr as usize, flags as usize)) as *mut c_void
 }
 
-const UFFDIO_REGISTER: u32 = 0xc020_aa00;
-const UFFDIO_MOVE: u32 = 0xc028_aa05;
-
 /// The range that a call on a userfaultfd of the program's needs for itself: where it begins in its
 /// argument, and its length.
 fn needed(request: u32, arg: usize) -> Option<VirtRange> {
-    if !matches!(request, UFFDIO_REGISTER | UFFDIO_MOVE) || arg == 0 {
+    if !matches!(request, UFFDIO_REGISTER | UFFDIO_MOVE) {
         return None;
     }
-    let words: [usize; 3] = if seccomp::is() {
-        // SAFETY: the program's own argument, which the kernel reads as well; to ask it is a call.
-        unsafe { (arg as *const [usize; 3]).read_unaligned() }
-    } else {
-        let mut words = [0usize; 3];
-        // SAFETY: any bytes are words.
-        let bytes = unsafe {
-            std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
-        };
-        // What cannot be read is the kernel's to refuse.
-        probe::read(arg, bytes).then_some(words)?
-    };
+    // What cannot be read is the kernel's to refuse.
+    let words: [usize; 3] = probe::read_words(arg)?;
     if request == UFFDIO_REGISTER { pages(words[0], words[1]) } else { pages(words[1], words[2]) }
 }
 
@@ -324,7 +316,7 @@ fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: is
     // Afterwards the kernel refuses to give what is the program's to swaptide.
     let _kept = excluded::exclude_for_now(range);
     if !release_range(range) {
-        real::set_errno(EAGAIN);
+        real::set_errno(Errno::AGAIN);
         return refused;
     }
     call()
@@ -334,10 +326,8 @@ fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: is
 pub fn control_raw(fd: usize, request: usize, arg: usize) -> isize {
     // SAFETY: the arguments are the program's own.
     let call = || unsafe { syscall6(SYS_IOCTL, [fd, request, arg, 0, 0, 0]) as isize };
-    control(request, arg, call, -EAGAIN as isize)
+    control(request, arg, call, -EAGAIN)
 }
-
-type Ioctl = unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int;
 
 /// Stands in front of libc's `ioctl`: a program that pages memory itself gets it from swaptide
 /// first.
@@ -346,13 +336,9 @@ type Ioctl = unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int;
 /// As for ioctl(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
-    let found = real::IOCTL.address();
-    if found.is_null() {
+    let Some(real) = real::IOCTL.get() else {
         return real::libc_result(control_raw(fd as usize, request as usize, arg)) as c_int;
-    }
-    // SAFETY: the address is that of libc's function; its variable argument is passed as this one
-    // is.
-    let real: Ioctl = unsafe { std::mem::transmute(found) };
+    };
     // SAFETY: the program's own arguments.
     control(request as usize, arg, || unsafe { real(fd, request, arg) } as isize, -1) as c_int
 }
@@ -376,7 +362,7 @@ mod tests {
 
     #[test]
     fn a_segment_tells_its_size() {
-        const SYS_SHMGET: u32 = linux_raw_sys::general::__NR_shmget;
+        const SYS_SHMGET: u32 = k::__NR_shmget;
         // SAFETY: a segment of this test's own, which nobody attaches.
         let id = unsafe { syscall6(SYS_SHMGET, [0, 3 * PAGE_SIZE + 1, 0o1600, 0, 0, 0]) } as usize;
         assert_eq!(segment_len(id), Some(3 * PAGE_SIZE + 1));

@@ -18,6 +18,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use linux_raw_sys::general as k;
 use swaptide_engine::requests::FaultRequest;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{PAGE_SIZE, VirtAddr, VirtRange};
@@ -25,15 +26,15 @@ use swaptide_sys::raw::syscall6;
 
 use crate::shmem;
 
-const SYS_MMAP: u32 = linux_raw_sys::general::__NR_mmap;
-const SYS_MUNMAP: u32 = linux_raw_sys::general::__NR_munmap;
-pub const SYS_MREMAP: u32 = linux_raw_sys::general::__NR_mremap;
-const EFAULT: isize = -14;
-const MREMAP_MAYMOVE: usize = 1;
-const MREMAP_FIXED: usize = 2;
-const PROT_NONE: usize = 0;
-const MAP_RESERVE: usize = 0x2 | 0x20 | 0x4000;
-const MAP_FIXED: usize = 0x10;
+const SYS_MMAP: u32 = k::__NR_mmap;
+const SYS_MUNMAP: u32 = k::__NR_munmap;
+pub const SYS_MREMAP: u32 = k::__NR_mremap;
+const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
+const MREMAP_MAYMOVE: usize = k::MREMAP_MAYMOVE as usize;
+const MREMAP_FIXED: usize = k::MREMAP_FIXED as usize;
+const PROT_NONE: usize = k::PROT_NONE as usize;
+const MAP_RESERVE: usize = (k::MAP_PRIVATE | k::MAP_ANONYMOUS | k::MAP_NORESERVE) as usize;
+const MAP_FIXED: usize = k::MAP_FIXED as usize;
 /// Most pieces of one call.
 const MAX_PIECES: usize = 64;
 /// Times a call is tried that is refused although there is no reason to be seen.
@@ -41,7 +42,7 @@ const MAX_TRIES: usize = 64;
 
 /// mremap(2) as the program meant it. Answers with the kernel's word.
 pub fn remap(old: usize, old_len: usize, new_len: usize, flags: c_int, to: usize) -> isize {
-    const ENOMEM: isize = -12;
+    const ENOMEM: isize = -(linux_raw_sys::errno::ENOMEM as isize);
     shmem::around(old, old_len.max(new_len), || remap_private(old, old_len, new_len, flags, to))
         .unwrap_or(ENOMEM)
 }

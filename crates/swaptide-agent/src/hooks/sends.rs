@@ -15,8 +15,10 @@
 //! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call
 //! libc's function, which is a cancellation point where ours would not be.
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint};
 
+use linux_raw_sys::net;
+use swaptide_sys::Errno;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::gettid;
@@ -25,18 +27,17 @@ use crate::exit_watch;
 use crate::pages::excluded;
 use crate::pages::references::{O_DIRECT, REFERENCES, is_unpinned};
 use crate::process;
-use crate::real;
+use crate::real::{self, Bytes, Text};
 use crate::seccomp;
 
-const ENOSYS: c_int = 38;
 const MSG_ZEROCOPY: c_int = 0x400_0000;
-const SOL_SOCKET: c_int = 1;
-const SO_ZEROCOPY: c_int = 60;
-const SOL_TLS: c_int = 282;
+const SOL_SOCKET: c_int = net::SOL_SOCKET as c_int;
+const SO_ZEROCOPY: c_int = net::SO_ZEROCOPY as c_int;
+const SOL_TLS: c_int = net::SOL_TLS as c_int;
 const TLS_TX: c_int = 1;
 const TLS_RX: c_int = 2;
 
-const F_SETFL: c_int = 4;
+const F_SETFL: c_int = linux_raw_sys::general::F_SETFL as c_int;
 pub const SYS_OPEN: usize = linux_raw_sys::general::__NR_open as usize;
 pub const SYS_FCNTL: usize = linux_raw_sys::general::__NR_fcntl as usize;
 pub const SYS_OPENAT: usize = linux_raw_sys::general::__NR_openat as usize;
@@ -126,13 +127,10 @@ macro_rules! in_front {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> $result {
             $before;
-            let real = real::$real.address();
-            if real.is_null() {
-                real::set_errno(ENOSYS);
+            let Some(real) = real::$real.get() else {
+                real::set_errno(Errno::NOSYS);
                 return -1;
-            }
-            // SAFETY: the address is that of libc's function of this type.
-            let real: unsafe extern "C" fn($($type),*) -> $result = unsafe { std::mem::transmute(real) };
+            };
             // SAFETY: the program's own arguments.
             unsafe { real($($arg),*) }
         }
@@ -148,29 +146,24 @@ macro_rules! opens {
         /// As for the function of libc.
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
-            let real = real::$real.address();
-            if real.is_null() {
-                real::set_errno(ENOSYS);
+            let Some(real) = real::$real.get() else {
+                real::set_errno(Errno::NOSYS);
                 return -1;
-            }
-            // SAFETY: the address is that of libc's function of this type.
-            let real: unsafe extern "C" fn($($type),*) -> c_int = unsafe { std::mem::transmute(real) };
+            };
             // SAFETY: the program's own arguments.
             opened(unsafe { real($($arg),*) }, $flags)
         }
     };
 }
 
-type Name = *const c_char;
-
-opens!(open, OPEN, (path: Name, flags: c_int, mode: c_uint), flags);
-opens!(open64, OPEN64, (path: Name, flags: c_int, mode: c_uint), flags);
-opens!(openat, OPENAT, (at: c_int, path: Name, flags: c_int, mode: c_uint), flags);
-opens!(openat64, OPENAT64, (at: c_int, path: Name, flags: c_int, mode: c_uint), flags);
-opens!(__open_2, OPEN_2, (path: Name, flags: c_int), flags);
-opens!(__open64_2, OPEN64_2, (path: Name, flags: c_int), flags);
-opens!(__openat_2, OPENAT_2, (at: c_int, path: Name, flags: c_int), flags);
-opens!(__openat64_2, OPENAT64_2, (at: c_int, path: Name, flags: c_int), flags);
+opens!(open, OPEN, (path: Text, flags: c_int, mode: c_uint), flags);
+opens!(open64, OPEN64, (path: Text, flags: c_int, mode: c_uint), flags);
+opens!(openat, OPENAT, (at: c_int, path: Text, flags: c_int, mode: c_uint), flags);
+opens!(openat64, OPENAT64, (at: c_int, path: Text, flags: c_int, mode: c_uint), flags);
+opens!(__open_2, OPEN_2, (path: Text, flags: c_int), flags);
+opens!(__open64_2, OPEN64_2, (path: Text, flags: c_int), flags);
+opens!(__openat_2, OPENAT_2, (at: c_int, path: Text, flags: c_int), flags);
+opens!(__openat64_2, OPENAT64_2, (at: c_int, path: Text, flags: c_int), flags);
 
 /// Defines a function in front of libc's `fcntl` or its 64-bit name. Its variable part is one word.
 macro_rules! changes_flags {
@@ -181,15 +174,10 @@ macro_rules! changes_flags {
         /// As for fcntl(2).
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
-            let real = real::$real.address();
-            if real.is_null() {
-                real::set_errno(ENOSYS);
+            let Some(real) = real::$real.get() else {
+                real::set_errno(Errno::NOSYS);
                 return -1;
-            }
-            type Real = unsafe extern "C" fn(c_int, c_int, ...) -> c_int;
-            // SAFETY: the address is that of libc's function; its third argument is read as one
-            // word.
-            let real: Real = unsafe { std::mem::transmute(real) };
+            };
             // SAFETY: the program's own arguments.
             let result = unsafe { real(fd, command, argument) };
             if command == F_SETFL && result == 0 {
@@ -202,8 +190,6 @@ macro_rules! changes_flags {
 
 changes_flags!(fcntl, FCNTL);
 changes_flags!(fcntl64, FCNTL64);
-
-type Bytes = *const c_void;
 
 in_front!(vmsplice, VMSPLICE, (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize, REFERENCES.note());
 in_front!(send, SEND, (fd: c_int, bytes: Bytes, len: usize, flags: c_int) -> isize, with_flags(flags));

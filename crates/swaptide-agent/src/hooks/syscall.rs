@@ -15,18 +15,20 @@
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 
+use linux_raw_sys::general as k;
 use swaptide_engine::vma::adopt::program_parts;
+use swaptide_sys::Errno;
 use swaptide_sys::maps::MapsFile;
 use swaptide_sys::page::{VirtAddr, VirtRange};
 use swaptide_sys::raw::syscall6;
 
 use crate::exit_watch;
-use crate::hooks::exec;
-use crate::hooks::libc;
+use crate::fork::atfork::with_handlers;
+use crate::hooks::environment;
 use crate::hooks::mappings;
+use crate::hooks::memory;
 use crate::hooks::mremap;
 use crate::hooks::sends;
-use crate::lifecycle;
 use crate::pages::excluded;
 use crate::pages::kernel_words;
 use crate::probe;
@@ -34,25 +36,25 @@ use crate::process;
 use crate::real;
 use crate::seccomp;
 
-const SYS_EXECVE: usize = linux_raw_sys::general::__NR_execve as usize;
-const SYS_EXECVEAT: usize = linux_raw_sys::general::__NR_execveat as usize;
-const SYS_CLONE: usize = linux_raw_sys::general::__NR_clone as usize;
-const SYS_FORK: usize = linux_raw_sys::general::__NR_fork as usize;
-const SYS_CLONE3: usize = linux_raw_sys::general::__NR_clone3 as usize;
-const SYS_EXIT: usize = linux_raw_sys::general::__NR_exit as usize;
-const SYS_PRCTL: usize = linux_raw_sys::general::__NR_prctl as usize;
-const SYS_SECCOMP: usize = linux_raw_sys::general::__NR_seccomp as usize;
+const SYS_EXECVE: usize = k::__NR_execve as usize;
+const SYS_EXECVEAT: usize = k::__NR_execveat as usize;
+const SYS_CLONE: usize = k::__NR_clone as usize;
+const SYS_FORK: usize = k::__NR_fork as usize;
+const SYS_CLONE3: usize = k::__NR_clone3 as usize;
+const SYS_EXIT: usize = k::__NR_exit as usize;
+const SYS_PRCTL: usize = k::__NR_prctl as usize;
+const SYS_SECCOMP: usize = k::__NR_seccomp as usize;
 
-const SYS_SET_TID_ADDRESS: usize = linux_raw_sys::general::__NR_set_tid_address as usize;
-const SYS_SET_ROBUST_LIST: usize = linux_raw_sys::general::__NR_set_robust_list as usize;
-const SYS_RSEQ: usize = linux_raw_sys::general::__NR_rseq as usize;
+const SYS_SET_TID_ADDRESS: usize = k::__NR_set_tid_address as usize;
+const SYS_SET_ROBUST_LIST: usize = k::__NR_set_robust_list as usize;
+const SYS_RSEQ: usize = k::__NR_rseq as usize;
 
-const SYS_MADVISE: usize = linux_raw_sys::general::__NR_madvise as usize;
+const SYS_MADVISE: usize = k::__NR_madvise as usize;
 const SYS_MREMAP: usize = mremap::SYS_MREMAP as usize;
-const SYS_IOCTL: usize = linux_raw_sys::general::__NR_ioctl as usize;
-const SYS_SHMAT: usize = linux_raw_sys::general::__NR_shmat as usize;
-const SYS_MLOCKALL: usize = linux_raw_sys::general::__NR_mlockall as usize;
-const SYS_PROCESS_MADVISE: usize = linux_raw_sys::general::__NR_process_madvise as usize;
+const SYS_IOCTL: usize = k::__NR_ioctl as usize;
+const SYS_SHMAT: usize = k::__NR_shmat as usize;
+const SYS_MLOCKALL: usize = k::__NR_mlockall as usize;
+const SYS_PROCESS_MADVISE: usize = k::__NR_process_madvise as usize;
 
 /// System calls that [`KINDS`] covers; higher numbers pass through.
 const CALLS: usize = 512;
@@ -119,9 +121,9 @@ static KINDS: [u8; CALLS] = {
     kinds
 };
 
-const CLONE_VM: u64 = 0x100;
-const CLONE_VFORK: u64 = 0x4000;
-const CLONE_THREAD: u64 = 0x1_0000;
+const CLONE_VM: u64 = k::CLONE_VM as u64;
+const CLONE_VFORK: u64 = k::CLONE_VFORK as u64;
+const CLONE_THREAD: u64 = k::CLONE_THREAD as u64;
 
 /// Before a new task: if it will share the memory and not end with this process, nothing may be
 /// swapped any more.
@@ -177,8 +179,8 @@ fn before_clone(flags: u64) {
 
 /// The word that the kernel clears when a new thread ends, or writes when it begins.
 fn before_thread(flags: u64, child_tid: usize) {
-    const CLEARS: u64 = 0x20_0000;
-    const SETS: u64 = 0x100_0000;
+    const CLEARS: u64 = k::CLONE_CHILD_CLEARTID as u64;
+    const SETS: u64 = k::CLONE_CHILD_SETTID as u64;
     if flags & CLONE_VM != 0 && flags & (CLEARS | SETS) != 0 {
         kernel_words::named(child_tid, 4);
     }
@@ -208,21 +210,10 @@ extern "C" fn syscall_next(
         SYS_FORK => before_clone(0),
         SYS_CLONE3 => {
             // Flags, a pid descriptor, and the word that is cleared. A bad address is the kernel's
-            // to refuse; under a filter the read itself may be one call too many.
-            let mut words = [0u64; 3];
-            let is_read = if seccomp::is() && first != 0 {
-                // SAFETY: the program's argument, which the kernel is about to read as well.
-                words = unsafe { (first as *const [u64; 3]).read_unaligned() };
-                true
-            } else {
-                // SAFETY: any bytes are words.
-                probe::read(first, unsafe {
-                    std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(&words))
-                })
-            };
-            if is_read {
-                before_clone(words[0]);
-                before_thread(words[0], words[2] as usize);
+            // to refuse.
+            if let Some([flags, _, child_tid]) = probe::read_words(first) {
+                before_clone(flags as u64);
+                before_thread(flags as u64, child_tid);
             }
         }
         SYS_EXIT => {
@@ -265,7 +256,7 @@ unsafe extern "C" fn hooked(
             if sets { seccomp::set(call) } else { call() }
         }
         kernel_words::SYS_FUTEX => kernel_words::futex([a, b, c, d, e, f]),
-        SYS_MADVISE => -(libc::advise(a, b, c as c_int) as isize),
+        SYS_MADVISE => -(memory::advise(a, b, c as c_int) as isize),
         SYS_MREMAP => mremap::remap(a, b, c, d as c_int, e),
         sends::SYS_OPEN | sends::SYS_OPENAT | sends::SYS_OPENAT2 | sends::SYS_FCNTL => {
             sends::instead(number, [a, b, c, d, e, 0])
@@ -276,14 +267,14 @@ unsafe extern "C" fn hooked(
         SYS_PROCESS_MADVISE => mappings::advise_process(a, b, c, d as c_int, e),
         // SAFETY: the program's own arguments; the environment is as execve(2) takes it.
         SYS_EXECVE => unsafe {
-            exec::with_environment(c as *const *const c_char, |envp| {
-                syscall6(59, [a, b, envp as usize, 0, 0, 0]) as c_int
+            environment::with_environment(c as *const *const c_char, |envp| {
+                syscall6(SYS_EXECVE as u32, [a, b, envp as usize, 0, 0, 0]) as c_int
             }) as isize
         },
         // SAFETY: as above.
         _ => unsafe {
-            exec::with_environment(d as *const *const c_char, |envp| {
-                syscall6(322, [a, b, c, envp as usize, e, 0]) as c_int
+            environment::with_environment(d as *const *const c_char, |envp| {
+                syscall6(SYS_EXECVEAT as u32, [a, b, c, envp as usize, e, 0]) as c_int
             }) as isize
         },
     })
@@ -293,7 +284,6 @@ unsafe extern "C" fn hooked(
 ///
 /// # Safety
 /// As for the system call.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn syscall() {
@@ -335,10 +325,23 @@ pub unsafe extern "C" fn syscall() {
         instead = const HOOK_REPLACES,
         before = const HOOK_BEFORE,
         real = sym real::SYSCALL,
-        found = const real::FOUND,
+        found = const real::ADDRESS_OFFSET,
         hooked = sym hooked,
         next = sym syscall_next,
     )
+}
+
+/// Stands in front of libc's `prctl`: after a filter of system calls, some of swaptide's own are
+/// not made any more.
+///
+/// # Safety
+/// As for prctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
+    // SAFETY: the program's own arguments.
+    let call = || unsafe { syscall6(SYS_PRCTL as u32, [option as usize, a, b, c, d, 0]) } as isize;
+    real::libc_result(if option == seccomp::PR_SET_SECCOMP { seccomp::set(call) } else { call() })
+        as c_int
 }
 
 /// Stands in front of libc's `_Fork`, which calls no handlers, and behind which a child would not
@@ -346,22 +349,17 @@ pub unsafe extern "C" fn syscall() {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[allow(non_snake_case, reason = "libc's name")]
 pub extern "C" fn _Fork() -> c_int {
-    const ENOSYS: c_int = 38;
-    let found = real::PLAIN_FORK.address();
-    if found.is_null() {
-        real::set_errno(ENOSYS);
+    let Some(fork) = real::PLAIN_FORK.get() else {
+        real::set_errno(Errno::NOSYS);
         return -1;
-    }
-    // SAFETY: libc's function of that name, which takes nothing.
-    let fork: extern "C" fn() -> c_int = unsafe { std::mem::transmute(found) };
-    lifecycle::with_handlers(|| fork())
+    };
+    with_handlers(|| fork())
 }
 
 /// Stands in front of libc's `clone`.
 ///
 /// # Safety
 /// As for clone(2).
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn clone() {

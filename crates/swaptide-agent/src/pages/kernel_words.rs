@@ -20,6 +20,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicUsize, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed,
 };
 
+use swaptide_sys::Errno;
 use swaptide_sys::raw::syscall6;
 use swaptide_sys::thread::{Tid, gettid};
 
@@ -50,8 +51,6 @@ pub fn pin_own_block() {
 }
 
 type Mutex = *mut c_void;
-type Init = unsafe extern "C" fn(Mutex, *const c_void) -> c_int;
-type Destroy = unsafe extern "C" fn(Mutex) -> c_int;
 
 const MUTEX_BYTES: usize = 40;
 /// Where glibc's ABI has the kind of a mutex, as its static initialisers write it.
@@ -80,8 +79,7 @@ unsafe fn is_kernels(mutex: Mutex) -> bool {
 /// As for pthread_mutex_init(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn pthread_mutex_init(mutex: Mutex, attr: *const c_void) -> c_int {
-    // SAFETY: the address is that of libc's function of this type; there is no libc without it.
-    let init: Init = unsafe { std::mem::transmute(real::MUTEX_INIT.address()) };
+    let Some(init) = real::MUTEX_INIT.get() else { return Errno::NOSYS.raw_os_error() };
     // SAFETY: the caller's own arguments.
     let result = unsafe { init(mutex, attr) };
     // SAFETY: it was initialised just now.
@@ -100,8 +98,7 @@ pub unsafe extern "C" fn pthread_mutex_init(mutex: Mutex, attr: *const c_void) -
 /// As for pthread_mutex_destroy(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn pthread_mutex_destroy(mutex: Mutex) -> c_int {
-    // SAFETY: the address is that of libc's function of this type; there is no libc without it.
-    let destroy: Destroy = unsafe { std::mem::transmute(real::MUTEX_DESTROY.address()) };
+    let Some(destroy) = real::MUTEX_DESTROY.get() else { return Errno::NOSYS.raw_os_error() };
     // SAFETY: the caller destroys an initialised mutex.
     let unpin = ANY_MUTEX.load(Relaxed) && unsafe { is_kernels(mutex) };
     // SAFETY: the caller's own argument.
@@ -113,7 +110,7 @@ pub unsafe extern "C" fn pthread_mutex_destroy(mutex: Mutex) -> c_int {
 }
 
 pub const SYS_FUTEX: usize = linux_raw_sys::general::__NR_futex as usize;
-const EFAULT: isize = -14;
+const EFAULT: isize = -(linux_raw_sys::errno::EFAULT as isize);
 const COMMAND: usize = 0x7f;
 const PRIVATE: usize = 0x80;
 /// Times an operation is made again that fails with `EFAULT`. Each finds the page in memory, unless
@@ -225,17 +222,9 @@ static KEY: AtomicU32 = AtomicU32::new(0);
 /// Has libc call [`ending`] when the calling thread ends in whatever way: by a return, by
 /// `pthread_exit`, or cancelled.
 fn call_at_end() {
-    type Destructor = extern "C" fn(*mut c_void);
-    let (create, set) = (real::KEY_CREATE.address(), real::SET_SPECIFIC.address());
-    if create.is_null() || set.is_null() {
+    let (Some(create), Some(set)) = (real::KEY_CREATE.get(), real::SET_SPECIFIC.get()) else {
         return;
-    }
-    // SAFETY: the addresses are those of libc's functions of these types.
-    let create: unsafe extern "C" fn(*mut u32, Destructor) -> c_int =
-        unsafe { std::mem::transmute(create) };
-    // SAFETY: as above.
-    let set: unsafe extern "C" fn(u32, *const c_void) -> c_int =
-        unsafe { std::mem::transmute(set) };
+    };
     if KEY.load(Acquire) == 0 {
         let mut key = 0;
         // SAFETY: `key` is written; the destructor is a function of this type.

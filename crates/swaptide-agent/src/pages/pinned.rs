@@ -52,7 +52,7 @@ static DEEPEST_LEVEL: AtomicUsize = AtomicUsize::new(0);
 /// An entry: the page above 23 bits, of which the highest says that the others are a thread's id.
 /// Otherwise they are a count. Never 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Entry(u64);
+struct PinnedEntry(u64);
 
 const LOW_BITS: u32 = 23;
 const IS_THREAD: u64 = 1 << (LOW_BITS - 1);
@@ -62,13 +62,13 @@ const PERMANENT: u64 = VALUE;
 /// Pages above 2^47 bytes have no place, and are not managed either.
 const PAGES: usize = 1 << 35;
 
-impl Entry {
-    fn counted(page: PageNo, count: u64) -> Entry {
-        Entry((page.0 as u64) << LOW_BITS | count)
+impl PinnedEntry {
+    fn counted(page: PageNo, count: u64) -> PinnedEntry {
+        PinnedEntry((page.0 as u64) << LOW_BITS | count)
     }
 
-    fn of_thread(page: PageNo, tid: Tid) -> Entry {
-        Entry((page.0 as u64) << LOW_BITS | IS_THREAD | u64::from(tid.0) & VALUE)
+    fn of_thread(page: PageNo, tid: Tid) -> PinnedEntry {
+        PinnedEntry((page.0 as u64) << LOW_BITS | IS_THREAD | u64::from(tid.0) & VALUE)
     }
 
     fn page(self) -> PageNo {
@@ -99,11 +99,11 @@ fn window(level: &'static [AtomicU64], chunk: ChunkNo) -> impl Iterator<Item = &
 /// Changes the first entry that `change` has another value for. False if there is none.
 fn update(
     places: impl Iterator<Item = &'static AtomicU64>,
-    change: impl Fn(Option<Entry>) -> Option<u64>,
+    change: impl Fn(Option<PinnedEntry>) -> Option<u64>,
 ) -> bool {
     for place in places {
         let mut found = place.load(Acquire);
-        while let Some(new) = change((found != 0).then_some(Entry(found))) {
+        while let Some(new) = change((found != 0).then_some(PinnedEntry(found))) {
             match place.compare_exchange(found, new, SeqCst, Acquire) {
                 Ok(_) => return true,
                 Err(now) => found = now,
@@ -114,7 +114,7 @@ fn update(
 }
 
 /// Puts an entry where `change` takes it, level by level.
-fn insert(page: PageNo, change: impl Fn(Option<Entry>) -> Option<u64>) {
+fn insert(page: PageNo, change: impl Fn(Option<PinnedEntry>) -> Option<u64>) {
     if page.0 >= PAGES {
         return;
     }
@@ -141,7 +141,7 @@ fn pages_of(addr: usize, len: usize) -> impl Iterator<Item = PageNo> {
 /// Pins some bytes as long as a thread lives. `tid` is the calling thread.
 pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
     for page in pages_of(addr, len) {
-        let new = Entry::of_thread(page, tid);
+        let new = PinnedEntry::of_thread(page, tid);
         // The place of a thread that is gone is the caller's now. One that lives may have a word of
         // its own in this page, and keeps its entry.
         insert(page, |found| match found {
@@ -160,9 +160,9 @@ pub fn pin_for_thread(addr: usize, len: usize, tid: Tid) {
 pub fn pin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         insert(page, |found| match found {
-            None => Some(Entry::counted(page, 1).0),
+            None => Some(PinnedEntry::counted(page, 1).0),
             Some(entry) if entry.page() == page => {
-                entry.count().map(|count| Entry::counted(page, (count + 1).min(PERMANENT)).0)
+                entry.count().map(|count| PinnedEntry::counted(page, (count + 1).min(PERMANENT)).0)
             }
             Some(_) => None,
         });
@@ -173,12 +173,14 @@ pub fn pin(addr: usize, len: usize) {
 pub fn unpin(addr: usize, len: usize) {
     for page in pages_of(addr, len) {
         for level in &LEVELS[..=DEEPEST_LEVEL.load(Acquire)] {
-            let reduced =
-                |found: Option<Entry>| match found.filter(|entry| entry.page() == page)?.count()? {
-                    PERMANENT => None,
-                    1 => Some(0),
-                    count => Some(Entry::counted(page, count - 1).0),
-                };
+            let reduced = |found: Option<PinnedEntry>| match found
+                .filter(|entry| entry.page() == page)?
+                .count()?
+            {
+                PERMANENT => None,
+                1 => Some(0),
+                count => Some(PinnedEntry::counted(page, count - 1).0),
+            };
             if update(window(level, page.chunk()), reduced) {
                 break;
             }
@@ -190,7 +192,7 @@ pub fn unpin(addr: usize, len: usize) {
 pub fn pin_permanently(addr: usize, len: usize) -> bool {
     let mut any = false;
     for page in pages_of(addr, len).filter(|page| page.0 < PAGES) {
-        let whole = Entry::counted(page, PERMANENT).0;
+        let whole = PinnedEntry::counted(page, PERMANENT).0;
         let has = LEVELS[..=DEEPEST_LEVEL.load(Acquire)]
             .iter()
             .any(|level| window(level, page.chunk()).any(|place| place.load(Acquire) == whole));
@@ -214,7 +216,7 @@ pub fn pinned_pages(chunk: ChunkNo) -> u16 {
         for place in window(level, chunk) {
             // With [`settle`]: the engine says that it chooses and then looks, the other pins and
             // then looks whether it chooses. One of them sees the other.
-            let entry = Entry(place.load(SeqCst));
+            let entry = PinnedEntry(place.load(SeqCst));
             let at = entry.page().0.wrapping_sub(first);
             if entry.0 == 0 || at >= PAGES_PER_CHUNK {
                 continue;

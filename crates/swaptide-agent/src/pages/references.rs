@@ -14,7 +14,7 @@ use swaptide_sys::raw::syscall6;
 /// Read by the engine; see [`References`].
 pub static REFERENCES: References = References::new();
 
-pub const O_DIRECT: c_int = 0o40000;
+pub const O_DIRECT: c_int = linux_raw_sys::general::O_DIRECT as c_int;
 /// File systems of Linux 6.18 whose direct reads do not pin the reader's pages: NFS and Ceph.
 const UNPINNED: [u64; 2] = [0x6969, 0x00c3_6400];
 

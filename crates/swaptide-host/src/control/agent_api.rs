@@ -345,7 +345,7 @@ mod tests {
             vouch(fresh(), Features::SIGBUS.bits()).is_none(),
             "a feature that no engine needs"
         );
-        assert!(vouch(fresh(), REQUIRED.0).is_some());
+        assert!(vouch(fresh(), REQUIRED.bits()).is_some());
     }
 
     #[test]

@@ -1,0 +1,216 @@
+//! Hooks of libc's functions that map, move and advise memory.
+
+use std::ffi::{c_int, c_void};
+
+use linux_raw_sys::general::{
+    __NR_mmap, MADV_COLD, MADV_DONTNEED, MADV_NORMAL, MADV_PAGEOUT, MADV_RANDOM, MADV_SEQUENTIAL,
+    MADV_WILLNEED, MAP_ANONYMOUS, MAP_GROWSDOWN, MAP_HUGETLB, MAP_NORESERVE, MAP_POPULATE,
+    MAP_PRIVATE, MAP_TYPE, PROT_WRITE,
+};
+use swaptide_engine::requests::Hint;
+use swaptide_sys::Errno;
+use swaptide_sys::page::{VirtAddr, VirtRange};
+use swaptide_sys::raw::syscall6;
+
+use crate::hooks::{mappings, mremap};
+use crate::process;
+use crate::real;
+use crate::seccomp;
+use crate::shmem;
+
+fn hint_of(advice: c_int) -> Option<Hint> {
+    Some(match advice as u32 {
+        MADV_NORMAL => Hint::Normal,
+        MADV_RANDOM => Hint::Random,
+        MADV_SEQUENTIAL => Hint::Sequential,
+        MADV_WILLNEED => Hint::WillNeed,
+        MADV_COLD => Hint::Cold,
+        MADV_PAGEOUT => Hint::PageOut,
+        _ => return None,
+    })
+}
+
+/// Gives the advice, and tells the engine of it as a hint. Returns 0 or an error number.
+pub fn advise(addr: usize, len: usize, advice: c_int) -> c_int {
+    let result = mappings::advise(addr, len, advice);
+    if seccomp::is() {
+        return -result as c_int;
+    }
+    if result == 0 {
+        shmem::hint(addr, len, advice);
+    }
+    if result == 0
+        && let Some(hint) = hint_of(advice)
+        && let Some(engine) = process::engine()
+        && let Some(range) = mappings::pages(addr, len)
+    {
+        engine.bells.hint(hint, range);
+    }
+    -result as c_int
+}
+
+/// Stands in front of libc's `madvise`.
+///
+/// # Safety
+/// As for madvise(2): what the advice does to the range is the caller's wish.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    match advise(addr as usize, len, advice) {
+        0 => 0,
+        errno => {
+            real::set_errno(Errno::from_raw_os_error(errno));
+            -1
+        }
+    }
+}
+
+/// Stands in front of libc's `posix_madvise`, whose `MADV_DONTNEED` does nothing.
+///
+/// # Safety
+/// As for posix_madvise(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    if advice as u32 == MADV_DONTNEED { 0 } else { advise(addr as usize, len, advice) }
+}
+
+/// Maps memory as asked; what is private and anonymous and large (where small mappings are managed
+/// and room is short, whatever its size: [`swaptide_engine::vma::small`]) is under management
+/// before the program has it. Filling it at once would make all of it memory before anybody could
+/// manage it, so that is left out: it is only a wish.
+fn map(addr: usize, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: usize) -> isize {
+    // SAFETY: the arguments are the program's own; whatever the call does is what the program asked
+    // for.
+    let call = |flags: u32| unsafe {
+        syscall6(__NR_mmap, [addr, len, prot as usize, flags as usize, fd as usize, offset])
+    };
+    let kept = flags as u32;
+    if seccomp::is() {
+        return call(kept);
+    }
+    if let Some(at) = shmem::map(addr, len, prot, flags) {
+        return at;
+    }
+    let plain = kept & (MAP_TYPE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_GROWSDOWN)
+        == MAP_PRIVATE | MAP_ANONYMOUS;
+    if plain && prot as u32 & PROT_WRITE != 0 && process::engine().is_none() {
+        process::begin_before(len, kept & MAP_NORESERVE != 0);
+    }
+    let engine = process::engine().filter(|engine| plain && engine.small.reports(len));
+    let at = call(if engine.is_some() { kept & !MAP_POPULATE } else { kept });
+    if let Some(engine) = engine
+        && !(-4095..0).contains(&at)
+    {
+        let start = VirtAddr(at as usize);
+        if engine.small.is_small(len) {
+            // Threads that make many wait for one another here; a hint that meets another one would
+            // be dropped.
+            engine.bells.fence(start);
+        } else {
+            engine.bells.hint(Hint::Mapped, VirtRange { start, end: start.offset(len).page_up() });
+        }
+    }
+    at
+}
+
+/// Stands in front of libc's `mmap`.
+///
+/// # Safety
+/// As for mmap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
+}
+
+/// Stands in front of libc's `mmap64`, which is the same here.
+///
+/// # Safety
+/// As for mmap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mmap64(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    real::libc_result(map(addr as usize, len, prot, flags, fd, offset as usize)) as *mut c_void
+}
+
+/// From this size on libc may keep a block in a mapping of its own, and move it by a system call
+/// that does not come through `mremap`.
+const MIN_OWN_MAPPING_BYTES: usize = 128 << 10;
+
+/// The page behind the last one of a block; 0 where the allocator does not tell.
+///
+/// # Safety
+/// `block` is null or a live block of this allocator.
+unsafe fn end_of(block: *mut c_void) -> usize {
+    if block.is_null() {
+        return 0;
+    }
+    // SAFETY: the caller's promise.
+    let size = unsafe { real::usable_size(block) };
+    size.map_or(0, |size| VirtAddr(block as usize + size).page_up().0)
+}
+
+/// Stands in front of libc's `realloc`.
+///
+/// # Safety
+/// As for realloc(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn realloc(block: *mut c_void, len: usize) -> *mut c_void {
+    let Some(real) = real::REALLOC.get() else {
+        real::set_errno(Errno::NOSYS);
+        return std::ptr::null_mut();
+    };
+    let matters = len >= MIN_OWN_MAPPING_BYTES && !block.is_null() && mremap::matter();
+    // SAFETY: the caller's block, which realloc has not freed yet.
+    let end = if matters { unsafe { end_of(block) } } else { 0 };
+    // SAFETY: the caller's own arguments.
+    let moved = unsafe { real(block, len) };
+    // A block that stayed may have grown.
+    // SAFETY: the block that realloc has returned.
+    let has_moved = || moved != block || end == 0 || unsafe { end_of(moved) } != end;
+    if matters && !moved.is_null() && has_moved() {
+        mremap::wait_for_events(moved as usize);
+    }
+    moved
+}
+
+/// Stands in front of libc's `reallocarray`.
+///
+/// # Safety
+/// As for reallocarray(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn reallocarray(block: *mut c_void, count: usize, len: usize) -> *mut c_void {
+    let Some(len) = count.checked_mul(len) else {
+        real::set_errno(Errno::NOMEM);
+        return std::ptr::null_mut();
+    };
+    // SAFETY: as for realloc.
+    unsafe { realloc(block, len) }
+}
+
+/// Stands in front of libc's `mremap`.
+///
+/// # Safety
+/// As for mremap(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn mremap(
+    old: *mut c_void,
+    old_len: usize,
+    new_len: usize,
+    flags: c_int,
+    to: *mut c_void,
+) -> *mut c_void {
+    real::libc_result(mremap::remap(old as usize, old_len, new_len, flags, to as usize))
+        as *mut c_void
+}

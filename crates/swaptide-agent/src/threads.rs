@@ -1,0 +1,55 @@
+//! The threads of an engine other than the handler: workers, readers of remote areas, and the one
+//! that watches for the end of the program.
+
+use std::sync::atomic::{Ordering::Relaxed, Ordering::Release};
+
+use swaptide_engine::Engine;
+use swaptide_engine::reclaim::worker::Worker;
+use swaptide_sys::affinity::{cpus_online, go_normally};
+use swaptide_sys::thread::{exit_thread, gettid, set_name};
+
+use crate::exit_watch;
+use crate::process::{STACK, engine, spawn_with};
+
+/// Starts the workers and the thread that watches for the end of the program.
+pub(crate) fn start_workers(engine: &'static Engine) {
+    let wanted = (cpus_online() / 2).clamp(1, 4);
+    let mut running = 0;
+    for index in 0..wanted {
+        running += u32::from(spawn_with(STACK, worker, index as usize));
+    }
+    // Without it the process is only slow to end, in a case that hardly any program has.
+    let watching = spawn_with(64 << 10, watch, 0);
+    engine.workers.store(running, Release);
+    engine.slot().engine_threads.store(running + 1 + u32::from(watching), Relaxed);
+}
+
+/// Starts a thread that waits for servers.
+pub(crate) fn spawn_reader() -> bool {
+    spawn_with(STACK, reader, 0)
+}
+
+extern "C" fn reader(_: usize) {
+    set_name(c"swaptide-read");
+    // As a worker.
+    go_normally();
+    let Some(engine) = engine() else { exit_thread() };
+    engine.read_far();
+    exit_watch::forget(gettid());
+}
+
+extern "C" fn watch(_: usize) {
+    if let Some(engine) = engine() {
+        exit_watch::watch(engine.slot(), || engine.look_after_threads());
+    }
+}
+
+extern "C" fn worker(index: usize) {
+    set_name(c"swaptide-work");
+    // Made by the handler, whose place in the queue it inherits and does not need.
+    go_normally();
+    let Some(engine) = engine() else { exit_thread() };
+    Box::leak(Box::new(Worker::new(engine.scheme))).run(engine, index);
+    // The program was let go.
+    exit_watch::forget(gettid());
+}
