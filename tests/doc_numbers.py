@@ -264,7 +264,7 @@ def links():
     for path in files:
         if path.suffix not in (".rs", ".py", ".c", ".h"):
             continue
-        text = re.sub(r"\n\s*(?://[/!]?|\*|#) ?", " ", path.read_text())
+        text = re.sub(r"\n\s*(?://[/!]?|\*|#)\s*", " ", path.read_text())
         for name, title in re.findall(r"\b(docs/[\w/.-]+\.md)(?:,? \(?\"([^\"]+)\")?", text):
             to = ROOT / name
             if not to.exists():

@@ -1,4 +1,4 @@
-//! The file device beside a plain map, on a file that others write to, cut and fill: a page that
+//! The file device and a plain map, on a file that others write to, cut and fill: a page that
 //! comes back is the one that was stored, or none does.
 #![no_main]
 

@@ -11,7 +11,7 @@ from servers import Misbehaving
 
 EXTENT = 2 * MIB
 
-# Mishaps of every kind of plan, one of so many requests; and the areas beside the export.
+# Mishaps of every kind of plan, one of so many requests; and the areas besides the export.
 PLANS = {
     # The way to the server, and the server as a whole: nothing is lost, and there is nowhere else
     # to go.

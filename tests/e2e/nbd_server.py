@@ -76,7 +76,7 @@ class Server:
 
     def open(self):
         listener = socket.socket(socket.AF_UNIX)
-        # Whoever looks for the path finds somebody who listens.
+        # A client that finds the path finds a listener.
         listener.bind(self.path + ".new")
         listener.listen(64)
         os.rename(self.path + ".new", self.path)

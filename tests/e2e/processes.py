@@ -120,7 +120,7 @@ def reap_orphans(but=()):
 
 
 class Sampler:
-    """Measures the memory of a tree from outside, beside what the report claims.
+    """Measures the memory of a tree from outside, to compare with the report.
 
     Anonymous memory is added up over the processes of the tree; of shared memory, which several
     processes may map, only the largest one counts. Pages that a parent and its child share after a

@@ -37,7 +37,7 @@ def test_daemon_joins(case):
         capture_output=True,
         text=True,
     )
-    assert second.returncode == 2 and "runs there already" in second.stderr, (
+    assert second.returncode == 2 and "a daemon is already running" in second.stderr, (
         f"a second daemon: {second}"
     )
     refused = subprocess.run(
@@ -47,7 +47,7 @@ def test_daemon_joins(case):
         text=True,
     )
     assert refused.returncode == 2 and "--no-daemon" in refused.stderr, (
-        f"--swap beside a daemon: {refused}"
+        f"--swap with a daemon: {refused}"
     )
 
     first, one = daemon.program(80, "--group", "/a")

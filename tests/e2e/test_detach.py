@@ -50,7 +50,7 @@ def swapped(case, what, started, out):
 @pytest.mark.swaptide(budget=32, limit=150, allowance=400, forks=True, native=False)
 def test_detach(case):
     """Processes are let go in the middle of everything: all comes back, nothing stays registered,
-    and what they fork later is managed anew.
+    and what they fork later is managed again.
     """
     # Of a process that is about to fork, several times: the fork may come in when its workers are
     # about to stand still.

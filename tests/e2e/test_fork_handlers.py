@@ -36,7 +36,7 @@ def agent_log(case):
 
 
 def logged(case, **more):
-    """An environment in which the agent writes its log, whoever runs the program."""
+    """An environment in which the agent writes its log, for any user of the program."""
     log = case.directory / "agent.log"
     log.touch()
     log.chmod(0o666)
@@ -102,7 +102,7 @@ def test_fork_files(case):
 def test_fork_full_table(case):
     """No descriptor is free in the program's table: the child is given all its memory."""
     case.run_c("forklock", "full", megabytes=64, seconds=1, env=logged(case))
-    assert case.native or "there is no way to a forked child" in agent_log(case), (
+    assert case.native or "no channel to a forked child" in agent_log(case), (
         f"there was: {agent_log(case)[-300:]!r}"
     )
 
@@ -141,11 +141,11 @@ def test_fork_fails(case):
         result = f"kind {kind}: status {started[kind].returncode}, {out!r}, {errors!r}"
         assert started[kind].returncode == 0 and said in out and "OK forklock once" in out, result
         assert complaint in errors, result
-    assert "does not say that it is there" in agent_log(case), agent_log(case)[-400:]
+    assert "does not respond" in agent_log(case), agent_log(case)[-400:]
 
 
 @pytest.mark.unprivileged
-@pytest.mark.swaptide(budget=24, forks=True, complaint="does not arm its memory")
+@pytest.mark.swaptide(budget=24, forks=True, complaint="does not register its memory")
 def test_fork_birth(case):
     """A child of a followed fork that never arms its memory is killed, and said to be; its parent
     goes on.
@@ -279,7 +279,7 @@ print("tried", tried)
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_fork_door(case):
     """Where pidfd_getfd is not permitted, as in containers, forks go on and their children are
-    managed; and another user who knocks at every socket that is to be seen is given nothing."""
+    managed; and another user who connects to every visible socket is given nothing."""
     thief = subprocess.Popen(
         [case.python, "-c", THIEF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

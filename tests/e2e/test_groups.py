@@ -247,7 +247,7 @@ def test_swap_high(case):
 
 @pytest.mark.swaptide(budget=96, allowance=8, forks=True, native=False)
 def test_shares(case):
-    """Two groups of one run: a maximum holds beside a group without one, and what is kept for a
+    """Two groups of one run: a maximum holds while another group has none, and what is kept for a
     group stays with it.
     """
     config = case.directory / "groups.toml"

@@ -245,7 +245,7 @@ def swap_in_kept_in_part(case):
 
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_cluster_readahead(case):
-    """A swap file on a rotational disk: with a page comes what was written beside it, as long as
+    """A swap file on a rotational disk: a page brings what was written next to it, as long as
     that is wanted. On one that does not, not.
     """
     report = case.directory / "report.json"
@@ -261,7 +261,7 @@ def test_cluster_readahead(case):
             f"file:{case.directory},rotational={option}",
         ]
         words += ["--page-cluster", cluster] if cluster else []
-        # Who goes the same way a second time finds pages there for that reason too, on every disk.
+        # A repeated fault sequence finds its pages for that reason too, on every disk.
         reads = option == "yes" and cluster != "0"
         rounds = 2 if reads else 1
         words += ["--", case.python, HERE / "py" / "together.py", "8000", str(rounds)]

@@ -258,7 +258,7 @@ def test_engine_ends(case):
     for kind, expected in (
         (1, "a check failed"),
         (2, "a check failed in a worker"),
-        (3, "the thread that answers faults is gone"),
+        (3, "the handler thread has ended"),
         (4, ""),
     ):
         words = [case.swaptide, "run", "--ram", f"{case.budget}M", "--quiet", "--"]

@@ -142,7 +142,7 @@ def test_security_maps(case):
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)
 def test_security_requests(case):
     """Requests of every kind from the wrong process, half, too long, with descriptors, or never
-    sent: a program beside them works on.
+    sent: another program works on.
     """
     need_root()
     heap = f"{case.binary('heap')} 64 4 {case.seed} threads"
@@ -549,7 +549,9 @@ def test_security_reopened(case):
     names[0].symlink_to(target)
     daemon.start()
     said = daemon.errors.read_text()
-    assert "takes no more pages" in said and "is not what was used before" in said, f"{said!r}"
+    assert "takes no more pages" in said and "is not the one that was used before" in said, (
+        f"{said!r}"
+    )
     os.kill(inside, signal.SIGUSR1)
     wait_for_line(case, program, "USR1 number 1")
     other, _ = daemon.program(60)

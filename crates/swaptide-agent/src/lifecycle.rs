@@ -68,7 +68,7 @@ extern "C" fn sleeper(_: usize) {
                 managed",
             ),
             Some(segment) if !same_pid_namespace(segment) => {
-                log::line("a process-id namespace of its own: this process is not managed");
+                log::line("separate pid namespace: this process is not managed");
             }
             Some(segment) => wait_for_supervisor(segment),
         }
@@ -91,8 +91,8 @@ pub(crate) fn wait_for_supervisor(segment: &'static Segment) {
         None => {
             PLACE.store(NO_SLOT, Release);
             log::line(
-                "the supervisor's table of processes is full: this process is not managed before \
-                another one ends",
+                "the supervisor's process table is full: this process is not managed until \
+                    another one ends",
             );
             loop {
                 sleep(Duration::from_secs(1));
@@ -134,7 +134,7 @@ pub(crate) fn serve(handler: &mut Handler) {
         if handler.detach() {
             ENGINE.store(std::ptr::null_mut(), Release);
             engine.slot().set_state(ProcState::Detached);
-            log::line("all memory is back, and the process is not managed any more");
+            log::line("detached: all pages are swapped in");
             return;
         }
     }
@@ -201,14 +201,15 @@ fn prepare_engine(
     let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     if files.is_some_and(|files| files < MIN_OPEN_FILES) {
         return Err(format!(
-            "the limit on open files is under {MIN_OPEN_FILES}: this process is not managed (ulimit \
+            "the limit on open files is below {MIN_OPEN_FILES}: this process is not managed \
+                (ulimit \
             -n)"
         ));
     }
     if !references::look_at_inherited() {
         return Err(
-            "a file is open for direct I/O on NFS or Ceph, which do not pin what they read \
-            into: this process is not \
+            "a file on NFS or Ceph is open for direct I/O, which does not pin its buffers there: \
+                this process is not \
                     managed (close it, or open it without O_DIRECT)"
                 .into(),
         );
@@ -273,9 +274,7 @@ pub(crate) fn salt() -> u64 {
     let mut bytes = [0u8; 8];
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
         Ok(8) => u64::from_le_bytes(bytes),
-        _ => abort_with(&[
-            b"swaptide: the kernel gives no random numbers, which the swap file's cipher needs",
-        ]),
+        _ => abort_with(&[b"swaptide: cannot read random numbers for the swap file's cipher"]),
     }
 }
 

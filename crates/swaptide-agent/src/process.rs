@@ -261,7 +261,7 @@ pub fn begin_before(len: usize, reserved: bool) {
         return;
     }
     slot.engage_now.store(1, Release);
-    // Whoever asks for the segment is looked at then.
+    // The process that asks for the segment is examined then.
     drop(ask(Request::Segment));
     while slot.state() == ProcState::Watching && pause() {}
 }

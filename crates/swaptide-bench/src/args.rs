@@ -27,9 +27,8 @@ pub struct BenchArgs {
     /// 64M,96M,128M,192M,256M,384M,512M,768M,1G]
     #[arg(long, value_name = "SIZES", value_parser = parse_bytes, value_delimiter = ',')]
     pub budgets: Vec<u64>,
-    /// Compression ratio of the data with lz4: 4 to 1, 2 to 1 like a heap, or almost none; several for
-    /// a sweep
-    /// [default: 4; all for sweep]
+    /// Compression ratio of the data with lz4: 4 to 1, 2 to 1 like a heap, or almost none; several
+    /// for a sweep [default: 4; all for sweep]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub ratio: Vec<PageContent>,
     /// Data size of the workload [default: 1G; 2G for sweep, half of --ram for within]
@@ -90,7 +89,7 @@ pub enum Benchmark {
 pub enum PeerArg {
     /// Compressed RAM as the swap device
     KernelZram,
-    /// A compressed cache before a swap file
+    /// A compressed cache in front of a swap file
     KernelZswap,
     /// A plain swap file
     KernelFile,

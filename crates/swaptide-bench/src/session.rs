@@ -181,7 +181,7 @@ impl Session<'_> {
                 None => sides.push(runs.side(Some(*folios))?),
                 Some(e) => {
                     absent = Some(format!(
-                        "with {} it never came to its end in {} tries ({e})",
+                        "with {} it never finished in {} tries ({e})",
                         folios.name(),
                         TRIES + 1
                     ))
@@ -286,10 +286,8 @@ impl Session<'_> {
         for pair in &report.pairs {
             let failed = pair.peer.failed + pair.other.as_ref().map_or(0, |side| side.failed);
             if failed > 0 {
-                let text = format!(
-                    "{}: {failed} runs more did not come to their end, and do not count",
-                    pair.name
-                );
+                let text =
+                    format!("{}: {failed} runs more did not finish, and do not count", pair.name);
                 report.notes.push(text);
             }
         }

@@ -100,7 +100,7 @@ impl SwapDevice {
     /// allocation. `cpus` is the number of allocation lanes; a larger CPU number wraps around.
     ///
     /// The tables' addresses come from the allocator, as zeros: one that writes these itself makes
-    /// a large device cost its 8 bytes a slot from the start. Where that is so, or nobody knows,
+    /// a large device cost its 8 bytes a slot from the start. Where that is so, or is unknown,
     /// [`SwapDevice::new_in`] is the better choice.
     ///
     /// # Panics
@@ -263,7 +263,7 @@ impl SwapDevice {
     }
 
     /// What slot `off` holds. Takes no lock; the answer was true at a moment during the call, and
-    /// whoever acts on it says in the exchange what he expects. A slot beyond the end is bad.
+    /// a caller that acts on it says in the exchange what it expects. A slot beyond the end is bad.
     #[inline]
     pub fn lookup(&self, off: SwapOffset) -> Slot {
         self.word(off).slot()

@@ -18,8 +18,8 @@
 //! folios lie. What that costs is tables that are not full, 12 bytes a used slot where single pages
 //! tear 64K folios; [`SwapDevice::compact`] wins it back in the background by giving pages of
 //! sparse clusters other names, about 8.3 bytes. It was chosen over moving slots to make room for a
-//! run because no allocation ever waits for it, over a table of places beside the names because the
-//! stores have that table anyway (it is where a slot's data lies), and because renaming copies
+//! run because no allocation ever waits for it, over a table of places next to the names because
+//! the stores have that table anyway (it is where a slot's data lies), and because renaming copies
 //! nothing.
 //!
 //! The rules are those of Linux as docs/linux-swap.md states them; each module names the sections

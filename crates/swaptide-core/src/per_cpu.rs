@@ -204,8 +204,8 @@ impl<const N: u32> PerCpu<N> {
     }
 
     /// Changes `taken` and credits together. What is added to `moves` before and after is what
-    /// [`PerCpu::used`] compares; all of it is sequentially consistent, so whoever saw the same
-    /// number twice, with nothing begun, saw none of the changes by half.
+    /// [`PerCpu::used`] compares; all of it is sequentially consistent, so a thread that saw the
+    /// same number twice, with nothing begun, saw none of the changes by half.
     fn moving<T>(&self, change: impl FnOnce() -> T) -> T {
         self.taken.moves.fetch_add(BEGUN, Ordering::SeqCst);
         let done = change();

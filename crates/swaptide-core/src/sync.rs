@@ -3,11 +3,11 @@
 //! tables.
 //!
 //! Invariants:
-//! 1. A chunk of a [`TableDirectory`] (cluster headers) is published once, complete, and stays where it
-//!    is until the directory is dropped. The swap tables ([`Pages`]) all have their places from the
-//!    start, until the device is dropped. So both are type-stable: a late reader reads an old word,
-//!    never foreign memory. That stands for RCU's grace period (docs/linux-swap.md, "Swap table"):
-//!    nothing is freed under a reader.
+//! 1. A chunk of a [`TableDirectory`] (cluster headers) is published once, complete, and stays
+//!    where it is until the directory is dropped. The swap tables ([`Pages`]) all have their places
+//!    from the start, until the device is dropped. So both are type-stable: a late reader reads an
+//!    old word, never foreign memory. That stands for RCU's grace period (docs/linux-swap.md, "Swap
+//!    table"): nothing is freed under a reader.
 //! 2. Critical sections are short and call nothing that waits, so waiting is spinning. A waiter
 //!    that has spun for long calls the hook given to [`set_yield`], because a holder may have lost
 //!    its CPU.
@@ -76,7 +76,7 @@ mod spin {
             Some(Guard { lock: self })
         }
 
-        /// Access; waits for whoever has it.
+        /// Access; waits for its holder.
         #[inline]
         pub fn lock(&self) -> Guard<'_, T> {
             if let Some(guard) = self.try_lock() {
@@ -492,7 +492,7 @@ unsafe fn free_chunk<T, const N: usize>(chunk: *mut T) {
 impl<T, const N: usize> Drop for TableDirectory<T, N> {
     fn drop(&mut self) {
         for place in &self.chunks {
-            // Relaxed: `&mut self`, so whoever published did so before.
+            // Relaxed: `&mut self`, so it was published before.
             let chunk = place.load(Ordering::Relaxed);
             if !chunk.is_null() {
                 // SAFETY: published by `make` from a boxed slice of `N`; `&mut self` says that no

@@ -227,7 +227,7 @@ fn free_against_discard_and_alloc() {
     });
 }
 
-/// A page whose user may be changed by whoever locks it.
+/// A page whose user may be changed by the thread that locks it.
 struct Page {
     locked: Mutex<bool>,
     unlocked: Condvar,

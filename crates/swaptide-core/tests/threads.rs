@@ -177,7 +177,8 @@ fn stress(duration: Duration) {
     println!("{done} steps, {full} times full, {} times no run", no_run.into_inner());
 }
 
-/// A folio or what is left of it on the devices: its slots may be moved by whoever locks it.
+/// A folio or what is left of it on the devices: its slots may be moved by the thread that locks
+/// it.
 #[derive(Default)]
 struct Record {
     slots: Vec<SwapEntry>,

@@ -5,15 +5,15 @@
 //! that nothing goes out any more. While nobody faults, and after every so many answers to those
 //! that never cease to, the handler brings in what is swapped, in the order of addresses; then it
 //! parks the workers, stores what is on its way, and looks again. When nothing is out any more,
-//! whoever runs the handler keeps forks away and calls [`Handler::detach`].
+//! the caller keeps forks away and calls [`Handler::detach`].
 //!
 //! Invariants
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
 //!    and no change of mappings is read but not applied: what the kernel fills from then on with
 //!    zeros was empty.
 //! 2. If the supervisor changes its mind before, the engine goes on as it was.
-//! 3. Whoever waits for the handler by then goes on: the kernel wakes who waits at the userfaultfd,
-//!    [`crate::requests::HandlerRequests`] all others.
+//! 3. Threads that wait for the handler by then continue: the kernel wakes those that wait at the
+//!    userfaultfd, [`crate::requests::HandlerRequests`] all others.
 //!
 //! A page that is lost is poisoned in the page tables, which closing does not change: it stays a
 //! bus error.
@@ -73,7 +73,7 @@ impl Handler {
     }
 
     /// Parks the workers if nothing is swapped, and looks again. False if there is more to bring
-    /// in; it begins anew then.
+    /// in; it starts over then.
     fn is_all_in(&mut self) -> bool {
         let engine = self.engine;
         self.detaching = Some(PageNo(0));
@@ -136,7 +136,7 @@ impl Handler {
             // Before the doors are open to everybody: who stands there goes on.
             engine.bells.close();
             let _ = self.uffd.unregister(engine.bells.request_pages());
-            // SAFETY: whoever has a reference to it is this thread, or a worker, and those stand
+            // SAFETY: only this thread and workers have a reference to it, and those stand
             // still and end.
             unsafe { engine.close_uffd() };
             mm.table = PageTable::new();

@@ -69,7 +69,7 @@ pub struct Start {
     pub pinned: fn(ChunkNo) -> u16,
     /// Starts a thread that runs [`Engine::read_far`]. False if there can be none.
     pub spawn_reader: fn() -> bool,
-    /// Has whoever else holds the userfaultfd close it; false if that is not so within a moment.
+    /// Has other holders of the userfaultfd close it; false if that is not so within a moment.
     pub release_hold: fn() -> bool,
     /// Whether pages may have readers outside; the hooks say so.
     pub references: &'static References,
@@ -137,11 +137,11 @@ pub struct Engine {
     pub charge: Charge,
     /// Whether small mappings are managed.
     pub small: Small,
-    /// The bells.
+    /// Requests to the handler.
     pub bells: HandlerRequests,
     /// Forks.
     pub fork: ForkControl,
-    /// The kernel tells nobody of forks: they are followed ([`crate::vma::dontfork`]).
+    /// The kernel does not report forks: they are followed ([`crate::vma::dontfork`]).
     pub followed: bool,
     /// Pages that were sent for.
     pub(crate) far: RemoteReads,
@@ -159,7 +159,7 @@ pub struct Engine {
     pub workers: AtomicU32,
     /// The threads of the first workers, for the handler to place them; 0: none.
     pub worker_tids: [AtomicU32; PLACED_WORKERS],
-    /// A worker is to find a check failed, as a test wants it.
+    /// A worker is to find a check failed (injected).
     pub fails: AtomicBool,
     /// The handler's thread.
     pub handler_tid: AtomicU32,
@@ -206,9 +206,9 @@ impl Engine {
         let features = if followed { FEATURES } else { FEATURES | Features::EVENT_FORK };
         let uffd = Uffd::open(features, true).map_err(EngineError::Open)?;
         uffd.register_missing(bells.range())
-            .map_err(|e| EngineError::Memory("registering the bells", e))?;
+            .map_err(|e| EngineError::Memory("registering the request pages", e))?;
         uffd.register_missing(bells.request_pages())
-            .map_err(|e| EngineError::Memory("registering the doors", e))?;
+            .map_err(|e| EngineError::Memory("registering the fault request pages", e))?;
         uffd.register_missing(staging.range())
             .map_err(|e| EngineError::Memory("registering the staging frames", e))?;
         let header = &start.segment.header;
@@ -260,7 +260,7 @@ impl Engine {
             fork: ForkControl::new(),
             followed,
             far: RemoteReads::new()
-                .map_err(|e| EngineError::Memory("the memory that far pages are read into", e))?,
+                .map_err(|e| EngineError::Memory("the buffers for remote pages", e))?,
             work: AtomicU32::new(0),
             taking: AtomicU32::new(0),
             awake: AtomicU32::new(0),
@@ -400,7 +400,7 @@ impl Engine {
     pub fn is_full(&self) -> bool {
         let full = (!self.devices.is_backed() || self.file_rests()) && self.charge.pool_is_full();
         if full {
-            self.report_swap_full("swap space is full: memory stays past the budget");
+            self.report_swap_full("swap space is full: exceeding the budget");
         }
         full
     }
@@ -498,9 +498,7 @@ impl Engine {
 
     /// A write to the swap file failed; nothing is lost.
     pub fn write_failed(&self, error: &swaptide_store::file::WriteError) {
-        (self.start.log)(&format!(
-            "writing to the swap file failed, the pages stay in memory: {error}"
-        ));
+        (self.start.log)(&format!("write to the swap file failed, pages stay in memory: {error}"));
         self.count(Counter::WriteErrors, 1);
         self.rest_file();
     }
@@ -520,8 +518,8 @@ impl Engine {
         self.cancelled[frame.0 as usize / 64].fetch_and(!(1 << (frame.0 % 64)), Relaxed);
     }
 
-    /// A page's swap entry is not needed any more: its data is dropped, now or by whoever is
-    /// storing it.
+    /// A page's swap entry is not needed any more: its data is dropped, now or by the thread that
+    /// is storing it.
     #[track_caller]
     pub fn release(&self, mm: &Mm, entry: SwapEntry) {
         match self.devices.slots(entry.ty()).lookup(entry.offset()) {
@@ -544,14 +542,14 @@ impl Engine {
     /// handler too, and with the last of the engine's threads the userfaultfd would be closed.
     pub fn look_after_threads(&self) {
         if !self.far.are_all_there() && !self.retired.load(Relaxed) {
-            crate::fatal("a thread that reads from servers is gone");
+            crate::fatal("a reader thread has ended");
         }
         let handler = self.handler_tid.load(Relaxed);
         if handler != 0
             && !self.retired.load(Relaxed)
             && !swaptide_sys::thread::lives(swaptide_sys::thread::Tid(handler))
         {
-            crate::fatal("the thread that answers faults is gone");
+            crate::fatal("the handler thread has ended");
         }
     }
 
@@ -729,7 +727,7 @@ pub const NO_RANGE: VirtRange = VirtRange { start: VirtAddr(0), end: VirtAddr(0)
 
 /// Chunks put back at a time.
 const MAX_CHUNKS_PUT_BACK: usize = 8;
-/// Workers that the handler places; there is one for each CPU, and beside many CPUs one more
+/// Workers that the handler places; there is one for each CPU, and with many CPUs one more
 /// wake-up hurts less.
 const PLACED_WORKERS: usize = 16;
 /// Bits of a shadow's clock.

@@ -93,8 +93,8 @@ pub struct Handler {
     /// Pages that were sent for, and what is struck when some are back.
     pub(crate) remote: InFlight,
     pub(crate) wake_event: Arc<EventFd>,
-    /// The next wait is one for far pages, too: whoever waits for an event that is due has nothing
-    /// of them.
+    /// The next wait is one for remote pages, too: a thread that waits for an event that is due has
+    /// nothing of them.
     listens: bool,
     /// A page that is left out of the window that is being brought in.
     pub(crate) leaves_out: Option<PageNo>,
@@ -106,7 +106,7 @@ pub struct Handler {
     pub(crate) held_came: usize,
     /// Smoothed time of reading a page from the file, in nanoseconds.
     pub(crate) read_ns: u64,
-    /// Loads of several pages so far; every so manyth is taken to be out of date (0: none).
+    /// Loads of several pages so far; every Nth is treated as stale (0: none).
     pub(crate) large_loads: u32,
     pub(crate) stale_every: u32,
     /// The same of fills that end half way.
@@ -136,12 +136,12 @@ pub struct Handler {
     /// Fences are being answered; another one was come to meanwhile.
     pub(crate) fencing: bool,
     pub(crate) fence_again: bool,
-    /// Doors are being answered; somebody knocked meanwhile; some are not empty yet, until when
-    /// they are looked after.
+    /// Fault requests are being answered; another came meanwhile; some are not empty yet, until
+    /// when they are looked after.
     answering_doors: bool,
     knocked_again: bool,
     doors_until: Option<Nanos>,
-    /// Bells that rang and were not served yet.
+    /// Requests that were not served yet.
     pub(crate) requests: Vec<HandlerRequest>,
     /// Children of forks that came through no hook.
     pub(crate) untracked_children: Vec<Uffd>,
@@ -210,10 +210,7 @@ impl Handler {
             prefetcher: TemporalPrefetcher::new(),
             remote: InFlight::new(),
             listens: false,
-            wake_event: engine
-                .far
-                .open_event()
-                .map_err(memory("a descriptor that tells of far pages"))?,
+            wake_event: engine.far.open_event().map_err(memory("an eventfd for remote pages"))?,
             leaves_out: None,
             ahead: ReadAhead::default(),
             held_hits: 0,
@@ -284,7 +281,7 @@ impl Handler {
                     self.stalls_until(now());
                 }
                 match self.preload.filter(|_| !self.preload_waits()).or(self.detaching) {
-                    // Whoever faults goes first.
+                    // Faults go first.
                     Some(_) => self.read_within(Some(Duration::ZERO)),
                     None => {
                         self.listens = true;
@@ -327,7 +324,7 @@ impl Handler {
         self.fails_at -= 1;
         match self.engine.start.segment.header.fail.load(Relaxed) {
             _ if self.fails_at > 0 => {}
-            1 => panic!("a check failed, as a test wants it"),
+            1 => panic!("a check failed (injected)"),
             2 => self.engine.fails.store(true, Relaxed),
             3 => swaptide_sys::thread::exit_thread(),
             _ => std::alloc::handle_alloc_error(std::alloc::Layout::new::<u64>()),
@@ -370,7 +367,7 @@ impl Handler {
             }
             Err(Errno::AGAIN | Errno::INTR) => {}
             Err(errno) => crate::fatal(&format!(
-                "reading the userfaultfd failed: {}",
+                "read from the userfaultfd failed: {}",
                 swaptide_sys::ErrnoName(errno)
             )),
         }
@@ -513,15 +510,15 @@ impl Handler {
         }
     }
 
-    /// A bell has rung, or the handler itself owes what it asks for. Each is noted once, for
-    /// whoever serves it serves all who have rung: so there is room without allocating.
+    /// A request has come, or the handler itself owes what it asks for. Each is noted once, and
+    /// served for all that asked: so there is room without allocating.
     pub(crate) fn note_request(&mut self, ring: HandlerRequest) {
         if !self.requests.contains(&ring) {
             self.requests.push(ring);
         }
     }
 
-    /// Does what the bells asked for, unless a fork is under way: then it waits for its end. To
+    /// Serves the requests, unless a fork is under way: then it waits for its end. To
     /// stand still for a fork is for [`Handler::run`] alone: here a fault or a hint may be half
     /// answered, and who waits for that may have a lock that the forking thread waits for.
     pub(crate) fn serve_requests(&mut self) {

@@ -1,4 +1,4 @@
-//! Bells: how any thread of the process gets the handler's ear.
+//! Requests from threads of the process to the handler.
 //!
 //! The handler sleeps in a read of the program's userfaultfd. Giving up a page of a registered area
 //! (`MADV_DONTNEED`) is an event there, and the caller waits until it is read: so an area of a few
@@ -15,10 +15,10 @@
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has
 //!    left there cannot be taken for it.
 //!
-//! A thread under a filter of system calls may not be allowed to ring. It knocks at a *door*: a
-//! page of a second registered area, which it touches. The fault tells the handler, which fills the
-//! page when it has done what was asked, and empties it again before the door is used again.
-//! Nothing of that is a system call of the thread's.
+//! A thread under a filter of system calls may not be allowed to make one. It makes a *fault
+//! request* (door): a page of a second registered area, which it touches. The fault tells the
+//! handler, which fills the page when it has done what was asked, and empties it again before the
+//! door is used again. Nothing of that is a system call of the thread's.
 //!
 //! 5. A door is `FREE` only while its page is missing. The handler alone makes it so.
 //!
@@ -59,7 +59,7 @@ pub enum HandlerRequest {
     Door = 7,
 }
 
-/// What a thread wants that knocks.
+/// A request that is made by a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum FaultRequest {
@@ -173,9 +173,9 @@ impl HandlerRequests {
     /// When memory is refused.
     pub fn new() -> Result<HandlerRequests, EngineError> {
         let area = Mapping::reserve(MAX_REQUESTS * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the bells' pages", e))?;
+            .map_err(|e| EngineError::Memory("the request pages", e))?;
         let porch = Mapping::reserve(REQUEST_PAGES * PAGE_SIZE)
-            .map_err(|e| EngineError::Memory("the doors' pages", e))?;
+            .map_err(|e| EngineError::Memory("the fault request pages", e))?;
         let door = || RequestPage {
             state: AtomicU32::new(FREE),
             knock: AtomicU32::new(0),
@@ -294,7 +294,7 @@ impl HandlerRequests {
                     });
                     if let Err(errno) = emptied.and_then(|()| uffd.register_missing(page)) {
                         crate::fatal(&format!(
-                            "a door does not close: {}",
+                            "a fault request page cannot be emptied: {}",
                             swaptide_sys::ErrnoName(errno)
                         ));
                     }
@@ -314,7 +314,7 @@ impl HandlerRequests {
         if let Err(errno) = unsafe {
             advise(VirtRange { start, end: start.offset(PAGE_SIZE) }, Advice::DontNeedLocked)
         } {
-            crate::fatal(&format!("a bell does not ring: {}", swaptide_sys::ErrnoName(errno)));
+            crate::fatal(&format!("a request cannot be sent: {}", swaptide_sys::ErrnoName(errno)));
         }
     }
 
@@ -458,8 +458,8 @@ impl HandlerRequests {
     /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
     /// begins.
     ///
-    /// Whoever waits came there after its change was read: the kernel holds a thread until then. So
-    /// the caller, who has applied all that it has read, has applied that change.
+    /// A thread that waits came there after its change was read: the kernel holds a thread until
+    /// then. So the caller, who has applied all that it has read, has applied that change.
     pub fn answer_fences(&self, mut known: impl FnMut(VirtAddr)) {
         for fence in self.fences.iter().filter(|f| f.state.load(Acquire) == WAITING) {
             known(VirtAddr(fence.at.load(Relaxed)));
@@ -468,7 +468,7 @@ impl HandlerRequests {
         }
     }
 
-    /// Nobody will hear any more: whoever waits goes on.
+    /// Requests are no longer served: waiting threads continue.
     pub(crate) fn close(&self) {
         self.closed.store(true, Release);
         futex::wake(&self.answered, u32::MAX >> 1, futex::Scope::Private);

@@ -107,8 +107,7 @@ impl fmt::Display for NbdError {
             NbdError::Talk(url, error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 write!(
                     f,
-                    "{url}: the server hung up; it may have no connection left for us, its log \
-                    tells"
+                    "{url}: the server closed the connection; it may have no free one (see its log)"
                 )
             }
             NbdError::Talk(url, error) if error.kind() == io::ErrorKind::TimedOut => {
@@ -119,7 +118,7 @@ impl fmt::Display for NbdError {
             }
             NbdError::Talk(url, error) => write!(f, "{url}: the connection failed: {error}"),
             NbdError::NotNbd(url) => {
-                write!(f, "{url}: what answers there is no NBD server; check host and port")
+                write!(f, "{url}: not an NBD server; check host and port")
             }
             NbdError::Protocol(url, what) => {
                 write!(f, "{url}: the server breaks the protocol: {what}")
@@ -127,7 +126,7 @@ impl fmt::Display for NbdError {
             NbdError::Oldstyle(url) => {
                 write!(
                     f,
-                    "{url}: the server speaks only the protocol without negotiation; start it in \
+                    "{url}: the server speaks only the oldstyle protocol; start it in \
                     newstyle mode"
                 )
             }
@@ -136,7 +135,7 @@ impl fmt::Display for NbdError {
                 write!(f, "{url}: {why}; the server says: {text}")
             }
             NbdError::ReadOnly(url) => {
-                write!(f, "{url}: the export is read-only; swap is written, too")
+                write!(f, "{url}: the export is read-only; give a writable one")
             }
             NbdError::BlockSize(url, least, most) => {
                 write!(
@@ -161,18 +160,14 @@ impl fmt::Display for NbdError {
             NbdError::ServerName(name) => {
                 write!(
                     f,
-                    "{name:?} cannot be a name in a certificate; say which one it has: \
-                    tls-hostname=NAME"
+                    "{name:?} cannot be a name in a certificate; give the one that it has: \
+                        tls-hostname=NAME"
                 )
             }
             NbdError::Tls(url, error) => write!(f, "{url}: no TLS session: {error}"),
             NbdError::Pump(error) => write!(f, "TLS: cannot start a session's thread: {error}"),
             NbdError::Changed(url) => {
-                write!(
-                    f,
-                    "{url}: the export is smaller than it was, or can do less; it is not used any \
-                    more"
-                )
+                write!(f, "{url}: the export shrank or lost a feature; it is no longer used")
             }
         }
     }

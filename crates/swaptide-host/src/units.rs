@@ -26,10 +26,14 @@ impl fmt::Display for SizeError {
             SizeError::Syntax(text) => {
                 write!(f, "{text:?} is not a size; write it like 512M, 1.5G or 50%")
             }
-            SizeError::Zero(text) => write!(f, "{text:?} is no memory at all"),
-            SizeError::TooLarge(text) => write!(f, "{text:?} is more than any machine has"),
+            SizeError::Zero(text) => write!(f, "{text:?} is not more than zero"),
+            SizeError::TooLarge(text) => write!(f, "{text:?} is too large"),
             SizeError::Percent(text) => {
-                write!(f, "{text:?} is a share of nothing here; write a size like 4G")
+                write!(
+                    f,
+                    "{text:?} is a percentage, which is not allowed here; write a size like \
+                    4G"
+                )
             }
         }
     }

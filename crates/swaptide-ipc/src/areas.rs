@@ -218,7 +218,7 @@ impl Segment {
             .collect()
     }
 
-    /// Writes the order of open areas anew.
+    /// Rewrites the order of open areas.
     fn sort_areas(&self) {
         let mut open: Vec<_> =
             self.areas().filter(|(_, area)| area.state() == AreaState::Open).collect();
@@ -276,7 +276,7 @@ impl Segment {
             if refs.load(Relaxed) == 0 && refs.compare_exchange(0, 1, SeqCst, Relaxed).is_ok() {
                 area.used.fetch_add(1, SeqCst);
                 if area.state() != AreaState::Open || area.changed_since(generation) {
-                    // Counted back where it was counted, whoever's number the extent is now.
+                    // Uncounted where it was counted, whichever area has the number now.
                     area.used.fetch_sub(1, SeqCst);
                     refs.fetch_sub(1, SeqCst);
                     return None;

@@ -105,7 +105,7 @@ pub struct Header {
     /// the handler's thread is gone; 4: there is no memory for an engine; 5: at its first order, a
     /// thread is gone that reads from servers (0: they do not). For tests.
     pub fail: AtomicU32,
-    /// Not 0: the kernel tells nobody of forks here (that takes `CAP_SYS_PTRACE`), so the
+    /// Not 0: the kernel reports no forks here (that takes `CAP_SYS_PTRACE`), so the
     /// supervisor follows the forking thread.
     pub followed_forks: AtomicU32,
     /// Counts changes of the areas.

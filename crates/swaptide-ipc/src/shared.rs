@@ -80,7 +80,7 @@ pub enum Reach {
     /// Everything.
     Whole = 0,
     /// A forked child has none of it (the kernel tells of forks only with `CAP_SYS_PTRACE`): it
-    /// maps a region anew.
+    /// maps a region again.
     NoForks = 1,
     /// The same, and a system call that touches what is out fails with `EFAULT`: this process has
     /// access neither to the system call nor to `/dev/userfaultfd`, but for faults of its own code.

@@ -26,21 +26,21 @@ pub struct LabArgs {
     /// Write a plot to this file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Fewer and smaller cases, for a look
+    /// Fewer and smaller cases
     #[arg(long)]
     quick: bool,
     /// zswapin, tiers, preload: runs of each side [default: 10, preload 3; 3 with --quick, preload
     /// 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
-    /// zswapin: times that each run pushes its target out and touches it; the sum counts
+    /// zswapin: rounds of swap-out and touches in each run
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
     /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default:
     /// 1; 0.125 with --quick, tiers 0.5]
     #[arg(long, value_name = "PART", value_parser = scale)]
     scale: Option<f64>,
-    /// zswapin, tiers, preload: only the cases whose names begin so
+    /// zswapin, tiers, preload: only cases whose names start with this
     #[arg(long, value_name = "CASE", value_delimiter = ',')]
     only: Vec<String>,
 }
@@ -57,14 +57,13 @@ enum Experiment {
     Allocator,
     /// Depth, size and speed of the swap cache on devices of 1G to 1T
     SearchSpace,
-    /// The whole cycle of a page by 1 to 32 threads, metadata, the BGSAVE case
+    /// The whole cycle of a page with 1 to 32 threads, metadata, BGSAVE
     SwapTable,
-    /// How much comes in for a fault: the large swap-in's tables, with order 0 alone as the other
-    /// side
+    /// Large swap-in, compared with order 0 only
     Zswapin,
-    /// What tiers and masks cost: processes that walk their memory, and a compile job
+    /// Cost of tiers and masks: memory walks and a compile job
     Tiers,
-    /// Three services frozen into a network tier and brought back, against their cold start
+    /// Three services preloaded from a network tier, compared with a cold start
     Preload,
 }
 

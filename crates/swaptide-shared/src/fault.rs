@@ -73,7 +73,7 @@ pub(crate) fn run(inner: Arc<Inner>) {
             Err(Errno::INTR) => continue,
             Err(errno) => {
                 (inner.log)(&format!(
-                    "shared memory: waiting for faults: {errno}; they are not answered any more"
+                    "shared memory: waiting for faults: {errno}; they are no longer served"
                 ));
                 return;
             }
@@ -254,7 +254,7 @@ impl Inner {
         };
         let at = VirtRange::from_len(addr, PAGE_SIZE);
         let Some((piece, page)) = place else {
-            // It is mapped no more, and whoever waits finds that out.
+            // It is no longer mapped, which a waiting thread finds out.
             self.wake(state, id, at);
             return;
         };

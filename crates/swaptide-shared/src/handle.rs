@@ -8,8 +8,8 @@
 //!
 //! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]):
 //! without `CAP_SYS_PTRACE` a forked child has none of its parent's mappings (a touch there ends
-//! it) and attaches what it wants anew; without any right to userfaultfd a system call that touches
-//! what is out fails, besides.
+//! it) and attaches again what it needs; without any right to userfaultfd a system call that
+//! touches what is out fails, besides.
 //!
 //! Locks: none.
 
@@ -228,7 +228,7 @@ pub enum RegionError {
     Pager,
     /// The mapping was refused.
     Map(Errno),
-    /// Every userfaultfd was refused: `swaptide doctor` tells what is missing.
+    /// Every userfaultfd was refused: `swaptide doctor` shows what is missing.
     Attach,
     /// Nobody can stand guard.
     Guard,
@@ -239,7 +239,7 @@ impl std::fmt::Display for RegionError {
         match self {
             RegionError::Pager => write!(
                 f,
-                "the pager of shared regions does not answer; is it alive, and of this user?"
+                "the pager of shared regions does not answer; is it running as this user?"
             ),
             RegionError::Map(errno) => {
                 write!(
@@ -251,8 +251,8 @@ impl std::fmt::Display for RegionError {
             RegionError::Attach => {
                 write!(
                     f,
-                    "a shared region could not be attached: there is no userfaultfd here, swaptide \
-                    doctor tells more"
+                    "a shared region could not be attached: userfaultfd is not available; see \
+                        swaptide doctor"
                 )
             }
             RegionError::Guard => write!(f, "no thread could stand guard for a shared region"),
@@ -383,6 +383,6 @@ fn watch(guard: &Guard, segment: &'static Segment) {
             stopped rather than given wrong data",
         ]);
     }
-    // Nothing was out: the memory is the kernel's again. Whoever attaches next needs a new guard.
+    // Nothing was out: the memory is the kernel's again. The next to attach needs a new guard.
     GUARDED.store(0, SeqCst);
 }

@@ -1,8 +1,8 @@
 //! The pager: its threads, and what processes ask of it.
 //!
 //! Two threads: one reads the userfaultfds and answers ([`crate::fault`]), one makes room
-//! ([`crate::reclaim`]); requests come by whoever serves the socket. What they share, with its
-//! locks, is in `state`.
+//! ([`crate::reclaim`]); requests come from the thread that serves the socket. What they share,
+//! with its locks, is in `state`.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::Release};

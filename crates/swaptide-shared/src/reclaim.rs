@@ -395,7 +395,7 @@ impl Inner {
             match batch.runs.iter().find_map(protect) {
                 None => {}
                 Some(Errno::SRCH) => {
-                    // Gone, and with it whoever might write.
+                    // Gone, and with it every writer.
                     self.unprotect(&mut state, &batch);
                     state.want_again(batch.wanted);
                     self.forget_space(&mut state, id);

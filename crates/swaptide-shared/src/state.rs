@@ -237,7 +237,7 @@ impl Inner {
         Ok(id)
     }
 
-    /// Reads the layout of an address space anew and registers what is not registered yet.
+    /// Reads the layout of an address space again and registers what is not registered yet.
     pub fn learn(&self, state: &mut State, id: SpaceId) {
         state.generation += 1;
         let known: HashSet<u64> = state.regions.keys().map(|region| region.0).collect();
@@ -276,7 +276,7 @@ impl Inner {
     /// An address space is gone.
     pub fn forget_space(&self, state: &mut State, id: SpaceId) {
         if let Some(space) = state.spaces.remove(&id) {
-            // Whoever has a copy of the descriptor keeps it in the poll otherwise.
+            // A copy of the descriptor would keep it in the poll otherwise.
             let _ = epoll::delete(&self.poll, space.uffd.as_fd());
             if let Some(guard) = &space.guard {
                 let _ = epoll::delete(&self.poll, guard.as_fd());

@@ -698,7 +698,7 @@ impl Pager {
 
 impl Drop for Pager {
     fn drop(&mut self) {
-        // Whoever still maps something of it is stopped by that.
+        // A process that still maps part of it is stopped by that.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -119,7 +119,7 @@ pub trait ExtentSource: Sync {
     }
 
     /// Whether what lies in a leased extent lies on a rotational device: a read costs a seek, and
-    /// what lies beside it nothing more.
+    /// its neighbours cost nothing more.
     fn is_rotational(&self, _extent: Extent) -> bool {
         false
     }
@@ -135,7 +135,7 @@ pub trait ExtentSource: Sync {
     fn bar(&self, _extent: Extent) {}
 
     /// The server that alone has what lies in a leased extent, if that is so: reading it takes
-    /// long, and how long nobody knows.
+    /// an unknown time.
     fn server_of(&self, _extent: Extent) -> Option<ServerId> {
         None
     }
@@ -173,7 +173,7 @@ pub enum ReadErrorKind {
     #[error("the slot holds no page")]
     NoSuchSlot,
     /// What was written is not a packed page: it was damaged in memory before.
-    #[error("what was written there does not unpack: memory was damaged before it was written")]
+    #[error("the data does not unpack: memory was damaged before it was written")]
     Unpacking,
 }
 
@@ -830,7 +830,7 @@ impl FileDevice {
     /// The fork was made while one existed, the child has only this thread, and it holds no lock of
     /// the device.
     pub unsafe fn force_unlock(&self) {
-        // SAFETY: whoever held the locks does not exist in this process, and had left the data
+        // SAFETY: the holder of the locks does not exist in this process, and had left the data
         // consistent (caller).
         unsafe {
             self.state.force_unlock();

@@ -1,7 +1,7 @@
 //! A network block device (NBD) as a place for extents: the client's side of the transmission
 //! phase.
 //!
-//! Whoever makes an [`Nbd`] has connected and negotiated: what comes in here are sockets in the
+//! The maker of an [`Nbd`] has connected and negotiated: what comes in here are sockets in the
 //! transmission phase, the [`Export`] they lead to, and a [`Dialer`] that makes more of them. From
 //! there on everything is here: many requests in flight on several connections, replies in any
 //! order, time limits, and the replay of what was under way when a connection broke.
@@ -310,7 +310,7 @@ impl Nbd {
     }
 
     /// Writes several places at once, all within the export. On failure, tells which place failed;
-    /// nobody knows what the others hold then.
+    /// what the others hold then is unknown.
     pub fn write_many(&self, places: &[(u64, &[u8])]) -> Result<(), (usize, Errno)> {
         let mut requests = Vec::with_capacity(places.len());
         let mut numbers = Vec::with_capacity(places.len());

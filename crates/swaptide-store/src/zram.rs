@@ -15,7 +15,7 @@
 //!
 //! Invariants:
 //! 1. An object's head names the slot (of a unit: the first slot and the live ones) whose handle
-//!    points at it, and holds a checksum of its bytes. Whoever takes bytes out checks both, and
+//!    points at it, and holds a checksum of its bytes. A reader of the bytes checks both, and
 //!    answers [`Damaged`] rather than hand out another slot's page, or one that is not what was
 //!    stored: memory that flips a bit, or a stray write. A checksum does not prove anything against
 //!    somebody who writes on purpose; who can do that has the whole process.
@@ -597,7 +597,7 @@ impl Zram {
     /// The fork was made while one existed, the child has only this thread, and it holds no lock of
     /// the device.
     pub unsafe fn force_unlock(&self) {
-        // SAFETY: whoever held the locks does not exist in this process, and had left the data
+        // SAFETY: the holder of the locks does not exist in this process, and had left the data
         // consistent (caller).
         unsafe {
             self.state.force_unlock();

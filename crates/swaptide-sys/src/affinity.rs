@@ -195,9 +195,9 @@ pub fn go_normally() {
     let _ = set_own_slice(Duration::ZERO);
 }
 
-/// For threads that work for long beside others that ask and answer: who wakes on the calling one's
-/// CPU begins at once (a long slice, where the kernel has those), which else he does, since 6.12,
-/// only when the calling one has had the CPU for a millisecond or so.
+/// For threads that work for long while others ask and answer: a thread that wakes on the caller's
+/// CPU begins at once (the caller has a long slice, where the kernel has those). Otherwise, since
+/// 6.12, it waits until the caller has had the CPU for a millisecond or so.
 pub fn give_way() {
     let _ = set_own_slice(LONG_SLICE);
 }

@@ -107,7 +107,7 @@ impl<T: ?Sized> Lock<T> {
         }
     }
 
-    /// Frees the lock whoever holds it.
+    /// Frees the lock, whichever thread holds it.
     ///
     /// # Safety
     /// No thread of this process holds the lock: it was taken by a thread of the parent that the

@@ -483,7 +483,7 @@ mod tests {
         let file = MapsFile::open_self().unwrap();
         let mut checked = 0;
         for_each_vma(&mut [0; 8192], |vma| {
-            // Other tests map and unmap beside this one: compare what keeps still, the program's
+            // Other tests map and unmap at the same time: compare what keeps still, the program's
             // own files.
             if vma.name.starts_with(b"/") {
                 let info = file.vma_at(vma.range.start).unwrap().unwrap();

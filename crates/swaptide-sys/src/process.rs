@@ -312,7 +312,7 @@ mod tests {
         let map = Mapping::reserve(64 << 20).unwrap();
         map.populate_write(0, 64 << 20).unwrap();
         let after = statm.anon_rss().unwrap();
-        // Other tests run beside this one, in the same process; 16 MiB is more than they hold.
+        // Other tests run at the same time, in the same process; 16 MiB is more than they hold.
         assert!(after > before + (48 << 20), "{before} {after}");
         assert!(anon_rss(me).unwrap() > before + (32 << 20));
         assert!(pss_anon(me).unwrap() > 48 << 20);

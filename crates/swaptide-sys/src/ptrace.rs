@@ -1,4 +1,4 @@
-//! ptrace, as far as a fork needs it that the kernel tells nobody of: a thread is followed from
+//! ptrace, as far as a fork needs it that the kernel does not report: a thread is followed from
 //! before its fork on, and the child is made to run a function of its own memory before anything
 //! else.
 //!
@@ -161,7 +161,7 @@ impl Tracee {
         }
         registers[RIP] = entry;
         registers[RSP] = frame;
-        // A fork is not a call to begin anew.
+        // A fork is not a call to restart.
         registers[ORIG_RAX] = u64::MAX;
         // SAFETY: the kernel reads as many words as there are; what they do is the caller's
         // promise.

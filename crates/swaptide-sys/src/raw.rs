@@ -37,7 +37,7 @@ pub fn check(ret: isize) -> Result<usize, Errno> {
 }
 
 /// `syscall!(NR, a, b, ...)`: a system call with up to six `usize` arguments, as
-/// `Result<usize, Errno>`. It is an unsafe operation: whoever uses it says why it is sound there.
+/// `Result<usize, Errno>`. It is an unsafe operation: the caller says why it is sound there.
 macro_rules! syscall {
     ($nr:expr $(, $a:expr)* $(,)?) => {
         $crate::raw::check($crate::raw::syscall6($nr, $crate::raw::pad(&[$($a as usize),*])))

@@ -211,8 +211,8 @@ impl Conn {
         peer_of(self.0.as_fd())
     }
 
-    /// A descriptor that stands for the process which made the connection, whoever has its number
-    /// by now. `ENOPROTOOPT` or `EINVAL` before Linux 6.5.
+    /// A descriptor that stands for the process which made the connection, even if its number is in
+    /// use again. `ENOPROTOOPT` or `EINVAL` before Linux 6.5.
     pub fn peer_pidfd(&self) -> Result<OwnedFd, Errno> {
         let mut fd = -1i32;
         let mut len = size_of_val(&fd) as u32;

@@ -1,7 +1,7 @@
 //! Threads that libc does not know, and the few calls such a thread makes about itself.
 //!
-//! An engine thread runs beside a program's own threads while the memory under those may be
-//! missing. It must never touch the program's stacks, thread-locals or heap. So it is made by a
+//! An engine thread runs together with the program's own threads while the memory under those may
+//! be missing. It must never touch the program's stacks, thread-locals or heap. So it is made by a
 //! bare `clone`, with a stack and a thread-local block of its own.
 //!
 //! Memory of a thread, low to high (one mapping, listed in [`crate::mem::own_ranges`]):

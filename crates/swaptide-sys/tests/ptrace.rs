@@ -148,7 +148,7 @@ fn a_child_that_is_let_go_knows_nothing_of_it() {
     assert_eq!(status_of(pid), 42 << 8);
 }
 
-/// Fact 3: whoever follows may be killed at any moment.
+/// Fact 3: the tracer may be killed at any moment.
 #[test]
 fn both_are_killed_with_the_one_who_follows() {
     let mut ends = [0; 2];

@@ -412,7 +412,7 @@ fn an_undecoded_fork_message_closes_its_descriptor() {
     });
 }
 
-/// `EBUSY` is what keeps pages shared with a forked child where they are, and populating mends it.
+/// `EBUSY` is what keeps pages shared with a forked child where they are, and populating fixes it.
 #[test]
 fn shared_pages_refuse_to_move_until_they_are_private_again() {
     in_child("shared_pages_refuse_to_move_until_they_are_private_again", || {

@@ -130,8 +130,8 @@ struct SwaponArgs {
     // Not a doc comment: rustdoc would take the brackets for links.
     #[arg(
         value_name = "DEV",
-        help = "The device, as swaptide run --swap takes it: file:PATH[:SIZE], /dev/BLOCK or \
-            nbd://HOST/EXPORT, with ,prio=N; an export with ,mirror=DIRECTORY, a second copy on a \
+        help = "The device, as for swaptide run --swap: file:PATH[:SIZE], /dev/BLOCK or \
+            nbd://HOST/EXPORT, with ,prio=N; exports also with ,mirror=DIRECTORY, a copy on a \
             local disk"
     )]
     device: String,
@@ -142,7 +142,7 @@ struct SwaponArgs {
 
 #[derive(Args)]
 struct SwapoffArgs {
-    /// Its name or number, as swaptide ctl devices shows it
+    /// Its name or number (see swaptide ctl devices)
     #[arg(value_name = "NAME")]
     name: String,
     /// The run, by the process you started or any other in it [default: the only run]

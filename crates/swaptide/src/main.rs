@@ -68,13 +68,15 @@ struct RunArgs {
         long,
         value_name = "DEV",
         allow_hyphen_values = true,
-        help = "A swap device; repeat for more: \
-            zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9][,max_pool_percent=N][,accept_threshold_percent=N], file:DIRECTORY[:SIZE], file:NEWFILE[:SIZE], /dev/BLOCK (formatted by \
-                mkswap), nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... \
-                (TLS), exports also with ,mirror=DIRECTORY or TIER (a second copy on a local \
-                disk); files and block devices also with ,rotational=yes|no \
-                [default: as the kernel reports]; each with ,prio=N \
-                [default: compressed memory, then an unlinked file in $TMPDIR or /var/tmp]"
+        help = "A swap device; repeat for more, each with ,prio=N [default: compressed memory, \
+            then an unlinked file in $TMPDIR or /var/tmp]:\n\
+            zram:SIZE[,codec=lz4+zstd|lz4|zstd|snappy][,level=1..9]\
+            [,max_pool_percent=N][,accept_threshold_percent=N]\n\
+            file:DIRECTORY[:SIZE] or file:NEWFILE[:SIZE]\n\
+            /dev/BLOCK, formatted by mkswap\n\
+            nbd://HOST[:PORT]/EXPORT, nbd+unix:///EXPORT?socket=PATH, nbds://... (TLS)\n\
+            Files and block devices: ,rotational=yes|no [default: as the kernel reports]. Exports: \
+            ,mirror=DIRECTORY or TIER, a copy on a local disk. All of these: ,cipher=none"
     )]
     swap: Vec<String>,
     /// Write a JSON report to this file when the run ends

@@ -164,7 +164,7 @@ static void check_pattern(void) {
             if (at == piece->at) at += piece->size;
             if (at >= piece->page + piece->pages * PAGE) break;
             if (*at != PATTERN)
-                die("%s: byte %zu beside object %zu is %02x", test_name, (size_t)(at - piece->page),
+                die("%s: byte %zu next to object %zu is %02x", test_name, (size_t)(at - piece->page),
                     i, *at);
         }
     }

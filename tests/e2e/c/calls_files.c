@@ -697,7 +697,7 @@ TEST(mounts) {
     MUST(rmdir(here) == 0);
 }
 
-/* Requests that run beside the program */
+/* Requests that run concurrently with the program */
 
 TEST(aio) {
     int fd = open_file("aio", O_RDWR | O_CREAT | O_TRUNC);

@@ -514,7 +514,7 @@ TEST(mincore) {
     fill(range, 4 * PAGE, 1);
     out();
     answer("mincore", syscall(SYS_mincore, range, 4 * PAGE, there));
-    /* What is out is not in core, as with the kernel's swap; what is near may come in beside other
+    /* What is out is not in core, as with the kernel's swap; what is near may come in with other
      * pages. */
     say(" sane=%d", ((there[0] | there[1] | there[2] | there[3]) & ~1) == 0);
     say(" same=%d", is_filled(range, 4 * PAGE, 1));

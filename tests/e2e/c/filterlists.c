@@ -10,7 +10,7 @@
  *     fork      as own; then forks, or is refused
  *     child     in a child, with limits of 0 on file size and processes and of 1 on open files, as
  *               sshd does it
- *     exec      as own, and executes itself anew under it
+ *     exec      as own, and executes itself again under it
  *     denied    as own; then makes a call that is not on the list */
 #include "common.h"
 

@@ -230,7 +230,7 @@ static void *reader(void *x) {
     uint64_t state = given.seed + (uintptr_t)x;
     while (!over) {
         size_t page = below(&state, given.pages);
-        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "beside a fork");
+        check_page(arena + page * PAGE, key_of(given.seed, page, 1), "during a fork");
         turns++;
     }
     return NULL;

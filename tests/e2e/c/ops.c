@@ -1,4 +1,4 @@
-/* Random munmap, mmap, mremap, madvise, mprotect and mlock over an arena, beside a model of what
+/* Random munmap, mmap, mremap, madvise, mprotect and mlock over an arena, and a model of what
  * each page must hold. MODE single or threads (4 arenas at once, in one address space). */
 #include "common.h"
 

@@ -209,7 +209,7 @@ static void shared(void) {
                 if (task == 0) _exit(shares_memory(&ends[1]));
                 MUST(task > 0);
             }
-            check(0, given.pages, 3, 1, "beside a process that shares the memory");
+            check(0, given.pages, 3, 1, "with a process that shares the memory");
             _exit(0);
         }
         close(ends[1]);

@@ -1,5 +1,5 @@
 /* Calls that change what memory is without a word to a userfaultfd. MODE says which. A mode that
- * ends in -bare makes the call as an instruction of its own, past libc and whoever stands in front
+ * ends in -bare makes the call as an instruction of its own, past libc and any hook in front
  * of it; one that ends in -syscall through libc's syscall(). */
 #include "common.h"
 
@@ -37,7 +37,7 @@ static long bare(long number, long a, long b, long c, long d, long e) {
     return result;
 }
 
-/* A call by the way that the mode names, where libc has no function of its own to call. */
+/* A call in the way that the mode names, where libc has no function of its own to call. */
 static long call(long number, long a, long b, long c) {
     return way == BARE ? bare(number, a, b, c, 0, 0) : syscall(number, a, b, c, 0, 0);
 }
@@ -178,7 +178,7 @@ static void guard_zero(void) {
         check_page(at + page * PAGE, is_old ? key : 0, "page behind a guard that was taken away");
     }
     if (way != BARE) check_zero(at, 32, 1, "page behind another guard that was taken away");
-    check(at, 8, 24, 3, "page beside guards");
+    check(at, 8, 24, 3, "page next to guards");
     check(at, 33, PAGES - 33, 3, "page behind guards");
     /* What is written there is kept like any other. */
     fill(at, 8, 4);
@@ -200,7 +200,7 @@ static void guard_walk(void) {
     for (int round = 0; round < 3; round++) {
         for (size_t page = 0; page < PAGES; page++) {
             if (page >= 8 && (page - 8) % 61 == 0) continue;
-            check(at, page, 1, 3, "page beside a guard");
+            check(at, page, 1, 3, "page next to a guard");
         }
         if (round == 1) madvise(at, LEN, MADV_WILLNEED);
         for (size_t page = 8; page < PAGES; page += 61)
@@ -370,7 +370,7 @@ static void wipe(void) {
     }
     state[0] = 1;
     unsigned char *at = area(9);
-    check(at, 0, PAGES, 9, "page beside memory that children find empty");
+    check(at, 0, PAGES, 9, "page next to memory that children find empty");
     /* What was out before is brought in, and is the child's as zeros. */
     unsigned char *secret = area(11);
     MUST(advise(secret, 64 * PAGE, MADV_WIPEONFORK) == 0);
@@ -434,7 +434,7 @@ static void own_pager(void) {
     check(ballast, 0, given.megabytes << 7, 7, "page of the ballast");
     check(at, 0, PAGES / 4, 20, "page that the program brings in itself");
     MUST(atomic_load(&pager.served) == PAGES / 4);
-    check(at, PAGES / 4, PAGES * 3 / 4, 12, "page that the program has, and beside it");
+    check(at, PAGES / 4, PAGES * 3 / 4, 12, "page that the program has, and its neighbours");
     /* Moved in from memory that is out. */
     MUST(madvise(at, 64 * PAGE, MADV_DONTNEED) == 0);
     struct {
@@ -444,7 +444,7 @@ static void own_pager(void) {
     MUST(control(pager.fd, _IOWR(0xaa, 5, move), &move) == 0);
     check(at, 0, 64, 13, "page that the program has moved in");
     check_zero(source, 0, 64, "page that was moved away");
-    check(source, 64, PAGES - 64, 13, "page beside those that were moved away");
+    check(source, 64, PAGES - 64, 13, "page next to those that were moved away");
     fill(source, 64, 14);
     out(source, PAGES);
     check(source, 0, 64, 14, "page that was written where one was moved away");

@@ -1,4 +1,4 @@
-/* What is at the edge of what a process may have or do, each beside memory that must be right.
+/* What is at the edge of what a process may have or do, each with memory that must be right.
  *
  *     vmas      10,000 mappings, every second one with another protection, opened and closed, moved and filled
  *     threads   500 threads that fill, leave and read what is theirs
@@ -66,7 +66,7 @@ static void vmas(void) {
                 break;
             default:
                 glance_page(arena + (i % given.pages) * PAGE,
-                            key_of(given.seed, i % given.pages, 1), "page beside the mappings");
+                            key_of(given.seed, i % given.pages, 1), "page next to the mappings");
             }
         }
     for (size_t i = 0; i < COUNT; i++)

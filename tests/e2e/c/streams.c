@@ -1,4 +1,4 @@
-/* A program whose threads write their memory to stdout without pause, most of it out: whoever reads
+/* A program whose threads write their memory to stdout without pause, most of it out: the reader of
  * there sees whether each page came out whole. Each write has one page, and a pipe takes that whole
  * or not at all. A page is one word that is never 0, repeated.
  *

@@ -1,4 +1,4 @@
-/* Everything a program can do to its memory, at random, by several threads at once, beside a model
+/* Everything a program can do to its memory, at random, by several threads at once, and a model
  * of what each page must hold. MODE threads; or single: one thread, and every fork is made while
  * nothing else happens; or sends: threads that also send pages by reference.
  *

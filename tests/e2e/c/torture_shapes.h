@@ -65,7 +65,7 @@ static void guard(struct thread *self, struct area *area) {
         if (below(&self->random, 3) == 0)
             write_page(self, area, page);
         else
-            verify_page(self, area, page, "page beside a guard");
+            verify_page(self, area, page, "page next to a guard");
     }
     if (below(&self->random, 4) == 0)
         (void)madvise(at_page(area, first), (last - first) * PAGE, MADV_WILLNEED);

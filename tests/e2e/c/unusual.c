@@ -10,8 +10,8 @@
  * sparse     one page in each 2 MiB of a large reservation: page tables as large as the data
  * stacks     hundreds of threads that wait with touched stacks
  * environ    children with large arguments and environments
- * sysv       System V shared memory beside private memory
- * posix      shared memory objects and memory files beside private memory
+ * sysv       System V shared memory and private memory
+ * posix      shared memory objects and memory files and private memory
  * forktree   three generations that change a part each
  */
 #include "common.h"
@@ -180,7 +180,7 @@ static void locked_mode(void) {
     MUST(mlock(locked, part * PAGE) == 0);
     double end = now() + given.seconds;
     do {
-        checked(rest, 7 * part, part, "beside locked memory");
+        checked(rest, 7 * part, part, "next to locked memory");
         unsigned char there[1024];
         for (size_t page = 0; page < part; page += sizeof there) {
             size_t n = part - page < sizeof there ? part - page : sizeof there;
@@ -289,7 +289,7 @@ static void environ_mode(char **words) {
             MUST(waitpid(children[i], &status, 0) == children[i]);
             if (status != 0) die("a child ended with %x", status);
         }
-        checked(heap, pages, 0, "beside children");
+        checked(heap, pages, 0, "with children");
     } while (now() < end);
 }
 
@@ -316,7 +316,7 @@ static void beside_shared(unsigned char *shared, size_t pages) {
         version++;
         for (size_t page = 0; page < pages; page++)
             check_page(shared + page * PAGE, key_at(page, version), "shared");
-        checked(heap, given.pages, pages, "beside shared memory");
+        checked(heap, given.pages, pages, "next to shared memory");
     } while (now() < end);
 }
 

@@ -91,8 +91,8 @@ pub(crate) extern "C" fn prepare() {
     if engine().is_some_and(|engine| engine.followed && !trampoline::follow(engine)) {
         // Nobody would see to it that the child is served: all comes back, and stays.
         detach_before_fork(
-            "a fork could not be followed (ptrace is not permitted, or the table of descriptors is \
-            full): the process is let go",
+            "cannot follow a fork (ptrace is not permitted, or the descriptor table is full): \
+                detaching",
         );
     }
     if let Some(engine) = engine() {
@@ -106,8 +106,8 @@ pub(crate) extern "C" fn prepare() {
             engine.fork.close_end(false);
             engine.fork.close_end(true);
             detach_before_fork(
-                "a child could not be told of, for the limit on open files is too low (ulimit -n): \
-                the process is let go",
+                "cannot receive the userfaultfd of a child: the limit on open files is too low \
+                    (ulimit -n): detaching",
             );
         }
     }
@@ -138,8 +138,8 @@ pub(crate) extern "C" fn parent() {
         engine.fork.wait(NONE, FORK_MASK.load(Relaxed));
         if engine.fork.was_child_killed() {
             tell(
-                b"swaptide: a forked child did not take its memory over within half a minute and \
-                was killed\n",
+                b"swaptide: a forked child did not take over its memory within 30 s and was \
+                    killed\n",
             );
         }
     }
@@ -168,7 +168,7 @@ pub(crate) extern "C" fn child() {
     // SAFETY: the thread that took the lock in `prepare` is this one's original, and no other
     // thread exists here.
     unsafe { FORK_LOCK.force_unlock() };
-    // Whoever holds it from now on is a thread of this process: the one that begins management,
+    // Its holder is from now on a thread of this process: the one that begins management,
     // say. The next fork must wait for it.
     FORKER_PID.store(getpid().0, Relaxed);
     match inherited_engine().filter(|_| ENGINE_PID.load(Acquire) == PARENT.load(Relaxed)) {

@@ -24,7 +24,7 @@ pub(crate) static TAKEN_OVER: AtomicU32 = AtomicU32::new(0);
 /// Ends a forked child whose swapped memory is lost.
 pub(crate) fn stop(errno: swaptide_sys::Errno) -> ! {
     abort_with(&[
-        b"swaptide: a forked child could not take its memory over, and its parent does not answer \
+        b"swaptide: a forked child could not take over its memory, and its parent does not answer \
         (",
         ErrnoText::new(errno).as_bytes(),
         b"); it is stopped rather than given wrong data",

@@ -86,7 +86,7 @@ extern "C" fn begin() {
     let Some(engine) = process::inherited_engine() else { return };
     if let Err(errno) = engine.child_init() {
         abort_with(&[
-            b"swaptide: a forked child got no userfaultfd of its own (",
+            b"swaptide: cannot set up a userfaultfd in a forked child (",
             ErrnoText::new(errno).as_bytes(),
             b"); it is stopped rather than given wrong data",
         ]);

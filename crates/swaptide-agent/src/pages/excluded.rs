@@ -3,7 +3,7 @@
 //! Owns: a table of ranges. Locks: none.
 //!
 //! Invariant: what was excluded stays covered by some place of the table while it is mapped, so
-//! that whoever looks finds it. A place only grows. It is freed only if nothing was mapped in its
+//! that a reader finds it. A place only grows. It is freed only if nothing was mapped in its
 //! range and no thread has named it since that look: its count tells.
 
 use std::sync::atomic::{

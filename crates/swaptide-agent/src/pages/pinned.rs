@@ -2,7 +2,7 @@
 //!
 //! For some accesses the kernel does not wait for a userfaultfd. A thread that is exiting clears a
 //! word in its control block and walks its list of robust mutexes; a page that is out ends that
-//! walk, or leaves the word as it was, and whoever waits for it waits for ever. The futex
+//! walk, or leaves the word as it was, and its waiters wait for ever. The futex
 //! operations that write (`FUTEX_LOCK_PI` and others) fail with `EFAULT`. So the pages of such
 //! words are never taken out:
 //!
@@ -18,9 +18,9 @@
 //! Invariants
 //! 1. A page is pinned if any level has an entry for it. A lookup reads a whole window of each
 //!    level in use, so that an entry may be removed by storing 0.
-//! 2. An entry with a thread id ends with its thread. Nobody removes it then: whoever meets it and
-//!    finds the thread gone does. The kernel has cleared the words of a thread before its id is
-//!    gone.
+//! 2. An entry with a thread id ends with its thread. Nothing removes it then: a thread that meets
+//!    it and finds the thread gone does. The kernel has cleared the words of a thread before its id
+//!    is gone.
 //! 3. Who pins a page then waits until the engine chooses no pages ([`make_resident`]), and touches
 //!    the page. From that moment on it is in memory.
 //!

@@ -44,7 +44,7 @@ pub(crate) fn cipher(session: &Session<'_>) -> Result<BenchReport, Failed> {
     Ok(report)
 }
 
-/// What a fork costs when nothing of the parent is resident, beside one of which everything is.
+/// Cost of a fork with nothing of the parent resident, compared with all of it resident.
 pub(crate) fn fork(session: &Session<'_>) -> Result<BenchReport, Failed> {
     let data = session.args.data.unwrap_or(1 << 30);
     let resident = session.job(data, &[Phase::Fill, Phase::Fork]);

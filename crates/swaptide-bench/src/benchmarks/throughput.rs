@@ -21,9 +21,8 @@ pub(crate) fn memory(
         // What is touched once more must not still be there.
         job.touches = args.touches.unwrap_or(data as usize / PAGE);
     }
-    let value = |o: &RunOutcome| {
-        o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not come to its end"))
-    };
+    let value =
+        |o: &RunOutcome| o.phase_mb_per_s(phase).ok_or(format!("the {name} phase did not finish"));
     let title = format!(
         "{} of data {} in {}, {} runs",
         human(data),
@@ -65,11 +64,7 @@ pub(crate) fn pressure(session: &Session<'_>) -> Result<BenchReport, Failed> {
         ..session.job(data, &[Phase::Fill, Phase::Seq, Phase::Random])
     };
     let value = |o: &RunOutcome| {
-        if o.ended {
-            Err("the job did not come to its end".to_owned())
-        } else {
-            Ok(o.total_mb_per_s())
-        }
+        if o.ended { Err("the job did not finish".to_owned()) } else { Ok(o.total_mb_per_s()) }
     };
     let title = format!(
         "{} of data {} in {}, {} runs",

@@ -37,7 +37,7 @@ pub enum KernelPeer {
     Zram,
     /// A plain swap file
     File,
-    /// A compressed cache before a swap file
+    /// A compressed cache in front of a swap file
     Zswap,
 }
 

@@ -23,7 +23,7 @@ pub struct Pairing {
     pub other: Option<Side>,
     /// What is to be said of a folio size that never came to its end.
     pub absent: Option<String>,
-    /// swaptide beside it.
+    /// and swaptide.
     pub swaptide: Side,
 }
 

@@ -60,8 +60,8 @@ impl PageContent {
 
     /// Fills a page.
     pub fn fill_page(self, page: &mut [u64], index: usize) {
-        // In two parts, without a choice per word: making the data must cost little beside what is
-        // measured.
+        // In two parts, without a choice per word: making the data must cost little compared with
+        // what is measured.
         let (noise, tail) = page.split_at_mut(self.noise_words().unwrap_or(0));
         for (place, slot) in noise.iter_mut().enumerate() {
             *slot = mix((index * WORDS + place) as u64);

@@ -1,13 +1,13 @@
 //! The benchmark's program: `swaptide bench-work`.
 //!
-//! Owns the data pattern and the phases. The process is small on purpose: one allocation, no table
-//! beside it, so that what is measured is the swapping of that allocation and nothing else.
+//! Owns the data pattern and the phases. The process is small on purpose: one allocation, no other
+//! table, so that what is measured is the swapping of that allocation and nothing else.
 //!
 //! Invariants:
 //! 1. Every word of the data follows from the page's index and the word's place alone, so any page
 //!    can be checked at any time and no two pages are alike.
-//! 2. How far a page compresses with lz4 is chosen ([`PageContent`]); the contents differ in nothing
-//!    else.
+//! 2. How far a page compresses with lz4 is chosen ([`PageContent`]); the contents differ in
+//!    nothing else.
 
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ pub struct BenchWorkArgs {
     /// Join this cgroup first (its cgroup.procs)
     #[arg(long)]
     pub join: Option<PathBuf>,
-    /// A directory for files of the workload's own, which whoever gives it takes away
+    /// A directory for the workload's files, which the caller removes
     #[arg(long, value_name = "DIR")]
     pub scratch: Option<PathBuf>,
     /// After the last phase wait until standard input ends

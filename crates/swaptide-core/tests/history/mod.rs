@@ -1,4 +1,4 @@
-//! A device beside a plain map of slots, and the operations that are done to both.
+//! A device and a plain map of slots, and the operations that are done to both.
 //!
 //! Shared by the property test (`tests/model.rs`) and the fuzz target (`fuzz/`).
 

@@ -330,7 +330,7 @@ impl FileTier {
         self.has_far.store(is_far, Relaxed);
     }
 
-    /// True when writing may take long, and how long nobody knows.
+    /// True when writing may take an unknown time.
     pub fn has_remote(&self) -> bool {
         self.has_far.load(Relaxed)
     }

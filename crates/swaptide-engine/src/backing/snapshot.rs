@@ -8,7 +8,7 @@
 //! 1. The words are copied under the memory lock ([`Snapshot::note`]); the slots are looked at
 //!    without it, and without any lock of theirs ([`Snapshot::look`]). So a snapshot may be out of
 //!    date as soon as it is taken.
-//! 2. Whoever loads by a snapshot looks again under the memory lock before anything is put in place
+//! 2. A load by a snapshot looks again under the memory lock before anything is put in place
 //!    ([`Snapshot::still_valid`]). A swapped word that is found again stands for the same data:
 //!    while it stands, only write-back touches its slot, and that gives the word another entry.
 
@@ -268,7 +268,7 @@ mod tests {
         assert_eq!(all.backing(12, 4), Backing::Cached);
         assert_eq!(all.backing(16, 8), Backing::Nothing);
         assert_eq!(all.backing(2, 4), Backing::Mixed { pool: 2, file: 2 });
-        assert_eq!(all.backing(4, 8), Backing::File, "zeros belong to whatever they lie beside");
+        assert_eq!(all.backing(4, 8), Backing::File, "zeros belong to whatever they lie next to");
         assert_eq!(all.backing(10, 4), Backing::Mixed { pool: 0, file: 0 });
         assert_eq!(all.stored(), 12);
     }

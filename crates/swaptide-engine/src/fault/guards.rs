@@ -67,7 +67,7 @@ impl Handler {
     ) -> Result<usize, Stop> {
         if self.before_guard(page, 1) != 0 {
             crate::fatal(&format!(
-                "page {:?} is swapped to {entry:?} and mapped as well",
+                "page {:?} is swapped to {entry:?} and also mapped",
                 page.addr()
             ));
         }

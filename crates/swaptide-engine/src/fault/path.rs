@@ -789,10 +789,7 @@ impl Handler {
         }
         mm.table.set(page, PageState::Poisoned);
         engine.release(mm, entry);
-        (engine.start.log)(&format!(
-            "page {:?} cannot be brought back and is poisoned",
-            page.addr()
-        ));
+        (engine.start.log)(&format!("page {:?} cannot be swapped in and is poisoned", page.addr()));
         Ok(1)
     }
 }

@@ -1,5 +1,5 @@
-//! Pages that are far: a server alone has them, and how long it takes nobody knows. They are sent
-//! for, and the handler goes on.
+//! Asynchronous swap-in of remote pages, which only a server has. They are sent for, and the
+//! handler continues.
 //!
 //! Owns: what was sent for and has not landed ([`RemoteReads`], and the handler's [`InFlight`]),
 //! and the memory it is read into.
@@ -7,8 +7,8 @@
 //! | who | does |
 //! |---|---|
 //! | handler ([`Handler::send_for`]) | notes entries and stamps of far pages, a chunk at a time, and leaves the thread waiting that asked for one |
-//! | reader ([`Engine::read_far`]) | takes what was sent for meanwhile and lies on one server, reads it at once, strikes the gong |
-//! | handler ([`Handler::complete`]) | puts in place what is still what it was, and wakes whoever waits |
+//! | reader ([`Engine::read_far`]) | takes what was sent for meanwhile and lies on one server, reads it at once, signals the handler |
+//! | handler ([`Handler::complete`]) | puts in place what is still what it was, and wakes the threads that wait |
 //!
 //! So a program's threads wait for the network side by side, readahead is on its way while its
 //! stream is worked through, and a server that is away stops those alone that want what it has: not
@@ -18,8 +18,8 @@
 //! 1. No page is sent for twice at a time.
 //! 2. A page lands only where its word and its slot's stamp are what they were when it was sent
 //!    for. What else was read is dropped.
-//! 3. Whoever waits for a page that was sent for is woken when it landed, whatever came of it. If
-//!    it is not there, its thread faults again.
+//! 3. A thread that waits for a page that was sent for is woken when the read ends, whatever its
+//!    result. If it is not there, its thread faults again.
 //! 4. Only a page that a thread had asked for by the time it was sent for is poisoned when it
 //!    cannot be read: who asked later has not waited long enough.
 //! 5. A seat's memory is the reader's from when its order is sent until it is back, and the
@@ -28,7 +28,7 @@
 //!    for: the forking thread may wait for a lock whose holder waits for a page.
 //!
 //! A reader that ends takes the process with it, as the handler does
-//! ([`Engine::look_after_threads`]): whoever waits for its pages would wait for ever.
+//! ([`Engine::look_after_threads`]): threads that wait for its pages would wait for ever.
 //!
 //! Locks: the queue's, for a look, with no other one taken under it. A reader waits for a server
 //! with an inbox of the device locked, and no other lock.
@@ -150,8 +150,8 @@ pub struct RemoteReads {
     queue: Lock<Queue>,
     /// Futex word of idle readers: raised when something was sent for, and when they shall end.
     calls: AtomicU32,
-    /// What the handler waits for, besides messages. A bell would be an event, and the kernel fills
-    /// no page before an event's thread has gone on.
+    /// What the handler waits for, besides messages. A request would be an event, and the kernel
+    /// fills no page before an event's thread has gone on.
     gong: Lock<Option<Arc<EventFd>>>,
     /// It was struck, and the handler has not looked yet.
     struck: AtomicBool,
@@ -319,7 +319,7 @@ impl RemoteReads {
                 continue;
             }
             *failed_of_it |= bit;
-            log(&format!("reading from a server failed: {}", ReadError { slot, kind }));
+            log(&format!("read from a server failed: {}", ReadError { slot, kind }));
             if kind == ReadErrorKind::Io(Errno::TIMEDOUT) {
                 for (left, failed) in left.iter_mut().zip(&mut failed) {
                     *failed |= core::mem::take(left);

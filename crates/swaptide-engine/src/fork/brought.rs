@@ -9,7 +9,7 @@
 //! 1. A page is recorded before the kernel is asked to fill it.
 //! 2. While a fork is under way nothing goes out, so a page comes in once.
 //! 3. A page whose mapping changed after it came in, and perhaps before the kernel copied it, is
-//!    [`Brought::Changed`]: nobody knows what the child should find there.
+//!    [`Brought::Changed`]: what the child should find there is unknown.
 //!
 //! Locks: none; it is the handler's.
 
@@ -45,7 +45,8 @@ pub(crate) struct BroughtPages {
 }
 
 impl BroughtPages {
-    /// Room for what comes in during one fork, if forks are `followed`: nothing may be allocated later.
+    /// Room for what comes in during one fork, if forks are `followed`: nothing may be allocated
+    /// later.
     pub(crate) fn new(followed: bool) -> Result<BroughtPages, Errno> {
         if !followed {
             return Ok(BroughtPages { pages: Vec::new(), copies: None, most: 0 });

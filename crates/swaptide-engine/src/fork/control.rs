@@ -170,7 +170,8 @@ impl ForkControl {
             // is over.
             let end = unsafe { BorrowedFd::borrow_raw(number) };
             let conn = Conn::try_connect_abstract(&name[..len]).ok()?;
-            // The name is the handler's as long as it listens, and a stranger's perhaps after that.
+            // The name is the handler's as long as it listens, and perhaps another process's after
+            // that.
             let is_own = conn.peer().is_ok_and(|peer| peer.pid == getpid().0);
             (is_own && conn.send(&[END], &[end]).is_ok()).then_some(())
         };

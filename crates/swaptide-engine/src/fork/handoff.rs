@@ -87,7 +87,7 @@ impl Handler {
         self.inject_standstill(FAIL_HANDING_OVER);
         if door.is_none() {
             (self.engine.start.log)(
-                "there is no way to a forked child: it gets all its memory at once and is not \
+                "no channel to a forked child: it gets all its memory at once and is not \
                 managed",
             );
             return self.abandon(&mut children, None);
@@ -109,7 +109,7 @@ impl Handler {
                 match self.send(&conn, &mut children, &served) {
                     Ok(()) => return,
                     Err(errno) => (self.engine.start.log)(&format!(
-                        "handing over to a child failed: {}",
+                        "hand-over to a child failed: {}",
                         swaptide_sys::ErrnoName(errno)
                     )),
                 }
@@ -126,7 +126,7 @@ impl Handler {
             }
             if patience.is_over(is_new_child_stopped) {
                 (self.engine.start.log)(
-                    "a forked child does not say that it is there: it gets all its memory and is \
+                    "a forked child does not respond: it gets all its memory and is \
                     not managed",
                 );
                 return self.abandon(&mut children, door);
@@ -150,7 +150,7 @@ impl Handler {
         }
     }
 
-    /// Waits a moment for whoever may have something to say.
+    /// Waits a moment for a message.
     fn wait_for_child(&self, children: &[UnmanagedChild], door: Option<&Conn>) {
         let mut fds = vec![self.uffd.as_fd()];
         fds.extend(door.map(|conn| conn.as_fd()));
@@ -277,9 +277,12 @@ impl Handler {
         };
         let why = match declined {
             Some(decline) => Some(decline.why()),
-            None if has_claimed().is_none() => Some("it says a process slot that is not its own"),
+            None if has_claimed().is_none() => Some(
+                "it names a process slot that it has not \
+                claimed",
+            ),
             None if children.iter().any(UnmanagedChild::has_moved) => {
-                Some("other libraries have moved memory in it")
+                Some("other libraries have moved its memory")
             }
             None => None,
         };
@@ -316,11 +319,11 @@ impl Handler {
             Ok(true) => return Ok(()),
             Err(Errno::TIMEDOUT) => {
                 (engine.start.log)(&format!(
-                    "forked child {pid} does not take its memory over: it is killed"
+                    "forked child {pid} does not take over its memory: killed"
                 ));
                 if kill_child(pid).is_err() {
                     crate::fatal(
-                        "a forked child does not take its memory over, and cannot be ended",
+                        "a forked child does not take over its memory and cannot be killed",
                     );
                 }
                 engine.fork.tell_of_kill();

@@ -113,7 +113,7 @@ impl Handler {
             }
         } else if let Some((hint, range)) = engine.bells.take_hint() {
             if engine.followed && hint == Hint::Release {
-                // Whoever asked for it asks again.
+                // Its requester asks again.
                 engine.bells.refused.store(true, Release);
             } else {
                 self.hint(hint, range);

@@ -21,7 +21,7 @@
 //! pages in the same way ([`handoff`]), and where neither can be had the
 //! child is ended.
 //!
-//! Where the kernel tells nobody of forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
+//! Where the kernel does not report forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
 //! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
 //! is done the forking thread stands still in its fork. What this takes is the matter of
@@ -34,7 +34,7 @@
 //! | [`dontfork`](crate::vma::dontfork) | without fork events: no fork but one that is followed copies managed memory |
 //! | [`child_uffd`] | without fork events: how the parent's handler comes by the child's userfaultfd |
 //! | [`control`] | what the forking thread, the handler and the child share: phase and sockets |
-//! | [`prepare`] | the parent's handler from the bell to the fork event, and from the hand-over on |
+//! | [`prepare`] | the parent's handler from the request to the fork event, and from the hand-over on |
 //! | [`help`] | what other threads get from it meanwhile |
 //! | [`handoff`] | the parent's handler while the child does not serve itself |
 //! | [`brought`] | pages that came in meanwhile, where forks are followed |
@@ -80,7 +80,7 @@ pub use protocol::Decline;
 
 /// Most pages that come in for other threads during a fork that is followed.
 pub(crate) const MAX_HELPED_PAGES: usize = 1024;
-/// Pages that come in with one fault at most, by far.
+/// Upper bound of the pages that come in with one fault.
 pub(crate) const MAX_PAGES_PER_FAULT: usize = 512;
 /// Most events of other threads that are noted during a fork.
 pub(crate) const MAX_NOTED_EVENTS: usize = 16 << 10;

@@ -34,12 +34,12 @@ use crate::mm::types::{PageNo, pages_of, range_of};
 /// How long a moment is waited for in which no thread changes mappings, before it is enough that
 /// the child has everything where it is expected.
 const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
-/// So many pages of a stranger's come between two looks at this process's own faults, of which so
-/// many are answered at a time.
+/// Number of pages of an untracked child's that come between two looks at this process's own
+/// faults, of which so many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
-/// Strangers that are taken in before what was noted is applied, and those can go on whom that
-/// concerns.
+/// Untracked children that are taken in before what was noted is applied, and those can go on whom
+/// that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -263,7 +263,7 @@ impl Handler {
         while !self.untracked_children.is_empty() {
             let uffd = self.untracked_children.remove(0);
             (self.engine.start.log)(
-                "a fork came through no hook of libc: the child gets all its memory at once and is \
+                "a fork bypassed libc: the child gets all its memory at once and is \
                 not managed",
             );
             self.engine.is_shared_anew();
@@ -274,8 +274,9 @@ impl Handler {
         }
     }
 
-    /// Between two pages for a stranger: threads of this process that wait for a page get it, after
-    /// all strangers. Where threads fork without pause their turn would never come otherwise.
+    /// Between two pages for an untracked child: threads of this process that wait for a page get
+    /// it, after all such children. Where threads fork without pause their turn would never come
+    /// otherwise.
     fn attend(&mut self, child: &mut UnmanagedChild) {
         if self.deferring {
             return;
@@ -471,8 +472,8 @@ impl Handler {
                     if poisoned.error.is_none() {
                         engine.count(Counter::PagesPoisoned, 1);
                         (engine.start.log)(
-                            "memory was given up in the middle of a fork, at a page that had just \
-                            come in: the child gets a bus error there",
+                            "memory was discarded during a fork, at a page that was just swapped \
+                                in: the child gets SIGBUS there",
                         );
                     }
                     poisoned

@@ -95,7 +95,7 @@ impl Handler {
         if let Some(child) = self.child.take() {
             if self.torn {
                 (engine.start.log)(
-                    "a fork found the engine at work for another thread: the child gets all its \
+                    "a fork began while the engine served another thread: the child gets all its \
                     memory at once and is not managed",
                 );
             }
@@ -138,7 +138,7 @@ impl Handler {
             if stand_still && self.remote.is_empty() && engine.far.is_settled() {
                 return;
             }
-            // A worker may be waiting for the handler to read its bell, or for a page.
+            // A worker may be waiting for the handler to read its request, or for a page.
             self.drain_events();
             self.submit();
             self.complete();

@@ -44,8 +44,8 @@ impl Decline {
     pub(super) fn why(self) -> &'static str {
         match self {
             Decline::TableFull => "the supervisor's table of processes is full",
-            Decline::Namespace => "it has a process-id namespace of its own",
-            Decline::NoThread => "it got no thread (see the limits on processes)",
+            Decline::Namespace => "it has a separate pid namespace",
+            Decline::NoThread => "it cannot start a thread (check the limits on processes)",
         }
     }
 

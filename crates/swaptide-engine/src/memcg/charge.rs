@@ -188,7 +188,7 @@ impl Charge {
         self.rest.store(rest, Relaxed);
     }
 
-    /// Measures the rest anew. `kept` must have been published just before.
+    /// Measures the rest again. `kept` must have been published just before.
     pub fn measure(&self, statm: &StatmFd) {
         if let Some(anon) = statm.anon_rss() {
             let kept = self.pages.load(Relaxed) * PAGE_SIZE as u64 + self.pool.load(Relaxed);
@@ -238,7 +238,7 @@ impl Charge {
         self.scattered.load(Relaxed) || self.brought_16.load(Relaxed) < 16 * SPARSE_PAGES_PER_CHUNK
     }
 
-    /// While there is less room than this, whoever answers faults has something taken out.
+    /// While there is less room than this, the thread that serves faults reclaims.
     pub fn goal(&self) -> i64 {
         match (self.scattered.load(Relaxed), self.is_sparse()) {
             (true, _) => self.high() / 4,
@@ -248,7 +248,7 @@ impl Charge {
     }
 
     /// While there is less room than this, workers take something out themselves: dense batches
-    /// early, scattered ones only when whoever answers faults does not keep up (see
+    /// early, scattered ones only when the thread that serves faults does not keep up (see
     /// [`crate::reclaim::worker`]).
     pub fn due(&self) -> i64 {
         if self.scattered.load(Relaxed) { self.high() / 16 } else { self.goal() }
@@ -373,7 +373,7 @@ impl Charge {
     pub fn follow_cow_group(&self) {
         self.family.look_for_parent();
         if self.family.follow(self.pool() > self.pool_goal()) {
-            // What grew meanwhile is divided anew, but not by writing away at once what the next
+            // What grew meanwhile is divided again, but not by writing away at once what the next
             // child would have as well.
             let has = (u128::from(self.pool()) * 1024 / u128::from(self.divisible().max(1))) as u32
                 + COW_GROUP_SLACK_1024;

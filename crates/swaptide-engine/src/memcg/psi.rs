@@ -109,7 +109,7 @@ mod tests {
         assert_eq!((stall.is_on(), word.load(Relaxed)), (true, 1_000));
         assert_eq!(stall.end(&word, Nanos(11_600)), 10);
         assert_eq!((stall.is_on(), word.load(Relaxed)), (false, 0));
-        // Nothing ran for a while: the supervisor has it begin anew.
+        // Nothing ran for a while: the supervisor restarts it.
         stall.begin(&word, Nanos(12_000));
         word.store(14_400, Relaxed);
         assert_eq!(stall.end(&word, Nanos(15_000)), 1, "0.6 + 0.6");

@@ -237,7 +237,7 @@ mod tests {
         }
         assert!(!queues.any_settled());
         // The younger one alone, and then the older one again, as when some of its pages went out
-        // anew.
+        // again.
         queues.settled(&mut table, two.chunk());
         queues.settled(&mut table, two.chunk());
         assert!(queues.any_settled());

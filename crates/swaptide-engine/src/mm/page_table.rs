@@ -222,7 +222,7 @@ impl PageTable {
         self.update(chunk, |chunk| chunk.own |= chunk.present & pages);
     }
 
-    /// A fork shares all pages anew: nothing is known of who has those of a chunk.
+    /// A fork shares all pages again: nothing is known of who has those of a chunk.
     pub fn forget_own(&mut self, chunk: ChunkNo) {
         self.update(chunk, |chunk| chunk.own = 0);
     }

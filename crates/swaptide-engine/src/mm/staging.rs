@@ -6,7 +6,7 @@
 //! frames are registered with the program's userfaultfd, and pages are moved out on it: the kernel
 //! then refuses a move while a change of mappings is unread, which is what makes moving by address
 //! safe (see `events`). For the same reason frames cannot be given up where they are: that would be
-//! an event of its own. They are moved to the trash and given up there.
+//! an event of its own. They are moved to the discard area and given up there.
 //!
 //! A frame with a physical page is *full*. Swap-out moves the program's pages into an empty slab;
 //! once written their frames are free but full, and growth and swap-in move the same physical pages
@@ -17,18 +17,18 @@
 //!    fault that its own handler cannot answer.
 //! 2. A slab is in one place at a time: empty (no frame full), ready (some frames full and free),
 //!    with a batch, or lent as a whole: the frames of a run are the taker's alone until
-//!    [`Staging::run_used`]; or on its way to the trash ([`Discard`]).
+//!    [`Staging::run_used`]; or on its way to the discard area ([`Discard`]).
 //! 3. Once the program may have given references to its pages away ([`References`]), no frame is
 //!    lent: all are given up. Nobody writes to a page that came from the program then.
 //! 4. `full_frames` is the sum of the full bits and the lent frames of all slabs, and of what is on
-//!    its way to the trash: what the area costs in memory.
+//!    its way to the discard area: what the area costs in memory.
 //! 5. Neither area is locked in memory, whatever the program locks: the kernel moves a page between
 //!    two areas that are both locked, so locked memory would go out. (Between one that is and one
 //!    that is not it refuses.)
 //!
 //! Locks: it lies inside the engine's memory lock. A worker reads the frames of its own slab
-//! without it. The trash has a lock of its own, behind that one: giving 512 pages back takes some
-//! hundred microseconds, for which nobody who answers faults shall have to wait.
+//! without it. The discard area has a lock of its own, behind that one: giving 512 pages back takes
+//! some hundred microseconds, for which nobody who answers faults shall have to wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ use crate::EngineError;
 use crate::mm::references::References;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PAGES_PER_LEAF, PageNo, range_of};
 
-/// Times in a row that the trash is found full before something else must be wrong.
+/// Times in a row that the discard area is found full before something else must be wrong.
 const MAX_FULL_RETRIES: u32 = 16;
 /// Milliseconds for which a frame may be pinned before it cannot be given back.
 const MAX_PINNED_MS: u32 = 1000;
@@ -151,8 +151,8 @@ impl Staging {
         self.pagemap.first_guard(range_of(page, 1)).is_some()
     }
 
-    /// In a forked child: the trash is armed with nothing; arms it anew. The frames came with the
-    /// program's userfaultfd.
+    /// In a forked child: the discard area is registered with nothing; registers it again. The
+    /// frames came with the program's userfaultfd.
     ///
     /// # Errors
     /// When a userfaultfd is refused.
@@ -386,7 +386,7 @@ impl Discard {
 impl DiscardArea {
     fn new() -> Result<DiscardArea, EngineError> {
         let map = Mapping::reserve_aligned(SLAB_BYTES, SLAB_BYTES)
-            .map_err(|e| EngineError::Memory("the trash", e))?;
+            .map_err(|e| EngineError::Memory("the discard area", e))?;
         map.unlock();
         let uffd = Self::open(map.range())?;
         Ok(DiscardArea { map, uffd, pagemap: pagemap()? })
@@ -395,7 +395,7 @@ impl DiscardArea {
     fn open(range: VirtRange) -> Result<Uffd, EngineError> {
         let uffd = Uffd::open(Features::MOVE, true).map_err(EngineError::Open)?;
         uffd.register_missing(range)
-            .map_err(|e| EngineError::Memory("registering the trash", e))?;
+            .map_err(|e| EngineError::Memory("registering the discard area", e))?;
         Ok(uffd)
     }
 
@@ -424,7 +424,7 @@ impl DiscardArea {
             let from = start.offset(at * PAGE_SIZE);
             let to = self.map.range().start.offset(at * PAGE_SIZE);
             let flags = MoveFlags { dont_wake: true, allow_src_holes: false };
-            // SAFETY: the frames are free: nobody reads them any more. The trash is empty.
+            // SAFETY: the frames are free: nobody reads them any more. The discard area is empty.
             let progress = unsafe { self.uffd.move_pages(to, from, len * PAGE_SIZE, flags) };
             let from = VirtRange { start: from, end: from.offset(len * PAGE_SIZE) };
             let moved = really_moved(&self.pagemap, progress, from, false);
@@ -433,11 +433,11 @@ impl DiscardArea {
             match progress.error {
                 None | Some(Errno::AGAIN | Errno::NOENT) => {}
                 // The kernel begins a part of a move again that it has done in part, and meets its
-                // own pages there. What lies in the trash is wanted by nobody.
+                // own pages there. What lies in the discard area is no longer needed.
                 Some(Errno::EXIST) if in_vain < MAX_FULL_RETRIES => {
                     if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
                         crate::fatal(&format!(
-                            "emptying the trash failed: {}",
+                            "emptying the discard area failed: {}",
                             swaptide_sys::ErrnoName(errno)
                         ));
                     }
@@ -455,14 +455,14 @@ impl DiscardArea {
                     }
                 }
                 Some(errno) => crate::fatal(&format!(
-                    "giving staging frames back failed: {}",
+                    "release of staging frames failed: {}",
                     swaptide_sys::ErrnoName(errno)
                 )),
             }
         }
         if let Err(errno) = self.map.discard(0, SLAB_BYTES) {
             crate::fatal(&format!(
-                "giving staging frames back failed: {}",
+                "release of staging frames failed: {}",
                 swaptide_sys::ErrnoName(errno)
             ));
         }

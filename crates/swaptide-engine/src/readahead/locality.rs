@@ -32,7 +32,7 @@ const MAX_SCORE: i8 = 4;
 const OBSERVED_CHUNKS: usize = 16;
 /// Faults during which a chunk is observed.
 const OBSERVATION_FAULTS: u32 = 128;
-/// While chunks are brought in whole, every so manyth is put under observation.
+/// While chunks are brought in whole, every Nth is put under observation.
 const OBSERVE_EVERY: u32 = 16;
 /// Further faults of a chunk, in the mean and in 1/16, from which on the whole chunk is cheaper. A
 /// page that is brought in for nothing costs its loading, another page's going out, and that one's

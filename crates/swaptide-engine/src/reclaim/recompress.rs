@@ -19,7 +19,7 @@
 //!
 //! Invariant: what was copied out without the memory lock is replaced under it, and only if the
 //! page's word and its chunk's epoch are what they were: so the slot still holds that page. The
-//! slot, its shadow and its word stay as they are; a load that runs beside finds the one form or
+//! slot, its shadow and its word stay as they are; a concurrent load finds the one form or
 //! the other.
 
 use std::ops::Range;
@@ -35,7 +35,7 @@ use crate::engine::{Engine, Mm};
 use crate::mm::page_table::PageState;
 use crate::mm::types::{ChunkNo, PAGES_PER_CHUNK, PageNo};
 
-/// A batch is that many pages, and what more its last chunk has: few, for whoever does it has other
+/// A batch is that many pages, and what more its last chunk has: few, because the thread has other
 /// things to do.
 const BATCH: usize = 8;
 /// Bytes that are moved to make room where there is none.

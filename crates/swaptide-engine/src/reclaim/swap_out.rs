@@ -6,7 +6,7 @@
 //! the frames of one slab, one after the other without gaps, give them slots in the swap cache),
 //! [`Batch::store`] (no lock: compress from the frames; a touch now finds the folio in the swap
 //! cache and copies the page back), [`Batch::finish`] (memory lock held: what was not cancelled
-//! becomes a shadow; the frames are free). Whoever takes and whoever stores may be two threads:
+//! becomes a shadow; the frames are free). Taking and storing may be done by two threads:
 //! between the two the batch stands in [`Jobs`].
 //!
 //! Invariants
@@ -489,7 +489,7 @@ impl Batch {
         let Some(entry) = engine.devices.alloc_pool(order, FolioId(frame.0)) else {
             if order == 0 {
                 crate::fatal(
-                    "no swap slot is left for a page that was taken out (256 GiB are swapped out)",
+                    "no swap slot is left for a page on its way out (256 GiB are swapped out)",
                 );
             }
             engine.count(Counter::SwpoutFallback, 1);
@@ -645,9 +645,7 @@ impl Batch {
             written = 0;
         }
         for page in self.beyond.iter().filter(|page| page.place.is_none()) {
-            engine.report_swap_full(
-                "the swap file takes no more pages: memory stays past the budget",
-            );
+            engine.report_swap_full("the swap file is full: exceeding the budget");
             // SAFETY: as above.
             let packed = unsafe { page.packed(engine, &self.packed) };
             if engine.devices.pool.insert(Slot(page.entry.offset().0), &packed).is_err() {

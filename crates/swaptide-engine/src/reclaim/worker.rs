@@ -4,7 +4,7 @@
 //! storing it one of compression. Where pages lie scattered, a move costs an interruption of every
 //! CPU that runs the process: so the *handler* takes those batches, on the CPU of the thread whose
 //! faults it answers, while the worker sleeps, and the worker stores them. Dense batches need few
-//! moves; the worker takes them itself. When room runs short whoever notices does both.
+//! moves; the worker takes them itself. When room runs short, the thread that notices does both.
 //!
 //! | who | takes | stores |
 //! |---|---|---|
@@ -490,7 +490,7 @@ fn look_again(engine: &Engine, looks: usize) -> bool {
 /// Makes pages of some chunks this process's own, so that they can be moved, and these chunks the
 /// next to go. No lock is held: a page that is gone meanwhile is a fault, which the handler
 /// answers. What the kernel does not do, and what a fork since the look (there had been so many
-/// `forks`) has shared anew, is not known to be its own.
+/// `forks`) has shared again, is not known to be its own.
 fn fault_for_writing(engine: &Engine, chunks: &[(ChunkNo, u16)], forks: u32) {
     for (chunk, pages) in chunks {
         let mut own = 0;
@@ -571,7 +571,7 @@ impl Housekeeping {
     fn look(&mut self, engine: &Engine) {
         let Some(statm) = &self.statm else { return };
         self.ticks = self.ticks.wrapping_add(1);
-        assert!(!engine.fails.load(Relaxed), "a check failed in a worker, as a test wants it");
+        assert!(!engine.fails.load(Relaxed), "a check failed in a worker (injected)");
         engine.publish_slot();
         engine.charge.take_limit(engine.slot());
         if engine.start.segment.is_moving(engine.slot_index()) {

@@ -179,9 +179,8 @@ impl Writeback {
                 continue;
             }
             let Some(new) = engine.devices.alloc_file(WRITING) else {
-                engine.report_swap_full(
-                    "the swap file is full: compressed memory stays past its share",
-                );
+                engine
+                    .report_swap_full("the swap file is full: compressed memory exceeds its share");
                 engine.rest_file();
                 return false;
             };

@@ -7,14 +7,14 @@
 //! That alone is not enough where a CPU is idle: the kernel then wakes the thread there, away from
 //! the handler. So while one thread faults again and again, the handler runs in the idle class: the
 //! CPU it occupies counts as free, and the thread it wakes stays. In that class the handler would
-//! starve beside other work. So it measures: what the two waited for a CPU, beyond what the one
-//! waited for the other, is what others took. It goes there only where that is little, looks again
-//! every so often and whenever something took long, and stays away the longer the less its last
-//! stay was worth. (How many threads want a CPU says less: the kernel counts, for milliseconds,
-//! those that have just gone to sleep.) It cannot see that it starves: others do. A worker that
-//! finds a message unread for some milliseconds, and whoever has waited as long for a lock (the
-//! handler may hold it), call [`leave_sched_idle`], which puts it into the normal class; who rings
-//! a bell, and so waits for the handler, calls [`boost_once`] first.
+//! starve when there is other work. So it measures: what the two waited for a CPU, beyond what the
+//! one waited for the other, is what others took. It goes there only where that is little, looks
+//! again every so often and whenever something took long, and stays away the longer the less its
+//! last stay was worth. (How many threads want a CPU says less: the kernel counts, for
+//! milliseconds, those that have just gone to sleep.) It cannot see that it starves: others do. A
+//! worker that finds a message unread for some milliseconds, and a thread that has waited as long
+//! for a lock (the handler may hold it), call [`leave_sched_idle`], which puts it into the normal
+//! class; a thread that makes a request, and so waits for the handler, calls [`boost_once`] first.
 //!
 //! Owns: the CPU the handler is bound to, and its class; the CPU that workers keep away from.
 //!
@@ -39,7 +39,7 @@ const MIN_LOOK_FAULTS: u32 = 8;
 const MAX_LOOK_FAULTS: u32 = 128;
 /// More than a batch takes to be stored in memory.
 const LONG_APART: u32 = 256;
-/// Where several threads fault, only every so manyth change of threads is followed.
+/// Where several threads fault, only every Nth change of threads is followed.
 const FOLLOW_EVERY: u32 = 4;
 /// Faults of one thread in a row, after which the handler goes to the idle class.
 const FAULTS_BEFORE_IDLE_CLASS: u32 = 64;
@@ -50,9 +50,9 @@ const MAX_GAP_NS: u64 = 200_000;
 const CROWD_CHECK_FAULTS: u32 = 32;
 const CROWD_RECHECK_FAULTS: u32 = 8;
 const CROWD_CHECKS: u32 = 2;
-/// It is a crowd that takes more than this part of the time: beside one the handler would hardly
-/// come to its turn in the idle class. A host that takes a virtual machine's CPUs away takes less,
-/// and from either class.
+/// It is a crowd that takes more than this part of the time: with one the handler would hardly run
+/// in the idle class. A host that takes a virtual machine's CPUs away takes less, and from either
+/// class.
 const CROWD_DIVISOR: u64 = 2;
 /// What takes so long, an answer or the time until the next fault, is a reason to look at once.
 const SLOW_ANSWER_NS: u64 = 300_000;
@@ -126,19 +126,19 @@ fn idle_class(on: bool) -> bool {
     done
 }
 
-/// Keeps a worker away from the handler's CPU, and, beside a conversation about single pages, from
+/// Keeps a worker away from the handler's CPU, and, while single pages are asked for, from
 /// keeping others waiting: who is drawn to the worker's CPU all the same (some kernels rather put a
-/// thread beside one that runs than wake an idle CPU) is to have it soon.
+/// thread on the CPU of a running one than wake an idle CPU) is to have it soon.
 pub struct WorkerAffinity {
     allowed: Option<CpuSet>,
     from: u32,
     gives_way: bool,
 }
 
-/// A worker beside a conversation of the handler with one thread about single pages, page by page.
-/// That thread may be drawn to the worker's CPU; and where it has had a little more of it than the
+/// Yields of a worker while one thread faults for single pages. That thread may be drawn to the
+/// worker's CPU; and where it has had a little more of it than the
 /// worker, it waits until the worker sleeps or a tick comes, though the worker could wait better:
-/// some hundred faults' time. So the worker has the kernel choose anew every so often. (Half as
+/// some hundred faults' time. So the worker yields every few pages. (Half as
 /// often this costs as much as it saves; twice as often the worker gets nowhere.)
 #[derive(Default)]
 pub struct YieldEvery(u32);
@@ -147,7 +147,7 @@ pub struct YieldEvery(u32);
 const YIELD_AFTER: u32 = 8;
 
 impl YieldEvery {
-    /// A page is about to be stored, beside such a conversation or not.
+    /// A page is about to be stored, while one thread faults for single pages or not.
     pub fn for_a_page(&mut self, beside: bool) {
         self.0 += 1;
         if self.0 >= YIELD_AFTER {
@@ -315,7 +315,7 @@ impl HandlerCpu {
         }
     }
 
-    /// The CPU that workers must keep away from: beside a handler in the idle class it seems to be
+    /// The CPU that workers must keep away from: with a handler in the idle class it seems to be
     /// free; `NO_CPU` if there is none.
     pub fn own_cpu(&self) -> u32 {
         if self.idle { self.bound.unwrap_or(NO_CPU) } else { NO_CPU }
@@ -384,7 +384,8 @@ impl HandlerCpu {
         Some(Times { own: self.own.as_ref()?.read()?, theirs: self.theirs.as_ref()?.read()?, at })
     }
 
-    /// True when others took more of the time since the last look than they may, or nobody knows.
+    /// True when others took more of the time since the last look than they may, or that is
+    /// unknown.
     fn is_crowded(&mut self, now: Nanos) -> bool {
         let times = self.times(now);
         let (Some(then), Some(now)) = (std::mem::replace(&mut self.looked, times), times) else {

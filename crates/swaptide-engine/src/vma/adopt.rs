@@ -141,7 +141,7 @@ impl Handler {
             engine.start.references.note();
         }
         if listed.is_err() {
-            (engine.start.log)("reading /proc/self/maps failed: nothing new is adopted");
+            (engine.start.log)("cannot read /proc/self/maps: new mappings are not managed");
         }
         if looks {
             self.unmovable.end(engine);
@@ -378,7 +378,7 @@ impl Handler {
         });
         if scanned.is_err() {
             // Pages whose presence is not known are simply never taken out.
-            (engine.start.log)("reading the page map failed: adopted pages stay in memory");
+            (engine.start.log)("cannot read the page map: pages of new mappings stay in memory");
         }
         engine.count(Counter::RegionsAdopted, 1);
     }

@@ -63,7 +63,7 @@ impl Handler {
     /// Before a fork that is followed; the workers stand still.
     ///
     /// A mapping that another thread has just moved is not where the table has it, and would stay
-    /// closed. So it is done anew until no change was under way from before it to after it. Who
+    /// closed. So it is repeated until no change was under way from before it to after it. Who
     /// moves mappings through libc waits for the handler, and so for the fork; past libc threads
     /// could go on for ever.
     pub(crate) fn allow_fork(&mut self) {
@@ -81,7 +81,7 @@ impl Handler {
             }
             if now().since(began) > LATE_EVENT_TIMEOUT {
                 (engine.start.log)(
-                    "mappings are moved without pause: a forked child may lack some of them",
+                    "mappings change without pause: a forked child may lack some of them",
                 );
                 return self.allow_fork_of_regions();
             }
@@ -139,7 +139,7 @@ impl Handler {
                 // The hole in it is told of by an event that is still to be read.
                 Ok(()) | Err(Errno::NOMEM) => {}
                 Err(errno) => (handler.engine.start.log)(&format!(
-                    "memory at {:x} would be zeros in a child past libc's fork ({})",
+                    "memory at {:x} would read as zeros in a child of a raw fork ({})",
                     region.start.0,
                     swaptide_sys::ErrnoName(errno)
                 )),

@@ -3,8 +3,8 @@
 //! Rules
 //! 1. Events are read and applied under the memory lock, in their order, before any fault read with
 //!    them. The kernel refuses moves and copies on the program's userfaultfd while an event is
-//!    unread. So whoever holds the lock and moves a page moves the one that the table means, never
-//!    one of another mapping that has taken the address meanwhile.
+//!    unread. So a thread that holds the lock and moves a page moves the one that the table means,
+//!    never one of another mapping that has taken the address meanwhile.
 //! 2. After `Remove` (`MADV_DONTNEED`) the words of the range are empty although the kernel may not
 //!    yet have dropped the pages: a page whose word is not `Present` is never taken out, so that
 //!    old contents cannot survive in a slot.

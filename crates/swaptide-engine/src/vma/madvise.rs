@@ -174,7 +174,7 @@ impl Handler {
         while let Some(page) = mm.table.next_used(at, end).filter(|page| *page < end) {
             if matches!(mm.table.get(page), PageState::Swapped(_)) {
                 engine.bells.refused.store(true, Release);
-                (engine.start.log)("a range could not be brought in whole and stays managed");
+                (engine.start.log)("a range could not be swapped in completely and stays managed");
                 return;
             }
             at = page.plus(1);

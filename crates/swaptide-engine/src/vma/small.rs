@@ -26,7 +26,7 @@ use swaptide_sys::page::{PAGE_SIZE, VirtRange};
 use crate::memcg::charge::Charge;
 use crate::vma::adopt::MIN_BYTES;
 
-/// New mappings from this size on are always reported by whoever makes them.
+/// New mappings from this size on are always reported by the thread that makes them.
 const LARGE: usize = 1 << 20;
 /// Small mappings matter from this part of the limit and from `MATTERS` bytes on, where what is not
 /// managed is `REST_PART` of it.

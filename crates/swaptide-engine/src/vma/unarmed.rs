@@ -106,6 +106,6 @@ pub(crate) fn forget(engine: &Engine, mm: &mut Mm, page: VirtRange) -> bool {
     mm.regions.remove(range);
     mm.armed.remove(range);
     engine.count(Counter::PagesBusy, 1);
-    (engine.start.log)("a mapping was replaced without an event: what was there is forgotten");
+    (engine.start.log)("a mapping was replaced without an event: its old contents are dropped");
     true
 }

@@ -2,7 +2,7 @@
 //! summary, so that a run that went past its budget says why.
 //!
 //! The kernel moves pages only between mappings that are both writable and permit the same. So what
-//! is read-only or executable stays, whoever made it so and whenever. Locked memory stays because
+//! is read-only or executable stays, whatever made it so and when. Locked memory stays because
 //! the program asked for that. It is measured while mappings are listed (`adopt`), where the
 //! process is past its limit, and not more often than [`AGE`]. What is locked and read-only counts
 //! for both.

@@ -1,5 +1,5 @@
 //! The engine as a library of this process, under a program that does to its memory what programs
-//! do, by several threads at once: for whoever wants to see into it with tools that a preloaded
+//! do, by several threads at once: for tools that a preloaded
 //! library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program
 //! is `tests/e2e/c/torture.c` over again; what the preloaded library does for it there (hints,
 //! fences, forks) it does here by itself.
@@ -7,7 +7,7 @@
 //! Everything else of this process is as it would be without the engine: its threads are ordinary
 //! ones, and nothing is managed but the program's areas, in a stretch of addresses that is kept for
 //! them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the
-//! process takes beside them is not known before: a thread that stands for the supervisor sets the
+//! process takes besides is not known before: a thread that stands for the supervisor sets the
 //! limit to that and a little more, again and again.
 //!
 //! A page holds what its key says, but for one word that may have been written since. A key is
@@ -78,7 +78,8 @@ static OVER: AtomicBool = AtomicBool::new(false);
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static DECLINED: AtomicU64 = AtomicU64::new(0);
 
-/// Held by whoever does something; for writing by who forks while nobody else does anything.
+/// Held by a thread that does something; for writing by one that forks while no other does
+/// anything.
 static WORLD: RwLock<()> = RwLock::new(());
 
 unsafe extern "C" {
@@ -178,8 +179,8 @@ fn serve(engine: &Engine, handler: &mut Handler) {
     }
 }
 
-/// The supervisor, as far as there is one: the limit follows what the process takes beside its
-/// managed memory.
+/// The supervisor, as far as there is one: the limit follows what the process takes in addition to
+/// its managed memory.
 fn supervise(engine: &Engine, world: &RwLock<()>) {
     begin_in_child();
     let mut random = Random(now().0);

@@ -98,7 +98,7 @@ impl fmt::Display for SettingError {
             SettingErrorKind::Unknown => {
                 write!(f, "there is no {key:?}; a group has {}", KEYS.join(", "))
             }
-            SettingErrorKind::ReadOnly => write!(f, "{key} can be read and not set"),
+            SettingErrorKind::ReadOnly => write!(f, "{key} is read-only"),
             SettingErrorKind::Size(error) => write!(f, "{key}: {error}, or max for no bound"),
             SettingErrorKind::Switch(text) => write!(f, "{key}: {text:?} is neither 0 nor 1"),
             SettingErrorKind::Tiers(error) => write!(f, "{key}: {error}"),
@@ -254,11 +254,11 @@ mod tests {
         let mut settings = Settings::default();
         for (key, value, part) in [
             ("ram.maximum", "1G", "there is no \"ram.maximum\""),
-            ("ram.current", "1G", "can be read and not set"),
+            ("ram.current", "1G", "is read-only"),
             ("ram.max", "lots", "not a size"),
             ("ram.max", "", "not a size"),
             ("ram.max", "-1", "not a size"),
-            ("swap.max", "50%", "share of nothing"),
+            ("swap.max", "50%", "not allowed here"),
             ("zswap.writeback", "yes", "neither 0 nor 1"),
             ("swap.tiers", "-SSD", "no tier of this name"),
             ("swap.tiers", "SSD", "\"SSD\""),

@@ -134,7 +134,7 @@ impl fmt::Display for GroupError {
         match self {
             GroupError::Path(error) => write!(f, "{error}"),
             GroupError::NotFound(path) => {
-                write!(f, "there is no group {path}; setting something of it makes it")
+                write!(f, "there is no group {path}; setting one of its keys creates it")
             }
             GroupError::Full(path) => {
                 write!(f, "{path}: there are {MAX_GROUPS} groups already; remove one first")
@@ -551,7 +551,7 @@ impl Groups {
         events
     }
 
-    /// What happened in a group and those below it.
+    /// Events of a group and those below it.
     pub fn events(&self, index: GroupIndex) -> Events {
         let mut events = Events::default();
         for (below, _) in self.iter() {

@@ -84,7 +84,7 @@ fn stats_of(target: Target) -> Result<View, ControlError> {
 }
 
 fn other(target: Target) -> ControlError {
-    target.failed("it answers another question".into())
+    target.failed("unexpected reply".into())
 }
 
 impl Target {

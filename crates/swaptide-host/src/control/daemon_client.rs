@@ -53,7 +53,7 @@ pub fn look(join: &Join) -> Result<Option<(Joined, OwnedFd)>, String> {
     joined(until_answered(REQUEST_TIMEOUT, is_cut_short, || ask(&Question::Look(join.clone()))))
 }
 
-/// Has the daemon keep whoever descends from this process. It was there a moment ago: should it be
+/// Has the daemon keep the descendants of this process. It was there a moment ago: should it be
 /// gone, it is being started again, and waited for.
 ///
 /// # Errors
@@ -102,7 +102,7 @@ fn joined(
     match answer {
         Ok((Answer::Joined(joined), Some(segment))) => Ok(Some((joined, segment))),
         Ok((Answer::Error(why), _)) => Err(why),
-        Ok(_) => Err("the daemon is of another build; install all of swaptide from one".into()),
+        Ok(_) => Err("the daemon is another build; install all of swaptide from one".into()),
         Err(error) if is_nobody(&error) => Ok(None),
         // Not for this user.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),

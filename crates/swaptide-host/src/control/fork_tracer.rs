@@ -1,4 +1,4 @@
-//! Forks that the kernel tells nobody of: the supervisor follows the forking thread through them,
+//! Forks that the kernel does not report: the supervisor follows the forking thread through them,
 //! and has the child begin where its engine does.
 //!
 //! Without `CAP_SYS_PTRACE` the kernel gives no userfaultfd to a forked child, which would read
@@ -8,8 +8,8 @@
 //! needs no privilege, for all of the tree are descendants of the supervisor's.
 //!
 //! Owns: the forks under way. All of it happens in the supervisor's first thread, which is the
-//! parent of the program and of orphans: whoever else in the process followed them, that thread's
-//! wait would be told.
+//! parent of the program and of orphans: if another thread of the process followed them, that
+//! thread's wait would be told.
 //!
 //! | stage | until |
 //! |---|---|

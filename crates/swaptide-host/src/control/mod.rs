@@ -40,9 +40,7 @@ impl std::str::FromStr for Users {
         match text {
             "all" => Ok(Users::All),
             "same-user" => Ok(Users::SameUser),
-            _ => Err(format!(
-                "{text:?}: whose processes are given a userfaultfd is all or same-user"
-            )),
+            _ => Err(format!("{text:?}: expected all or same-user")),
         }
     }
 }

@@ -222,20 +222,19 @@ pub enum ControlError {
 impl fmt::Display for ControlError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ControlError::NoRun => write!(
-                f,
-                "no swaptide run of yours is there; start one with swaptide run -- PROGRAM"
-            ),
+            ControlError::NoRun => {
+                write!(f, "no swaptide run of this user; start one with swaptide run -- PROGRAM")
+            }
             ControlError::NotFound(pid) => {
                 write!(
                     f,
-                    "--pid {pid}: neither a swaptide run of yours nor a process in one; swaptide \
-                    ctl list shows them"
+                    "--pid {pid}: neither a run of this user nor a process in one; see swaptide \
+                        ctl list"
                 )
             }
             ControlError::Several(pids) => {
                 let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
-                write!(f, "several runs are there ({}); choose one with --pid", pids.join(", "))
+                write!(f, "there are several runs ({}); choose one with --pid", pids.join(", "))
             }
             ControlError::Directory(path, error) => write!(f, "{}: {error}", path.display()),
             ControlError::Refused(why) => write!(f, "{why}"),
@@ -255,7 +254,7 @@ pub fn daemon_path() -> PathBuf {
 }
 
 /// Where the sockets of a user's runs are: `/run/swaptide` for root, `$XDG_RUNTIME_DIR/swaptide`,
-/// or a directory of its own beside other temporary files.
+/// or a directory of its own among other temporary files.
 pub(crate) fn directory() -> PathBuf {
     if let Some(dir) = std::env::var_os(ENV_DIRECTORY).filter(|dir| Path::new(dir).is_absolute()) {
         return dir.into();
@@ -282,7 +281,7 @@ pub(crate) fn own(directory: &Path) -> io::Result<()> {
         || found.uid() != rustix::process::geteuid().as_raw()
         || found.mode() & 0o077 != 0
     {
-        return Err(io::Error::other("is not a directory of this user alone (mode 0700)"));
+        return Err(io::Error::other("must be a directory of this user with mode 0700"));
     }
     Ok(())
 }
@@ -384,7 +383,7 @@ fn converse(
             }
         }
         Ok(question) => counter.answer(question, &client),
-        Err(error) => Answer::Error(format!("not a question: {error}")),
+        Err(error) => Answer::Error(format!("malformed request: {error}")),
     };
     send_answer(&client, &answer)
 }
@@ -411,11 +410,11 @@ impl RequestHandler<'_> {
         match question {
             Question::Swapon(_) | Question::Swapoff(_) | Question::Tiers(Some(_)) if !all => {
                 Answer::Error(
-                    "swap areas and tiers are for root, or the daemon's own user, to change".into(),
+                    "only root and the daemon's user may change swap areas and tiers".into(),
                 )
             }
             Question::Readahead(set) if !all && !set.is_empty() => {
-                Answer::Error("readahead is for root, or the daemon's own user, to change".into())
+                Answer::Error("only root and the daemon's user may change readahead".into())
             }
             Question::Readahead(set) => change_readahead(&self.areas.segment().header, &set)
                 .map_or_else(Answer::Error, Answer::Readahead),
@@ -458,7 +457,7 @@ impl RequestHandler<'_> {
             Question::Freeze(path) => answer_reclaim(keeper, path, u64::MAX, true, uid, all),
             Question::Preload(path) => preload(keeper, path, uid, all),
             Question::Detach(pid) => detach(keeper, pid, uid, all, client),
-            _ => Answer::Error("this is asked of a daemon; start one with swaptide daemon".into()),
+            _ => Answer::Error("only a daemon does this; start one with swaptide daemon".into()),
         }
     }
 }
@@ -537,11 +536,11 @@ fn owned(
     if all || keeper.groups().is_owned(&path, uid) {
         return Ok(path);
     }
-    Err(format!("{path}: not a group of yours"))
+    Err(format!("{path}: not a group of this user"))
 }
 
 pub(crate) fn ending() -> Answer {
-    Answer::Error("it is ending".into())
+    Answer::Error("the supervisor is shutting down".into())
 }
 
 fn tiers(keeper: &mut MemoryController, text: Option<&str>) -> Answer {
@@ -586,7 +585,7 @@ fn set_group(
     }
     let (moves, settings): (Vec<_>, Vec<_>) = set.iter().partition(|(key, _)| key == "processes");
     let number = |text: &str| {
-        text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is no process number"))
+        text.parse::<u32>().map_err(|_| format!("{path}: processes: {text:?} is not a process id"))
     };
     let pids =
         moves.iter().map(|(_, value)| number(value)).collect::<Result<Vec<u32>, String>>()?;
@@ -594,7 +593,7 @@ fn set_group(
         pids.iter().find(|pid| !keeper.keeps(**pid) || !all && keeper.owner_of(**pid) != Some(uid))
     {
         return Err(format!(
-            "{path}: processes: {stranger} is no process of this run; swaptide ctl stats shows them"
+            "{path}: processes: {stranger} is not a process of this run; see swaptide ctl stats"
         ));
     }
     let before: Vec<GroupPath> =
@@ -698,7 +697,7 @@ fn detach(
             || !all && keeper.owner_of(pid) != Some(uid)
         {
             return Err(format!(
-                "detach: {pid} is no process of this run; swaptide ctl stats shows them"
+                "detach: {pid} is not a process of this run; see swaptide ctl stats"
             ));
         }
         let pids = keeper.detachable(pid);
@@ -724,7 +723,7 @@ fn detach(
         if now.short || since.elapsed() > 5 * REQUEST_TIMEOUT {
             let asked = Arc::clone(&pids);
             let _ = controller::ask(keeper, move |keeper| keeper.keep_after_all(&asked));
-            let why = if now.short { "memory ran short" } else { "nothing more came back" };
+            let why = if now.short { "memory ran short" } else { "no more pages came in" };
             return Answer::Error(format!(
                 "detach: {why} with {} still out: {} go on as before",
                 crate::units::human(now.out),

@@ -39,7 +39,7 @@ impl fmt::Display for DaemonError {
             DaemonError::SmallBudget(bytes) => {
                 write!(
                     f,
-                    "ram: {} is too small; the least that works is {}",
+                    "ram: {} is too small; the minimum is {}",
                     human(*bytes),
                     human(MIN_BUDGET_BYTES)
                 )
@@ -47,11 +47,9 @@ impl fmt::Display for DaemonError {
             DaemonError::Device(error) => write!(f, "swap: {error}"),
             DaemonError::Area(error) => write!(f, "swap: {error}"),
             DaemonError::Groups(error) => write!(f, "{error}"),
-            DaemonError::Running(path) => write!(
-                f,
-                "{}: a daemon runs there already; swaptide ctl list asks it",
-                path.display()
-            ),
+            DaemonError::Running(path) => {
+                write!(f, "{}: a daemon is already running; see swaptide ctl list", path.display())
+            }
             DaemonError::State(path, error) => write!(f, "{}: {error}", path.display()),
             DaemonError::System(what, error) => write!(f, "{what}: {error}"),
         }

@@ -1,7 +1,7 @@
 //! Numbers for Prometheus, in the OpenMetrics text format, on a Unix socket or a port of this
 //! machine alone.
 //!
-//! Everything is read anew for each request. Whatever is asked for, the answer is all there is.
+//! Everything is read again for each request. The answer is always complete.
 
 use std::fs::Permissions;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -212,7 +212,7 @@ impl Snapshot {
         );
         registry.register(
             "group_swapped_bytes",
-            "Swapped memory of a group and those below it, as it was before",
+            "Swapped memory of a group and those below it, uncompressed",
             swapped,
         );
         registry.register("group_processes", "Processes of a group and those below it", processes);
@@ -222,7 +222,7 @@ impl Snapshot {
             out, or for room",
             stalled,
         );
-        registry.register("group_events", "What happened in a group and those below it", events);
+        registry.register("group_events", "Events of a group and those below it", events);
         let (size, used) = (Gauges::default(), Gauges::default());
         for (number, name, bytes, leased) in &self.areas {
             let of = OfArea { device: escaped(name), number: *number };
@@ -230,7 +230,7 @@ impl Snapshot {
             used.get_or_create(&of).set(*leased);
         }
         registry.register("area_size_bytes", "Size of a swap area", size);
-        registry.register("area_used_bytes", "What of a swap area is leased", used);
+        registry.register("area_used_bytes", "Leased part of a swap area", used);
         let counters: Family<OfRun, Counter> = Family::default();
         for (pid, program, view) in &self.runs {
             for (counter, value) in view.stats.iter().filter(|(_, value)| **value > 0) {

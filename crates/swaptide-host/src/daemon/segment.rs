@@ -15,8 +15,8 @@
 //! Invariants
 //! 1. The segment is in memory only: it holds the key of all that is swapped.
 //! 2. A descriptor is taken up only if it is the memory file that was written down (device and
-//!    inode, since this boot), is of this user, has a segment's size, and cannot be cut: whoever
-//!    handed it over may have lied.
+//!    inode, since this boot), is of this user, has a segment's size, and cannot be cut: the
+//!    process that handed it over may have lied.
 //!
 //! Locks: none.
 

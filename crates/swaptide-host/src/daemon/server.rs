@@ -161,7 +161,7 @@ pub fn run(config: &DaemonConfig) -> Result<u8, DaemonError> {
     if let Err(error) =
         shared.follow_list(&file).and_then(|changes| shared.change_list(&file, changes))
     {
-        log_line(&format!("the devices stay as they were: {error}"));
+        log_line(&format!("devices unchanged: {error}"));
     }
     shared.save();
     let path = crate::control::server::daemon_path();
@@ -227,7 +227,7 @@ fn serve(shared: &Arc<Shared>, listener: &UnixListener, signals: &signals::Signa
                 libc::SIGTERM | libc::SIGINT | libc::SIGQUIT => return,
                 libc::SIGHUP => {
                     if let Err(error) = shared.reload() {
-                        log_line(&format!("the configuration stays as it was: {error}"));
+                        log_line(&format!("configuration unchanged: {error}"));
                     }
                 }
                 _ => {}
@@ -268,7 +268,7 @@ impl Shared {
         let question: Question = match serde_json::from_str(&line) {
             Ok(question) => question,
             Err(error) => {
-                return send_answer(&client, &Answer::Error(format!("not a question: {error}")));
+                return send_answer(&client, &Answer::Error(format!("malformed request: {error}")));
             }
         };
         let changes = !matches!(
@@ -323,9 +323,9 @@ impl Shared {
                 };
                 controller::ask(&self.keeper, views).map_or_else(ending, Answer::Views)
             }
-            Question::Reload if !all => Answer::Error(
-                "the configuration is for root, or the daemon's own user, to change".into(),
-            ),
+            Question::Reload if !all => {
+                Answer::Error("only root and the daemon's user may reload the configuration".into())
+            }
             Question::Reload => match self.reload() {
                 Ok(()) => Answer::Done,
                 Err(error) => Answer::Error(error.to_string()),
@@ -372,7 +372,8 @@ impl Shared {
             let budget = [Some(own), max, of_groups].into_iter().flatten().min().unwrap_or(own);
             Ok::<_, String>((budget, path))
         };
-        let (budget, path) = controller::ask(&self.keeper, find).ok_or("it is ending")??;
+        let (budget, path) =
+            controller::ask(&self.keeper, find).ok_or("the daemon is shutting down")??;
         let userfaultfd = *self.users.lock().unwrap_or_else(PoisonError::into_inner);
         Ok((
             Joined {
@@ -393,7 +394,7 @@ impl Shared {
             SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let add = move |keeper: &mut MemoryController| {
             if join.group.is_some() && !all && !keeper.groups().is_owned(&path, uid) {
-                return Err(format!("{path}: not a group of yours"));
+                return Err(format!("{path}: not a group of this user"));
             }
             let group =
                 Some(keeper.groups().ensure(&path, uid).map_err(|error| error.to_string())?);
@@ -410,7 +411,7 @@ impl Shared {
             });
             Ok(())
         };
-        controller::ask(&self.keeper, add).ok_or("it is ending")??;
+        controller::ask(&self.keeper, add).ok_or("the daemon is shutting down")??;
         Ok(joined)
     }
 
@@ -421,7 +422,7 @@ impl Shared {
         };
         match controller::ask(&self.keeper, find) {
             Some(Some(view)) => Answer::Stats(Box::new(view)),
-            Some(None) => Answer::Error(format!("{pid}: no process of a run that is kept here")),
+            Some(None) => Answer::Error(format!("{pid}: not a process of a run of this daemon")),
             None => ending(),
         }
     }
@@ -505,7 +506,7 @@ impl Shared {
                 // Files that were taken away need no name any more.
                 Ok(()) => before.iter().for_each(|before| before.remove_files_but(&state)),
                 Err(error) => log_line(&format!(
-                    "the state could not be written, a daemon started later will know less: {error}"
+                    "cannot write the state, so a restarted daemon will know less: {error}"
                 )),
             }
         }

@@ -121,7 +121,7 @@ impl Directory {
             || found.mode() & 0o077 != 0
         {
             return Err(failed(io::Error::other(
-                "is not a directory of this user alone (mode 0700)",
+                "must be a directory of this user with mode 0700",
             )));
         }
         let path = std::fs::canonicalize(path).map_err(failed)?;
@@ -222,7 +222,7 @@ fn identity_of(found: &Metadata) -> (u64, u64) {
     if found.file_type().is_block_device() { (found.rdev(), 0) } else { (found.dev(), found.ino()) }
 }
 
-/// Gives a file without a name one beside where it is, if it has none yet.
+/// Gives a file without a name one in its directory.
 fn named(backing: &Backing, file: &File, id: AreaId, generation: u32) -> Option<PathBuf> {
     use std::os::fd::AsRawFd;
     let own = file.metadata().ok()?;
@@ -260,7 +260,7 @@ impl SavedArea {
         };
         let other = || {
             io::Error::other(format!(
-                "{}: is not what was used before; it is left alone",
+                "{}: is not the one that was used before; ignored",
                 self.path.display()
             ))
         };
@@ -278,7 +278,7 @@ impl SavedArea {
             }
             if found.len() < u64::from(self.extents) * EXTENT_BYTES {
                 return Err(io::Error::other(format!(
-                    "{}: is smaller than it was; it is left alone",
+                    "{}: is smaller than before; ignored",
                     self.path.display()
                 )));
             }
@@ -564,7 +564,7 @@ mod tests {
         for target in [&moved, Path::new("/etc/passwd")] {
             std::os::unix::fs::symlink(target, &kept[0].path).expect("link");
             let error = kept[0].open().map(drop).expect_err("a link");
-            assert!(error.to_string().contains("is not what was used before"), "{error}");
+            assert!(error.to_string().contains("is not the one that was used before"), "{error}");
             kept[0].remove_file();
             assert!(std::fs::symlink_metadata(&kept[0].path).is_ok(), "nor is it removed");
             std::fs::remove_file(&kept[0].path).expect("remove");

@@ -91,7 +91,7 @@ impl Changes {
     pub(super) fn take_away(self, areas: &Areas) {
         for name in self.remove {
             if let Err(error) = areas.remove(&name, |_| ()) {
-                log_line(&format!("the configuration does not list it any more, but {error}"));
+                log_line(&format!("the configuration no longer lists it, but {error}"));
             }
         }
     }
@@ -134,7 +134,10 @@ mod tests {
             (list(&["file:/a:64M,prio=3"]), "zram"),
         ] {
             let error = compare(&before, &after).expect_err(name).to_string();
-            assert!(error.starts_with(name) && error.contains("take it off the list"), "{error}");
+            assert!(
+                error.starts_with(name) && error.contains("remove it from the list"),
+                "{error}"
+            );
         }
     }
 }

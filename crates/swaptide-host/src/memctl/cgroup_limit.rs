@@ -1,12 +1,12 @@
 //! The memory cgroups around a run, as a bound of its budget.
 //!
-//! A container's hard limit ends whoever asks for memory at a moment when nothing there can be
-//! given up. Pages of files usually can, but not while they are being read: readahead fills what is
-//! left of a cgroup, and a device's windows (of some MiB for each file) are locked until they are
-//! there. So a budget near the limit is not the whole truth. What the tree may have is the limit,
-//! less what is in the cgroup that is neither the tree's nor to be given up (kernel memory, tmpfs,
-//! other programs), less a *reserve*. The reserve is small while the limit is not met, and grows
-//! step by step while it is: then pages of files, or others, press.
+//! A container's hard limit kills the process that asks for memory at a moment when nothing there
+//! can be given up. Pages of files usually can, but not while they are being read: readahead fills
+//! what is left of a cgroup, and a device's windows (of some MiB for each file) are locked until
+//! they are there. So a budget near the limit is not the whole truth. What the tree may have is the
+//! limit, less what is in the cgroup that is neither the tree's nor to be given up (kernel memory,
+//! tmpfs, other programs), less a *reserve*. The reserve is small while the limit is not met, and
+//! grows step by step while it is: then pages of files, or others, press.
 //!
 //! Owns the descriptors of the cgroups' files. They stay open, as whatever is read at each look
 //! does: opening a file takes memory that is charged to the very cgroup.

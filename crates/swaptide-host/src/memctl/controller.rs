@@ -794,7 +794,7 @@ fn command(slot: &ProcSlot, limit: u64, engage: bool) -> bool {
         if engage {
             slot.engage.store(1, Relaxed);
         }
-        // The bell's release makes both stores visible to who wakes.
+        // Its release makes both stores visible to the thread that wakes.
         slot.wake();
     }
     changes

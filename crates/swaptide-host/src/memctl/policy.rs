@@ -32,7 +32,7 @@ mod cow_credit;
 
 pub use cow_credit::{RecentSum, Sharing, StableMin, cow_credit};
 
-/// What an engaged process keeps whatever happens, if it uses as much, beside what cannot be
+/// What an engaged process keeps whatever happens, if it uses as much, on top of what cannot be
 /// swapped out ([`Process::fixed`], so far as it is no more than this): with less, faults alone
 /// would fill its time.
 pub const FLOOR_BYTES: u64 = 8 << 20;
@@ -114,7 +114,7 @@ pub struct Process {
     pub limit: u64,
     /// Bytes a second by which it has grown since the last look, while it is not managed.
     pub growth: u64,
-    /// Bytes that it keeps whoever presses, for its family's sake.
+    /// Bytes that it keeps under any pressure, for its copy-on-write group.
     pub kept: u64,
 }
 

@@ -4,7 +4,7 @@
 //! threads have waited for memory less than so much of the time: few faults from a slow device cost
 //! more than many from compressed memory. Then its bound sinks slowly under what it uses, until it
 //! does fault back more: that is its pressure, and with it the bound is gone and the waiting begins
-//! anew. So a group ends up with what it works with, and what it has only once touched goes out.
+//! again. So a group ends up with what it works with, and what it has only once touched goes out.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

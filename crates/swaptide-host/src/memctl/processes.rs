@@ -125,7 +125,7 @@ impl ProcessTree {
     }
 
     /// Makes a process a member if it descends from a root or from a member, and lives. False when
-    /// it does not: whoever named it may have lied.
+    /// it does not: its name may be a lie.
     pub fn admit(&mut self, pid: u32) -> bool {
         if self.members.contains_key(&pid) {
             return true;

@@ -218,7 +218,7 @@ impl Talk<'_> {
         let structured = match answer.kind {
             ACK => true,
             kind if kind & ERROR != 0 => false,
-            _ => return Err(self.broken("an answer that does not fit the option STRUCTURED_REPLY")),
+            _ => return Err(self.broken("a malformed reply to the option STRUCTURED_REPLY")),
         };
         let agreed = match self.go(&mut line, structured) {
             Ok(Some(agreed)) => agreed,
@@ -257,10 +257,10 @@ impl Talk<'_> {
             UNSUPPORTED => "the server does not know an option that is needed",
             POLICY => "the server does not allow it",
             PLATFORM => "the server cannot do it on its machine",
-            TLS_REQUIRED => "the server wants TLS",
+            TLS_REQUIRED => "the server requires TLS",
             UNKNOWN => "the server has no export of that name",
             SHUTDOWN => "the server is shutting down",
-            BLOCK_SIZE_REQUIRED => "the server wants a block size that it does not tell",
+            BLOCK_SIZE_REQUIRED => "the server requires a block size that it does not announce",
             _ => "the server refuses",
         };
         let text = String::from_utf8_lossy(&answer.data);
@@ -286,14 +286,14 @@ impl Talk<'_> {
         let number =
             |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         if head[..8] != REPLY.to_be_bytes() {
-            return Err(self.broken("an answer that is none"));
+            return Err(self.broken("an invalid reply"));
         }
         if number(8) != option {
-            return Err(self.broken("an answer to an option that was not asked for"));
+            return Err(self.broken("a reply to an option that was not sent"));
         }
         let (kind, len) = (number(12), number(16));
         if len > MAX_REPLY_BYTES {
-            return Err(self.broken("an answer that is too long"));
+            return Err(self.broken("a reply that is too long"));
         }
         let mut data = vec![0; len as usize];
         line.fill(&mut data).map_err(|error| self.talk(error))?;
@@ -311,7 +311,7 @@ impl Talk<'_> {
             ACK if answer.data.is_empty() => {}
             UNSUPPORTED | POLICY | PLATFORM => return Err(NbdError::NoTls(self.url.to_string())),
             kind if kind & ERROR != 0 => return Err(self.refused(&answer)),
-            _ => return Err(self.broken("an answer that does not fit the option STARTTLS")),
+            _ => return Err(self.broken("a malformed reply to the option STARTTLS")),
         }
         let config = match self.tls {
             Ok(config) => Arc::clone(config),
@@ -369,10 +369,10 @@ impl Talk<'_> {
                 UNSUPPORTED => return Ok(None),
                 TLS_REQUIRED => return Err(NeedsTls::Yes),
                 kind if kind & ERROR != 0 => return Err(self.refused(&answer).into()),
-                _ => return Err(self.broken("an answer that does not fit the option GO").into()),
+                _ => return Err(self.broken("a malformed reply to the option GO").into()),
             }
         }
-        Err(self.broken("answers without end").into())
+        Err(self.broken("too many replies").into())
     }
 
     /// Asks for the export in the old way: a server that does not have it hangs up.
@@ -386,7 +386,8 @@ impl Talk<'_> {
         let hung_up = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof => NbdError::Refused {
                 url: self.url.to_string(),
-                why: "the server has no export of that name, or wants something it cannot say",
+                why: "the server has no export of that name, or requires what this option cannot \
+                    negotiate",
                 text: String::new(),
             },
             _ => self.talk(error),

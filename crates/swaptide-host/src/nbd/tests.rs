@@ -246,14 +246,14 @@ fn exports_that_are_of_no_use_are_refused() {
 #[test]
 fn what_is_not_the_protocol_is_told_as_what_it_is() {
     let first = |bytes: Vec<u8>| refused(move |peer| peer.send(&bytes));
-    assert!(first(b"HTTP/1.1 400 Bad Request".to_vec()).contains("no NBD server"));
-    assert!(first(b"NBDMAGIC_and_more".to_vec()).contains("no NBD server"));
+    assert!(first(b"HTTP/1.1 400 Bad Request".to_vec()).contains("not an NBD server"));
+    assert!(first(b"NBDMAGIC_and_more".to_vec()).contains("not an NBD server"));
     assert!(
         first([b"NBDMAGIC".as_slice(), &[0, 0, 0x42, 2, 0x81, 0x86, 0x12, 0x53]].concat())
             .contains("newstyle mode")
     );
-    assert!(first(Vec::new()).contains("hung up"));
-    assert!(first(HELLO.to_vec()).contains("hung up"));
+    assert!(first(Vec::new()).contains("closed the connection"));
+    assert!(first(HELLO.to_vec()).contains("closed the connection"));
 
     let answer = |bytes: Vec<u8>| {
         refused(move |peer| {
@@ -262,13 +262,15 @@ fn what_is_not_the_protocol_is_told_as_what_it_is() {
             peer.send(&bytes);
         })
     };
-    assert!(answer(vec![0; 20]).contains("an answer that is none"));
-    assert!(answer(reply(GO, ACK, &[])).contains("not asked for"));
-    assert!(answer(reply(STRUCTURED_REPLY, INFO, &[])).contains("does not fit"));
+    assert!(answer(vec![0; 20]).contains("an invalid reply"));
+    assert!(answer(reply(GO, ACK, &[])).contains("was not sent"));
+    assert!(answer(reply(STRUCTURED_REPLY, INFO, &[])).contains("a malformed reply"));
     let mut long = reply(STRUCTURED_REPLY, ACK, &[]);
     long[16..].copy_from_slice(&u32::MAX.to_be_bytes());
     assert!(answer(long).contains("too long"));
-    assert!(answer(reply(STRUCTURED_REPLY, ACK, &[])[..19].to_vec()).contains("hung up"));
+    assert!(
+        answer(reply(STRUCTURED_REPLY, ACK, &[])[..19].to_vec()).contains("closed the connection")
+    );
     let endless = refused(|peer| {
         peer.hello(3);
         peer.expect(STRUCTURED_REPLY);
@@ -278,7 +280,7 @@ fn what_is_not_the_protocol_is_told_as_what_it_is() {
             peer.reply(GO, INFO, &info_export(1 << 20, 1));
         }
     });
-    assert!(endless.contains("without end"), "{endless}");
+    assert!(endless.contains("too many replies"), "{endless}");
 }
 
 #[test]

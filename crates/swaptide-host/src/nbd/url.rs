@@ -88,7 +88,7 @@ impl fmt::Display for UrlError {
             UrlError::Scheme(url) => {
                 write!(
                     f,
-                    "{url:?} is no NBD URL; write nbd://HOST[:PORT]/EXPORT or \
+                    "{url:?} is not an NBD URL; write nbd://HOST[:PORT]/EXPORT or \
                     nbd+unix:///EXPORT?socket=PATH (nbds for TLS)"
                 )
             }
@@ -96,7 +96,7 @@ impl fmt::Display for UrlError {
             UrlError::Port(url, port) => {
                 write!(
                     f,
-                    "{url:?}: {port:?} is no port; write a number from 1 to 65535, or none for \
+                    "{url:?}: {port:?} is not a port; write a number from 1 to 65535, or none for \
                     {PORT}"
                 )
             }
@@ -104,7 +104,11 @@ impl fmt::Display for UrlError {
                 write!(f, "{url:?}: {what}; leave it out, or write the character as %XX")
             }
             UrlError::Escape(url) => {
-                write!(f, "{url:?}: after % come two hexadecimal digits, and the result is text")
+                write!(
+                    f,
+                    "{url:?}: % needs two hexadecimal digits after it, and the result must \
+                    be UTF-8"
+                )
             }
             UrlError::Option(url, name) => {
                 write!(
@@ -116,7 +120,7 @@ impl fmt::Display for UrlError {
             UrlError::Value(url, name, wants) => write!(f, "{url:?}: {name} wants {wants}"),
             UrlError::Twice(url, name) => write!(f, "{url:?}: {name} is given twice"),
             UrlError::Socket(url) => {
-                write!(f, "{url:?}: socket=PATH goes with nbd+unix:///EXPORT, and only there")
+                write!(f, "{url:?}: socket=PATH is valid only with nbd+unix:///EXPORT")
             }
             UrlError::Name(start) => {
                 write!(f, "{start:?}...: the export's name has more than {MAX_NAME_BYTES} bytes")
@@ -189,7 +193,7 @@ impl FromStr for Url {
             _ => return Err(UrlError::Scheme(whole())),
         };
         if rest.contains('#') {
-            return Err(UrlError::Part(whole(), "a # has no meaning here"));
+            return Err(UrlError::Part(whole(), "a # is not allowed here"));
         }
         let decoded = |part: &str| decode(part).ok_or_else(|| UrlError::Escape(whole()));
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
@@ -251,7 +255,7 @@ impl FromStr for Url {
                 return Err(UrlError::Value(
                     whole(),
                     "cert".to_owned(),
-                    "its key beside it: cert=PATH&key=PATH",
+                    "its key as well: cert=PATH&key=PATH",
                 ));
             }
         };
@@ -268,7 +272,7 @@ impl FromStr for Url {
 /// `HOST`, `HOST:PORT`, `[ADDRESS]`, `[ADDRESS]:PORT`.
 fn tcp(text: &str, authority: &str) -> Result<Endpoint, UrlError> {
     if authority.contains('@') {
-        return Err(UrlError::Part(text.to_owned(), "a user has no meaning here"));
+        return Err(UrlError::Part(text.to_owned(), "a user is not allowed here"));
     }
     let no_host = || UrlError::Host(text.to_owned());
     let (host, port) = match authority.strip_prefix('[') {
@@ -414,22 +418,22 @@ mod tests {
             ("nbd://[::1/x", "no host"),
             ("nbd://[::1]x/x", "no host"),
             ("nbd://store:0/x", "\"0\" is no port"),
-            ("nbd://store:65536/x", "is no port"),
+            ("nbd://store:65536/x", "is not a port"),
             ("nbd://store:ssh/x", "\"ssh\" is no port"),
-            ("nbd://me@store/x", "a user has no meaning"),
-            ("nbd://store/x#y", "a # has no meaning"),
+            ("nbd://me@store/x", "a user is not allowed"),
+            ("nbd://store/x#y", "a # is not allowed"),
             ("nbd://store/%4", "two hexadecimal digits"),
             ("nbd://store/%+1", "two hexadecimal digits"),
-            ("nbd://store/%ff", "the result is text"),
-            ("nbd://store/%00", "the result is text"),
+            ("nbd://store/%ff", "the result must be UTF-8"),
+            ("nbd://store/%00", "the result must be UTF-8"),
             ("nbd://store/x?cs=y", "no option \"cs\""),
             ("nbd://store/x?ca=", "ca wants the path of a file"),
             ("nbd://store/x?ca=a&ca=b", "ca is given twice"),
             ("nbd://store/x?cert=a", "cert=PATH&key=PATH"),
             ("nbd://store/x?connections=0", "a number from 1 to 16"),
             ("nbd://store/x?connections=17", "a number from 1 to 16"),
-            ("nbd://store/x?socket=/y", "and only there"),
-            ("nbd+unix:///x", "socket=PATH goes with"),
+            ("nbd://store/x?socket=/y", "is valid only with"),
+            ("nbd+unix:///x", "socket=PATH is valid only with"),
             ("nbd+unix://host/x?socket=/y", "a Unix socket has no host"),
         ] {
             let message = refused(text);

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use crate::run::error::{AGENT_NAME, ENV_AGENT, RunError};
 
-/// The preloaded library: the one that is named, or beside this executable, or in the library
-/// directory beside it.
+/// The preloaded library: the one that is named, or in the directory of this executable, or in the
+/// library directory next to that.
 ///
 /// # Errors
 /// [`RunError::NoAgent`].

@@ -1,4 +1,4 @@
-//! What this machine allows, line by line, and the one command that mends what it does not.
+//! Checks kernel and system requirements, with one command that fixes each.
 //!
 //! Owns the list of what a run needs of the kernel and the machine ([`REQUIRED`] among it).
 //!
@@ -56,7 +56,7 @@ pub struct Finding {
     pub ok: bool,
     /// What was found.
     pub found: String,
-    /// The command that mends it, where it is not ok.
+    /// The command that fixes it; `None` where it is ok.
     pub mend: Option<String>,
 }
 
@@ -159,7 +159,7 @@ fn fork() -> Finding {
         Ok(Forks::Told) => Finding::new(
             name,
             true,
-            "the kernel tells of forks: programs may fork while they are swapped",
+            "fork events are available: programs may fork while they are swapped",
             "",
         ),
         Ok(Forks::Followed) => match fork_tracer::is_permitted() {
@@ -172,14 +172,14 @@ fn fork() -> Finding {
             Ok(()) => Finding::new(
                 name,
                 true,
-                "no CAP_SYS_PTRACE; who forks is followed with ptrace instead, --shared is refused",
+                "no CAP_SYS_PTRACE: forks are followed with ptrace, --shared is refused",
                 "",
             ),
             Err(errno) => Finding::new(
                 name,
                 false,
                 format!(
-                    "no CAP_SYS_PTRACE, and ptrace of one's own children is refused ({})",
+                    "no CAP_SYS_PTRACE, and ptrace of own children is refused ({})",
                     swaptide_sys::ErrnoName(errno)
                 ),
                 "sudo sysctl -w kernel.yama.ptrace_scope=1 (or, in a container, start it with \
@@ -216,7 +216,7 @@ fn number(name: &'static str, path: &str, least: u64, mend: &str) -> Finding {
             Finding::new(name, value >= least, format!("{value}, at least {least} is needed"), mend)
         }
         None => {
-            Finding::new(name, true, format!("{path} cannot be read; taken as the default"), mend)
+            Finding::new(name, true, format!("{path} cannot be read; assuming the default"), mend)
         }
     }
 }
@@ -224,7 +224,7 @@ fn number(name: &'static str, path: &str, least: u64, mend: &str) -> Finding {
 fn overcommit() -> Finding {
     let mode = std::fs::read_to_string("/proc/sys/vm/overcommit_memory").unwrap_or_default();
     let strict = mode.trim() == "2";
-    let found = if strict { "never: memory that is only reserved is refused" } else { "allowed" };
+    let found = if strict { "never (2): reservations are refused" } else { "allowed" };
     Finding::new("overcommit", !strict, found, "sudo sysctl -w vm.overcommit_memory=0")
 }
 
@@ -260,7 +260,7 @@ fn swap_space() -> Finding {
                 let how = if direct {
                     "direct I/O"
                 } else {
-                    "through the page cache, for the file system has no direct I/O"
+                    "through the page cache: the file system has no direct I/O"
                 };
                 return Finding::new(
                     name,

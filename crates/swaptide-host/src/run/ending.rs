@@ -149,7 +149,7 @@ impl Ending {
         Some(self.next?.saturating_duration_since(Instant::now()))
     }
 
-    /// Looks, if it is time. Kills whoever cannot end; says whom.
+    /// Looks, if it is time. Kills the processes that cannot end, and names them.
     pub fn look(&mut self) -> Vec<u32> {
         if self.next.is_none_or(|next| Instant::now() < next) {
             return Vec::new();

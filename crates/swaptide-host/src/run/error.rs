@@ -65,7 +65,7 @@ impl fmt::Display for RunError {
             RunError::SmallBudget(bytes) => {
                 write!(
                     f,
-                    "--ram: {} is too small; the least that works is {}",
+                    "--ram: {} is too small; the minimum is {}",
                     human(*bytes),
                     human(MIN_BUDGET_BYTES)
                 )
@@ -74,13 +74,13 @@ impl fmt::Display for RunError {
             RunError::Area(error) => write!(f, "--swap: {error}"),
             RunError::Config(error) => write!(f, "--config: {error}"),
             RunError::Groups(flag, error) => write!(f, "{flag}: {error}"),
-            RunError::Daemon(why) => write!(f, "the daemon: {why}; --no-daemon stays alone"),
+            RunError::Daemon(why) => write!(
+                f,
+                "the daemon: {why}; use --no-daemon to run without \
+                it"
+            ),
             RunError::WithDaemon(flag) => {
-                write!(
-                    f,
-                    "{flag}: a daemon is there, and has that for all; leave it out, or stay alone \
-                    with --no-daemon"
-                )
+                write!(f, "{flag}: set by the daemon; drop it, or use --no-daemon")
             }
             RunError::Report(path, error) => {
                 write!(f, "--report: {}: cannot be written: {error}", path.display())
@@ -110,7 +110,7 @@ impl fmt::Display for RunError {
                 (shared memory then stays in memory), or run as root"
             ),
             RunError::Userfaultfd(error) => {
-                write!(f, "{error}; swaptide doctor tells how to mend it")
+                write!(f, "{error}; swaptide doctor shows how to fix it")
             }
             RunError::System(what, error) => write!(f, "{what}: {error}"),
             RunError::Start(message) => write!(f, "{message}"),

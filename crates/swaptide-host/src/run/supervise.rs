@@ -71,12 +71,11 @@ pub use super::error::RunError;
 
 /// How many processes are managed at a time: for tests of what the others do.
 pub const ENV_SLOTS: &str = "SWAPTIDE_TEST_SLOTS";
-/// Every so manyth large swap-in is taken to be out of date: for tests of what happens then.
+/// Test hook: treats every Nth large swap-in as stale.
 pub const ENV_STALE: &str = "SWAPTIDE_TEST_STALE";
-/// Every so manyth large fill ends half way: for tests of what happens then.
+/// Test hook: ends every Nth large fill half way.
 pub const ENV_PART: &str = "SWAPTIDE_TEST_PART";
-/// Every so manyth transfer to or from the first swap area goes wrong: for tests of what happens
-/// then.
+/// Test hook: every Nth transfer of the first swap area fails.
 pub const ENV_MISHAPS: &str = "SWAPTIDE_TEST_MISHAPS";
 /// How engines end, for tests.
 pub const ENV_FAIL: &str = "SWAPTIDE_TEST_FAIL";
@@ -563,7 +562,7 @@ impl Launcher {
         }
     }
 
-    /// Nothing is left in the background: whoever waited for this run sees no process of it any
+    /// Nothing is left in the background: a process that waited for this run sees none of it any
     /// more.
     fn wait_for_back(&self) {
         while !matches!(signals::child_change(), ChildStatus::NoChild | ChildStatus::Ended { .. }) {
@@ -606,7 +605,7 @@ pub(super) fn report_line(line: &str) {
     let _ = writeln!(io::stderr(), "swaptide: {line}");
 }
 
-/// What goes on beside the back's own thread.
+/// The supervisor's other threads.
 #[derive(Default)]
 struct Beside {
     keeper: Option<mpsc::Sender<controller::Request>>,
@@ -799,7 +798,7 @@ impl Supervisor {
         } else {
             fork_tracer::REGISTER_TIMEOUT
         }) {
-            self.say(format!("forked child {pid} does not arm its memory: it is killed"));
+            self.say(format!("forked child {pid} does not register its memory: killed"));
         }
     }
 
@@ -917,7 +916,7 @@ impl Supervisor {
             });
         }
         if !told {
-            lines.push(format!("{}: no daemon is there to tell what was swapped", frame.program));
+            lines.push(format!("{}: no daemon to ask what was swapped", frame.program));
         } else if !self.prepared.quiet {
             lines.push(summary(frame, &totals, wall_s));
         }

@@ -94,7 +94,7 @@ pub enum AreaError {
     Unknown(String, Vec<String>),
     /// Several are called that.
     Ambiguous(String),
-    /// It is being taken away already.
+    /// It is already being removed.
     Leaving(String),
     /// What lies there finds no room on others.
     NoRoom {
@@ -119,17 +119,13 @@ impl fmt::Display for AreaError {
         match self {
             AreaError::Device(error) => write!(f, "{error}"),
             AreaError::TooMany => {
-                write!(
-                    f,
-                    "no more swap areas can be had: at most 16, of 128G together; take one away \
-                    with swapoff"
-                )
+                write!(f, "no more swap areas: at most 16, 128G together; remove one with swapoff")
             }
             AreaError::Unknown(name, names) if names.is_empty() => {
                 write!(f, "{name:?}: the run has no swap area")
             }
             AreaError::Unknown(name, names) => {
-                write!(f, "{name:?} is no swap area of this run; it has {}", names.join(", "))
+                write!(f, "{name:?} is not a swap area of this run; it has {}", names.join(", "))
             }
             AreaError::Ambiguous(name) => {
                 write!(
@@ -138,11 +134,11 @@ impl fmt::Display for AreaError {
                     ctl devices shows it"
                 )
             }
-            AreaError::Leaving(name) => write!(f, "{name:?} is being taken away already"),
+            AreaError::Leaving(name) => write!(f, "{name:?} is already being removed"),
             AreaError::NoRoom { name, left } => write!(
                 f,
-                "{name:?} stays: {} of it find no room on the other swap areas; add one with \
-                swapon, or let programs end",
+                "{name:?} stays: {} of it do not fit on the other swap areas; add one with \
+                    swapon, or end programs",
                 human(*left)
             ),
             AreaError::Stuck { name, left, holders } => {
@@ -443,7 +439,7 @@ impl Areas {
         if area.state() != AreaState::Open && !retired {
             return Err(AreaError::Leaving(name.to_owned()));
         }
-        // Packed anew, pages take no more room than they did: what has no room for all of them now
+        // Repacked pages take no more room than they did: what has no room for all of them now
         // need not be begun with.
         let free: u32 = self
             .segment

@@ -99,7 +99,7 @@ impl fmt::Display for DeviceError {
             }
             DeviceError::Size(text, error) => write!(f, "{text:?}: {error}"),
             DeviceError::Priority(text) => {
-                write!(f, "{text:?}: after the comma comes prio=N, N from -1 to 32767")
+                write!(f, "{text:?}: expected prio=N after the comma, N from -1 to 32767")
             }
             DeviceError::Codec(text, name) => {
                 write!(
@@ -116,19 +116,20 @@ impl fmt::Display for DeviceError {
                 )
             }
             DeviceError::LevelOfNone(text) => {
-                write!(f, "{text:?}: a level is for zstd, and no page gets that here")
+                write!(f, "{text:?}: level= needs a codec with zstd")
             }
             DeviceError::Cipher(text, name) => {
                 write!(f, "{text:?}: there is no cipher {name:?}; use {CIPHER} or none")
             }
             DeviceError::CipherOfZram(text) => {
-                write!(
-                    f,
-                    "{text:?}: a cipher is for what leaves memory; compressed memory has none"
-                )
+                write!(f, "{text:?}: cipher= is for swap areas; compressed memory is not encrypted")
             }
             DeviceError::Rotational(text) => {
-                write!(f, "{text:?}: rotational=yes or rotational=no, of a file or a block device")
+                write!(
+                    f,
+                    "{text:?}: expected rotational=yes or rotational=no, for a file or a \
+                    block device"
+                )
             }
             DeviceError::Option(text, option) => {
                 write!(
@@ -139,10 +140,7 @@ impl fmt::Display for DeviceError {
                 )
             }
             DeviceError::CodecOfFile(text) => {
-                write!(
-                    f,
-                    "{text:?}: a codec is chosen for zram; pages go to a file as they are there"
-                )
+                write!(f, "{text:?}: codec= is for zram; pages go to a file as zram packs them")
             }
             DeviceError::Mirror(text, why) => write!(f, "{text:?}: no mirror: {why}"),
             DeviceError::Url(error) => write!(f, "{error}"),
@@ -150,21 +148,20 @@ impl fmt::Display for DeviceError {
             DeviceError::NotEmpty(url) => {
                 write!(
                     f,
-                    "{url}: the export does not begin with zeros, so somebody's data may be there; \
-                    give an empty one"
+                    "{url}: the export does not begin with zeros, so it may hold data; give an \
+                        empty one"
                 )
             }
             DeviceError::TooSmall(text, least) => {
-                write!(f, "{text:?} is too small a device; give it at least {}", human(*least))
+                write!(f, "{text:?} is too small; the minimum is {}", human(*least))
             }
             DeviceError::TooLarge(text) => {
-                write!(f, "{text:?} is too large; the most is {}", human(MAX_FILE_BYTES))
+                write!(f, "{text:?} is too large; the maximum is {}", human(MAX_FILE_BYTES))
             }
             DeviceError::Unchangeable(name) => write!(
                 f,
-                "{name} is in use, and its settings cannot change meanwhile; take it off the list \
-                first, and list it anew afterwards \
-                 (zram: at the start alone)"
+                "{name} is in use, so its settings cannot change; remove it from the list, \
+                    reload, and add it again (zram: only at the start)"
             ),
             DeviceError::Twice(kind) => write!(f, "more than one {kind} device; give one"),
             DeviceError::TooMany => {
@@ -189,7 +186,7 @@ impl fmt::Display for DeviceError {
             DeviceError::NoMark(path) => {
                 write!(
                     f,
-                    "{0}: is not marked as swap space; if nothing on it is needed any more: mkswap \
+                    "{0}: is not marked as swap space; if nothing on it is needed: mkswap \
                     {0}",
                     path.display()
                 )
@@ -197,19 +194,19 @@ impl fmt::Display for DeviceError {
             DeviceError::NotBlock(path) => {
                 write!(
                     f,
-                    "{}: is no block device; a swap file is named as file:PATH[:SIZE]",
+                    "{}: is not a block device; write file:PATH[:SIZE] for a swap file",
                     path.display()
                 )
             }
             DeviceError::Exists(path) => {
                 write!(
                     f,
-                    "file:{}: exists already; name a directory, or a file that can be made",
+                    "file:{}: exists already; name a directory, or a file that does not exist",
                     path.display()
                 )
             }
             DeviceError::Create(path, error) => {
-                write!(f, "file:{}: no swap file can be made there: {error}", path.display())
+                write!(f, "file:{}: cannot create a swap file there: {error}", path.display())
             }
             DeviceError::NoRoom { place, free, asked } => {
                 write!(

@@ -36,15 +36,13 @@ pub fn resolve(
     let Some(Mirror::Tier(name)) = &device.mirror else { return Ok(()) };
     let fail = |why: String| DeviceError::Mirror(device.name(), why);
     let tier = tiers.find(name).ok_or_else(|| {
-        fail(format!("there is no tier {name:?}; a place is named with a slash, as ./{name}"))
+        fail(format!("there is no tier {name:?}; write a path with a slash, as ./{name}"))
     })?;
     let inside = files.iter().filter(|(number, _)| {
         Priority::new(*number).and_then(|own| tiers.tier_of(own)) == Some(tier)
     });
     let (_, path) = inside.max_by_key(|(number, _)| *number).ok_or_else(|| {
-        fail(format!(
-            "tier {name:?} has no swap file beside which a mirror could be; name a directory"
-        ))
+        fail(format!("tier {name:?} has no swap file, so no directory for a mirror; name one"))
     })?;
     device.mirror = Some(Mirror::Place { path: directory(path), bytes: None });
     Ok(())
@@ -97,11 +95,11 @@ mod tests {
             (None, Some(Mirror::Tier("SSD".into())))
         );
         for (text, part) in [
-            ("nbd://h/x,mirror=", "comes a directory"),
+            ("nbd://h/x,mirror=", "expected a directory"),
             ("nbd://h/x,mirror=/a:1M", "too small"),
             ("nbd://h/x,mirror=/a:1Q", "not a size"),
-            ("file:/tmp,mirror=/a", "only what lies on a server"),
-            ("zram:1G,mirror=/a", "only what lies on a server"),
+            ("file:/tmp,mirror=/a", "only NBD exports"),
+            ("zram:1G,mirror=/a", "only NBD exports"),
         ] {
             let error = of(text).expect_err(text).to_string();
             assert!(error.contains(part), "{text}: {error}");

@@ -15,7 +15,7 @@ pub enum Mirror {
         /// The most it may take.
         bytes: Option<u64>,
     },
-    /// Beside the first swap file of a tier.
+    /// In the directory of the first swap file of a tier.
     Tier(String),
 }
 
@@ -29,7 +29,7 @@ impl Mirror {
         let wrong = || {
             DeviceError::Mirror(
                 whole.to_owned(),
-                "after mirror= comes a directory, a file, or the name of a tier".into(),
+                "expected a directory, a file or the name of a tier after mirror=".into(),
             )
         };
         if text.is_empty() {

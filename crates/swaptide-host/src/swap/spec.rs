@@ -221,10 +221,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
         return Err(DeviceError::Syntax(text.to_owned()));
     };
     if mirror.is_some() && !matches!(kind, DeviceKind::Nbd(_)) {
-        return Err(DeviceError::Mirror(
-            text.to_owned(),
-            "only what lies on a server needs one".into(),
-        ));
+        return Err(DeviceError::Mirror(text.to_owned(), "only NBD exports have one".into()));
     }
     if rotational.is_some() && !matches!(kind, DeviceKind::File { .. } | DeviceKind::Block { .. }) {
         return Err(DeviceError::Rotational(text.to_owned()));
@@ -402,7 +399,7 @@ pub fn open_beyond(device: &Device, budget: u64) -> Result<Backing, DeviceError>
         Some(Mirror::Tier(name)) => {
             return Err(DeviceError::Mirror(
                 backing.name,
-                format!("nobody knows where tier {name} is; name a directory"),
+                format!("the directory of tier {name} is unknown; name one"),
             ));
         }
         None => {}
@@ -454,7 +451,7 @@ fn open_default(budget: u64) -> Result<Backing, DeviceError> {
         .unwrap_or_else(|| DeviceError::Create("/var/tmp".into(), io::ErrorKind::NotFound.into())))
 }
 
-/// Bytes that whoever writes to `place` without privilege may still take.
+/// Bytes that a writer without privilege may still take in `place`.
 pub fn free_space(place: &Path) -> io::Result<u64> {
     let fs = rustix::fs::statvfs(place)?;
     Ok(fs.f_bavail.saturating_mul(fs.f_frsize))

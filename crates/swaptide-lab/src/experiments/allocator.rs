@@ -87,7 +87,7 @@ pub(crate) struct Test<'a> {
     highest: f64,
 }
 
-/// Slots written and freed between two steps of compaction beside the work, and slots that a step
+/// Slots written and freed between two steps of compaction during the work, and slots that a step
 /// moves at most.
 const STEP: u32 = 512;
 
@@ -247,7 +247,7 @@ fn run(
     run_beside(slots, None, 1, aligned, small, iterations, each)
 }
 
-/// The same on a device `times` as large, with compaction beside the work, if `slots` is a core to
+/// The same on a device `times` as large, with compaction during the work, if `slots` is a core to
 /// be compacted.
 fn run_beside(
     slots: &dyn Slots,
@@ -345,7 +345,7 @@ fn beside_rows(
         (moved, moving) = (test.moved, test.moving);
         highest = test.highest;
     });
-    let case = format!("{mode}: swaptide, {} MiB, compaction beside the work", 64 * times);
+    let case = format!("{mode}: swaptide, {} MiB, compaction during the work", 64 * times);
     let row = |metric, unit, after| Row { after: Some(after), ..only(&case, metric, unit) };
     let written = (iterations * times * PAGES * 256) as f64 * 1.75;
     [
@@ -608,7 +608,7 @@ mod tests {
             assert_eq!(fallback.after, Some(0.0), "{mode}");
             assert!(
                 bytes.after.is_some_and(|bytes| bytes <= 8.3),
-                "{mode}: {:?} bytes per used slot beside the work",
+                "{mode}: {:?} bytes per used slot during the work",
                 bytes.after
             );
             assert!(compaction.after <= 8.3, "{mode}: {} bytes per used slot", compaction.after);

@@ -96,7 +96,7 @@ fn whole(command: &[String]) -> Result<(), String> {
     })
 }
 
-/// Memory, a walk for each line: every page is checked and written anew.
+/// Memory, a walk for each line: every page is checked and rewritten.
 fn worker(size: u64) -> Result<(), String> {
     let pages = (size as usize / PAGE).max(1);
     let mut memory = vec![0u64; pages * WORDS];

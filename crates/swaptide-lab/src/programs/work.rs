@@ -1,9 +1,9 @@
 //! The program that `lab zswapin` measures: `swaptide lab-work`.
 //!
 //! Owns the workloads' shape: fill a target, push it out, then touch it in an order. Before and
-//! after the touching it says a line and waits for one, so that whoever measures can look at the
-//! counters in between. In several rounds the target, once filled, is pushed out and touched again
-//! and again.
+//! after the touching it says a line and waits for one, so that the measuring process can look at
+//! the counters in between. In several rounds the target, once filled, is pushed out and touched
+//! again and again.
 //!
 //! A page's contents follow from its number alone, and are checked as it is touched.
 

@@ -125,7 +125,7 @@ pub(super) struct ZstdCompressor {
     _memory: Memory,
 }
 
-// SAFETY: the context lies in the memory beside it and refers to nothing else.
+// SAFETY: the context lies in the memory next to it and refers to nothing else.
 unsafe impl Send for ZstdCompressor {}
 
 impl ZstdCompressor {
@@ -185,7 +185,7 @@ pub(super) struct ZstdDecompressor {
     _memory: Memory,
 }
 
-// SAFETY: the context lies in the memory beside it and refers to nothing else.
+// SAFETY: the context lies in the memory next to it and refers to nothing else.
 unsafe impl Send for ZstdDecompressor {}
 
 impl ZstdDecompressor {

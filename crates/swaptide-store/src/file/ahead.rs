@@ -1,4 +1,4 @@
-//! Reading ahead on a rotational device: with a page comes what was written beside it.
+//! Reading ahead on a rotational device: a page brings what was written next to it.
 //!
 //! Where every read begins with a seek, the page asked for costs as much as all that lies around
 //! it, and what went out together is often wanted together, wherever it belongs. So a page that is
@@ -10,7 +10,7 @@
 //! Invariants
 //! 1. A page is handed out only where its slot has the very stamp that it had before it was read:
 //!    no other page ever has that, so it was the slot's all the time. A slot that was written or
-//!    freed meanwhile, or moved by cleaning, is read anew.
+//!    freed meanwhile, or moved by cleaning, is read again.
 //! 2. A page is held once and handed out once. What is held already and lies in the middle of a
 //!    larger block is read with it, for one sweep is what a rotational disk is good at; its older
 //!    copy is forgotten.
@@ -96,7 +96,8 @@ impl Default for ReadAhead {
 
 impl ReadAhead {
     /// Brings a batch of pages back, as [`FileDevice::read`] does. A page that is alone in it and
-    /// lies on a rotational device may bring up to `most` pages (1: none) that lie there beside it.
+    /// lies on a rotational device may bring up to `most` pages (1: none) that lie next to it
+    /// there.
     ///
     /// # Errors
     /// As of [`FileDevice::read`].
@@ -197,7 +198,7 @@ impl FileDevice {
         place.is_some_and(|place| self.source.is_rotational(place.span.extent()))
     }
 
-    /// The slots of the aligned block of `pages` around a slot, without itself, that lie beside it
+    /// The slots of the aligned block of `pages` around a slot, without itself, that lie next to it
     /// on the device; with what they hold now.
     fn beside(&self, slot: Slot, pages: usize) -> Vec<(Slot, Stamp)> {
         let pages = pages.min(CLUSTER_SLOTS) as u32;

@@ -341,7 +341,7 @@ impl BlockIo for Router {
 
     unsafe fn force_unlock(&self) {
         for open in &self.open {
-            // SAFETY: whoever held it does not exist in this process (caller), and what it guards
+            // SAFETY: its holder does not exist in this process (caller), and what it guards
             // is replaced whole, by `abandon` at the latest.
             unsafe { open.force_unlock() };
         }

@@ -22,7 +22,7 @@ const DEPTH: usize = 64;
 const WIDE_FROM: usize = 16;
 /// No extra connection is tried for so long after one was refused.
 const EXTRAS_REST: Duration = Duration::from_secs(10);
-/// Pieces a reply may be in, beside those that come in order.
+/// Pieces of a reply that may wait for others, besides those that come in order.
 const MOST_PIECES: usize = 64;
 
 /// What is wanted of the server.
@@ -252,7 +252,7 @@ impl RequestBatch<'_, '_> {
             }
             let left = self.patience_left();
             if let Some(seat) = nbd.pool.seat() {
-                // At once the first time: a server that was started anew waits already.
+                // At once the first time: a restarted server waits already.
                 if self.failures > 1 {
                     sleep(Duration::from_millis(10 << (self.failures - 2).min(6)).min(left));
                 }

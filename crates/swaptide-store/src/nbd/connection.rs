@@ -369,7 +369,7 @@ impl<'p> Connection<'p> {
         }
     }
 
-    /// Ends the connection, for whoever else may have its descriptor, too.
+    /// Ends the connection, also for other holders of its descriptor.
     pub(super) fn end(self) {
         let _ = shutdown(self.link.fd(), Shutdown::Both);
     }

@@ -521,7 +521,7 @@ fn what_the_server_refuses_is_not_tried_again() {
 
 #[test]
 fn the_block_that_cannot_be_read_is_named() {
-    // Block 70 is bad: whoever reads across it gets an error.
+    // Block 70 is bad: a read across it gets an error.
     let lab = Lab::new(|peer| {
         while let Some(asked) = peer.ask() {
             let bad = asked.offset <= 70 * PAGE && asked.offset + u64::from(asked.len) > 70 * PAGE;

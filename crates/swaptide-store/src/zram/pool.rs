@@ -6,7 +6,7 @@
 //! A block's pages are populated in one go when it is started, and given back when it empties; a
 //! few emptied blocks are kept warm, because the next swap-out wants pages again.
 //!
-//! Each object has a [`Head`] beside its block, not in it: which slot it belongs to, how
+//! Each object has a [`Head`] next to its block, not in it: which slot it belongs to, how
 //! long it is, the checksum of its bytes. The head is what makes a mix-up or damage visible, and
 //! what lets compaction find the handle to change.
 //!
@@ -181,7 +181,7 @@ pub(super) struct Head {
 
 impl Head {
     const FREE: u32 = u32::MAX;
-    /// Stands beside the slot of a page that needs no second look: it was compressed as well as it
+    /// Flag of a slot whose page needs no second look: it was compressed as well as it
     /// can be. Not used for units.
     pub(super) const RECOMPRESSED: u32 = 1 << 30;
     /// End of a block's free list.

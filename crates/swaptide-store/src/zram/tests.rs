@@ -426,7 +426,7 @@ fn a_quiesced_device_is_locked_until_the_guard_goes() {
     zram.insert(Slot(1), &Packed::Same(4)).unwrap();
     let held = zram.quiesce();
     assert!(zram.state.is_locked() && zram.scratch.is_locked());
-    // As in a forked child: whoever held the locks is not there.
+    // As in a forked child: the holder of the locks is not there.
     core::mem::forget(held);
     // SAFETY: the guard is forgotten, and no other thread knows the device.
     unsafe { zram.force_unlock() };

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 /// Set in the child, to the name of the test it is to run.
 const CHILD: &str = "SWAPTIDE_SYS_TEST_CHILD";
-/// Beside what a test that takes as long as it is told is told to take (`SWAPTIDE_STRESS_SECONDS`),
+/// In addition to what a test of given length is told to take (`SWAPTIDE_STRESS_SECONDS`),
 /// five times over: it may have to wait for its turn.
 const DEADLINE: Duration = Duration::from_secs(120);
 

@@ -47,10 +47,7 @@ impl MemoryController {
     pub fn detach(&mut self, pids: &BTreeSet<u32>) -> Result<(), String> {
         let slots: Vec<&ProcSlot> = self.slots_of(pids).collect();
         if slots.is_empty() {
-            return Err(
-                "detach: none of these processes is managed; swaptide ctl stats shows which are"
-                    .into(),
-            );
+            return Err("detach: none of these processes is managed; see swaptide ctl stats".into());
         }
         let out: u64 = slots.iter().map(|slot| out(slot)).sum();
         let room = room();
@@ -67,10 +64,7 @@ impl MemoryController {
             .filter_map(|slot| self.run_of(slot.pid.load(Relaxed)))
             .find(|run| run.strict)
         {
-            return Err(format!(
-                "detach: {} runs with --strict, which memory past the budget would end",
-                run.program
-            ));
+            return Err(format!("detach: {} runs with --strict, which would end it", run.program));
         }
         for slot in slots {
             slot.detach.store(1, Relaxed);

@@ -5,7 +5,7 @@
 //! the segment and the tree.
 //!
 //! Invariants
-//! 1. A watch is of one process: a slot that another has now begins anew.
+//! 1. A watch is of one process: a slot that another process has now starts over.
 //! 2. What is wanted before a fork says nothing of the family after it: pressure begins at none
 //!    then.
 //!

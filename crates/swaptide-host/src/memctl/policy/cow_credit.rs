@@ -84,7 +84,7 @@ impl RecentSum {
 /// limit; here they count once. So where processes share much since a fork, all of them may be at
 /// their limits while half of the budget is free. To those that press against their limits is lent
 /// what they share. What is shared may become two pages without a fault: so only what lasted
-/// counts, it is reckoned anew at each look, and nothing is lent in a group that has more than it
+/// counts, it is computed again at each look, and nothing is lent in a group that has more than it
 /// may.
 ///
 /// In a family that would cost too much: it would have taken out half of what it has, copied for

@@ -7,7 +7,7 @@
 //! 1. An extent is trimmed only while it is kept from everybody, and only on the device that it
 //!    lies on at that moment.
 //! 2. A server that does not answer costs one wait, not one for each extent: what is left then is
-//!    trimmed when it is written anew, or never.
+//!    trimmed when it is written again, or never.
 //!
 //! Locks: none.
 

@@ -87,7 +87,7 @@ fn what_cannot_be_a_device_is_refused_with_the_reason() {
         ("zram", "not a device"),
         ("zram:", "not a size"),
         ("zram:12Q", "not a size"),
-        ("zram:50%", "share of nothing"),
+        ("zram:50%", "not allowed here"),
         ("zram:1K", "too small"),
         ("file:", "not a device"),
         ("file:/x:1M", "too small"),
@@ -99,15 +99,15 @@ fn what_cannot_be_a_device_is_refused_with_the_reason() {
         ("zram:1G,codec=zstd,level=10", "there is no level \"10\" of zstd; use 1 to 9"),
         ("zram:1G,level=0", "no level"),
         ("zram:1G,level=", "no level"),
-        ("zram:1G,level=3,codec=lz4", "a level is for zstd"),
-        ("zram:1G,level=3,codec=snappy", "a level is for zstd"),
+        ("zram:1G,level=3,codec=lz4", "needs a codec with zstd"),
+        ("zram:1G,level=3,codec=snappy", "needs a codec with zstd"),
         ("zram:1G,levels=3", "no option of zram"),
         ("zram:1G,max_pool_percent=0", "no option of zram"),
         ("zram:1G,max_pool_percent=101", "no option of zram"),
         ("zram:1G,accept_threshold_percent", "no option of zram"),
         ("zram:1G,accept_threshold_percent=many", "no option of zram"),
-        ("file:/x,codec=zstd", "chosen for zram"),
-        ("file:/x:1G,codec=zstd", "chosen for zram"),
+        ("file:/x,codec=zstd", "codec= is for zram"),
+        ("file:/x:1G,codec=zstd", "codec= is for zram"),
         ("zram:1G,prio=-2", "from -1 to 32767"),
         ("nb\n://host,mirror=", "no mirror"),
         ("nbd://", "host"),
@@ -190,7 +190,7 @@ fn what_is_no_block_device_or_not_marked_is_refused() {
         .expect_err("refused")
         .to_string()
     };
-    assert!(refused("/dev/null").contains("no block device"));
+    assert!(refused("/dev/null").contains("not a block device"));
     assert!(refused("/no/such/device").contains("cannot be used"));
 }
 
@@ -215,7 +215,7 @@ fn a_place_without_room_or_right_and_an_existing_file_are_refused() {
     };
     assert!(refused(taken.clone(), None).contains("exists already"));
     assert_eq!(std::fs::read_to_string(taken).expect("read"), "mine");
-    assert!(refused(scratch.path("no/such/directory"), None).contains("no swap file can be made"));
+    assert!(refused(scratch.path("no/such/directory"), None).contains("cannot create a swap file"));
     assert!(refused(PathBuf::from("/proc"), None).contains("/proc"));
     let free = free_space(scratch.root()).expect("statvfs");
     if free < MAX_FILE_BYTES {

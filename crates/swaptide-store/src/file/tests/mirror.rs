@@ -112,7 +112,7 @@ fn holds(device: &FileDevice, slots: core::ops::Range<u32>) {
     }
 }
 
-/// Changes a byte in every so manyth block.
+/// Changes a byte in every Nth block.
 fn damage(file: &File, every: usize) {
     for block in (0..file.metadata().unwrap().len() / PAGE_SIZE as u64).step_by(every) {
         let mut byte = [0];
