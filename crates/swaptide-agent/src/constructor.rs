@@ -81,7 +81,7 @@ fn variable(mut envp: *const *const c_char, name: &str) -> Option<&'static [u8]>
         {
             return Some(value);
         }
-        // SAFETY: the array goes on until its null.
+        // SAFETY: the array continues until its null.
         envp = unsafe { envp.add(1) };
     }
 }

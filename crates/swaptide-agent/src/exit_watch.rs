@@ -62,7 +62,7 @@ pub fn ending(status: usize) {
     LAST_STATUS.store(STATUS_KNOWN | (status as u64 & 0xff), Release);
 }
 
-/// True for a worker of io_uring, which the kernel lists among the threads of who uses it.
+/// True for a worker of io_uring, which the kernel lists among the threads of its user.
 fn is_kernels(tid: u32) -> bool {
     let mut name = [0u8; 16];
     read_file(ProcPath::task(tid, "comm").as_c_str(), &mut name)

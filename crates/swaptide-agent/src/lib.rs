@@ -21,7 +21,7 @@
 //! 3. The thread has a descriptor table of its own, so that a program that closes every descriptor
 //!    closes none of swaptide's, and swaptide keeps none of the program's open.
 
-// Everything here is private: its documentation is for who works on it.
+// Everything here is private: its documentation is for its developers.
 #![allow(rustdoc::private_intra_doc_links)]
 // A test build exports nothing to a program, so that most of it is called by nobody.
 #![cfg_attr(test, allow(dead_code, unused_imports))]

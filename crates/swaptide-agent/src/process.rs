@@ -100,7 +100,7 @@ pub fn known_segment() -> Option<&'static Segment> {
     unsafe { SEGMENT.load(Acquire).as_ref() }
 }
 
-/// False where the kernel tells of forks. Who does not know yet says true.
+/// False where the kernel tells of forks. True where it is not known yet.
 pub fn may_follow_forks() -> bool {
     known_segment().is_none_or(|segment| segment.header.followed_forks.load(Relaxed) != 0)
 }
@@ -309,7 +309,7 @@ pub(crate) fn detach_without_calls() {
         if let Some(guard) = FORK_LOCK.try_lock() {
             std::mem::forget(guard);
             let is_over = engine_without_calls().is_none();
-            // SAFETY: this thread took the lock; who waits for it looks again by itself.
+            // SAFETY: this thread took the lock; a waiter looks again by itself.
             unsafe { FORK_LOCK.force_unlock() };
             if is_over {
                 return;
@@ -319,6 +319,6 @@ pub(crate) fn detach_without_calls() {
     }
 }
 
-/// The program was let go where its thread could not tell the sleeper: management must not begin.
+/// The program was detached where its thread could not tell the sleeper: management must not begin.
 /// Stored before, and read under, [`FORK_LOCK`].
 pub(crate) static STAYS_UNMANAGED: AtomicBool = AtomicBool::new(false);

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | hints, and management of large mappings before they fill | left out: such mappings are found later |
 //! | waiting until a moved mapping is known; memory that must not be managed any more | by a fault request ([`swaptide_engine::requests::FaultRequest`]), which is a page fault |
-//! | `process_madvise`, `shmat` over managed memory, a file that is opened with `O_DIRECT` | the process is let go first |
+//! | `process_madvise`, `shmat` over managed memory, a file that is opened with `O_DIRECT` | the process is detached first |
 //! | a fork, a raw clone that shares memory or forks | the process is detached first, also by a fault request; its child is not managed |
 //! | `mremap` over several mappings that would be one without swaptide | fails with `EFAULT` |
 //!

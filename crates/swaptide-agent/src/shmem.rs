@@ -163,7 +163,7 @@ pub fn around(addr: usize, len: usize, change: impl FnOnce() -> isize) -> Option
     Some(word)
 }
 
-/// In a forked child, before it goes on: nothing that is out may be lost to it.
+/// In a forked child, before it continues: nothing that is out may be lost to it.
 pub fn forked() {
     if GUARDED.load(Relaxed) == 0 || seccomp::is() {
         // Without regions; or it is brought all that is out by and by, as one that comes through no

@@ -50,6 +50,6 @@ extern "C" fn worker(index: usize) {
     go_normally();
     let Some(engine) = engine() else { exit_thread() };
     Box::leak(Box::new(Worker::new(engine.scheme))).run(engine, index);
-    // The program was let go.
+    // The program was detached.
     exit_watch::forget(gettid());
 }

@@ -60,7 +60,7 @@ const ORDER_0_ROUNDS: u32 = 3;
 
 const NOWHERE: u64 = u64::MAX;
 
-/// One search: what is wanted, and for whom.
+/// One search: what is wanted, and for which CPU and group.
 struct Search<'a> {
     device: &'a SwapDevice,
     order: Order,
@@ -324,7 +324,7 @@ impl<'a> Search<'a> {
         (0..SLOTS_PER_CLUSTER).step_by(n).find(|&at| (at..at + n).all(good))
     }
 
-    /// Asks for the cached slots of a run of a cluster that was let go, and takes the run if that
+    /// Asks for the cached slots of a run of a cluster that was released, and takes the run if that
     /// made it free.
     fn win(&self, index: ClusterIndex, at: usize) -> Option<SwapOffset> {
         self.device.reclaim_in(index, at..at + self.order.pages() as usize);

@@ -8,8 +8,8 @@
 //! 1. [`SwapDevice::used`] counts reserved and taken slots without the bad ones, and never exceeds
 //!    the capacity: an allocation reserves first ([`crate::per_cpu`]) and searches then, so a
 //!    reservation of one slot always has a free slot to find.
-//! 2. An allocation that saw `enabled` has reserved before: who stores `enabled = false` and then
-//!    reads `used == 0` has the device to itself (both sequentially consistent).
+//! 2. An allocation that saw `enabled` has reserved before: a thread that stores `enabled = false`
+//!    and then reads `used == 0` has the device to itself (both sequentially consistent).
 //! 3. A new device holds a few bytes per 16384 slots; records come with the first use of a cluster,
 //!    32 at a time, and a table's memory with the first slot of its cluster. Addresses for all
 //!    tables are there from the start: 8 bytes a slot that take no memory.
@@ -54,8 +54,8 @@ pub enum SearchOrder {
 /// lock: nobody can be given them before the hook returns. It must not call back into the device.
 pub type FreeNotify = Box<dyn Fn(SwapOffset, u32) + Send + Sync>;
 
-/// Numbers about a device. Taken one after the other while others go on, so that they may differ by
-/// what happened meanwhile.
+/// Numbers about a device. Taken one after the other while others continue, so that they may differ
+/// by what happened meanwhile.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Slots the device was made with.
@@ -414,8 +414,8 @@ impl SwapDevice {
     /// for allocations under way.
     #[inline]
     pub(crate) fn reserve(&self, lane: LaneIndex, n: u32) -> Result<(), crate::AllocError> {
-        // Looked at before, too: who tries on a closed device again and again must not show as use
-        // of it.
+        // Looked at before, too: a caller that tries on a closed device again and again must not
+        // show as use of it.
         if !self.allocation_enabled() {
             return Err(crate::AllocError::Disabled);
         }

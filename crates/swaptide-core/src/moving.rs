@@ -40,7 +40,7 @@ const IDLE_PASSES: u32 = 64;
 const IDLE_PASSES: u32 = 4;
 
 /// How long it waits after such a walk: long enough to give up the CPU once ([`crate::set_yield`])
-/// to who holds a page.
+/// to the holder of a page.
 #[cfg(not(loom))]
 const SPINS: u32 = 512;
 #[cfg(loom)]
@@ -304,7 +304,7 @@ impl SwapDevice {
         done: &mut Compacted,
     ) -> bool {
         let (mut source, mut dest) = LockedCluster::both((self, source), (self, dest));
-        // Others went on meanwhile.
+        // Others continued meanwhile.
         if source.state.used == 0 {
             return true;
         }
@@ -378,7 +378,7 @@ impl SwapDevice {
 impl SwapSpace {
     /// Closes a device and moves everything that is on it to other devices of `mask`, by their
     /// priority. The number of moved slots is returned; the device is then empty, closed, and can
-    /// be taken with [`SwapSpace::take`]. Other threads go on meanwhile.
+    /// be taken with [`SwapSpace::take`]. Other threads continue meanwhile.
     ///
     /// # Errors
     /// [`SpaceError::NoRoom`]: the others have no room (checked first, and at every allocation); [`SpaceError::Refused`]: users or

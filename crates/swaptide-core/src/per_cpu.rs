@@ -189,8 +189,8 @@ impl<const N: u32> PerCpu<N> {
         self.taken.slots.fetch_sub(n, Ordering::SeqCst);
     }
 
-    /// Takes every lane's credit back; `false` when there was none. (Looks first: who asks a full
-    /// device again and again must not keep [`PerCpu::used`] waiting.)
+    /// Takes every lane's credit back; `false` when there was none. (Looks first: a caller that
+    /// asks a full device again and again must not keep [`PerCpu::used`] waiting.)
     #[cold]
     fn gather(&self) -> bool {
         N > 0

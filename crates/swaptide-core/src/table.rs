@@ -34,8 +34,8 @@ pub(crate) type Table = Paged<AtomicU64, SLOTS_PER_CLUSTER>;
 const _: () = assert!(size_of::<Table>() == 4096 && align_of::<Table>() == 4096);
 
 impl Table {
-    /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: who sees a word sees
-    /// what was stored before it.
+    /// The word of slot `i`. Acquire pairs with the release of [`Table::set`]: a reader of a word
+    /// sees what was stored before it.
     #[inline]
     pub fn get(&self, i: usize) -> Entry {
         read(&self.0[i])

@@ -27,7 +27,7 @@
 //!    index begins permitted.
 //! 5. A child's effective mask is its own one within its parent's effective mask.
 //!
-//! Locks: none. Nothing here is needed to allocate: who writes computes, who allocates compares one
+//! Locks: none. Nothing here is needed to allocate: a write computes, an allocation compares one
 //! word.
 
 use core::fmt;

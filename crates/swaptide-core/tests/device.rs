@@ -115,7 +115,7 @@ fn order_0_steals_from_large_orders_only_when_nothing_else_is_left() {
     }
     let stolen = d.alloc_folio(CPU, order(0), FolioId(2), G).unwrap();
     assert_eq!(stolen.cluster(), large.cluster());
-    // The large order goes on in its cluster, around what was stolen.
+    // The large order continues in its cluster, around what was stolen.
     let next = d.alloc_folio(CpuId(1), order(4), FolioId(1), G).unwrap();
     assert_eq!(next.cluster(), large.cluster());
     while d.alloc_folio(CPU, order(4), FolioId(1), G).is_ok() {}

@@ -87,7 +87,7 @@ fn lookup_against_the_first_table() {
     });
 }
 
-/// Who finds a folio by a look-up finds in it what was written before it entered.
+/// A folio that a look-up finds holds what was written before it entered.
 #[test]
 fn lookup_shows_what_came_before() {
     model(3, || {

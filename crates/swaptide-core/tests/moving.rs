@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use swaptide_core::*;
 
-/// Who uses which entry: pages by number, and what each slot should hold.
+/// The user of each entry: pages by number, and what each slot should hold.
 #[derive(Default)]
 struct Users {
     pages: BTreeMap<u32, (SwapEntry, SlotInfo)>,

@@ -157,7 +157,7 @@ fn stress(duration: Duration) {
             }
         });
         let start = Instant::now();
-        // On a busy machine it goes on until it has pressed.
+        // On a busy machine it continues until it has pressed.
         let pressed = || done.load(Ordering::Relaxed) > 10_000 && full.load(Ordering::Relaxed) > 0;
         while start.elapsed() < duration || !pressed() && start.elapsed() < Duration::from_secs(120)
         {
@@ -209,7 +209,7 @@ impl Mover for &Records {
         users.dedup();
         let mut locked = std::collections::BTreeMap::new();
         for user in users {
-            // 0: allocated, and not yet noted by who has it locked.
+            // 0: allocated, and not yet noted by the thread that has it locked.
             let Some(Ok(record)) =
                 user.checked_sub(1).map(|user| self.all[user as usize].try_lock())
             else {

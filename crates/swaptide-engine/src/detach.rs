@@ -1,5 +1,5 @@
-//! Letting the program go: everything is brought back, and the process goes on as if there had been
-//! no engine.
+//! Letting the program go: everything is brought back, and the process continues as if there had
+//! been no engine.
 //!
 //! The supervisor asks for it by a word in the process's slot, and has lifted its limit by then, so
 //! that nothing goes out any more. While nobody faults, and after every so many answers to those
@@ -11,7 +11,7 @@
 //! 1. The userfaultfd is closed only while the table has no page that is swapped, no frame is full,
 //!    and no change of mappings is read but not applied: what the kernel fills from then on with
 //!    zeros was empty.
-//! 2. If the supervisor changes its mind before, the engine goes on as it was.
+//! 2. If the supervisor changes its mind before, the engine continues as it was.
 //! 3. Threads that wait for the handler by then continue: the kernel wakes those that wait at the
 //!    userfaultfd, [`crate::requests::HandlerRequests`] all others.
 //!
@@ -133,7 +133,7 @@ impl Handler {
                 at = page.plus(1);
             }
             mm.staging.retire();
-            // Before the doors are open to everybody: who stands there goes on.
+            // Before the doors are open to everybody: who stands there continues.
             engine.bells.close();
             let _ = self.uffd.unregister(engine.bells.request_pages());
             // SAFETY: only this thread and workers have a reference to it, and those stand

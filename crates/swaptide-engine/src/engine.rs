@@ -96,7 +96,7 @@ pub struct Mm {
     /// For each staging frame in use: the entry whose slot may hold the same data from before, if
     /// any.
     pub kept: Vec<Option<SwapEntry>>,
-    /// A range that is being let go: nothing of it is taken out.
+    /// A range that is being detached: nothing of it is taken out.
     pub held: VirtRange,
     /// Changes of mappings were read and are noted by the handler, not applied: the kernel does not
     /// refuse moves for them any more, and where a word says that a page is, another may be.
@@ -163,13 +163,14 @@ pub struct Engine {
     pub fails: AtomicBool,
     /// The handler's thread.
     pub handler_tid: AtomicU32,
-    /// The program was let go: workers end where they stand still.
+    /// The program was detached: workers end where they stand still.
     pub retired: AtomicBool,
     /// The program has had guard pages (see [`crate::fault::guards`]).
     pub guarded: AtomicBool,
     /// The CPU that workers keep away from (see [`crate::sched::handler_cpu`]).
     pub handler_cpu: AtomicU32,
-    /// Raised when the handler begins to wait for messages and when it goes on: odd while it waits.
+    /// Raised when the handler begins to wait for messages and when it continues: odd while it
+    /// waits.
     pub turns: AtomicU32,
     /// A bit for each staging frame in use whose page is no longer swapped: it was copied back, or
     /// given up. Changed under the memory lock; who stores a batch may look without it, to spare
@@ -583,8 +584,8 @@ impl Mm {
     }
 
     /// Looks again which pages of a chunk are shared with other processes. Gives those that were
-    /// known as such and no longer are: they can go once they were faulted for writing, which then
-    /// copies nothing; the kernel does not move them before.
+    /// known as such and no longer are: they can continuece they were faulted for writing, which
+    /// then copies nothing; the kernel does not move them before.
     pub fn review(&mut self, chunk: ChunkNo) -> u16 {
         let were = self.table.unshare(chunk);
         if were == 0 {

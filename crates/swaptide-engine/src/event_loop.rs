@@ -66,7 +66,7 @@ pub struct Fault {
 pub(crate) const LATE_EVENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Faults before an engine ends that a test wants to end.
 const FAULTS_BEFORE_INJECTED_FAILURE: u32 = 500;
-/// Answers after which a program that is to be let go has some of it brought in, though faults
+/// Answers after which a program that is to be detached has some of it brought in, though faults
 /// wait.
 const FAULTS_PER_DETACH_STEP: u32 = 16;
 /// How long the next message is waited for awake.
@@ -172,7 +172,7 @@ pub struct Handler {
     pub(crate) brought: BroughtPages,
     /// Events noted during a fork. Its memory is there before: nothing may be allocated then.
     pub(crate) noted: Vec<VmaChange>,
-    /// Where bringing in what is swapped goes on, unasked by any fault.
+    /// Where bringing in what is swapped continues, unasked by any fault.
     pub(crate) preload: Option<PageNo>,
     /// Threads that wait because they grew past `swap.high`.
     pub(crate) throttle: Throttle,
@@ -180,7 +180,7 @@ pub struct Handler {
     pub(crate) squeeze: ThrashDetector,
     /// Faults until this engine ends as a test wants it (0: never).
     pub(crate) fails_at: u32,
-    /// The program is to be let go: where bringing everything in goes on.
+    /// The program is to be detached: where bringing everything in continues.
     pub(crate) detaching: Option<PageNo>,
 }
 
@@ -268,8 +268,8 @@ impl Handler {
         })
     }
 
-    /// Serves until the process ends. Returns when the program is to be let go and nothing of it is
-    /// out: [`Handler::detach`] does it then, or this is called again.
+    /// Serves until the process ends. Returns when the program is to be detached and nothing of it
+    /// is out: [`Handler::detach`] does it then, or this is called again.
     pub fn run(&mut self) {
         self.engine.handler_tid.store(swaptide_sys::thread::gettid().0, Relaxed);
         // One is answered before this can return, for what is asked meanwhile must be read.
@@ -333,7 +333,7 @@ impl Handler {
 
     /// Reads what there is or comes within `timeout`: events are applied, faults queued.
     ///
-    /// Reading is what lets the changing thread go on and the kernel move pages again. So it
+    /// Reading is what lets the changing thread continue and the kernel move pages again. So it
     /// happens with the memory lock held, and the events are applied before it is given back: a
     /// worker that holds the lock and whose move the kernel does not refuse works with a table that
     /// knows of every change so far.
@@ -556,7 +556,7 @@ impl Handler {
         }
     }
 
-    /// Does what is wanted at the doors, and lets those go on who stand there.
+    /// Does what is wanted at the doors, and lets those continue who stand there.
     fn serve_request_pages(&mut self) {
         // As in `fence`.
         if self.answering_doors {
@@ -611,7 +611,7 @@ impl Handler {
     /// on.
     pub(crate) fn fence(&mut self) {
         // Adoption reads on, and so may come here again: a place that was answered there may be
-        // another thread's when this goes on.
+        // another thread's when this continues.
         if self.fencing {
             self.fence_again = true;
             return;

@@ -11,7 +11,7 @@
 //! 1. The mailbox belongs to the thread whose id is in `busy`; one that is dead has lost it.
 //! 2. Its owner takes no signal meanwhile: a handler of the program's could ask for something
 //!    itself, or never come back.
-//! 3. When the program was let go nobody hears any more, and nobody waits.
+//! 3. When the program was detached nobody hears any more, and nobody waits.
 //! 4. A request has a number, and is done when that number was answered: what a dead thread has
 //!    left there cannot be taken for it.
 //!
@@ -47,9 +47,9 @@ pub enum HandlerRequest {
     ForkPrepare = 1,
     /// The mailbox holds a hint.
     Hint = 2,
-    /// The fork is over for its parent: the thread goes on when the child serves itself.
+    /// The fork is over for its parent: the thread continues when the child serves itself.
     ForkDone = 3,
-    /// A mapping was moved or has grown: the thread goes on when the table knows.
+    /// A mapping was moved or has grown: the thread continues when the table knows.
     Fence = 4,
     /// Bring in what is swapped, while nobody faults.
     Preload = 5,
@@ -67,7 +67,7 @@ pub enum FaultRequest {
     Fence = 0,
     /// As [`Hint::Release`].
     Release = 1,
-    /// As [`HandlerRequest::Detach`], answered when the program was let go.
+    /// As [`HandlerRequest::Detach`], answered when the program was detached.
     Detach = 2,
 }
 
@@ -162,7 +162,7 @@ pub struct HandlerRequests {
     fences: [Fence; FENCES],
     porch: Mapping,
     doors: [RequestPage; REQUEST_PAGES],
-    /// The program was let go.
+    /// The program was detached.
     closed: AtomicBool,
 }
 
@@ -455,7 +455,7 @@ impl HandlerRequests {
         restore_signals(mask);
     }
 
-    /// Lets those go on who wait at a fence, after `known` has seen where each one's mapping
+    /// Lets those continue who wait at a fence, after `known` has seen where each one's mapping
     /// begins.
     ///
     /// A thread that waits came there after its change was read: the kernel holds a thread until

@@ -182,7 +182,7 @@ pub struct GroupPlan {
     pub path: GroupPath,
     /// What it may have.
     pub settings: Settings,
-    /// Who may steer it, besides root.
+    /// The user that may change it, besides root.
     pub owner: Option<u32>,
 }
 

@@ -1,9 +1,10 @@
 //! The supervisor of a run: one program, the processes it starts, and the memory they share.
 //!
 //! Owns everything about `swaptide run` that is not the command line: what a budget and a device
-//! are, which programs can be run, who belongs to the tree, who gets how much, what is told at the
-//! end. The processes themselves swap; the supervisor only counts, sets limits, and hands out the
-//! segment and the swap file. When it is killed, they go on with the limits they have.
+//! are, which programs can be run, which processes belong to the tree, how much each gets, what is
+//! told at the end. The processes themselves swap; the supervisor only counts, sets limits, and
+//! hands out the segment and the swap file. When it is killed, they continue with the limits they
+//! have.
 //!
 //! | module | owns |
 //! |---|---|
@@ -13,17 +14,17 @@
 //! | [`areas`](crate::swap::areas) | the swap areas of a run, added and taken away |
 //! | [`circular`](crate::swap::circular) | areas that a process of the run serves itself |
 //! | [`nbd`] | exports of NBD servers: URLs, negotiation, TLS |
-//! | [`policy`](crate::memctl::policy) | the policy: whom to manage, who gets how much (pure) |
+//! | [`policy`](crate::memctl::policy) | the policy: which processes to manage, how much each gets (pure) |
 //! | [`tree`](crate::cgroup::tree) | tiers, groups, their settings and what they have |
 //! | [`config`] | the configuration file |
 //! | [`hierarchy`](crate::memctl::hierarchy) | a budget over a hierarchy of groups (pure) |
 //! | [`processes`](crate::memctl::processes) | the living processes and what they use |
 //! | [`controller`](crate::memctl::controller) | the thread that carries the policy out |
 //! | [`agent_api`](crate::control::agent_api) | where processes ask for the segment |
-//! | [`peer`](crate::control::peer) | who asks there, by the kernel's word |
+//! | [`peer`](crate::control::peer) | the peer there, as the kernel reports it |
 //! | [`shared_pager`](crate::memctl::shared_pager) | the pager of shared memory |
 //! | [`signals`] | signals and children as descriptors |
-//! | [`control`] | where the run's owner asks what goes on |
+//! | [`control`] | where the run's owner asks for its state |
 //! | [`daemon`] | one supervisor for the runs of a host |
 //! | [`supervise`](crate::run::supervise) | the two processes of a supervisor, and the order of things |
 //! | [`report`] | totals, JSON, summary |

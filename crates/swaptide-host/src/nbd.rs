@@ -3,7 +3,7 @@
 //!
 //! Owns what a URL means ([`url`]), the connection, the negotiation of the protocol ([`handshake`])
 //! and TLS ([`tls`]). What comes out of [`Connector::connect`] is a connected socket in the
-//! transmission phase and what was agreed on; from there on `swaptide_store::nbd` goes on, in
+//! transmission phase and what was agreed on; from there on `swaptide_store::nbd` continues, in
 //! whichever process has the socket. With TLS, that socket is one end of a pair, and a thread here
 //! pumps between the other end and the session, so that no process of the tree has keys or needs to
 //! know of TLS.
@@ -176,7 +176,7 @@ impl fmt::Display for NbdError {
 impl std::error::Error for NbdError {}
 
 impl NbdError {
-    /// The nearest error number, for who can be told no more.
+    /// The nearest error number, for callers that can be told no more.
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
@@ -220,7 +220,8 @@ impl Connector {
     /// # Errors
     /// As [`Self::new`].
     pub fn with_limit(url: Url, limit: Duration) -> Result<Connector, NbdError> {
-        // For who does not ask for it, not having any is an error only when the server does.
+        // For a client that does not ask for it, not having any is an error only when the server
+        // does.
         match tls::client_config(&url) {
             Err(error) if url.tls || url.ca.is_some() || url.identity.is_some() => Err(error),
             tls => Ok(Connector { url, tls, limit }),

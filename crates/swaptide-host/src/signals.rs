@@ -109,7 +109,7 @@ impl AsFd for Signals {
     }
 }
 
-/// Sends a signal to a process that this one is the parent or the child of. Who is gone is no
+/// Sends a signal to a process that this one is the parent or the child of. One that is gone is no
 /// error.
 pub fn send(pid: u32, signal: i32) {
     // SAFETY: kill takes two numbers.
@@ -135,10 +135,10 @@ pub enum ChildStatus {
     },
     /// It was stopped, by this signal.
     Stopped(u32, u32),
-    /// It is followed (`control/fork_tracer.rs`), or was born of who is; the status as the wait
-    /// gave it.
+    /// It is followed (`control/fork_tracer.rs`), or is a child of one that is; the status as the
+    /// wait gave it.
     Followed(u32, u32),
-    /// It goes on.
+    /// It continues.
     Continued(u32),
     /// Nothing has changed.
     Nothing,

@@ -23,7 +23,7 @@ pub enum AreaState {
     None = 0,
     /// Extents are leased.
     Open = 1,
-    /// No extent is leased any more, and who holds one moves what lies there elsewhere.
+    /// No extent is leased any more, and holders move what lies there elsewhere.
     Closed = 2,
     /// No extent is leased, and what lies there stays: its server is away, and may come back.
     Paused = 3,

@@ -10,13 +10,13 @@
 //!
 //! Invariants
 //! 1. Only the supervisor adds, closes and removes areas; everybody leases.
-//! 2. An area is removed only when it is closed and none of its extents is held. Who leases looks
+//! 2. An area is removed only when it is closed and none of its extents is held. A lease looks
 //!    once more whether the area is open, and of the generation that it was, after it has counted
 //!    itself in; so a closed area without a held extent stays without one.
-//! 3. An area's number may be used again, with a higher generation: who remembers anything of an
-//!    area remembers the generation with it.
+//! 3. An area's number may be used again, with a higher generation: a process that remembers
+//!    anything of an area remembers the generation with it.
 //! 4. A mirror comes before its area and goes with it.
-//! 5. The order of areas is one word: who leases sees one whole order, at worst an older one.
+//! 5. The order of areas is one word: a lease sees one whole order, at worst an older one.
 
 use std::sync::atomic::{
     Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst, fence,
@@ -146,7 +146,7 @@ impl Segment {
     fn fill_in(&self, id: usize, first: u32, new: NewArea, state: AreaState) -> AreaId {
         let area = &self.header.areas[id];
         area.generation.fetch_add(1, SeqCst);
-        // Who sees anything of what follows sees the new generation.
+        // A reader of anything that follows sees the new generation.
         fence(Release);
         area.transport.store(new.transport as u32, Relaxed);
         area.priority.store(new.priority, Relaxed);
@@ -161,7 +161,7 @@ impl Segment {
             .store(u32::from(new.export.flags) | u32::from(new.export.structured) << 16, Relaxed);
         area.export_longest.store(new.export.longest, Relaxed);
         area.export_connections.store(new.export.connections, Relaxed);
-        // Not `used`: nobody holds anything, and who is late in `lease_in` counts itself in and out
+        // Not `used`: nothing is held, and a late `lease_in` counts itself in and out
         // again.
         for word in [&area.hint, &area.errors] {
             word.store(0, Relaxed);

@@ -1,6 +1,6 @@
 //! The table of groups: what each may have of the swap areas, and what it has.
 //!
-//! A group is a number here; its name, its limits of memory and who belongs to it are the
+//! A group is a number here; its name, its limits of memory and its members are the
 //! supervisor's. Group 0 is the root and an ancestor of all.
 //!
 //! What is charged. An extent is charged to a group once, however many processes of the group hold
@@ -13,9 +13,10 @@
 //! 1. `refs[g][x]` is the number of processes in `g` and below it that hold extent `x`, and
 //!    `swap_used` of `g` is the number of extents where that is not 0, plus those that a lease
 //!    under way has reserved.
-//! 2. All changes are made between `Segment::change` and its end, so that who finds no change under
-//!    way, and none since, has found consistent numbers; a process that dies in a change leaves it
-//!    under way, by which the supervisor knows that it has to count ([`Segment::audit`]).
+//! 2. All changes are made between `Segment::change` and its end, so that a reader that finds no
+//!    change under way, and none since, has found consistent numbers; a process that dies in a
+//!    change leaves it under way, by which the supervisor knows that it has to count
+//!    ([`Segment::audit`]).
 //! 3. A process's extents are charged to the group in its slot's `group`, which only the process
 //!    itself changes, while it holds any.
 //! 4. Sharing never fails: a fork may take a group over its maximum. A lease never does.
@@ -30,7 +31,7 @@ use crate::group::{GroupIndex, GroupSlot, MAX_GROUPS};
 use crate::ids::{ExtentId, MAX_EXTENTS, SlotIndex};
 use crate::layout::{ProcSlot, Segment};
 
-/// A change of who holds which extents, under way until this is dropped.
+/// A change of the holders of extents, under way until this is dropped.
 #[must_use]
 pub struct SettingsChange<'a>(&'a ProcSlot);
 
@@ -143,8 +144,8 @@ impl Segment {
         self.share_extent(to, extent);
     }
 
-    /// [`Segment::release_extent`], and no longer charged. `by` is who does it: the holder itself,
-    /// or who shared it.
+    /// [`Segment::release_extent`], and no longer charged. `by` is the process that does it: the
+    /// holder itself, or the one that shared it.
     pub fn release_charged(&self, by: SlotIndex, index: SlotIndex, extent: ExtentId) -> bool {
         let _change = self.slot(by).change();
         if !self.holds(index, extent) {

@@ -21,7 +21,7 @@ pub const MAGIC: u64 = 0x7377_6170_7469_6465;
 pub const VERSION: u32 = 12;
 /// Processes that can be managed at one time.
 pub const MAX_PROCS: usize = 512;
-/// The limit of a process that is being let go.
+/// The limit of a process that is being released.
 pub const NO_LIMIT: u64 = 1 << 46;
 /// No word of bytes of one process counts for more, whatever stands there: that of all processes
 /// together is no overflow.
@@ -46,7 +46,7 @@ pub enum ProcState {
     /// Its memory cannot be managed (the reason went to the log); it counts against the budget all
     /// the same.
     Refused = 3,
-    /// Its memory was managed, or might have been, and was let go for good; it does not count
+    /// Its memory was managed, or might have been, and was released for good; it does not count
     /// against the budget any more.
     Detached = 4,
 }
@@ -79,7 +79,7 @@ pub struct Header {
     pub pool_accept_percent: AtomicU32,
     /// The supervisor's process-id namespace (inode of /proc/self/ns/pid; 0: not known).
     pub pid_namespace: AtomicU64,
-    /// One more than the highest slot ever claimed: who looks at all slots stops here and leaves
+    /// One more than the highest slot ever claimed: a walk over all slots stops here and leaves
     /// the pages behind untouched.
     pub slots_end: AtomicU32,
     /// Slots that may be claimed (0: all of them). Less is for tests of a full table.
@@ -153,9 +153,9 @@ pub struct ProcSlot {
     /// Microseconds that a thread waits for [`THROTTLE_PAGES`] fresh pages, because its group has
     /// more than `swap.high`.
     pub throttle_us: AtomicU32,
-    /// Not 0: everything shall come in, whatever room there is, and the process be let go. Written
-    /// by the supervisor, which makes it 0 when it has changed its mind; the process has done it
-    /// when its state is [`ProcState::Detached`].
+    /// Not 0: everything shall come in, whatever room there is, and the process be released.
+    /// Written by the supervisor, which makes it 0 when it has changed its mind; the process has
+    /// done it when its state is [`ProcState::Detached`].
     pub detach: AtomicU32,
     /// Not 0: much of its memory is another's, too, since a fork. Another number each time the
     /// supervisor has seen that.
@@ -195,7 +195,7 @@ pub struct ProcSlot {
 }
 
 impl ProcSlot {
-    /// What a word of bytes says, within `MAX_BYTES`: for who reads the word of another process,
+    /// What a word of bytes says, within `MAX_BYTES`: for readers of the word of another process,
     /// which may be anything.
     pub fn bytes(word: &AtomicU64) -> u64 {
         word.load(Relaxed).min(MAX_BYTES)
@@ -236,7 +236,7 @@ impl ProcSlot {
         over.saturating_add(self.stalls_for(now).as_micros() as u64)
     }
 
-    /// How long a wait for memory goes on at `now`; zero where nobody waits.
+    /// How long a wait for memory continues at `now`; zero where nobody waits.
     pub fn stalls_for(&self, now: Nanos) -> Duration {
         match self.stalled_since.load(Relaxed) {
             0 => Duration::ZERO,
@@ -244,7 +244,7 @@ impl ProcSlot {
         }
     }
 
-    /// What of a wait that goes on was before `now` does not count: the process was stopped.
+    /// What of a wait that continues was before `now` does not count: the process was stopped.
     pub fn stall_anew(&self, now: Nanos) {
         let since = self.stalled_since.load(Relaxed);
         if since != 0 {

@@ -20,10 +20,10 @@ pub enum Request {
     Segment = b'S',
     /// What a swap area is read and written through (see [`crate::Transport`]): its number follows.
     Area = b'A',
-    /// `/dev/userfaultfd`, for who may not open it any more.
+    /// `/dev/userfaultfd`, for a process that may no longer open it.
     Device = b'U',
-    /// Features for the userfaultfd that comes with the request, for who may not ask for them any
-    /// more: the features' word follows.
+    /// Features for the userfaultfd that comes with the request, for a process that may not ask for
+    /// them any more: the features' word follows.
     Handshake = b'H',
     /// The client's page map.
     Pagemap = b'P',

@@ -289,7 +289,7 @@ impl Inner {
             PageState::Present | PageState::Leaving => {}
             PageState::Lost => {
                 if let Some(space) = state.spaces.get(&id) {
-                    // Who touches it gets a signal.
+                    // A thread that touches it gets a signal.
                     let _ = space.uffd.poison(at);
                 }
             }
@@ -404,7 +404,7 @@ impl Inner {
         for run in without(region.runs(wanted.clone(), PageState::is_out), out) {
             self.count_orders(&run);
         }
-        // First what was asked for, then who waits, then the rest.
+        // First what was asked for, then waiting threads, then the rest.
         let first = wanted.start.max(page / FIRST_PAGES * FIRST_PAGES)
             ..wanted.end.min((page / FIRST_PAGES + 1) * FIRST_PAGES);
         for run in without(region.runs(first.clone(), PageState::is_out), out) {

@@ -2,9 +2,9 @@
 //!
 //! Owns a pager with a socket of its own ([`Host`]) and mappings of regions ([`SharedRegion`]) in
 //! other processes: the pager's own process may have none, for a fork waits for the pager with the
-//! allocator's locks held. Who has a region passes its memory file on as he likes; who gets one
-//! attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages that are
-//! out. A process that forks calls [`forked`] in the child before that touches a region.
+//! allocator's locks held. A process with a region passes its memory file on as it likes; one that
+//! gets it attaches it. Nobody reads or writes the memory file by its descriptor: holes are pages
+//! that are out. A process that forks calls [`forked`] in the child before that touches a region.
 //!
 //! An ordinary user has regions, too, and less of them ([`Reach`], [`SharedRegion::reach`]):
 //! without `CAP_SYS_PTRACE` a forked child has none of its parent's mappings (a touch there ends
@@ -306,7 +306,7 @@ impl SharedRegion {
         self.reach
     }
 
-    /// Its first byte. Other processes write to it: use atomics, or agree on who writes when.
+    /// Its first byte. Other processes write to it: use atomics, or agree on the writer.
     pub fn as_ptr(&self) -> NonNull<u8> {
         NonNull::new(self.map.as_ptr()).expect("no mapping starts at zero")
     }

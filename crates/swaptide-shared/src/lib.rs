@@ -2,7 +2,7 @@
 //!
 //! A *region* is a memory file. Every process that maps it registers its mappings with a
 //! userfaultfd of its own, which it hands to the pager. The pager takes pages out by punching holes
-//! into the file and answers who touches a hole. `swaptide run` has one pager, in its supervisor; a
+//! into the file and serves touches of a hole. `swaptide run` has one pager, in its supervisor; a
 //! virtual machine monitor can have its own ([`SharedRegion`], [`Host`]).
 //!
 //! | module | owns |
@@ -14,7 +14,7 @@
 //! | [`pager`] | its threads; requests |
 //! | [`fault`] | answers to faults and events |
 //! | [`reclaim`] | making room; why no write is lost |
-//! | [`pinned`] | who may write past page tables |
+//! | [`pinned`] | writers past page tables |
 //! | [`handle`] | the interface for programs that know what they do |
 //!
 //! Invariants

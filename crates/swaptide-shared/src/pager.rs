@@ -45,8 +45,8 @@ pub struct Stats {
     pub pool_bytes: u64,
 }
 
-/// The pager. Dropping it brings everything back first; when its process is killed, who has memory
-/// swapped in it is stopped by his guard.
+/// The pager. Dropping it brings everything back first; when its process is killed, a process that
+/// has memory swapped in it is stopped by his guard.
 pub struct Pager {
     inner: Arc<Inner>,
     faults: Option<JoinHandle<()>>,
@@ -121,7 +121,7 @@ impl Pager {
             body.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes)
         };
         let byte = request as u8;
-        // Who hung up has gone without an answer.
+        // A client that hung up has gone without an answer.
         let _ = match request {
             Request::Region => match number(0).and_then(|bytes| self.create_region(bytes).ok()) {
                 Some(memory) => conn.send(&[byte], &[memory.as_fd()]),

@@ -1,4 +1,4 @@
-//! Who may write to memory past its page tables.
+//! Which processes may write to memory past its page tables.
 //!
 //! Write protection stops a program's instructions and the kernel's copies. It does not stop a
 //! device that was given the page itself: direct I/O into the memory, buffers registered with an
@@ -7,9 +7,9 @@
 //!
 //! The kernel does not tell which pages are held so. It tells of a process whether it has pinned
 //! memory for long (`VmPin`), and of each descriptor whether it was opened for direct I/O. Both are
-//! asked after the pages were write-protected and before anything is read: who takes a page after
-//! that waits for it, and who has taken one before has the descriptor open or is done within the
-//! time that the questions take.
+//! asked after the pages were write-protected and before anything is read: one that takes a page
+//! after that waits for it, and one that has taken a page before has the descriptor open or is done
+//! within the time that the questions take.
 //!
 //! Locks: none.
 

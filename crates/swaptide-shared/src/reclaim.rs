@@ -8,7 +8,7 @@
 //! | step | lock | what |
 //! |---|---|---|
 //! | protect | held | the oldest chunks are chosen, their pages become `Leaving` and are write-protected in every mapping of every address space, mapped or not |
-//! | store | no | who may write past page tables is asked for; the pages are read through the memory file and stored |
+//! | store | no | possible writers past page tables are looked for; the pages are read through the memory file and stored |
 //! | punch | held | if nothing changed: what is still `Leaving` is punched out of the file, and the protection is lifted |
 //!
 //! Why no write is lost. From the end of `protect` on no page table entry lets anybody write:
@@ -25,7 +25,7 @@
 //!    none in its new part: the kernel says `changing` until the event is read, then the generation
 //!    is another one; and the hook before `mremap` forbids everything meanwhile, for what grows in
 //!    place is no event.
-//! 3. Who has no userfaultfd cannot have the memory mapped: mappings come from
+//! 3. A process without userfaultfd cannot have the memory mapped: mappings come from
 //!    [`attach`](swaptide_ipc::shared::attach), or by fork.
 //! 4. Devices write past page tables: [`crate::pinned`].
 //!
@@ -414,7 +414,7 @@ impl Inner {
         Ok(Some(batch))
     }
 
-    /// Whether somebody who maps a part of the batch may write past his page tables; then its
+    /// Whether a process that maps a part of the batch may write past its page tables; then its
     /// regions wait.
     fn exempted(&self, batch: &Batch) -> bool {
         let pids: HashSet<u32> = {
@@ -454,8 +454,8 @@ impl Inner {
         }
     }
 
-    /// Lifts protection and wakes who waits. Where it cannot be lifted now, the next write faults
-    /// and lifts it.
+    /// Lifts protection and wakes waiting threads. Where it cannot be lifted now, the next write
+    /// faults and lifts it.
     fn lift(&self, state: &State, id: RegionId, run: &Range<usize>) {
         for space in state.spaces.values() {
             for range in space.addresses(id, run) {

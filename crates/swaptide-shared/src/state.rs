@@ -36,7 +36,7 @@ pub const GUARD_TIMEOUT: Duration = Duration::from_secs(1);
 const CHILD_GUARD_TIMEOUT: Duration = Duration::from_millis(300);
 /// Regions larger than this are not taken.
 const MAX_REGION_BYTES: u64 = 64 << 30;
-/// A region that nobody has attached after this time was given up by who asked for it.
+/// A region that is not attached after this time was abandoned by the process that asked for it.
 const UNATTACHED_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The number of [`Inner::room`] at the poll.
@@ -55,11 +55,11 @@ pub(crate) struct Inner {
     /// Wakes reclaim.
     pub work: Condvar,
     pub poll: OwnedFd,
-    /// Tells who answers faults that there is room.
+    /// Tells the fault thread that there is room.
     pub room: OwnedFd,
     /// [`STOP_ROOM`] and [`STOP_FAULTS`].
     pub stop: AtomicU32,
-    /// Files of all regions, for who asks what they hold.
+    /// Files of all regions, for queries of what they hold.
     pub memories: Mutex<HashMap<RegionId, Arc<File>>>,
     pub statm: Option<StatmFd>,
     pub own_bytes: AtomicU64,

@@ -337,7 +337,7 @@ fn wait_for(pid: i32) -> i32 {
     status
 }
 
-/// The child goes on with the parent's word, and its child with that, while the parents wait.
+/// The child continues with the parent's word, and its child with that, while the parents wait.
 fn chain(name: Name, words: &Words, mine: &mut Mine, depth: usize) {
     (0..200).for_each(|_| mine.step(words));
     if depth == 0 {

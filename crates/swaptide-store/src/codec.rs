@@ -13,7 +13,7 @@
 //! record of theirs is larger for it.
 //!
 //! Many pages end in a run of one word, mostly zeros. Of such a page only what comes before the
-//! run, and the word once, is compressed: bytes that unpack to less than a page go on with their
+//! run, and the word once, is compressed: bytes that unpack to less than a page continue with their
 //! last word to its end. That spares both codecs what they are slow at.
 //!
 //! lz4 costs 2 to 10 microseconds a page and 1 to 4 back, zstd 8 to 30 and 2 to 13; on heaps zstd

@@ -17,7 +17,7 @@
 //! Across a fork, parent and child both refer to the extents leased so far.
 //! [`FileDevice::freeze_all`], called before, makes those read-only for both: neither writes into
 //! them again or punches them, and the source gets each back when the last of the processes that
-//! share it has let it go. [`FileDevice::rekey_salt`], called in the child, changes the child's
+//! share it has release it. [`FileDevice::rekey_salt`], called in the child, changes the child's
 //! key, so that no two processes ever use one key with the same nonce.
 //!
 //! Invariants:
@@ -221,7 +221,7 @@ pub struct FileDevice {
     /// Before this moment no server is told of extents that emptied: one has just not answered. In
     /// nanoseconds of the monotonic clock.
     trims_rest: AtomicU64,
-    /// Far extents without live pages: what a server is told of them is not told by who freed the
+    /// Far extents without live pages: the server is not told of them by the thread that freed the
     /// last one.
     emptied: Lock<Vec<FreedExtent>>,
 }
@@ -540,7 +540,7 @@ impl FileDevice {
     /// Moves the pages of a few of the extents that shall be left to others, those that forked
     /// processes share as well.
     ///
-    /// Pages that cannot be read stay where they are: who wants them will be told.
+    /// Pages that cannot be read stay where they are: their readers will be told.
     pub fn leave(&self) -> Leaving {
         let mut bounce = self.bounce.lock();
         let _under_way = UnderWay::begin(&self.writing_since);
@@ -577,7 +577,7 @@ impl FileDevice {
             let (n, mut runs) = lay_out(&mut rest[..few], inbox);
             let (some, later) = rest.split_at_mut(n);
             rest = later;
-            // A page that cannot be read is left where it is: who wants it will be told.
+            // A page that cannot be read is left where it is: its reader will be told.
             if let Err((block, _)) = self.io.read_runs(&mut runs) {
                 if let Some(bad) = some.iter().find(|w| w.uses(block)) {
                     self.state.lock().extents.distrust(bad.place.span.extent());

@@ -35,8 +35,8 @@
 //! 3. A read succeeds only when each of its bytes came exactly once.
 //!
 //! Locks: none. Idle connections are descriptors in atomic words, so that a fork at any moment
-//! leaves the child a state it can `Nbd::forget`; who finds neither an idle connection nor leave
-//! to dial sleeps on a futex.
+//! leaves the child a state it can `Nbd::forget`; a call that finds neither an idle connection nor
+//! leave to dial sleeps on a futex.
 
 mod batch;
 mod connection;

@@ -18,7 +18,7 @@
 //!    points at it, and holds a checksum of its bytes. A reader of the bytes checks both, and
 //!    answers [`Damaged`] rather than hand out another slot's page, or one that is not what was
 //!    stored: memory that flips a bit, or a stray write. A checksum does not prove anything against
-//!    somebody who writes on purpose; who can do that has the whole process.
+//!    deliberate writes; a writer that can do that has the whole process.
 //! 2. A store that fails changes nothing.
 //!
 //! 3. `figures` is what `state` holds, as of the last time it was unlocked after a change.
@@ -120,7 +120,7 @@ struct State {
     pool: Pool,
     /// Grows whenever a unit is freed or moved, so that a scratch buffer knows it is out of date.
     unit_epoch: u64,
-    /// Class that compaction goes on with.
+    /// Class that compaction continues with.
     cursor: usize,
 }
 

@@ -225,10 +225,10 @@ struct SchedAttr {
 }
 const _: () = assert!(size_of::<SchedAttr>() == 48);
 
-/// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like who made
-/// it), begin soon after it wakes, and run for a short while at a time (100 us to 100 ms): it does
-/// not wait until others have used their share. 0: as all threads. Since 6.12; before, nothing
-/// changes. Needs no privilege.
+/// Lets the calling thread, if it runs normally (and not as a real-time thread, say, like the one
+/// that made it), begin soon after it wakes, and run for a short while at a time (100 us to 100
+/// ms): it does not wait until others have used their share. 0: as all threads. Since 6.12; before,
+/// nothing changes. Needs no privilege.
 fn set_own_slice(slice: Duration) -> Result<(), Errno> {
     // SAFETY: no memory is involved.
     if unsafe { syscall!(k::__NR_sched_getscheduler, 0usize) }? != SCHED_OTHER as usize {
@@ -345,7 +345,7 @@ mod tests {
             })
             .join()
             .unwrap();
-            // Who is of another class stays there.
+            // A thread of another class stays there.
             sched_idle(true).unwrap();
             go_first();
             // SAFETY: no memory is involved.

@@ -5,8 +5,9 @@
 //! whose holder exists only in the parent ([`Lock::force_unlock`]).
 //!
 //! Invariants:
-//! 1. Who takes a free word by 0 -> 1 or by swapping in 2 holds the lock.
-//! 2. A thread sleeps only while the word is 2; who frees a word that was 2 wakes one sleeper.
+//! 1. A thread that takes a free word by 0 -> 1 or by swapping in 2 holds the lock.
+//! 2. A thread sleeps only while the word is 2; a thread that frees a word that was 2 wakes one
+//!    sleeper.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -21,7 +22,7 @@ const CONTENDED: u32 = 2;
 /// Tries before sleeping: about the time of a short critical section, nothing like a time slice.
 const SPINS: u32 = 400;
 
-/// Who has slept so long for a lock calls what [`on_long_wait`] set.
+/// A thread that has slept this long for a lock calls what [`on_long_wait`] set.
 const LONG_WAIT: Duration = Duration::from_millis(3);
 
 /// A `fn()`, or null.
@@ -97,7 +98,7 @@ impl<T: ?Sized> Lock<T> {
         self.value.get_mut()
     }
 
-    /// Frees the lock, whose guard the caller has forgotten, and wakes who waits for it.
+    /// Frees the lock, whose guard the caller has forgotten, and wakes a waiter.
     ///
     /// # Safety
     /// The calling thread took the lock and its guard no longer exists.
@@ -206,7 +207,7 @@ pub mod futex {
 
     use crate::raw::syscall;
 
-    /// Who may wait on the word.
+    /// Which processes may wait on the word.
     #[derive(Copy, Clone, Debug, PartialEq, Eq)]
     pub enum Scope {
         /// Threads of this process: cheaper.

@@ -43,8 +43,9 @@ const FREE: usize = 0;
 /// A slot that is being filled. No mapping starts at address 1.
 const FILLING: usize = 1;
 
-/// One registry entry. `start` is the publishing word: stored last when a range enters, so that who
-/// reads the same start before and after reading `end` has a pair that belonged together.
+/// One registry entry. `start` is the publishing word: stored last when a range enters, so that a
+/// thread that reads the same start before and after reading `end` has a pair that belonged
+/// together.
 struct RegistrySlot {
     start: AtomicUsize,
     end: AtomicUsize,
@@ -59,8 +60,8 @@ static HIGH_WATER: AtomicUsize = AtomicUsize::new(0);
 static NEXT_FREE_HINT: AtomicUsize = AtomicUsize::new(0);
 /// Held from before a mapping is made until it is in the registry.
 static CHANGES: Lock<()> = Lock::new(());
-/// How often, and with what pauses, [`hold_still`] tries: who makes a mapping may be stopped in the
-/// middle (by a debugger, say).
+/// How often, and with what pauses, [`hold_still`] tries: a thread that makes a mapping may be
+/// stopped in the middle (by a debugger, say).
 const TRIES: u32 = 100;
 const PAUSE: Duration = Duration::from_micros(20);
 
@@ -92,7 +93,7 @@ pub struct HeldStill(#[allow(dead_code)] Guard<'static, ()>);
 /// Holds the registry still. `None` when somebody has been making a mapping for longer than that
 /// takes.
 ///
-/// Who has it must not make a mapping, allocate nothing therefore, and take no lock whose holder
+/// Its holder must not make a mapping, allocate nothing therefore, and take no lock whose holder
 /// may.
 pub fn hold_still() -> Option<HeldStill> {
     for _ in 0..TRIES {
@@ -282,8 +283,8 @@ pub fn map_scratch(len: usize) -> Result<NonNull<u8>, Errno> {
     NonNull::new(at.as_ptr::<u8>()).ok_or(Errno::NOMEM)
 }
 
-/// A page at an address that no other process is likely to have anything at: who can do something
-/// with that address knows whose address space it works in. Dropping it unmaps it.
+/// A page at an address that no other process is likely to have anything at: a process that can do
+/// something with that address knows whose address space it works in. Dropping it unmaps it.
 pub struct Landmark(VirtRange);
 
 impl Landmark {

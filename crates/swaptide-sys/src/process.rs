@@ -35,7 +35,7 @@ pub fn parse_statm(text: &[u8]) -> Option<u64> {
     Some(resident.saturating_sub(shared).saturating_mul(PAGE_SIZE as u64))
 }
 
-/// An open `statm`, for who asks often. It belongs to the process it was opened for: a forked child
+/// An open `statm`, for repeated reads. It belongs to the process it was opened for: a forked child
 /// opens its own.
 #[derive(Debug)]
 pub struct StatmFd(OwnedFd);
@@ -128,7 +128,7 @@ pub fn parse_stat(pid: u32, stat: &[u8]) -> Option<ProcInfo> {
     Some(ProcInfo { pid, ppid, start_time, zombie, stopped })
 }
 
-/// An open `stat`, for who asks often; of the process it was opened for.
+/// An open `stat`, for repeated reads; of the process it was opened for.
 #[derive(Debug)]
 pub struct StatFd(OwnedFd);
 

@@ -2,15 +2,15 @@
 //! before its fork on, and the child is made to run a function of its own memory before anything
 //! else.
 //!
-//! Owns nothing: a [`Tracee`] is a number. Who follows is a thread, not a process: every call comes
-//! from the thread that has seized. What becomes of who is followed, a wait tells, of any thread of
+//! Owns nothing: a [`Tracee`] is a number. The tracer is a thread, not a process: every call comes
+//! from the thread that has seized. The state of the tracee is told by a wait, of any thread of
 //! the process where it is their child as well.
 //!
 //! Facts the callers rely on, checked by `tests/ptrace.rs` on the running kernel:
 //! 1. A child of a followed thread is followed too, from its birth on, and stops before it has run
 //!    a single instruction of its own.
-//! 2. The parent stands still, in its fork, from the child's birth until it is let go.
-//! 3. With [`seize`], both are killed if the one who follows ends: neither goes on alone half way.
+//! 2. The parent stands still, in its fork, from the child's birth until it is detached.
+//! 3. With [`seize`], both are killed if the tracer ends: neither continues alone half way.
 
 use linux_raw_sys::general as k;
 use linux_raw_sys::ptrace as p;
@@ -106,7 +106,7 @@ impl Tracee {
         Ok(Tracee(pid as u32))
     }
 
-    /// Lets it go on; with a signal that was about to reach it.
+    /// Lets it continue; with a signal that was about to reach it.
     ///
     /// # Errors
     /// When it is gone.
@@ -115,7 +115,7 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_CONT, 0, signal as usize) }.map(drop)
     }
 
-    /// Leaves it stopped with its process, until that goes on.
+    /// Leaves it stopped with its process, until that continues.
     ///
     /// # Errors
     /// When it is gone.
@@ -133,8 +133,8 @@ impl Tracee {
         unsafe { self.call(p::PTRACE_INTERRUPT, 0, 0) }.map(drop)
     }
 
-    /// Follows it no more; it stands still now, and goes on, with a signal that was about to reach
-    /// it.
+    /// Follows it no more; it stands still now, and continues, with a signal that was about to
+    /// reach it.
     ///
     /// # Errors
     /// When it is gone.

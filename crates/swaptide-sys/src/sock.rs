@@ -1,6 +1,6 @@
 //! Abstract `AF_UNIX` sockets of packets: how an agent, its forked children and a host talk.
 //!
-//! Abstract names need no file system and vanish with the last descriptor; who connects is known
+//! Abstract names need no file system and vanish with the last descriptor; the peer is known
 //! by the kernel's word ([`PeerCred`]), so the name itself is no secret. Packets keep their
 //! boundaries and may carry descriptors.
 
@@ -45,7 +45,7 @@ impl Name {
     }
 }
 
-/// Who is at the other end, as the kernel noted when the connection was made.
+/// The peer, as the kernel noted when the connection was made.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct PeerCred {
     /// Process id, in the reader's pid namespace; 0 for a process that is not visible there.
@@ -54,7 +54,7 @@ pub struct PeerCred {
     pub uid: u32,
 }
 
-/// Who sent one packet, as the kernel noted when it was sent.
+/// The sender of one packet, as the kernel noted when it was sent.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Sender {
     /// Process id, in the reader's pid namespace; 0 for a process that is not visible there.
@@ -150,7 +150,7 @@ impl Listener {
         rustix::io::ioctl_fionbio(&self.0, on)
     }
 
-    /// Has every packet on connections that are accepted from here on carry who sent it (see
+    /// Has every packet on connections that are accepted from here on carry its sender (see
     /// [`Conn::recv_from`]).
     pub fn want_senders(&self) -> Result<(), Errno> {
         net::sockopt::set_socket_passcred(&self.0, true)
@@ -206,7 +206,7 @@ impl Conn {
         self.0
     }
 
-    /// Who is at the other end.
+    /// The peer.
     pub fn peer(&self) -> Result<PeerCred, Errno> {
         peer_of(self.0.as_fd())
     }
@@ -287,8 +287,8 @@ impl Conn {
         }
     }
 
-    /// As [`Conn::recv`], and who sent the packet: the kernel's word, where the listener
-    /// [`Listener::want_senders`]; else `None`.
+    /// As [`Conn::recv`], with the sender of the packet, as the kernel reports it, where the
+    /// listener [`Listener::want_senders`]; else `None`.
     pub fn recv_from(
         &self,
         buf: &mut [u8],

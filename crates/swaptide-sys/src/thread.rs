@@ -232,7 +232,7 @@ pub fn unshare_files_and_close_all(keep: &[i32]) -> Result<(), Errno> {
     }
     kept.sort_unstable();
     let close = |first: u32, last: u32, flags: u32| {
-        // SAFETY: descriptors are numbers; who still uses one of these in this table is the
+        // SAFETY: descriptors are numbers; a remaining user of one of these in this table is the
         // caller's affair.
         unsafe { syscall!(k::__NR_close_range, first, last, flags) }.map(drop)
     };

@@ -120,7 +120,7 @@ const _: () = {
 };
 
 const UFFD_API: u64 = 0xaa;
-/// Mode bits of the answering calls: do not wake who waits; write-protect (COPY); tolerate holes
+/// Mode bits of the answering calls: do not wake waiters; write-protect (COPY); tolerate holes
 /// (MOVE).
 const DONT_WAKE: u64 = k::UFFDIO_COPY_MODE_DONTWAKE as u64;
 const COPY_WP: u64 = k::UFFDIO_COPY_MODE_WP as u64;
@@ -324,7 +324,7 @@ pub enum Coverage {
     Gone,
 }
 
-/// A userfaultfd. Closing it lets every page that was taken out read as zero, so who owns one
+/// A userfaultfd. Closing it lets every page that was taken out read as zero, so an owner
 /// brings all pages back, or stops the process, before dropping it.
 #[derive(Debug)]
 pub struct Uffd(OwnedFd);
@@ -433,7 +433,7 @@ impl Uffd {
 
     fn register(&self, range: VirtRange, mode: u32) -> Result<(), Errno> {
         let mut arg = AbiRegister { range: abi_range(range), mode: mode.into(), ioctls: 0 };
-        // SAFETY: the struct fits; registering changes no data, only who answers missing pages.
+        // SAFETY: the struct fits; registering changes no data, only the server of missing pages.
         unsafe { self.ioctl(UFFDIO_REGISTER, &mut arg) }.map(drop)
     }
 
@@ -452,7 +452,7 @@ impl Uffd {
         self.register(range, k::UFFDIO_REGISTER_MODE_WP)
     }
 
-    /// Ends the registration and wakes who waits. Pages that are out read as zero from now on:
+    /// Ends the registration and wakes waiters. Pages that are out read as zero from now on:
     /// bring them back first.
     pub fn unregister(&self, range: VirtRange) -> Result<(), Errno> {
         // SAFETY: the struct fits; memory stays mapped.
@@ -538,7 +538,7 @@ impl Uffd {
         Progress::new(result, arg.done, range.len())
     }
 
-    /// Write-protects the pages of `range`, or lifts that and wakes who waits to write.
+    /// Write-protects the pages of `range`, or lifts that and wakes threads that wait to write.
     pub fn write_protect(&self, range: VirtRange, on: bool) -> Result<(), Errno> {
         let mut arg =
             AbiWriteProtect { range: abi_range(range), mode: if on { WRITEPROTECT_ON } else { 0 } };
@@ -546,7 +546,7 @@ impl Uffd {
         unsafe { self.ioctl(UFFDIO_WRITEPROTECT, &mut arg) }.map(drop)
     }
 
-    /// Lifts the write protection of `range` and leaves who waits asleep.
+    /// Lifts the write protection of `range` and leaves waiters asleep.
     pub fn unprotect_dont_wake(&self, range: VirtRange) -> Result<(), Errno> {
         let mut arg = AbiWriteProtect { range: abi_range(range), mode: WRITEPROTECT_DONT_WAKE };
         // SAFETY: the struct fits; no data changes.

@@ -124,7 +124,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     // SAFETY: it stands still at its birth; what is at `entry` makes one system call.
     unsafe { child.begin_at(entry, FRAME.words.as_ptr() as u64) }.expect("registers");
     child.release(0).expect("the child goes on");
-    // The parent does not wait for its child before it is let go.
+    // The parent does not wait for its child before it is detached.
     let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
     assert!(
         state().rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('t')),
@@ -135,7 +135,7 @@ fn a_child_of_a_followed_thread_begins_where_it_is_told_while_its_parent_stands_
     assert_eq!(status_of(pid), 43 << 8, "the parent ends with its child's word");
 }
 
-/// A child that nothing is done to goes on where fork(2) returns.
+/// A child that nothing is done to continues where fork(2) returns.
 #[test]
 fn a_child_that_is_let_go_knows_nothing_of_it() {
     let (pid, go) = forking_child(exit_of, || 42);

@@ -68,7 +68,7 @@ pub(crate) extern "C" fn prepare() {
         };
         take();
         while engine_without_calls().is_some() {
-            // SAFETY: this thread took the lock and forgot its guard; who waits for it looks again
+            // SAFETY: this thread took the lock and forgot its guard; a waiter looks again
             // by itself.
             unsafe { FORK_LOCK.force_unlock() };
             detach_without_calls();
@@ -126,7 +126,7 @@ fn detach_before_fork(why: &str) {
 /// After a fork, in the parent.
 pub(crate) extern "C" fn parent() {
     if FORKS_CONFINED.swap(false, Relaxed) {
-        // SAFETY: this thread took the lock in `prepare`; who waits for it looks again by itself.
+        // SAFETY: this thread took the lock in `prepare`; a waiter looks again by itself.
         unsafe { FORK_LOCK.force_unlock() };
         return;
     }

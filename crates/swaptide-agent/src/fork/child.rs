@@ -31,7 +31,7 @@ pub(crate) fn stop(errno: swaptide_sys::Errno) -> ! {
     ])
 }
 
-/// Lets the forking thread of a child go on.
+/// Lets the forking thread of a child continue.
 fn child_is_served() {
     TAKEN_OVER.store(1, Release);
     futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);

@@ -3,7 +3,7 @@
 //! The supervisor follows the forking thread through its fork and has the child begin at [`entry`],
 //! on a stack of this library's, before it runs any code of the program's or libc's: what is
 //! swapped would be zeros there as long as the child has no userfaultfd. When it has one, every
-//! register is as fork(2) has left it, and the child goes on.
+//! register is as fork(2) has left it, and the child continues.
 //!
 //! Owns: the child's first stack, and the connection on which the supervisor waits. One fork at a
 //! time uses them, under [`crate::process::FORK_LOCK`]; what a child leaves in its copy is never
@@ -91,7 +91,7 @@ extern "C" fn begin() {
             b"); it is stopped rather than given wrong data",
         ]);
     }
-    // Now the parent may go on.
+    // Now the parent may continue.
     if let Some(follower) = take() {
         let _ = follower.send(b"B", &[]);
     }

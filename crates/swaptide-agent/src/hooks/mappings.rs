@@ -303,7 +303,7 @@ fn needed(request: u32, arg: usize) -> Option<VirtRange> {
     if request == UFFDIO_REGISTER { pages(words[0], words[1]) } else { pages(words[1], words[2]) }
 }
 
-/// Makes an ioctl after the memory that it needs was let go.
+/// Makes an ioctl after the memory that it needs was detached.
 #[inline]
 fn control(request: usize, arg: usize, call: impl FnOnce() -> isize, refused: isize) -> isize {
     const UFFD: u32 = 0xaa00;

@@ -100,7 +100,7 @@ fn is_moved_whole(range: VirtRange, len: usize, to: usize) -> bool {
     len == range.len() && aligned && apart
 }
 
-/// The calling thread has moved a mapping to `at`, or grown the one there: it goes on when the
+/// The calling thread has moved a mapping to `at`, or grown the one there: it continues when the
 /// engine knows. A program with one thread need not wait: its changes are told in their order.
 pub fn wait_for_events(at: usize) {
     if crate::seccomp::is() {

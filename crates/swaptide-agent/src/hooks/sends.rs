@@ -6,11 +6,11 @@
 //! from the program. The note is per process and outlives forks, not exec.
 //!
 //! References for writing exist where a file system or a protocol takes the pages of a read without
-//! pinning them. What arrives on a page after that was taken out is lost. So the process is let go
-//! before it can read so ([`process::detach`]): by a direct file on NFS or Ceph, or by kernel
-//! TLS.
+//! pinning them. What arrives on a page after that was taken out is lost. So the process is
+//! detached before it can read so ([`process::detach`]): by a direct file on NFS or Ceph, or by
+//! kernel TLS.
 //!
-//! docs/kernel-references.md lists who takes which kind, and what goes past these hooks.
+//! docs/kernel-references.md lists the holders of each kind, and what goes past these hooks.
 //!
 //! Owns: the note. Locks: none. The hooks are async-signal-safe and allocate nothing. They call
 //! libc's function, which is a cancellation point where ours would not be.

@@ -1,8 +1,8 @@
 //! libc's ways past its own fork handlers, `syscall`, `clone` and `_Fork`. The first two pass
 //! through untouched but for the few calls that concern swaptide.
 //!
-//! Both go on by a jump with every register and the stack as they were, because what they start may
-//! return twice, or on another stack.
+//! Both continue by a jump with every register and the stack as they were, because what they start
+//! may return twice, or on another stack.
 //!
 //! A process made with `CLONE_VM` and without `CLONE_VFORK` shares this one's memory and may live
 //! longer. The engine ends with its process, and what is swapped then would read as zeros in the
@@ -11,7 +11,7 @@
 //!
 //! A filter of system calls for all threads binds the engine's, and may end them. With the last of
 //! them the userfaultfd would be closed, and what is swapped read as zeros: so before one is set
-//! the process is let go ([`process::detach`]).
+//! the process is detached ([`process::detach`]).
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 

@@ -21,8 +21,8 @@
 //! 2. An entry with a thread id ends with its thread. Nothing removes it then: a thread that meets
 //!    it and finds the thread gone does. The kernel has cleared the words of a thread before its id
 //!    is gone.
-//! 3. Who pins a page then waits until the engine chooses no pages ([`make_resident`]), and touches
-//!    the page. From that moment on it is in memory.
+//! 3. A thread that pins a page then waits until the engine chooses no pages ([`make_resident`]),
+//!    and touches the page. From that moment on it is in memory.
 //!
 //! Locks: none. Nothing is allocated. When a page finds no place (more than 200,000 pinned pages),
 //! it is not pinned.

@@ -16,7 +16,7 @@ pub(crate) fn cipher(session: &Session<'_>) -> Result<BenchReport, Failed> {
     let plain = format!("{file},cipher=none");
     let (mut without, mut with) = (SideRuns::default(), SideRuns::default());
     for run in 1..=session.runs {
-        // Who goes first takes turns, too.
+        // The first side alternates, too.
         let turns = [(&mut without, &plain), (&mut with, &file)];
         let turns =
             if run % 2 == 1 { turns.into() } else { Vec::from_iter(turns.into_iter().rev()) };

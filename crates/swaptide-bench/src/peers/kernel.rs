@@ -21,7 +21,7 @@ pub struct PoolUsage {
     pub ram: u64,
     /// Bytes of the pages in it, as they were.
     pub pages: u64,
-    /// Of swaptide, bytes of the pages that went on to a swap area.
+    /// Of swaptide, bytes of the pages that continued to a swap area.
     pub beyond: u64,
 }
 

@@ -12,8 +12,8 @@
 //! 4. Children are dead before anything is undone: `swapoff` under a living 1 GiB program would
 //!    pull it all back.
 //!
-//! Locks: `RestorerState::undos` is held across a change and across undoing; `RestorerState::children` is taken
-//! alone or inside it.
+//! Locks: `RestorerState::undos` is held across a change and across undoing;
+//! `RestorerState::children` is taken alone or inside it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -192,7 +192,7 @@ struct RestorerState {
     interrupted: AtomicBool,
 }
 
-/// Takes a lock whatever happened to the thread that held it: undoing must go on.
+/// Takes a lock whatever happened to the thread that held it: undoing must continue.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
@@ -340,7 +340,7 @@ fn chosen(text: &str) -> &str {
     }
 }
 
-/// Undoes the newest changes until `depth` are left; goes on past a failure and returns what
+/// Undoes the newest changes until `depth` are left; continues past a failure and returns what
 /// failed.
 fn undo_down_to(machine: &Machine, undos: &mut Vec<Undo>, depth: usize) -> Vec<String> {
     let mut failed = Vec::new();

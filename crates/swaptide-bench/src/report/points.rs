@@ -10,7 +10,7 @@ use crate::workload::phases::{PageContent, Phase};
 /// One side with one kind of data at one budget.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Point {
-    /// Who.
+    /// The side.
     pub name: String,
     /// How far the data compresses.
     pub content: PageContent,

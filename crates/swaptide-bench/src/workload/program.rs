@@ -79,7 +79,7 @@ impl WorkData {
         Ok(WorkData { content, words, start, pages })
     }
 
-    /// Takes as long as the hint; what goes on afterwards has a second.
+    /// Takes as long as the hint; what remains afterwards has a second.
     fn push_out(&mut self) -> Result<PhaseResult, String> {
         let begin = Instant::now();
         let data = &mut self.words[self.start..][..self.pages * WORDS];

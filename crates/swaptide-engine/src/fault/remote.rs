@@ -337,7 +337,7 @@ impl RemoteReads {
 }
 
 impl Engine {
-    /// What a reader does, until the program is let go.
+    /// What a reader does, until the program is detached.
     pub fn read_far(&self) {
         let far = &self.far;
         if let Some(cpus) = &*far.cpus.lock() {

@@ -6,7 +6,7 @@
 //! | | fork(2) | stands still | |
 //! | has the child begin here | stands still | says that it is born | reads until no change is under way; says what is in doubt |
 //! | | | makes a userfaultfd, arms what the table lists, sends it | takes it as from a fork event |
-//! | lets the thread go on | goes on | goes on where fork(2) returns | is handing over |
+//! | lets the thread continue | continues | continues where fork(2) returns | is handing over |
 //!
 //! *In doubt* is every place that a change concerns that was read since the thread stood ready: the
 //! child may have it from before that change or from after it, and what it has there may be managed
@@ -18,7 +18,7 @@
 //! 1. The child touches no memory of the program before it is armed, and takes no lock that it has
 //!    not opened itself: this is the only thread, and it may have been anywhere.
 //! 2. It allocates nothing.
-//! 3. Nobody goes on if this fails: the child ends with a message.
+//! 3. Nobody continues if this fails: the child ends with a message.
 //!
 //! Locks: the memory lock of the child's copy, which nobody holds there.
 

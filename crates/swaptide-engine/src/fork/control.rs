@@ -42,7 +42,7 @@ pub struct ForkControl {
     pub phase: AtomicU32,
     /// The forking thread.
     pub forker: AtomicU32,
-    /// It has seen that the handler stands still, and goes on: where it waits for a lock from now
+    /// It has seen that the handler stands still, and continues: where it waits for a lock from now
     /// on, that is not this one's.
     goes_on: AtomicBool,
     pub(super) token: AtomicU64,
@@ -239,7 +239,7 @@ impl ForkControl {
         self.shut.store(shut, Release);
     }
 
-    /// In the handler: whether the forking thread goes on.
+    /// In the handler: whether the forking thread continues.
     pub(super) fn goes_on(&self) -> bool {
         self.goes_on.load(Acquire)
     }

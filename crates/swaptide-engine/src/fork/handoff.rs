@@ -6,10 +6,10 @@
 //! 1. The engine's memory is not changed but for faults of the forking thread, whose pages the
 //!    child gets first.
 //! 2. A child that was sent its userfaultfd has everything or says that it has not; only then the
-//!    parent goes on.
+//!    parent continues.
 //! 3. Until then every fault of the child is answered, whatever the child has changed of its
 //!    mappings.
-//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and goes on without
+//! 4. A child that says nothing for [`HELLO_TIMEOUT`] is given all its memory and continues without
 //!    an engine. One that was sent its userfaultfd and says nothing for [`TAKEOVER_TIMEOUT`] is
 //!    killed before what it shares is given up.
 //! 5. What a child says is looked at before it is used: a process slot is one that the child has
@@ -160,7 +160,7 @@ impl Handler {
     }
 
     /// Answers a fault of the forking thread: it may be back from fork(2), or, if another thread
-    /// forked past the hook and this is that one's child, not yet in it, and then it must go on.
+    /// forked past the hook and this is that one's child, not yet in it, and then it must continue.
     /// The children get the page first.
     fn serve_forker(&mut self, children: &mut [UnmanagedChild], served: &mut Vec<u64>) {
         let forker = self.engine.fork.forker.load(Acquire);

@@ -10,12 +10,12 @@
 //! | runs fork(2); its own faults are served | holds the faults and notes the events of all other threads | |
 //! | | reads the fork event: **handing over**; holds every fault of the parent | may fault in libc's own code: the parent's handler copies the page in |
 //! | rings `ForkDone`, waits | waits | starts its handler, which says its process slot through the other socket |
-//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, goes on |
-//! | goes on | applies the events, answers the faults: **none** | |
+//! | | makes the slot a holder of every extent, sends userfaultfd and swap file, the pages copied, the events noted | takes over, says so, continues |
+//! | continues | applies the events, answers the faults: **none** | |
 //!
 //! A child that cannot take over (no slot is free, it has no thread, its process-id namespace is
 //! another, ...) says that instead, before or after it was sent what it needs. Then the parent's
-//! handler copies every swapped page to it, and it goes on without an engine.
+//! handler copies every swapped page to it, and it continues without an engine.
 //!
 //! No process waits for another one without a bound: a child that says nothing for a while gets its
 //! pages in the same way ([`handoff`]), and where neither can be had the
@@ -23,8 +23,8 @@
 //!
 //! Where the kernel does not report forks (that takes `CAP_SYS_PTRACE`), the supervisor follows the
 //! forking thread instead (ptrace), and the child's first steps are the engine's: it makes its own
-//! userfaultfd and sends it to the parent's handler, which goes on as if the kernel had. Until that
-//! is done the forking thread stands still in its fork. What this takes is the matter of
+//! userfaultfd and sends it to the parent's handler, which continues as if the kernel had. Until
+//! that is done the forking thread stands still in its fork. What this takes is the matter of
 //! [`dontfork`](crate::vma::dontfork) and [`child_uffd`].
 //!
 //! The modules:

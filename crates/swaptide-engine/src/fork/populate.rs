@@ -38,8 +38,8 @@ const QUIET_TIMEOUT: Duration = Duration::from_millis(20);
 /// faults, of which so many are answered at a time.
 const ATTEND_EVERY: usize = 256;
 const ATTENDED: usize = 16;
-/// Untracked children that are taken in before what was noted is applied, and those can go on whom
-/// that concerns.
+/// Untracked children that are taken in before what was noted is applied, and those can continue
+/// whom that concerns.
 const MAX_NEW_CHILDREN: usize = 4;
 /// Between two looks.
 const POLL_INTERVAL: Duration = Duration::from_micros(50);

@@ -5,7 +5,7 @@
 //! Invariants
 //! 1. While it is prepared the handler allocates nothing: the forking thread copies the allocator's
 //!    memory too.
-//! 2. What was noted is applied before a worker goes on, and before a fault is answered.
+//! 2. What was noted is applied before a worker continues, and before a fault is answered.
 //!
 //! Locks: the memory lock, never while it waits.
 
@@ -175,7 +175,7 @@ impl Handler {
     }
 
     /// Applies what was noted. They have been read, so that the kernel no longer holds moves back
-    /// for them: this must come before a worker goes on, and before a fault is answered. The
+    /// for them: this must come before a worker continues, and before a fault is answered. The
     /// forking thread must not be inside fork(2), or back from it.
     pub(crate) fn apply_noted(&mut self) {
         if self.noted.is_empty() {

@@ -14,7 +14,7 @@ use swaptide_sys::page::{VirtAddr, VirtRange};
 
 use crate::fork::layout::VmaChange;
 
-/// Instead of a length: the child shall go on without an engine; all its memory is there.
+/// Instead of a length: the child shall continue without an engine; all its memory is there.
 pub(super) const NO_ENGINE: u64 = u64::MAX;
 /// The same, and the child's copy of the engine's memory may be torn: nothing may be allocated from
 /// it any more.
@@ -28,7 +28,7 @@ pub(super) const NO_SLOT: u32 = u32::MAX;
 /// Bytes of one message of the hand-over.
 pub(super) const MESSAGE_BYTES: usize = 32 << 10;
 
-/// Why a forked child goes on without an engine.
+/// Why a forked child continues without an engine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Decline {

@@ -215,7 +215,7 @@ impl Charge {
         self.headroom() + (self.ready.load(Relaxed) * PAGE_SIZE as u64) as i64
     }
 
-    /// Reclaim goes on until the headroom is this.
+    /// Reclaim continues until the headroom is this.
     pub fn high(&self) -> i64 {
         (self.limit() / 32).clamp(1 << 20, 32 << 20) as i64
     }

@@ -6,7 +6,7 @@
 //! child would have to read all of it. So in a family compressed memory may have almost all of the
 //! limit, copies of pages that came back from it stay, it is not made smaller by zstd, and what
 //! shows how a limit is best divided is not listened to. A process is of one for a while after a
-//! fork, and then as long as the supervisor goes on saying that they share
+//! fork, and then as long as the supervisor continues saying that they share
 //! ([`ProcSlot::cow_hint`](swaptide_ipc::ProcSlot)).
 //!
 //! Owns: that state, and the limit between a fork and the supervisor's first word about it.
@@ -56,8 +56,8 @@ fn after(time: Duration) -> u64 {
 impl CowGroup {
     /// A fork that is worth it left `limit` to each of the two. What they share counts once, which
     /// the supervisor alone can tell: until it has seen the child and says how much it is, for
-    /// [`FORK_LIMIT_TIMEOUT`] at most, both go on with the whole. (Were they to take half of it out
-    /// at once, they would copy what they share to do so, and have to bring it back.) In both
+    /// [`FORK_LIMIT_TIMEOUT`] at most, both continue with the whole. (Were they to take half of it
+    /// out at once, they would copy what they share to do so, and have to bring it back.) In both
     /// processes, before they take over another limit.
     pub fn part(&self, limit: u64) {
         self.parted.store(limit, Relaxed);

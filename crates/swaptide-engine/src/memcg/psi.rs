@@ -7,7 +7,7 @@
 //! seen: no message tells when it began.
 //!
 //! Invariants
-//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that goes on can be
+//! 1. `stalled_since` is not 0 exactly while somebody stalls, so that a wait that continues can be
 //!    seen from outside. It is cleared before what it came to is counted, with a fence between;
 //!    [`swaptide_ipc::ProcSlot::stalled_us`] reads in the other order: it may see a moment less,
 //!    never the same moment twice.

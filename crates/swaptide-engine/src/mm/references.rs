@@ -1,7 +1,7 @@
 //! Whether somebody outside may read a page of the program through a reference that is no pin.
 //!
 //! `vmsplice`, `MSG_ZEROCOPY` and io_uring's `SEND_ZC` take ordinary references to pages. The
-//! kernel moves such a page to a staging frame all the same, and the pipe or the socket goes on
+//! kernel moves such a page to a staging frame all the same, and the pipe or the socket continues
 //! reading the physical page there. So a frame whose page came from the program must not be written
 //! to again. It can be given back to the kernel, which keeps the page until its last reader is
 //! done.

@@ -267,7 +267,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// In a fork: goes on with the parent's book for its children, if no other child writes it.
+    /// In a fork: continues with the parent's book for its children, if no other child writes it.
     pub(crate) fn inherit(&mut self, book: SharedMissHistory) {
         let own = getpid().0;
         let writer = &book.0.head().writer;
@@ -317,7 +317,7 @@ impl TemporalPrefetcher {
         }
     }
 
-    /// Finds a page on the trail, or a trail that goes on from there.
+    /// Finds a page on the trail, or a trail that continues from there.
     fn find(
         &mut self,
         book: &MissHistory,
@@ -337,7 +337,7 @@ impl TemporalPrefetcher {
             for k in 0..at.wrapping_sub(next) {
                 let Some(passed) = book.page_at(next.wrapping_add(k)) else { break };
                 if k >= brought && is_out(passed) {
-                    // The program went on without it.
+                    // The program continued without it.
                     is_straight = false;
                 } else {
                     book.write(passed);

@@ -4,10 +4,10 @@
 //! under observation.
 //!
 //! Rules
-//! 1. A fault where a stream is expected goes on with it: what it brought ahead was run through (a
-//!    *hit*), and its window doubles, up to the caller's bound. A fault inside the window that the
-//!    stream brought last is a miss: its page went out again before it was wanted, and the window
-//!    halves. Elsewhere a fault starts a stream of one page.
+//! 1. A fault where a stream is expected continues with it: what it brought ahead was run through
+//!    (a *hit*), and its window doubles, up to the caller's bound. A fault inside the window that
+//!    the stream brought last is a miss: its page went out again before it was wanted, and the
+//!    window halves. Elsewhere a fault starts a stream of one page.
 //! 2. What surrounds a fault without a stream is worth bringing in if it is touched soon. That
 //!    cannot be seen of pages that are brought in; so some chunks are put under observation: of
 //!    them single pages are brought in, and their faults during the next [`OBSERVATION_FAULTS`] are
@@ -245,7 +245,7 @@ impl Locality {
         self.grew_as(page, n, n);
     }
 
-    /// The same where the stream goes on as after `window` pages.
+    /// The same where the stream continues as after `window` pages.
     pub fn grew_as(&mut self, page: PageNo, n: usize, window: usize) {
         if let Some(stream) = self.growth.find(page.0, false) {
             stream.next = page.0 + n;
@@ -311,7 +311,7 @@ impl Locality {
         {
             return SwapIn::Page;
         }
-        // Who touches the page after the chunk goes on from there.
+        // Who touches the page after the chunk continues from there.
         self.reads.start(page.chunk().plus(1).first().0, PAGES_PER_CHUNK);
         SwapIn::Chunk
     }

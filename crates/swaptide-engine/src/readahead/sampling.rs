@@ -1,9 +1,9 @@
 //! Which pages of a window are touched after it came in: by a sample.
 //!
 //! Nothing tells user space what a program touches of the pages it has. So of a window one page is
-//! left out, now and then: if it is asked for while the program goes on past the window, such pages
-//! are wanted; if the program is two windows further and did not ask, it is evidence of pages that
-//! come in for nothing. The cost is a fault for a page that was wanted.
+//! left out, now and then: if it is asked for while the program continues past the window, such
+//! pages are wanted; if the program is two windows further and did not ask, it is evidence of pages
+//! that come in for nothing. The cost is a fault for a page that was wanted.
 //!
 //! Owns: the pages that are left out at the moment, and how many pages came in since one was.
 //!
@@ -41,7 +41,7 @@ impl Trust {
 
 /// Windows smaller than this are not sampled.
 pub const MIN_WINDOW_PAGES: usize = 8;
-/// The page was not wanted if the program went on for so many windows.
+/// The page was not wanted if the program continued for so many windows.
 const MAX_WINDOWS_UNTOUCHED: u8 = 2;
 const HOLES: usize = 8;
 
@@ -102,7 +102,7 @@ impl Samples {
         Some(std::mem::replace(hole, NONE).stream)
     }
 
-    /// A stream went on by a window: how many pages were left out for it and not asked for.
+    /// A stream continued by a window: how many pages were left out for it and not asked for.
     pub fn went_on(&mut self, stream: StreamId) -> usize {
         let mut unwanted = 0;
         for hole in

@@ -335,7 +335,7 @@ impl Worker {
         step
     }
 
-    /// The life of a background worker, until the program is let go. Worker 0 looks after the
+    /// The life of a background worker, until the program is detached. Worker 0 looks after the
     /// accounts.
     pub fn run(&mut self, engine: &Engine, index: usize) {
         let mut keeper = (index == 0).then(Housekeeping::new);

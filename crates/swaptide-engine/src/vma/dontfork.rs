@@ -65,7 +65,7 @@ impl Handler {
     /// A mapping that another thread has just moved is not where the table has it, and would stay
     /// closed. So it is repeated until no change was under way from before it to after it. Who
     /// moves mappings through libc waits for the handler, and so for the fork; past libc threads
-    /// could go on for ever.
+    /// could continue for ever.
     pub(crate) fn allow_fork(&mut self) {
         let engine = self.engine;
         let began = now();

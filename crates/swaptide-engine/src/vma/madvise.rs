@@ -44,7 +44,7 @@ impl Handler {
             Hint::Sequential => self.note(range, Reading::Sequential),
             Hint::Random => self.note(range, Reading::Random),
             Hint::Normal => self.note(range, Reading::Unknown),
-            // Who is to be let go has everything brought back: one thread that goes on sending
+            // Who is to be detached has everything brought back: one thread that continues sending
             // pages out would keep it from ending.
             Hint::Cold | Hint::PageOut if engine.slot().detach.load(Relaxed) != 0 => {}
             Hint::Cold | Hint::PageOut => {
@@ -144,7 +144,7 @@ impl Handler {
         })
     }
 
-    /// Brings a range in and lets it go.
+    /// Brings a range in and detaches it.
     pub(crate) fn release(&mut self, range: VirtRange) {
         let engine = self.engine;
         engine.mm.lock().held = range;

@@ -204,7 +204,7 @@ fn supervise(engine: &Engine, world: &RwLock<()>) {
     }
 }
 
-/// Lets the forking thread of a child go on.
+/// Lets the forking thread of a child continue.
 fn is_served() {
     TAKEN_OVER.store(1, Release);
     futex::wake(&TAKEN_OVER, 1, futex::Scope::Private);

@@ -28,7 +28,7 @@ impl Part {
         Part(if elapsed_us > 0.0 { (stalled_us as f64 / elapsed_us).min(1.0) } else { 0.0 })
     }
 
-    /// That somebody of two waited, who wait independently of each other.
+    /// That one of two waited, which wait independently of each other.
     pub fn or(self, other: Part) -> Part {
         Part(self.0 + other.0 - self.0 * other.0)
     }

@@ -101,7 +101,7 @@ pub struct Group {
     pub parent: Option<GroupIndex>,
     /// What it may have.
     pub settings: Settings,
-    /// Who made it, besides root the one who may steer it.
+    /// The user that made it, who may change it; so may root.
     pub owner: u32,
     effective: TierMask,
     usage: Usage,

@@ -1,9 +1,9 @@
 //! The socket on which the processes of a run ask for what they share.
 //!
 //! Owns the listener, the clients that have not asked yet, and the answers to [`Request`]s: a byte
-//! in, the same byte and a descriptor out, both hang up. Who does not descend from the supervisor
-//! gets nothing (see [`crate::control::peer`]). What concerns one process is given for the asking
-//! process alone. A client that says nothing keeps nobody waiting.
+//! in, the same byte and a descriptor out, both hang up. A process that does not descend from the
+//! supervisor gets nothing (see [`crate::control::peer`]). What concerns one process is given for
+//! the asking process alone. A client that says nothing keeps nobody waiting.
 //!
 //! Locks: none.
 
@@ -92,7 +92,7 @@ impl AgentServer {
             .min()
     }
 
-    /// Serves everybody who has asked; answers with the processes that asked for the segment. Waits
+    /// Serves all requests; returns the processes that asked for the segment. Waits
     /// for nobody.
     pub fn serve(
         &mut self,
@@ -101,8 +101,8 @@ impl AgentServer {
         shared: Option<&Shared>,
         followed: &mut TracedForks,
     ) -> Vec<u32> {
-        // No more at a time, so that who connects again and again does not keep the supervisor from
-        // everything else.
+        // No more at a time, so that a client that connects again and again does not keep the
+        // supervisor from everything else.
         for _ in 0..MAX_WAITING_CLIENTS {
             let Ok((client, _)) = self.listener.accept() else { break };
             // One that is not ours is hung up on.
@@ -198,7 +198,7 @@ impl AgentServer {
                     // What it starts (the pumps of a connection with TLS) is work, and no look.
                     go_normally();
                     if let Some(fd) = areas.open(AreaId(message[1])) {
-                        // Who asked may have gone.
+                        // The client may have gone.
                         let _ = client.send(&message[..1], &[fd.as_fd()]);
                     }
                 };

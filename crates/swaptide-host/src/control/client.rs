@@ -1,4 +1,4 @@
-//! Who asks a run or the daemon.
+//! Clients of a run or the daemon.
 //!
 //! Owns: which of them is asked about a process, and how long an answer is waited for.
 //!
@@ -46,7 +46,7 @@ pub fn runs() -> Result<Vec<u32>, ControlError> {
     Ok(runs)
 }
 
-/// Who is asked.
+/// The server that is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     /// A run, by the process that the user started.
@@ -140,7 +140,7 @@ pub fn views() -> Result<Vec<View>, ControlError> {
     }
 }
 
-/// Who is asked about a process, or, where none is named, the only one there is to ask.
+/// The server to ask about a process, or, where none is named, the only one there is.
 fn find(pid: Option<u32>) -> Result<Target, ControlError> {
     let runs = runs()?;
     match (pid, runs.as_slice()) {
@@ -291,7 +291,7 @@ pub fn freeze_group(pid: Option<u32>, path: &str) -> Result<u64, ControlError> {
     }
 }
 
-/// Brings everything of a process back and lets it go for good; of all processes of the run, where
+/// Brings everything of a process back and detaches it for good; of all processes of the run, where
 /// none is named or it is the one that the user started. `progress` is told how many bytes are
 /// still out.
 ///

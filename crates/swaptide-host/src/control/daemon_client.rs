@@ -179,7 +179,7 @@ mod tests {
             until_answered(second, |error| is_cut_short(error) || is_nobody(error), &mut ask).ok(),
             Some(7)
         );
-        // Who has not been there yet is not waited for, and nobody for ever.
+        // One that has not been there yet is not waited for, and none for ever.
         let kind = |result: io::Result<u8>| result.map_err(|error| error.kind());
         let refused = || Err(io::ErrorKind::ConnectionRefused.into());
         assert_eq!(

@@ -16,14 +16,14 @@
 //! | `Ahead` | the thread has forked, or says that it has not (it hangs up) |
 //! | `Birth` | the child stands still at its birth, which may be told of before the fork is |
 //! | `PendingChild` | the child says that its memory is armed, or is gone |
-//! | `Leaving` | the thread, which has not forked, stands still and can be let go |
+//! | `Leaving` | the thread, which has not forked, stands still and can be detached |
 //!
 //! Invariants
 //! 1. A child that cannot be made to begin there is killed before it runs.
 //! 2. The forking thread stands still until its child's memory is armed, or the child is gone.
-//! 3. If the supervisor is killed meanwhile, both are: neither goes on with zeros.
+//! 3. If the supervisor is killed meanwhile, both are: neither continues with zeros.
 //! 4. A child that has not armed its memory after [`REGISTER_TIMEOUT`] is killed, and its parent
-//!    goes on. Time in which it is stopped does not count, nor time in which nobody looked.
+//!    continues. Time in which it is stopped does not count, nor time in which nobody looked.
 //!
 //! Locks: none.
 
@@ -40,7 +40,7 @@ use swaptide_sys::sock::{Conn, poll_readable};
 /// happens.
 const FORK_TIMEOUT: usize = 24;
 /// Forks of one process that are followed at a time. It has one under way, and others that came to
-/// nothing and are being let go; who asks for more wants to keep the supervisor from others.
+/// nothing and are being detached; one that asks for more wants to block the supervisor.
 const MAX_FORKS_PER_PROCESS: usize = 8;
 
 /// How long a child may take to arm its memory. It takes milliseconds.
@@ -93,7 +93,7 @@ struct Fork {
 #[derive(Default)]
 pub struct TracedForks {
     forks: Vec<Fork>,
-    /// Who was born and whose parent's fork was not told of yet.
+    /// Children whose parent's fork was not reported yet.
     born: Vec<u32>,
 }
 
@@ -135,7 +135,7 @@ impl TracedForks {
             return None;
         }
         let parent = seize(tid).ok()?;
-        // Who has gone is told of by the wait.
+        // The wait reports one that has gone.
         let _ = client.send(&[Request::Fork as u8], &[]);
         self.forks.push(Fork { pid, parent, client, entry, frame, stage: Stage::Ahead });
         Some(())
@@ -148,7 +148,7 @@ impl TracedForks {
                 Stage::Arming(arming) => Some(arming.life.as_fd()),
                 _ => None,
             };
-            // Who leaves has hung up, and would be heard for ever.
+            // A leaving thread has hung up, and would be readable for ever.
             let word = (!matches!(fork.stage, Stage::Leaving)).then(|| fork.client.as_fd());
             word.into_iter().chain(life)
         })
@@ -162,13 +162,13 @@ impl TracedForks {
             .or_else(|| self.forks.iter().any(arms).then_some(POLL_INTERVAL))
     }
 
-    /// Looks who has said a word, or is gone. Kills children that take longer than `bound` to arm
-    /// their memory; answers which.
+    /// Looks for children that have sent a word, or are gone. Kills children that take longer than
+    /// `bound` to arm their memory; answers which.
     pub fn attend(&mut self, bound: Duration) -> Vec<u32> {
         let mut killed = Vec::new();
         self.forks.retain_mut(|fork| match &mut fork.stage {
             Stage::Ahead if has_word(fork.client.as_fd()) => {
-                // It has not forked. It is let go when it stands still.
+                // It has not forked. It is detached when it stands still.
                 fork.stage = Stage::Leaving;
                 fork.parent.interrupt().is_ok()
             }

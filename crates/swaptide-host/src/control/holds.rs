@@ -10,12 +10,12 @@
 //!
 //! | on the connection | meaning | what is done |
 //! |---|---|---|
-//! | a byte | the process is let go | the userfaultfd is closed, then the connection |
+//! | a byte | the process is detached | the userfaultfd is closed, then the connection |
 //! | its end | the engine's threads are gone | it is closed as soon as no thread has SIGKILL pending |
 //!
 //! A process ends, or executes another program, by a SIGKILL pending for each of its threads. A
 //! thread that is in a system call keeps it pending until it has left that. So nobody copies when
-//! no thread has it pending. The check is also what lets execve go on: its thread may meet a
+//! no thread has it pending. The check is also what lets execve continue: its thread may meet a
 //! missing page of the old memory (the list of robust mutexes) when no other thread exists.
 //!
 //! Owns: the descriptors, and a thread that waits for the connections. It starts with the first.
@@ -40,7 +40,8 @@ const MAX_HOLDS_PER_PROCESS: usize = 8;
 /// How often the threads of a process without an engine are looked at.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Fields are dropped in this order: who sees the connection end must find the userfaultfd closed.
+/// Fields are dropped in this order: a peer that sees the connection end must find the userfaultfd
+/// closed.
 struct Hold {
     pid: u32,
     _uffd: OwnedFd,
@@ -92,7 +93,7 @@ fn hold(new: &Mutex<Vec<Hold>>, woken: &Conn) {
     let mut holds: Vec<Hold> = Vec::new();
     loop {
         let mut polls: Vec<libc::pollfd> = std::iter::once(woken.as_fd())
-            // Who has hung up would be heard for ever.
+            // A closed connection would be readable for ever.
             .chain(holds.iter().filter(|hold| !hold.is_ending).map(|hold| hold.conn.as_fd()))
             .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
             .collect();

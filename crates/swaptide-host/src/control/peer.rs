@@ -1,4 +1,4 @@
-//! Who asks at the run's socket, by the kernel's word.
+//! The peer at the run's socket, as the kernel reports it.
 //!
 //! Owns the identity of one client: its number, its user, and a descriptor or a start time that
 //! tells whether the number still means the process that connected. All services of the socket that
@@ -29,7 +29,8 @@ use swaptide_sys::sock::{Conn, Sender, poll_readable};
 
 use crate::memctl::processes::descends;
 
-/// In the auxiliary vector: not 0 where the program has other rights than who executed it.
+/// In the auxiliary vector: not 0 where the program has other rights than the process that executed
+/// it.
 const AT_SECURE: u64 = 23;
 
 /// A client.
@@ -43,7 +44,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Who is at the other end, if it is `supervisor` itself or descends from it, and lives.
+    /// The peer, if it is `supervisor` itself or descends from it, and lives.
     pub fn of(conn: &Conn, supervisor: u32) -> Option<Peer> {
         let cred = conn.peer().ok()?;
         // Before Linux 6.5 the number may have passed to another process since it connected; the
@@ -98,8 +99,8 @@ fn is_secure(auxv: &[u8]) -> bool {
     pairs.find(|(key, _)| *key == AT_SECURE).is_none_or(|(_, value)| value != 0)
 }
 
-/// Who opens a page map decides whether it shows physical page numbers, which are not for
-/// everybody.
+/// The process that opens a page map decides whether it shows physical page numbers, which are not
+/// for everybody.
 fn without_physical_numbers<T>(open: impl FnOnce() -> T) -> T {
     let before = capabilities(None);
     if let Ok(sets) = before {

@@ -1,11 +1,11 @@
-//! The door of a run: a socket on which its owner asks what goes on inside.
+//! The control socket of a run: a socket on which its owner asks for its state.
 //!
 //! Owns the directory of the sockets, their names, and what is said: one line of JSON in, one line
-//! of JSON out, both hang up. Here are the questions, the answers and who answers; `client.rs`
-//! asks. The directory is the user's own (mode 0700), the sockets have mode 0600, and who connects
+//! of JSON out, both hang up. Here are the questions, the answers and the server; `client.rs`
+//! asks. The directory is the user's own (mode 0700), the sockets have mode 0600, and a client
 //! must be of the run's user or root.
 //!
-//! A run whose door cannot be opened goes on without one: nothing of it depends on being asked.
+//! A run whose door cannot be opened continues without one: nothing of it depends on being asked.
 //!
 //! Locks: none; the threads ask the keeper through its channel.
 
@@ -34,7 +34,7 @@ use crate::swap::circular;
 use crate::swap::mirror;
 use crate::swap::spec;
 
-/// Who connects sends its line at once, and who is asked answers at once; nobody is waited for
+/// A client sends its line at once, and the server answers at once; neither is waited for
 /// longer.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest request in bytes.
@@ -85,7 +85,7 @@ pub enum Question {
     Preload(String),
     /// The budget.
     Budget,
-    /// Bring everything of a process back and let it go for good; all of a run, if it is the one
+    /// Bring everything of a process back and detach it for good; all of a run, if it is the one
     /// that the user started.
     Detach(u32),
     /// Of a daemon: the runs that it keeps.
@@ -396,7 +396,7 @@ pub(crate) struct RequestHandler<'a> {
     pub keeper: &'a mpsc::Sender<controller::Request>,
     /// The budget, by which a file without a size gets one.
     pub budget: u64,
-    /// Who asks.
+    /// The client.
     pub uid: u32,
     /// Whether that is root, or the user whose run or daemon it is. Others see and steer their own
     /// groups.
@@ -425,7 +425,7 @@ impl RequestHandler<'_> {
             Question::Swapoff(name) => {
                 let mut told = u64::MAX;
                 done(self.areas.remove(&name, |left| {
-                    // Who asked may have gone; it goes on all the same.
+                    // The client may have gone; the work continues all the same.
                     if std::mem::replace(&mut told, left) != left {
                         let _ = send_answer(client, &Answer::Left(left));
                     }
@@ -525,7 +525,7 @@ fn change_readahead(
     Ok(READAHEAD.iter().zip(words).map(|(key, word)| ((*key).to_owned(), shown(word))).collect())
 }
 
-/// A group that is asked for by who may see and steer it.
+/// A group, for a client that may see and change it.
 fn owned(
     keeper: &mut MemoryController,
     path: &str,
@@ -734,7 +734,7 @@ fn detach(
                 }
             ));
         }
-        // Who asked may have gone; it goes on all the same.
+        // The client may have gone; the work continues all the same.
         let _ = send_answer(client, &Answer::Left(now.out));
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -802,6 +802,6 @@ mod tests {
         own(&mine).expect("found");
         let link = scratch.path("link");
         std::os::unix::fs::symlink(&mine, &link).expect("link");
-        assert!(own(&link).is_err(), "who made the link may change where it leads");
+        assert!(own(&link).is_err(), "the maker of the link may change where it leads");
     }
 }

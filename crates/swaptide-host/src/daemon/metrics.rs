@@ -64,7 +64,7 @@ pub fn serve(place: &MetricsPlace, keeper: mpsc::Sender<controller::Request>) ->
     };
     match place {
         MetricsPlace::Socket(path) => {
-            // One that was left behind: who has the state directory is the only one.
+            // One that was left behind: the daemon with the state directory is the only one.
             match std::fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}

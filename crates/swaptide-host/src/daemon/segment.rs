@@ -3,7 +3,7 @@
 //!
 //! A program of a run has the segment open for writing. In a file of a file system it could cut it,
 //! and end everybody by SIGBUS; a memory file whose size is sealed cannot be cut. It has no name,
-//! though, so it is found again by who has it:
+//! though, so it is found again by the processes that have it:
 //! 1. systemd, which keeps descriptors for a service over its restart (`FileDescriptorStoreMax=` in
 //!    the unit);
 //! 2. a process that has it open: both processes of each run's supervisor do;
@@ -204,7 +204,7 @@ fn notify(text: &str, control: &mut SendAncillaryBuffer<'_, '_, '_>) {
         return;
     };
     let bytes = [io::IoSlice::new(text.as_bytes())];
-    // Without it, the segment is found by who has it open.
+    // Without it, the segment is found by the processes that have it open.
     let _ = rustix::net::sendmsg_addr(
         &socket,
         &address,

@@ -3,12 +3,12 @@
 //!
 //! Owns the state directory (mode 0700), the shared segment, and the swap files' names. A daemon
 //! that is killed or stopped takes nothing along: the programs have their own descriptors of
-//! everything and go on with the limits they have. One that is started again maps the same segment,
-//! finds the processes that live, takes back what dead ones had, and goes on.
+//! everything and continue with the limits they have. One that is started again maps the same
+//! segment, finds the processes that live, takes back what dead ones had, and continues.
 //!
 //! A run that joins has its supervisor between its processes and the daemon: they ask it for the
 //! segment and for swap areas as ever, and it asks here. Everybody is known by the credentials of
-//! the socket's peer: the run's processes are those that descend from who joined.
+//! the socket's peer: the run's processes are the descendants of those that joined.
 //!
 //! | module | owns |
 //! |---|---|
@@ -206,7 +206,7 @@ fn set_up(
 }
 
 fn listen(path: &Path) -> io::Result<UnixListener> {
-    // Who has the state directory is the only one; a socket that is there was left behind.
+    // The daemon with the state directory is the only one; a socket that is there was left behind.
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -417,7 +417,7 @@ impl State {
     }
 
     /// Areas, tiers and groups as they were. An area that cannot be opened again takes no more
-    /// pages; who uses it has its own descriptor.
+    /// pages; its users have their own descriptors.
     pub fn restore(&self, areas: &Areas, groups: &mut Groups, segment: &Segment) {
         for kept in &self.areas {
             match kept.open() {
@@ -440,7 +440,7 @@ impl State {
             .collect();
         for id in lost {
             match segment.area(id).state() {
-                // Who has pages there has a descriptor, and moves them.
+                // A process with pages there has a descriptor, and moves them.
                 AreaState::Mirror => {
                     let of: Vec<_> = segment
                         .areas()
@@ -633,7 +633,7 @@ mod tests {
         assert_eq!(
             segment.slot(stranger).pid.load(Relaxed),
             0,
-            "who has not mapped the segment is another process"
+            "a process that has not mapped the segment is another one"
         );
     }
 }

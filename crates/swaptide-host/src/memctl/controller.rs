@@ -1,7 +1,7 @@
 //! The thread that keeps processes within their budgets: those of one run, or of all runs of a
 //! host.
 //!
-//! Owns the members ([`ProcessTree`]), the groups ([`Groups`]) and who is in them
+//! Owns the members ([`ProcessTree`]), the groups ([`Groups`]) and their members
 //! (`Memberships`), the supervisor's side of every process slot, the totals of processes that are
 //! gone, and the swap areas' holes. Each tick it reads what everybody uses, lets [`policy::decide`]
 //! judge, and carries out the decision through the segment: `limit_bytes`, `engage`, the
@@ -13,7 +13,7 @@
 //! 2. An area's bytes are freed only while their extent is kept from everybody
 //!    ([`Segment::while_unheld`]).
 //! 3. Groups and tiers change between two ticks only.
-//! 4. Who is charged or killed is a member of the tree, by the kernel's word; a number in the
+//! 4. Only members of the tree, as the kernel reports it, are charged or killed; a number in the
 //!    segment makes nobody one. What the segment says of amounts is bounded before it is added up
 //!    (docs/segment.md).
 //!
@@ -55,7 +55,7 @@ pub use crate::memctl::reclaim_requests::ReclaimOutcome;
 use crate::memctl::reclaim_requests::ReclaimRequests;
 use crate::memctl::strict::{Excess, Reason};
 
-/// How long who asks the keeper waits for it: a tick of many processes on a busy machine.
+/// How long a client of the controller waits for it: a tick of many processes on a busy machine.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often is looked for runs that are over.
@@ -78,7 +78,7 @@ pub fn ask<T: Send + 'static>(
 ) -> Option<T> {
     let (answer, result) = channel();
     let task = move |keeper: &mut MemoryController| {
-        // Who asked may have stopped waiting.
+        // The client may have stopped waiting.
         let _ = answer.send(f(keeper));
     };
     keeper.send(Request::Do(Box::new(task))).ok()?;
@@ -146,7 +146,7 @@ pub struct MemoryController {
     watches: HashMap<SlotIndex, Watch>,
     pub(super) refused: HashSet<u32>,
     last_tick: Instant,
-    /// Who is seen for the first time from now on was not there before.
+    /// A process that is first seen from now on was not there before.
     pub(super) has_looked: bool,
     pub(super) shared: Option<&'static Shared>,
     /// What the pager of another process can have at most: all memory there is.
@@ -254,7 +254,7 @@ impl MemoryController {
         let dead = self.tree.sample();
         self.places.forget(&dead);
         for pid in self.tree.leaderless() {
-            // If nobody else is left but who hears this, it ends the process.
+            // If no other thread is left, the one that reads this ends the process.
             if let Some(slot) = slots.get(&pid) {
                 self.segment.slot(*slot).signal_leader_exit();
             }
@@ -265,8 +265,8 @@ impl MemoryController {
         let (bounds, nodes) = self.bounds(&members);
         let processes: Vec<Process> =
             members.iter().map(|member| self.judge(member, &nodes, elapsed)).collect();
-        // Not those of whom lives and is no member: what it holds is needed, or somebody has lied,
-        // and then nothing is lost.
+        // Not those of a process that lives and is no member: what it holds is needed, or somebody
+        // has lied, and then nothing is lost.
         let claimed: Vec<(SlotIndex, u32)> =
             self.segment.claimed().map(|(index, slot)| (index, slot.pid.load(Relaxed))).collect();
         for (index, pid) in claimed {
@@ -360,7 +360,7 @@ impl MemoryController {
         self.runs.get(&self.tree.root_of(pid)).map(|kept| kept.run.uid)
     }
 
-    /// What is known of a process; who has none gets its group.
+    /// What is known of a process; one without gets its group.
     fn member(&mut self, pid: u32, slot: Option<SlotIndex>) -> Member {
         let run = self.tree.root_of(pid);
         let group = self.places.look(
@@ -536,7 +536,7 @@ impl MemoryController {
             }
         }
         if kept.totals.strict_kill {
-            // Whom it has started since the last time, too.
+            // Also the processes that it has started since the last time.
             self.tree.kill_all(root);
         }
         if used <= most {
@@ -646,8 +646,8 @@ impl MemoryController {
 
     fn release(&mut self, index: SlotIndex) {
         let pid = self.segment.slot(index).pid.load(Relaxed);
-        // Who came and went between two ticks was seen in no run; where there is only one, it was
-        // that.
+        // A process that came and went between two ticks was seen in no run; where there is only
+        // one, it was that.
         let only = self.runs.keys().next().copied().filter(|_| self.runs.len() == 1);
         let seen =
             self.watches.remove(&index).filter(|watch| watch.pid == pid).map(|watch| watch.run);
@@ -672,7 +672,7 @@ impl MemoryController {
         self.tree.contains(pid)
     }
 
-    /// Moves a process that is kept here to a group, where it and whom it starts from here on stay.
+    /// Moves a process that is kept here to a group, where it and its later children stay.
     pub fn move_process(&mut self, pid: u32, group: GroupIndex) {
         if self.keeps(pid) {
             self.places.fix(pid, group);

@@ -1,6 +1,6 @@
 //! How a budget is divided over a hierarchy of groups and the processes in them. Pure arithmetic.
 //!
-//! Who is to have something says by how much it cannot do with less (its *floor*) and what it would
+//! A member states the least that it needs (its *floor*) and what it would
 //! use beyond that (its *demand*). A group has a *cap*, which nothing goes past, and a *low*
 //! protection: of what its processes use, so much is given before anybody gets by demand.
 //!
@@ -8,8 +8,8 @@
 //! it:
 //! 1. everybody's floor; where even these do not fit, parts of them;
 //! 2. protections, as far as they fit: parts of them, if not;
-//! 3. the rest in proportion to the demand beyond that. Who reaches its cap leaves what it would
-//!    have got to the others.
+//! 3. the rest in proportion to the demand beyond that. A member that reaches its cap leaves what
+//!    it would have got to the others.
 //!
 //! Invariants
 //! 1. Nobody has more than the cap of any group above it, together with everybody else there.
@@ -43,7 +43,7 @@ pub struct Claim {
     pub demand: u64,
 }
 
-/// Somebody who takes part in the division of one group.
+/// A member of the division of one group.
 #[derive(Clone, Copy, Default)]
 struct Part {
     floor: u64,
@@ -346,8 +346,8 @@ mod tests {
 
         #[test]
         fn what_is_free_goes_to_who_wants_it((nodes, claims) in tree(), budget in 0..8000u64) {
-            // Work-conserving: if something is left over, everybody who wants more is below a cap
-            // that is reached.
+            // Work-conserving: if something is left over, every member that wants more is below a
+            // cap that is reached.
             let shares = divide(budget * MIB, &nodes, &claims);
             let left = budget * MIB - shares.iter().sum::<u64>();
             let rounding = (claims.len() + nodes.len()) as u64 * 4;

@@ -1,8 +1,8 @@
 //! Which group each process is in.
 //!
-//! A process that was moved stays where it was put, and whom it starts is there, too. Others are in
-//! the group of their run; or, where their run has none, in that of their cgroup, which is looked
-//! up again from time to time, for processes are moved between cgroups.
+//! A process that was moved stays where it was put, and so do the processes that it starts. Others
+//! are in the group of their run; or, where their run has none, in that of their cgroup, which is
+//! looked up again from time to time, for processes are moved between cgroups.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

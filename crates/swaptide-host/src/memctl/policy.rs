@@ -162,7 +162,7 @@ fn is_in(groups: &[Bounds], mut group: usize, ancestor: usize) -> bool {
     group == ancestor
 }
 
-/// Whom to engage and how much everybody gets; `elapsed` is the time since the last decision.
+/// Which processes to engage, and the share of each; `elapsed` is the time since the last decision.
 pub fn decide(groups: &[Bounds], processes: &[Process], elapsed: Duration) -> Decision {
     let totals = sums(groups, processes.iter().map(|p| (p.group, p.used)));
     let mut engage: Vec<usize> =
@@ -363,7 +363,7 @@ fn targets(shares: &[Bounds], group: &[Process], least: &[u64]) -> Vec<u64> {
     let used: u64 = group.iter().map(|p| p.used).sum();
     let slack = root.saturating_sub(used) / group.len().max(1) as u64;
     let claim = |(p, least): (&Process, &u64)| {
-        // Who presses is to have the least there is, also where it has less so far.
+        // A process with pressure is to have the least there is, also where it has less so far.
         let floor = if p.pressure > 0 { *least } else { floor(p, *least) };
         Claim {
             node: p.group,

@@ -2,7 +2,7 @@
 //!
 //! Owns the set of living members: every descendant of a run's supervisor (the *root*), which is
 //! their subreaper, so that nobody leaves the tree by losing a parent; and, should that be killed,
-//! everything that descends from who was a member. A member is known by its pidfd; its number alone
+//! all descendants of members. A member is known by its pidfd; its number alone
 //! never stands for it.
 //!
 //! What a member uses is its resident anonymous memory. That is one small read (`statm`) except for
@@ -13,7 +13,7 @@
 //! shared page makes two of it, of which only the number of minor faults tells. When one of them
 //! comes or goes, all are read.
 //!
-//! Who runs on another's memory, as between vfork and exec, uses nothing itself.
+//! A process that runs on another's memory, as between vfork and exec, uses nothing itself.
 //!
 //! Invariants
 //! 1. A member is reported dead once, after all its threads are gone, and then it is no member any
@@ -42,7 +42,7 @@ use swaptide_sys::sock::poll_readable;
 const MIN_EXACT_BYTES: u64 = 1 << 20;
 /// How old a proportional size may be at least before it is read again.
 const PSS_AGE: Duration = Duration::from_millis(10);
-/// How long who was found to be of no tree is not looked at again.
+/// How long a process that was found to be of no tree is not looked at again.
 const OUTSIDER_CACHE_AGE: Duration = Duration::from_millis(250);
 /// How often new members are looked for at most.
 const SCAN_AGE: Duration = Duration::from_millis(10);
@@ -248,8 +248,8 @@ impl ProcessTree {
             member.resident >= MIN_EXACT_BYTES
                 && families.get(&member.family).is_some_and(|count| *count > 1)
         };
-        // Who comes or goes changes what all others of its family have for themselves: old numbers
-        // would count pages twice, or not at all.
+        // A process that comes or goes changes what all others of its group have for themselves:
+        // old numbers would count pages twice, or not at all.
         changed.extend(
             self.members
                 .values()
@@ -297,8 +297,8 @@ impl ProcessTree {
         }
     }
 
-    /// Marks those that run on another's memory. Only who was not read yet, or was a guest, can be
-    /// one.
+    /// Marks those that run on another's memory. Only one that was not read yet, or was a guest,
+    /// can be one.
     fn find_guests(&mut self, families: &HashMap<u64, u32>) {
         let mut hosts: Vec<(u32, u64)> = Vec::new();
         for (pid, member) in &mut self.members {
@@ -367,7 +367,7 @@ impl ProcessTree {
         for (_, member) in
             self.members.iter().filter(|(pid, member)| member.root == root && **pid != root)
         {
-            // Who is gone already is no error.
+            // One that is gone already is no error.
             let _ = pidfd_send_signal(member.pidfd.as_fd(), libc::SIGKILL);
         }
     }
@@ -666,7 +666,7 @@ mod tests {
         tree.kill_all(mine.0.id());
         tree.kill_all(0);
         assert!(lives(other.0.id()) && lives(mine.0.id()));
-        assert!(tree.admit_known(other.0.id()), "for whom the kernel's word is had");
+        assert!(tree.admit_known(other.0.id()), "for which the kernel vouches");
         assert_eq!(tree.root_of(other.0.id()), 0, "in nobody's run");
     }
 

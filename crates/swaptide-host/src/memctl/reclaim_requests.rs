@@ -13,7 +13,7 @@ use crate::cgroup::tree::Groups;
 
 /// When nothing has gone out for so long, nothing will.
 const NO_PROGRESS_TIMEOUT: Duration = Duration::from_secs(3);
-/// How often is looked while something goes on.
+/// How often is looked while something is under way.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How often is looked at the most, in any case.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -40,7 +40,7 @@ struct ReclaimRequest {
 pub struct ReclaimRequests(BTreeMap<GroupIndex, ReclaimRequest>);
 
 impl ReclaimRequests {
-    /// Begins; one that goes on in the same group ends with what it has.
+    /// Begins; one that is under way in the same group ends with what it has.
     pub fn begin(
         &mut self,
         group: GroupIndex,
@@ -86,7 +86,7 @@ impl ReclaimRequests {
 
 impl ReclaimRequest {
     fn end(&self, used: u64) {
-        // Who asked may have gone.
+        // The client may have gone.
         let _ = self.done.send(ReclaimOutcome {
             bytes: self.from.saturating_sub(used),
             enough: used <= self.goal,

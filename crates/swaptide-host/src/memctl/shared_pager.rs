@@ -33,7 +33,7 @@ impl Shared {
     }
 
     /// Answers a process's request that concerns shared memory. Without a pager it is hung up on,
-    /// and goes on without.
+    /// and continues without.
     pub fn serve(&self, request: Request, body: &[u8], fd: Option<OwnedFd>, conn: Conn, pid: u32) {
         let pager = match request {
             Request::Region if self.wanted => self.pager.get_or_init(|| self.start()).as_ref(),

@@ -2,8 +2,9 @@
 //!
 //! Owns since when a run is above its budget, and the last look at the shared memory that its
 //! processes have mapped. The memory of a run is all that its processes have resident and
-//! anonymous, managed or not (locked, read-only, of raw clones, of processes that were let go), and
-//! shared memory: what the run's pager has, or what its processes have mapped, whichever is more.
+//! anonymous, managed or not (locked, read-only, of raw clones, of processes that were detached),
+//! and shared memory: what the run's pager has, or what its processes have mapped, whichever is
+//! more.
 //!
 //! A run is ended where
 //! - its memory is above the budget and [`margin`] at every look of [`MAX_EXCESS_TIME`]; or

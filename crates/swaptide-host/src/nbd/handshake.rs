@@ -315,7 +315,7 @@ impl Talk<'_> {
         }
         let config = match self.tls {
             Ok(config) => Arc::clone(config),
-            // It was not fatal when it was found; here is who needs it.
+            // It was not fatal when it was found; here is the code that needs it.
             Err(_) => tls::client_config(self.url)?,
         };
         line.session =

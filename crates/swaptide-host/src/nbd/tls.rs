@@ -1,5 +1,5 @@
-//! TLS for exports: whom to trust, the session, and the thread that pumps between it and a
-//! process's socket.
+//! TLS for exports: the trusted authorities, the session, and the thread that pumps between it and
+//! a process's socket.
 //!
 //! The pump belongs to one connection. It ends when the server hangs up or fails, or when the
 //! process's end is closed and what it sent is out. Its buffers are bounded: it takes no more from
@@ -28,7 +28,7 @@ const MAX_PEM_BYTES: u64 = 4 << 20;
 /// Bytes on their way, in each direction.
 const BUFFER: usize = 64 << 10;
 
-/// Whom to trust and who we are, as the URL says.
+/// Trusted authorities and own certificate, as the URL says.
 ///
 /// # Errors
 /// If a file is missing or has nothing of use, or nobody is trusted.
@@ -211,8 +211,8 @@ impl Pump {
                 PollFd::from_borrowed_fd(self.wire.as_fd(), wire),
                 PollFd::from_borrowed_fd(self.local.as_fd(), local),
             ];
-            // Who is gone stays gone: that is no event to wait for while something else has to
-            // happen first.
+            // A peer that is gone stays gone: that is no event to wait for while something else has
+            // to happen first.
             let polled =
                 if self.hung_up && local.is_empty() { &mut polls[..1] } else { &mut polls[..] };
             match poll(polled, None) {

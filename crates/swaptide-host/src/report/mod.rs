@@ -1,3 +1,3 @@
-//! What a run tells at its end, and what it shows while it goes on.
+//! What a run tells at its end, and what it shows while it runs.
 
 pub mod totals;

@@ -92,7 +92,7 @@ impl Totals {
     }
 
     /// Pages that left memory: compressed, to the file, or as zeros that needed no store. One that
-    /// was compressed and went on to the file later left it once.
+    /// was compressed and continued to the file later left it once.
     pub fn pages_out(&self) -> u64 {
         let out = [Counter::Pswpout, Counter::Zswpout, Counter::SwpoutZero];
         let out = out.into_iter().fold(0u64, |sum, counter| sum.saturating_add(self.get(counter)));
@@ -473,7 +473,7 @@ mod tests {
         for pid in [7, 8] {
             let slot = segment.slot(segment.claim(pid, 0).expect("slot"));
             slot.count(Counter::Engaged, 1);
-            // 40,000 were compressed, of which 10,000 went on to the file; 15,000 went there at
+            // 40,000 were compressed, of which 10,000 continued to the file; 15,000 went there at
             // once.
             slot.count(Counter::Zswpout, 40_000);
             slot.count(Counter::Zswpwb, 10_000);

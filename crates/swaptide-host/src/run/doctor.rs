@@ -19,7 +19,7 @@ use crate::units::human;
 pub enum Forks {
     /// The kernel tells of them.
     Told,
-    /// The supervisor follows who forks.
+    /// The supervisor follows forking threads.
     Followed,
 }
 

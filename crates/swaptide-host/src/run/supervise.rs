@@ -150,7 +150,7 @@ struct PassOn {
     sender: u32,
 }
 
-/// Who keeps a run.
+/// The keeper of a run.
 enum RunMode {
     /// Its own supervisor.
     Alone { areas: Arc<Areas>, groups: Box<Groups>, group: Option<GroupIndex> },
@@ -210,8 +210,8 @@ pub fn run(config: &RunConfig) -> Result<u8, RunError> {
         back => {
             drop(back_end);
             release_streams(&prepared.inherited_fds, &[0, 1]);
-            // A daemon that is started again finds its segment by who has it open; this process has
-            // it should the back be killed.
+            // A daemon that is started again finds its segment by the processes that have it open;
+            // this process has it should the back be killed.
             let kept = matches!(prepared.place, RunMode::Daemon { .. })
                 .then(|| prepared.segment_fd.try_clone());
             std::mem::forget(kept);
@@ -436,7 +436,8 @@ pub(crate) fn set_up_header(segment: &Segment, budget: u64, space: &SwapSpace) -
     for (word, bytes) in header.key.iter().zip(key.chunks_exact(8)) {
         word.store(bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)), Relaxed);
     }
-    // Pairs with the acquire of Segment::open: who sees the magic word sees all that is before it.
+    // Pairs with the acquire of Segment::open: a reader of the magic word sees all that is before
+    // it.
     header.magic.store(MAGIC, Release);
     Ok(())
 }
@@ -615,7 +616,7 @@ struct Beside {
 }
 
 impl Prepared {
-    /// Has the daemon keep who descends from this process.
+    /// Has the daemon keep the descendants of this process.
     fn join(&self) -> io::Result<()> {
         let RunMode::Daemon { join, .. } = &self.place else { return Ok(()) };
         match client::join(join) {
@@ -675,7 +676,7 @@ struct Supervisor {
     channel: Option<Channel>,
     signals: Signals,
     counter: AgentServer,
-    /// Who forks, where the kernel does not tell of it.
+    /// Threads that fork, where the kernel does not report it.
     followed: TracedForks,
     /// Shared memory's pager.
     shared: Option<&'static Shared>,
@@ -683,7 +684,7 @@ struct Supervisor {
     keeper: Option<mpsc::Sender<controller::Request>>,
     /// The program; `None` once it has ended.
     program: Option<u32>,
-    /// Who sent which signal to this process, and when: what somebody sends to the group arrives
+    /// The sender of each signal to this process, and when: what is sent to the group arrives
     /// here as well.
     seen: HashMap<i32, (u32, Instant)>,
     /// What became of the signals that were to end the run.
@@ -809,7 +810,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends who cannot take the signal that was to end the run.
+    /// Ends processes that cannot take the signal that was to end the run.
     fn follow_signals(&mut self) {
         for pid in self.ending.look() {
             self.say(format!(
@@ -830,7 +831,7 @@ impl Supervisor {
     fn listen_to_front(&mut self) {
         let Some(messages) = self.channel.as_mut().and_then(|channel| channel.receive::<PassOn>())
         else {
-            // The front was killed. The tree goes on.
+            // The front was killed. The tree continues.
             self.channel = None;
             return;
         };
@@ -928,13 +929,13 @@ impl Supervisor {
         if let Some(mut channel) = self.channel.take() {
             channel.send(&LauncherMessage::Ended { status, lines, stays });
         }
-        // Nobody's directory is kept busy by who stays behind.
+        // The process that stays behind keeps no directory busy.
         let _ = std::env::set_current_dir("/");
     }
 }
 
 /// Starts the program, which tells the front its own number before it begins: however early this
-/// process is killed, the front knows whom to wait for.
+/// process is killed, the front knows what to wait for.
 fn start(
     prepared: &Prepared,
     inherited: Inherited,

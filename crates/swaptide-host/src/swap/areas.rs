@@ -109,7 +109,7 @@ pub enum AreaError {
         name: String,
         /// Bytes that are still there.
         left: u64,
-        /// Who holds them.
+        /// The holders.
         holders: Vec<u32>,
     },
 }
@@ -282,7 +282,7 @@ impl Areas {
     /// export's extent is trimmed later, should nobody have it then.
     pub fn give_back(self: &Arc<Self>, extent: ExtentId) {
         let is_free = self.segment.while_unheld(extent, || self.punch(extent));
-        // Not before: who trims keeps it from everybody, too.
+        // Not before: trimming keeps it from all others, too.
         if is_free && self.segment.place_of(extent).is_some_and(|place| self.is_far(place.area)) {
             self.trim_later(extent);
         }

@@ -199,7 +199,7 @@ pub fn parse(text: &str) -> Result<Device, DeviceError> {
     } else if let Some(rest) = device.strip_prefix("file:") {
         match rest.rsplit_once(':') {
             _ if rest.is_empty() => return Err(DeviceError::Syntax(text.to_owned())),
-            // Colons may be in a path: what follows the last one is a size unless a path goes on
+            // Colons may be in a path: what follows the last one is a size unless a path continues
             // there.
             Some(("", tail)) if !tail.contains('/') => {
                 return Err(DeviceError::Syntax(text.to_owned()));

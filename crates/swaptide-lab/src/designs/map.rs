@@ -59,7 +59,7 @@ impl SlotMap {
             .all(|byte| byte.load(Ordering::Relaxed) == 0)
     }
 
-    /// Records who is charged for `n` slots from `off`.
+    /// Records the group that is charged for `n` slots from `off`.
     pub fn charge(&self, off: u32, n: u32, group: u16) {
         self.groups[off as usize..(off + n) as usize]
             .iter()

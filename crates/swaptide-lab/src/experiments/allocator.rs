@@ -10,7 +10,7 @@
 //!
 //! swaptide has two names for each place on the device, so no run is hard to find; after each
 //! iteration compaction moves pages out of sparse clusters, which changes their names (the test
-//! keeps who uses each slot) and gives tables back.
+//! keeps the user of each slot) and gives tables back.
 
 use crate::designs::clusters::ClusterAllocator;
 use crate::designs::layers::{Layer, SwapTable};
@@ -109,7 +109,7 @@ impl Test<'_> {
         Some(off)
     }
 
-    /// So many slots were written or freed, and who uses them is noted: from time to time the
+    /// So many slots were written or freed, and their users are noted: from time to time the
     /// background has its turn.
     fn changed(&mut self, n: u32) {
         self.pending += n;

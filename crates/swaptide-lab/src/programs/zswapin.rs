@@ -325,7 +325,7 @@ fn run(case: &Case, plan: &ZswapinPlan, order_0: bool) -> Result<RoundOutcome, S
 /// a pair's half. One round before them is not counted: it fills the target.
 fn run_of_both(case: &Case, plan: &ZswapinPlan, pair: &mut Pair) -> Result<(), String> {
     let all = 1 + 2 * plan.rounds;
-    // Pairs begin with the first counted round; who goes first changes from pair to pair.
+    // Pairs begin with the first counted round; the first side changes from pair to pair.
     let is_base = |round: u32| round % 4 < 2;
     let prepare = |run: u32, round: u32| {
         let order = if is_base(round) { "0" } else { "default" };
@@ -499,7 +499,7 @@ pub fn measure(plan: &ZswapinPlan) -> Result<LabReport, String> {
                 run_of_both(case, plan, &mut pair)?;
                 continue;
             }
-            // Who goes first changes too.
+            // The first side changes too.
             for order_0 in [turn % 2 == 0, turn % 2 != 0] {
                 let side = if order_0 { &mut pair.base } else { &mut pair.ours };
                 side.push(run(case, plan, order_0)?);

@@ -4,7 +4,7 @@
 //! of one open extent; a [`WriteCursor`] is the place in the run that has been reached. When the
 //! open extent has no further run, the next one is an extent of ours that has become sparse, else a
 //! new lease, else (the file may not grow) whichever has room. An extent whose last object is freed
-//! is handed to the caller to be let go.
+//! is handed to the caller to be released.
 //!
 //! A few free blocks are always kept for cleaning, which moves the objects of extents whose blocks
 //! are in use but mostly garbage; a lease is asked for before they are touched.
@@ -114,7 +114,7 @@ pub(super) enum Full {
     Entirely,
 }
 
-/// Who wants room.
+/// The purpose of the room.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) enum Purpose {
     /// A write that has not tried cleaning yet.
@@ -125,7 +125,7 @@ pub(super) enum Purpose {
     Clean,
 }
 
-/// An extent without live objects, to be let go by the caller.
+/// An extent without live objects, to be released by the caller.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub(super) struct FreedExtent {
     pub(super) extent: Extent,

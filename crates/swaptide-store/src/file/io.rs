@@ -241,7 +241,7 @@ impl SwapFile {
                 .build()
                 .user_data(i as u64);
                 // SAFETY: the buffers outlive the request: this function does not return (and the
-                // loop does not go on) before every request has completed.
+                // loop does not continue) before every request has completed.
                 unsafe { ring.submission().push(&read) }
                     .expect("the ring has room for a batch, and is empty between batches");
             }

@@ -211,7 +211,7 @@ impl Router {
         }
     }
 
-    /// Notes a failure that speaks against the device. Not those of who writes: a quota is no more
+    /// Notes a failure that speaks against the device. Not those of the writer: a quota is no more
     /// room, and a limit on the size of files (`RLIMIT_FSIZE`) is this process's alone.
     fn judged<T>(&self, area: u8, result: Result<T, Errno>) -> Result<T, Errno> {
         let result =

@@ -181,7 +181,7 @@ struct Source {
     rotational: bool,
     /// Those from this one on lie on another device.
     second: Option<u32>,
-    /// Who gives back a shared extent last has it again, to punch it.
+    /// The process that gives back a shared extent last has it again, to punch it.
     retakes: bool,
     /// This process may write to none of them.
     barred: Arc<AtomicBool>,

@@ -46,7 +46,7 @@ impl Failure {
     pub(super) fn errno(self) -> Errno {
         match self {
             Failure::Refused(errno) => errno,
-            // No server can say this: who asked can tell it from a refusal.
+            // No server can say this: the caller can tell it from a refusal.
             Failure::Unreachable => Errno::TIMEDOUT,
         }
     }
@@ -355,7 +355,7 @@ impl RequestBatch<'_, '_> {
                 continue;
             }
             // After what has come was heard: this thread may be the one that is late. And also
-            // then: who talks on and on has not answered yet.
+            // then: a server that sends without end has not answered yet.
             if self.connections[i].under_way() > 0
                 && now().since(self.connections[i].calm()) >= limit
             {

@@ -393,8 +393,8 @@ fn patience_ends_and_writes_do_not_try_for_a_while_then() {
     let start = Instant::now();
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));
     assert!(start.elapsed() >= patience);
-    // The server is back, but that takes a while to be noticed by those who can go elsewhere; reads
-    // try at once.
+    // The server is back, but that takes a while to be noticed by those that can go elsewhere;
+    // reads try at once.
     refuse.store(0, SeqCst);
     let dialed = lab.dialed.load(SeqCst);
     assert_eq!(nbd.write_at(0, &[1; 4096]), Err(Errno::TIMEDOUT));

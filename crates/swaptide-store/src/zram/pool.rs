@@ -415,7 +415,7 @@ impl Pool {
     /// free.
     ///
     /// `moved` is told of every object's new place. Returns the bytes copied, or `None` when no
-    /// block can be freed so. `cursor` remembers the class to go on with.
+    /// block can be freed so. `cursor` remembers the class to continue with.
     pub(super) fn compact_one(
         &mut self,
         cursor: &mut usize,

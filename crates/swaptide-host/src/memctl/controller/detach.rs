@@ -1,4 +1,4 @@
-//! Letting processes go: their limit is lifted, everything comes back, and they go on without an
+//! Letting processes go: their limit is lifted, everything comes back, and they continue without an
 //! engine.
 //!
 //! It is refused where what is out does not fit into the machine, or into the cgroup, and stopped
@@ -25,7 +25,7 @@ pub struct Detaching {
     pub processes: usize,
     /// Bytes of them that are still out.
     pub out: u64,
-    /// There is too little memory to go on.
+    /// There is too little memory to continue.
     pub short: bool,
 }
 
@@ -89,7 +89,7 @@ impl MemoryController {
         }
     }
 
-    /// The processes of a run that can be let go, or one of them.
+    /// The processes of a run that can be detached, or one of them.
     pub fn detachable(&self, pid: u32) -> BTreeSet<u32> {
         let is_run = self.runs().any(|run| run.front == pid || run.root == pid);
         let root = self.run_of(pid).map(|run| run.root);

@@ -24,11 +24,11 @@ use crate::cgroup::psi::Part;
 use crate::memctl::controller::{Member, MemoryController, Node};
 use crate::memctl::policy::{self, Process, RecentSum, Sharing, StableMin, Standing};
 
-/// Who shares so much with another, and has as much in compressed memory, is of a family; it stays
-/// one as long as it shares half of that.
+/// A process that shares this much with another, and has as much in compressed memory, is of a
+/// copy-on-write group; it stays one as long as it shares half of that.
 const MIN_COW_GROUP_BYTES: u64 = 8 << 20;
 
-/// A wait that goes on for so long may be that of a process which is stopped: then it is none.
+/// A wait that continues for so long may be that of a process which is stopped: then it is none.
 const LONG_STALL: Duration = Duration::from_millis(100);
 
 /// What the keeper knows of a slot between two ticks.
@@ -108,7 +108,7 @@ fn standing(slot: &ProcSlot) -> Standing {
 }
 
 impl MemoryController {
-    /// What is divided: processes that were let go take nothing of the budget, or those that are
+    /// What is divided: processes that were detached take nothing of the budget, or those that are
     /// still managed would have to pay for them.
     pub(super) fn counted(&self, members: &[Member], processes: &[Process]) -> Vec<Process> {
         let is_let_go = |member: &Member| {
@@ -212,7 +212,7 @@ impl MemoryController {
         let moves =
             [&slot.managed_bytes, &slot.shared_bytes, &slot.pool_bytes].map(ProcSlot::bytes);
         let fixed = moves.iter().fold(used, |rest, bytes| rest.saturating_sub(*bytes));
-        // Who waits for a slow device moves few bytes, and wants what is out no less.
+        // A process that waits for a slow device moves few bytes, and wants what is out no less.
         let pressure = watch.pressure.max(watch.stalled_lately.of_bytes(swapped));
         // Of compressed memory its own part, at least half; and a little to work with.
         let own = pool - shared.min(pool / 2);
@@ -253,7 +253,7 @@ impl MemoryController {
             .grown(member.pid)
             .map(|bytes| bytes as i64 - (unshared * PAGE_SIZE as u64) as i64);
         let before = std::mem::replace(&mut watch.grown, grown);
-        // Who begins to share had all that before.
+        // A process that begins to share had all that before.
         let copied = grown.zip(before).map_or(0, |(grown, before)| (grown - before).max(0) as u64);
         let shared = self.tree.shared(member.pid);
         let lasting = watch.lasting.follow(shared, elapsed);

@@ -13,7 +13,7 @@ fn no_areas(segment: &'static Segment) -> Arc<Areas> {
     Arc::new(Areas::new(segment))
 }
 
-/// One that keeps the child and whom it starts: they are this process's.
+/// One that keeps the child and its descendants: they are this process's.
 fn keeper(
     child: &Child,
     segment: &'static Segment,
@@ -150,7 +150,7 @@ fn who_waits_for_a_slow_device_presses_for_what_is_out_though_few_bytes_move() {
     assert_eq!(pressure(&mut keeper), 0);
     slot.count(Counter::StallUs, 1_000_000);
     assert!((40..50).contains(&pressure(&mut keeper)), "half of the time, since two seconds");
-    // A wait that goes on.
+    // A wait that continues.
     slot.stalled_since.store(now().0 - 3_000_000_000, Relaxed);
     assert!(pressure(&mut keeper) > 85);
     // It ends, and was counted.

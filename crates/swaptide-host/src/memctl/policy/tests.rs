@@ -139,7 +139,8 @@ fn a_process_with_pressure_wins_memory_from_an_idle_one_and_no_byte_is_given_twi
         let given = limits(&whole(share), &group, TICK);
         for (p, limit) in group.iter_mut().zip(given) {
             p.limit = limit;
-            // Who may use more, and has pressure, does; who is over its limit shrinks at once.
+            // A process that may use more, and has pressure, does; one over its limit shrinks at
+            // once.
             p.used = if p.pressure > 0 { limit } else { p.used.min(limit) };
         }
         assert!(group.iter().map(|p| p.used).sum::<u64>() <= share);
@@ -240,7 +241,7 @@ fn when_nothing_is_left_everybody_keeps_its_floor() {
     assert_eq!(
         limits(&whole(16 * MIB), &group, TICK).iter().min(),
         Some(&(3 * MIB)),
-        "who uses less than its floor keeps that"
+        "a process that uses less than its floor keeps that"
     );
 }
 

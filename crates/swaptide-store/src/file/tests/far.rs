@@ -1,11 +1,11 @@
-//! Pages that a server alone has: who waits for it, and what is known of a slot meanwhile.
+//! Pages that only a server has: which reads wait for it, and what is known of a slot meanwhile.
 
 use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
 
-/// A disk whose reads (or writes) of one extent wait until they may go on.
+/// A disk whose reads (or writes) of one extent wait until they may continue.
 struct Slow {
     disk: Disk,
     extent: u64,
@@ -39,7 +39,7 @@ impl BlockIo for Slow {
     }
 }
 
-/// A device on one, what tells that somebody waits, and what lets him go on.
+/// A device on one, what tells that somebody waits, and what lets him continue.
 fn slow(writes: bool) -> (FileDevice, mpsc::Receiver<()>, mpsc::Sender<()>) {
     let ((begun, has_begun), (let_go, go)) = (mpsc::channel(), mpsc::channel());
     let slow = Slow {
