@@ -55,7 +55,7 @@ class MemoryCgroup:
 
     def failed(self):
         """Times a charge met the limit: something was reclaimed (a page of a file, say), or
-        somebody was ended.
+        a process was ended.
         """
         return (
             int((self.place / "memory.failcnt").read_text())
@@ -71,7 +71,7 @@ class MemoryCgroup:
 
 @contextmanager
 def memory_cgroup(case, size):
-    """A memory cgroup with a hard limit of so many bytes, or None where there can be none."""
+    """A memory cgroup with a hard limit of `size` bytes, or None where none can be made."""
     old = ROOT / "memory"
     is_old = (old / "memory.limit_in_bytes").exists()
     place = (old if is_old else ROOT) / f"swaptide-{os.getpid()}-{case.name}"

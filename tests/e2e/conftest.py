@@ -224,10 +224,11 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    why = None
     try:
         case.perform(lambda: pyfuncitem.obj(**arguments))
     except Failure as failure:
-        pytest.fail(str(failure), pytrace=False)
+        why = str(failure)
     finally:
         said = f"{case.wall:.1f} s, peak {case.peak / MIB:.1f} MiB of {case.budget}"
         if case.first_try:
@@ -236,6 +237,8 @@ def pytest_pyfunc_call(pyfuncitem):
         if case.directory.exists():
             case.note(f"files: {case.directory}")
         pyfuncitem.user_properties.append(("notes", "\n".join(case.notes)))
+    if why is not None:
+        pytest.fail(why, pytrace=False)
     return True
 
 

@@ -30,6 +30,8 @@ from processes import Sampler, descendants, describe_tree, is_zombie, kill_tree,
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 NATIVE = "native"
+BUDGET = object()
+"""As `ram`: that of the case."""
 
 
 class Failure(AssertionError):
@@ -309,6 +311,11 @@ class Case:
         program = Program(self, process, directory, report, native)
         self._started.append(program)
         return program
+
+    def command(self, *words, ram=BUDGET, options=()):
+        """The words of `swaptide run` with the case's budget, to be started by other means."""
+        memory = [] if ram is None else ["--ram", f"{self.budget}M" if ram is BUDGET else ram]
+        return [str(word) for word in (self.swaptide, "run", *memory, *options, "--", *words)]
 
     def run(self, argv, *, status=0, **how):
         """Runs `argv` to its end and judges it."""

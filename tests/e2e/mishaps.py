@@ -11,7 +11,7 @@ from servers import Misbehaving
 
 EXTENT = 2 * MIB
 
-# Mishaps of every kind of plan, one of so many requests; and the areas besides the export.
+# The mishaps of each plan, one in N requests; and the areas it has besides the export.
 PLANS = {
     # The way to the server, and the server as a whole: nothing is lost, and there is nowhere else
     # to go.
@@ -48,7 +48,7 @@ PLANS = {
         },
         ("mirror",),
     ),
-    # The same without a mirror: its reader gets a bus error, or nobody ever wanted it; nothing is
+    # The same without a mirror: its reader gets a bus error, or it is never read; nothing is
     # wrong.
     "lies": ({"lost": 400, "damaged": 400, "cut": 90, "late": 60}, ("file",)),
 }
@@ -60,7 +60,7 @@ MOST_PAST_BUDGET = 24 * MIB
 
 def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     """One program with one server. Gives what went wrong there, and how the program ended."""
-    mishaps, beside = PLANS[plan]
+    mishaps, others = PLANS[plan]
     if seconds < 10:
         # What is stood still for is not what the case is short for.
         mishaps = {
@@ -73,9 +73,9 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     local.mkdir()
     server = Misbehaving(case, f"server-{number}", seed, mishaps)
     try:
-        mirror = f",mirror={local}" if "mirror" in beside else ""
+        mirror = f",mirror={local}" if "mirror" in others else ""
         options = ["--swap", "zram:4M", "--swap", f"{server.url()},prio=9{mirror}", "--group", "/g"]
-        if "file" in beside:
+        if "file" in others:
             options += ["--swap", f"file:{local}:1G,prio=1"]
         done = case.start(
             [case.binary(program[0]), megabytes, seconds, seed, *program[1:]], options=options
@@ -91,7 +91,7 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     poisoned = done.report["errors"]["pages_poisoned"]
     if plan == "lies" and poisoned:
         assert done.status == status_of_signal(signal.SIGBUS), (
-            f"{poisoned} pages were lost and nobody was told: {said}"
+            f"{poisoned} pages were lost without a bus error: {said}"
         )
     else:
         assert poisoned == 0, f"{poisoned} pages were lost: {said}"
@@ -103,15 +103,15 @@ def run_with_mishaps(case, number, plan, program, megabytes, seconds, seed):
     missing = [
         kind for kind in mishaps if kind not in ("structured", "latest") and not counts.get(kind)
     ]
-    # Who was ended by the first damaged page may not have come to the others.
+    # A program that the first damaged page ended may not have come to the others.
     assert not missing or seconds < 10 or poisoned, f"nothing of {missing} has happened: {said}"
     assert (
         sum(counts.get(kind, 0) for kind in mishaps) >= 10 and done.report["stats"]["pswpin"] > 200
     ), f"hardly used: {said}, {done.report['stats']}"
-    # Nothing is held by who is gone, wherever it was.
+    # What has ended holds nothing, wherever it was.
     held = {group["path"]: group["values"]["swap.current"] for group in done.report["groups"]}
     # One extent of the export may be kept from everybody at this moment, because its server is
-    # being told that nobody needs it.
+    # being told to trim it.
     used = {
         device["type"]: device["used_bytes"]
         for device in done.report["devices"]

@@ -13,17 +13,17 @@
     short       a read's answer ends in the middle, and so does the connection
     late        the answer comes 20 ms and more later, others before it
     noise       bytes come that belong to nothing
-    stranger    an answer comes to a request that nobody made
+    stranger    an answer comes to a request that was not made
     shutdown    the server says that it shuts down, and hangs up
     flipped     a read's answer has wrong bits; the next one is right
     lost        a write is answered, and not done
     damaged     a write is done with wrong bits
 
-With `away` it is gone every other second or so, socket and all connections, for up to so many
-seconds; with `hangs` it answers nobody for as long. Late answers are at most `latest` seconds late
-(0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in
-chunks, in any order. Nothing goes wrong before the first write. On SIGTERM it prints how often what
-happened, as JSON, and ends.
+With `away` it is gone every other second or so, socket and all connections, for up to that many
+seconds; with `hangs` it answers no request for as long. Late answers are at most `latest` seconds
+late (0.4). What a trimmed range held is overwritten with noise. With `structured=1` it answers in
+chunks, in any order. Nothing goes wrong before the first write. On SIGTERM it prints how often each
+mishap happened, as JSON, and ends.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Server:
         self.lock = threading.Lock()
         self.connections = set()
         self.number = 0
-        # Clear while it answers nobody.
+        # Clear while it answers no request.
         self.answers = threading.Event()
         self.answers.set()
         self.listener = None
@@ -76,7 +76,7 @@ class Server:
 
     def open(self):
         listener = socket.socket(socket.AF_UNIX)
-        # A client that finds the path finds a listener.
+        # A client that finds the path finds a server that listens.
         listener.bind(self.path + ".new")
         listener.listen(64)
         os.rename(self.path + ".new", self.path)
@@ -85,7 +85,7 @@ class Server:
 
     def close(self):
         os.unlink(self.path)
-        # Who accepts is woken by this alone.
+        # Only this wakes a thread in accept.
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
         with self.lock:
@@ -218,7 +218,7 @@ class Connection:
             OF_READS if command == READ else OF_WRITES if command == WRITE else OF_ANY
         )
         self.server.count(("reads", "writes", "", "flushes", "trims")[command])
-        # Sometimes it is done, and nobody hears of it.
+        # Sometimes it is done, and no answer says so.
         done = mishap not in ("refused", "full", "shutdown", "lost") and not (
             mishap == "cut" and self.chance.random() < 0.5
         )

@@ -55,6 +55,15 @@ def descendants(pid):
     return found
 
 
+def open_files(pid):
+    """Each open file of a process: its path in /proc, and what it is."""
+    for fd in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
+        path = f"/proc/{pid}/fd/{fd}"
+        # It may be closed by now.
+        with contextlib.suppress(OSError):
+            yield path, os.readlink(path)
+
+
 def status_fields(process):
     """/proc/PROCESS/status as a dictionary of strings; a thread is named PID/task/TID."""
     fields = {}
@@ -110,8 +119,8 @@ def kill_tree(pid):
 
 
 def reap_orphans(but=()):
-    """Collects the zombies that became children of the suite, except those in `but`, which somebody
-    waits for.
+    """Collects the zombies that became children of the suite, except those in `but`, which are
+    waited for.
     """
     for child in children(os.getpid()):
         if child not in but and is_zombie(child):

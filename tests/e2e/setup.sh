@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by ./check and ./demo: finds cargo, installs the Debian packages whose programs are
 # missing. It says what it does and asks nothing.
 
@@ -9,7 +10,7 @@ command -v cargo >/dev/null 2>&1 || PATH="$HOME/.cargo/bin:$PATH"
 need() {
     local pair missing=()
     if ! command -v cargo >/dev/null 2>&1; then
-        echo "setup: cargo is not installed; install a Rust toolchain (rustup) and run this again" >&2
+        echo "setup: cargo is not installed; install Rust (rustup) and run this again" >&2
         return 1
     fi
     for pair in "$@"; do
@@ -33,8 +34,10 @@ need() {
     echo "setup: installing ${missing[*]}"
     # RUNLEVEL=1: redis-server's package starts no service of its own.
     local env=(env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1)
-    "${as_root[@]}" "${env[@]}" apt-get update -qq </dev/null >/dev/null || echo "setup: apt-get update failed; trying with what is known" >&2
-    if ! "${as_root[@]}" "${env[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" </dev/null >/dev/null; then
+    "${as_root[@]}" "${env[@]}" apt-get update -qq </dev/null >/dev/null ||
+        echo "setup: apt-get update failed; trying with what is known" >&2
+    local install=(apt-get install -y -qq --no-install-recommends)
+    if ! "${as_root[@]}" "${env[@]}" "${install[@]}" "${missing[@]}" </dev/null >/dev/null; then
         echo "setup: apt-get could not install ${missing[*]}" >&2
         return 1
     fi
@@ -52,28 +55,56 @@ need_component() {
     }
 }
 
+# Tools written in Python, or packaged as such, that the machine lacks or has in another version.
+tools=target/tools
+
 # need_pytest: a Python with pytest, as $python: the one in use, Debian's, or one in target/tools.
 need_pytest() {
-    for python in python3 /usr/bin/python3 target/tools/bin/python3; do
+    for python in python3 /usr/bin/python3 "$tools/bin/python3"; do
         "$python" -m pytest --version >/dev/null 2>&1 && return 0
     done
     python=/usr/bin/python3
-    need pytest:python3-pytest 2>/dev/null && "$python" -m pytest --version >/dev/null 2>&1 && return 0
-    python=target/tools/bin/python3
-    need_tool pytest 'pytest>=7.2'
+    need no-pytest:python3-pytest && "$python" -m pytest --version >/dev/null 2>&1 && return 0
+    python=$tools/bin/python3
+    pip_install 'pytest>=7.2'
 }
 
-# need_tool NAME REQUIREMENT: a program written in Python, or packaged as such, in target/tools/bin.
-need_tool() {
-    local tools=target/tools
-    if [ ! -x "$tools/bin/pip" ]; then
-        python3 -m venv "$tools" >/dev/null 2>&1 || {
-            need "venv of $tools:python3-venv" && python3 -m venv --clear "$tools" >/dev/null
-        } || return 1
+# need_tools FILE: the programs of a list of NAME==VERSION, for `tool`.
+need_tools() {
+    local name version missing=()
+    while IFS='=' read -r name _ version; do
+        case $name in
+            '' | '#'*) ;;
+            *)
+                [[ $(tool "$name" --version 2>/dev/null) = *"$version"* ]] ||
+                    missing+=("$name==$version")
+                ;;
+        esac
+    done <"$1"
+    [ ${#missing[@]} -eq 0 ] || pip_install "${missing[@]}"
+}
+
+# tool_path NAME: the path of a program of need_tools.
+tool_path() {
+    if [ -x "$tools/bin/$1" ]; then echo "$tools/bin/$1"; else command -v "$1"; fi
+}
+
+# tool NAME ARGUMENTS...: runs a program of need_tools.
+tool() {
+    local path
+    path=$(tool_path "$1") || return 127
+    shift
+    "$path" "$@"
+}
+
+# pip_install REQUIREMENT...: into target/tools.
+pip_install() {
+    echo "setup: installing $* into $tools"
+    if [ ! -x "$tools/bin/pip" ] && ! python3 -m venv "$tools" >/dev/null 2>&1; then
+        need no-venv:python3-venv && python3 -m venv --clear "$tools" >/dev/null || return 1
     fi
-    echo "setup: installing $2 into $tools"
-    "$tools/bin/pip" install --quiet --disable-pip-version-check "$2" </dev/null || {
-        echo "setup: pip could not install $2" >&2
+    "$tools/bin/pip" install --quiet --disable-pip-version-check "$@" </dev/null || {
+        echo "setup: pip could not install $*" >&2
         return 1
     }
 }

@@ -10,7 +10,7 @@ import pytest
 def debian_source(package, directory):
     """Unpacks the source of `package` as its authors gave it out into `directory`, and gives its
     path there. Apt is asked with settings and a state of its own, so that nothing of the machine's
-    changes and nobody needs to be root. Raises Skip where it is not to be had."""
+    changes and it takes no root. The case is skipped where it is not to be had."""
     for name in ("sources", "lists/partial", "cache/archives/partial"):
         (directory / name).mkdir(parents=True)
     parts = directory / "sources"

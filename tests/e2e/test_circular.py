@@ -34,19 +34,7 @@ def swapon(case, pid, area):
 
 
 def started(case, script, *words):
-    run = [
-        case.swaptide,
-        "run",
-        "--ram",
-        f"{case.budget}M",
-        "--swap",
-        "zram:4M",
-        "--",
-        case.python,
-        "-c",
-        script,
-        *words,
-    ]
+    run = case.command(case.python, "-c", script, *words, options=["--swap", "zram:4M"])
     return subprocess.Popen(
         [str(word) for word in run],
         stdin=subprocess.PIPE,

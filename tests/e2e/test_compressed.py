@@ -21,21 +21,18 @@ def test_zswap_limit(case):
     percent = 15
 
     def once(data, order, options, shared=False, stale="0"):
-        words = [
+        words = case.command(
             case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--report",
-            report,
-            "--swap",
-            f"zram:1G{options}",
-            "--swap",
-            f"file:{case.directory}",
-            *(["--shared"] if shared else []),
-            "--",
-            case.swaptide,
-        ]
+            options=[
+                "--report",
+                report,
+                "--swap",
+                f"zram:1G{options}",
+                "--swap",
+                f"file:{case.directory}",
+                *(["--shared"] if shared else []),
+            ],
+        )
         words += [
             "lab-work",
             "--target",
@@ -103,7 +100,7 @@ def test_zswap_limit(case):
     assert "max_pool_percent" not in result["devices"][0], f"{said}: {result['devices']}"
 
 
-# Grows by so many MiB as each line says, three quarters of every page zeros; what it has is looked
+# Grows by as many MiB as each line says, three quarters of every page zeros; what it has is looked
 # at when no more lines come.
 GROWS = """if True:
     import mmap, os, sys
@@ -154,7 +151,7 @@ def test_zswap_groups(case):
 
         return ctl, grow, stats, ends
 
-    # Bounded: what does not fit goes on to the file.
+    # Bounded: what does not fit goes to the file.
     most = 3 * MIB
     ctl, grow, stats, ends = under_way()
     ctl("group", "/a", f"zswap.max={most}")

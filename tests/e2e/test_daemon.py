@@ -41,7 +41,7 @@ def test_daemon_joins(case):
         f"a second daemon: {second}"
     )
     refused = subprocess.run(
-        [case.swaptide, "run", "--swap", "zram:8M", "--", "true"],
+        case.command("true", ram=None, options=["--swap", "zram:8M"]),
         env=daemon.env,
         capture_output=True,
         text=True,
@@ -184,7 +184,9 @@ def test_daemon_shared(case):
         f"/b usually had {usual >> 20} MiB of 64, more than {often >> 20} in a look of twenty, "
         f"and {most >> 20} at most"
     )
-    until(case, "nothing held by who is gone", lambda: daemon.ctl.value("/b", "swap.current") == 0)
+    until(
+        case, "nothing held by what has ended", lambda: daemon.ctl.value("/b", "swap.current") == 0
+    )
     daemon.stop()
 
 
@@ -450,7 +452,7 @@ def kill_at_random(case, seconds):
     until(case, "no run", lambda: listed(daemon) == [])
     until(case, "no charge", lambda: daemon.ctl.value("/", "swap.current") == 0)
     used = [view["used_bytes"] for view in json.loads(daemon.ctl("devices", "--json"))]
-    assert used == [0, 0, 0], f"extents that nobody has: {used}"
+    assert used == [0, 0, 0], f"extents without an owner: {used}"
     assert killed > 0, "no server was killed"
     case.note(f"{finished} programs came to their end, servers were killed {killed} times")
     daemon.stop()

@@ -126,9 +126,7 @@ def test_detach_twice(case):
     program = case.start([case.python, PRESSURE, 100, "wait"])
     inside = wait_for_line(case, program, "ready").split()[1]
     status, _, errors = ctl("detach", "1")
-    assert status == 2 and len(errors.splitlines()) == 1, (
-        f"a process of nobody's: {status} {errors}"
-    )
+    assert status == 2 and len(errors.splitlines()) == 1, f"a process of no run: {status} {errors}"
     status, _, errors = ctl("detach", inside)
     assert status == 0 and errors == "", f"detach: {status} {errors}"
     assert not is_armed(int(inside)), "some of it is still registered"

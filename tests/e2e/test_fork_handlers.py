@@ -36,7 +36,7 @@ def agent_log(case):
 
 
 def logged(case, **more):
-    """An environment in which the agent writes its log, for any user of the program."""
+    """An environment in which the agent writes its log, as whichever user the program runs."""
     log = case.directory / "agent.log"
     log.touch()
     log.chmod(0o666)
@@ -115,19 +115,7 @@ def test_fork_fails(case):
     expected = {7: ("child 0", ""), 8: ("child 9", "was killed")}
     started = {}
     for kind in expected:
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--quiet",
-            "--",
-            case.binary("forklock"),
-            48,
-            1,
-            case.seed,
-            "once",
-        ]
+        words = case.command(case.binary("forklock"), 48, 1, case.seed, "once", options=["--quiet"])
         started[kind] = subprocess.Popen(
             [str(word) for word in words],
             stdout=subprocess.PIPE,
@@ -193,19 +181,7 @@ def end_in_stages(case, stages):
     """
     programs = {}
     for kind, mode in stages:
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--quiet",
-            "--",
-            case.binary("forklock"),
-            48,
-            1,
-            case.seed,
-            mode,
-        ]
+        words = case.command(case.binary("forklock"), 48, 1, case.seed, mode, options=["--quiet"])
         programs[kind, mode] = subprocess.Popen(
             [str(word) for word in words],
             stdout=subprocess.PIPE,
@@ -214,7 +190,7 @@ def end_in_stages(case, stages):
             stdin=subprocess.DEVNULL,
             env={**os.environ, "SWAPTIDE_TEST_FAIL": str(kind)},
         )
-    words = [case.swaptide, "run", "--ram", "32M", "--quiet", "--", case.python, "-c", IGNORES]
+    words = case.command(case.python, "-c", IGNORES, ram="32M", options=["--quiet"])
     ignores = subprocess.Popen(
         [str(word) for word in words], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
     )

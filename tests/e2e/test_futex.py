@@ -46,7 +46,7 @@ def ends_with(case, kind, mode, stderr, statuses):
     """A program whose engine ends, with a standard error that does not take the message: it ends
     all the same.
     """
-    words = [case.swaptide, "run", "--ram", f"{case.budget}M", "--quiet", "--"]
+    words = case.command(options=["--quiet"])
     words += [case.binary(mode[0]), 96, 20, case.seed, *mode[1:]]
     started = time.monotonic()
     program = subprocess.Popen(
@@ -69,7 +69,7 @@ def ends_with(case, kind, mode, stderr, statuses):
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_ends_full_pipe(case):
-    """Standard error is a pipe that is full, and nobody reads it before the program has ended."""
+    """Standard error is a pipe that is full, and is not read before the program has ended."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     try:

@@ -220,7 +220,7 @@ def test_swap_high(case):
         return int(json.loads(ctl("stats", "--json"))["stats"]["swap_high_waits"])
 
     free = min(grows() for _ in range(3))
-    assert waits() == 0, "somebody waited without a bound"
+    assert waits() == 0, "a thread waited without a bound"
     swap = until(case, "swapped pages", lambda: ctl.value("/a", "swap.current"))
     ctl("group", "/a", f"swap.high={swap * 10 // 11}")
     time.sleep(0.3)
@@ -247,7 +247,7 @@ def test_swap_high(case):
 
 @pytest.mark.swaptide(budget=96, allowance=8, forks=True, native=False)
 def test_shares(case):
-    """Two groups of one run: a maximum holds while another group has none, and what is kept for a
+    """Two groups of one run: a maximum holds next to a group without one, and what is kept for a
     group stays with it.
     """
     config = case.directory / "groups.toml"
@@ -256,7 +256,7 @@ def test_shares(case):
     broken = case.directory / "broken.toml"
     broken.write_text('ram = "64M"\n[groups."/x"]\nram.most = 1\n')
     refused = subprocess.run(
-        [case.swaptide, "run", "--config", broken, "--", "true"], capture_output=True, text=True
+        case.command("true", ram=None, options=["--config", broken]), capture_output=True, text=True
     )
     assert (
         refused.returncode == 2 and "broken.toml:3: " in refused.stderr and "most" in refused.stderr

@@ -64,7 +64,7 @@ def test_network(case):
         server.image = occupied
         server.start()
         refused = subprocess.run(
-            [case.swaptide, "run", "--swap", server.url(), "--", "true"],
+            case.command("true", ram=None, options=["--swap", server.url()]),
             capture_output=True,
             text=True,
         )
@@ -77,7 +77,7 @@ def test_network(case):
 
 def lose_mirrored_server(case, modes):
     """A network export with a mirror: its server is killed for good in the middle, nothing is lost
-    and nobody waits for it.
+    and no thread waits for it.
     """
     local = case.directory / "local"
     local.mkdir()
@@ -142,8 +142,8 @@ def test_full_network_mirror(case):
 
 @pytest.mark.swaptide(budget=16, limit=120, needs=("nbdkit",), allowance=128, native=False)
 def test_far(case):
-    """A server that takes 20 ms to answer: threads wait for it side by side, and who wants nothing
-    of it does not wait, though it stands still for 3 s.
+    """A server that takes 20 ms to answer: threads wait for it at the same time, and a thread
+    that needs nothing of it does not wait, though it stands still for 3 s.
     """
     server = Server(case, filters=["--filter=delay"], parameters=["rdelay=20ms"])
     options = ["--swap", "zram:2M", "--swap", server.url()]
@@ -169,7 +169,9 @@ def test_far(case):
             if mode:
                 continue
             turn = int(done.text().split("longest turn ")[1].split()[0])
-            assert turn < 1500, f"who wants nothing of the server waited for it for {turn} ms"
+            assert turn < 1500, (
+                f"a thread that needs nothing of the server waited for it for {turn} ms"
+            )
             # One after the other, there would be time for 50 in a second.
             served = report["stats"]["pswpin"]
             assert served > 2000, (
@@ -177,19 +179,7 @@ def test_far(case):
                 f"other"
             )
         # A thread that is gone with what others wait for: the process ends with a message.
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--quiet",
-            *options,
-            "--",
-            case.binary("far"),
-            40,
-            8,
-            case.seed,
-        ]
+        words = case.command(case.binary("far"), 40, 8, case.seed, options=["--quiet", *options])
         done = subprocess.run(
             [str(word) for word in words],
             capture_output=True,

@@ -31,17 +31,7 @@ def test_swap_in(case):
         return seen, said
 
     def once(data, order, *options, stale):
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--report",
-            report,
-            *options,
-            "--",
-            case.swaptide,
-        ]
+        words = case.command(case.swaptide, options=["--report", report, *options])
         words += [
             "lab-work",
             "--target",
@@ -99,13 +89,7 @@ def test_swap_in(case):
     )
 
     # While the run goes on: nothing is read ahead, then again as the faults carry it.
-    words = [
-        case.swaptide,
-        "run",
-        "--no-daemon",
-        "--ram",
-        f"{case.budget}M",
-        "--",
+    words = case.command(
         case.swaptide,
         "lab-work",
         "--target",
@@ -120,7 +104,8 @@ def test_swap_in(case):
         "64M",
         "--rounds",
         "4",
-    ]
+        options=["--no-daemon"],
+    )
     with subprocess.Popen(
         [str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as running:
@@ -177,13 +162,7 @@ def swap_in_kept_in_part(case):
     """Large swap-ins of which a part is kept: every second fill ends half way, every fifth load is
     out of date. What is kept is charged at once.
     """
-    words = [
-        case.swaptide,
-        "run",
-        "--no-daemon",
-        "--ram",
-        f"{case.budget}M",
-        "--",
+    words = case.command(
         case.swaptide,
         "lab-work",
         "--target",
@@ -198,7 +177,8 @@ def swap_in_kept_in_part(case):
         "64M",
         "--rounds",
         "3",
-    ]
+        options=["--no-daemon"],
+    )
     began = time.monotonic()
     with subprocess.Popen(
         [str(word) for word in words],
@@ -245,8 +225,8 @@ def swap_in_kept_in_part(case):
 
 @pytest.mark.swaptide(budget=24, swaps=False, native=False)
 def test_cluster_readahead(case):
-    """A swap file on a rotational disk: a page brings what was written next to it, as long as
-    that is wanted. On one that does not, not.
+    """A swap file on a rotational disk: with a page comes what was written next to it, as long as
+    that is used. On a solid disk nothing does.
     """
     report = case.directory / "report.json"
     for option, cluster in (("yes", None), ("yes", "5"), ("yes", "0"), ("no", None)):
@@ -261,7 +241,7 @@ def test_cluster_readahead(case):
             f"file:{case.directory},rotational={option}",
         ]
         words += ["--page-cluster", cluster] if cluster else []
-        # A repeated fault sequence finds its pages for that reason too, on every disk.
+        # A second pass in the same order finds pages there for that reason too, on every disk.
         reads = option == "yes" and cluster != "0"
         rounds = 2 if reads else 1
         words += ["--", case.python, HERE / "py" / "together.py", "8000", str(rounds)]

@@ -16,7 +16,7 @@ import pytest
 from confine import PROFILE
 from ctl import Ctl, until, wait_for_line
 from harness import HERE, MIB, param
-from processes import descendants
+from processes import descendants, open_files
 from unprivileged import copy_of
 
 
@@ -84,11 +84,7 @@ def test_cipher(case):
         ), f"{seen}"
         found = 0
         for pid in descendants(program.pid):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                try:
-                    target = os.readlink(fd)
-                except FileNotFoundError:
-                    continue  # Closed since: a socket of this very request, say.
+            for fd, target in open_files(pid):
                 if str(case.directory) in target and target.endswith("(deleted)"):
                     with open(fd, "rb") as file:
                         found += sum(
@@ -206,10 +202,10 @@ def test_profile(case):
 
 @pytest.mark.swaptide(budget=32, swaps=False, native=False)
 def test_unprivileged(case):
-    """As nobody: it is said at once, in one line, why nothing is started, and what helps."""
+    """As the user nobody: one line says at once why nothing is started, and what helps."""
     if os.geteuid() != 0:
         pytest.skip("only root can become nobody")
-    # A copy where nobody can get at it.
+    # A copy that the user nobody can read.
     swaptide = copy_of(case.swaptide, case.directory)
     words = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", str(swaptide)]
     words += ["run", "--ram", "64M", "--", "true"]
@@ -261,7 +257,7 @@ def test_engine_ends(case):
         (3, "the handler thread has ended"),
         (4, ""),
     ):
-        words = [case.swaptide, "run", "--ram", f"{case.budget}M", "--quiet", "--"]
+        words = case.command(options=["--quiet"])
         words += [case.binary("streams"), 128, 20, case.seed]
         started = time.monotonic()
         status, pages, said = streamed(

@@ -15,7 +15,7 @@ import pytest
 
 from ctl import CONFIG, PRESSURE, Daemon, ask, ended, until, wait_for_line
 from harness import HERE, MIB, Failure
-from processes import descendants
+from processes import descendants, open_files
 
 OFFSETS = {name: str(at) for name, at in json.loads((HERE / "segment.json").read_text()).items()}
 
@@ -115,7 +115,7 @@ def test_security_truncate(case):
     env = environment(SWAPTIDE_DIRECTORY=daemon.env["SWAPTIDE_DIRECTORY"])
     hostile(case, "truncate", env=env)
     assert daemon.process.poll() is None and program.process.poll() is None, (
-        "somebody ended with the segment"
+        "daemon or program ended with the segment"
     )
     daemon.kill()
     daemon.start()
@@ -129,7 +129,7 @@ def test_security_truncate(case):
 
 @pytest.mark.swaptide(budget=16, swaps=False, native=False)
 def test_security_maps(case):
-    """A process that is a set-uid program when its request is answered: nobody is handed that
+    """A process that is a set-uid program when its request is answered: no process is handed that
     program's mappings.
     """
     need_root()
@@ -142,7 +142,7 @@ def test_security_maps(case):
 @pytest.mark.swaptide(budget=32, allowance=8, forks=True, native=False)
 def test_security_requests(case):
     """Requests of every kind from the wrong process, half, too long, with descriptors, or never
-    sent: another program works on.
+    sent: a program next to them works on.
     """
     need_root()
     heap = f"{case.binary('heap')} 64 4 {case.seed} threads"
@@ -211,17 +211,14 @@ def test_security_scribble(case):
             **environment(VICTIM=str(victim.pid)),
             "SWAPTIDE_DIRECTORY": daemon.env["SWAPTIDE_DIRECTORY"],
         }
-        words = [
-            case.swaptide,
-            "run",
-            "--quiet",
-            "--strict",
-            "--",
+        words = case.command(
             case.binary("hostile"),
             "scribble",
             "3",
             str(case.seed),
-        ]
+            ram=None,
+            options=["--quiet", "--strict"],
+        )
         attack = subprocess.Popen(
             [str(word) for word in words],
             env=env,
@@ -260,7 +257,7 @@ def test_security_doors(case):
     assert f"@{name}" in Path("/proc/net/unix").read_text(), "the name of the socket"
     ways = {"another process of the user": []}
     if os.geteuid() == 0:
-        ways["a process of nobody's"] = [
+        ways["a process of the user nobody"] = [
             "setpriv",
             "--reuid",
             "65534",
@@ -270,11 +267,13 @@ def test_security_doors(case):
         ]
         ways["root of another pid namespace"] = ["unshare", "--pid", "--fork", "--mount-proc"]
     os.chmod(case.binary("hostile").parent, 0o755)
-    for who, prefix in ways.items():
+    for asker, prefix in ways.items():
         for kind in "SAUMPTI":
             words = [*prefix, str(case.binary("hostile")), "ask", name, kind]
             done = subprocess.run(words, env=environment(), capture_output=True, text=True)
-            assert done.stdout == "refused\n", f"{who} asks {kind}: {done.stdout!r} {done.stderr!r}"
+            assert done.stdout == "refused\n", (
+                f"{asker} asks {kind}: {done.stdout!r} {done.stderr!r}"
+            )
     # The doors of ctl.
     if os.geteuid() == 0:
         for path in ("/run/swaptide", os.environ.get("SWAPTIDE_DIRECTORY", "")):
@@ -292,7 +291,9 @@ def test_security_doors(case):
                     str(door),
                 ]
                 done = subprocess.run(words, capture_output=True, text=True)
-                assert "PermissionError" in done.stderr, f"nobody opens {door}: {done.stderr!r}"
+                assert "PermissionError" in done.stderr, (
+                    f"the user nobody opens {door}: {done.stderr!r}"
+                )
     ended(case, program)
 
 
@@ -305,23 +306,21 @@ def test_security_fsize(case):
     binary = case.binary("hostile")
     heap = f"{case.binary('heap')} 80 1 {case.seed} threads"
     script = f"{binary} fill 40 1 && {binary} fill 40 0 && {heap}"
-    words = [
-        case.swaptide,
-        "run",
-        "--ram",
-        "24M",
-        "--quiet",
-        "--swap",
-        "zram:2M",
-        "--swap",
-        f"file:{case.directory}:256M",
-        "--report",
-        report,
-        "--",
+    words = case.command(
         "sh",
         "-c",
         script,
-    ]
+        ram="24M",
+        options=[
+            "--quiet",
+            "--swap",
+            "zram:2M",
+            "--swap",
+            f"file:{case.directory}:256M",
+            "--report",
+            report,
+        ],
+    )
     done = subprocess.run(
         [str(word) for word in words],
         capture_output=True,
@@ -361,7 +360,7 @@ def test_security_strict(case):
     )
     started = []
     for words, options, _ in ways:
-        argv = [case.swaptide, "run", "--ram", "24M", "--quiet", *options, "--", *words]
+        argv = case.command(*words, ram="24M", options=["--quiet", *options])
         started.append(
             subprocess.Popen(
                 [str(word) for word in argv],
@@ -418,11 +417,7 @@ def test_security_punched(case):
 
     def file():
         for pid in descendants(program.pid):
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                try:
-                    target = os.readlink(fd)
-                except OSError:
-                    continue
+            for fd, target in open_files(pid):
                 if (
                     str(case.directory) in target
                     and target.endswith("(deleted)")
@@ -483,16 +478,7 @@ def test_security_userfaultfd(case):
         pytest.skip("users need no help to a userfaultfd here, or there is none to be had")
     for users, managed in (("all", True), ("same-user", False)):
         report = case.directory / f"report-{users}.json"
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            "32M",
-            "--quiet",
-            f"--userfaultfd={users}",
-            "--report",
-            report,
-            "--",
+        words = case.command(
             "setpriv",
             "--reuid",
             "65534",
@@ -502,7 +488,9 @@ def test_security_userfaultfd(case):
             "/usr/bin/python3",
             "-c",
             DROPPED,
-        ]
+            ram="32M",
+            options=["--quiet", f"--userfaultfd={users}", "--report", report],
+        )
         done = subprocess.run(
             [str(word) for word in words], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )
@@ -513,7 +501,7 @@ def test_security_userfaultfd(case):
         out = stats["zswpout"] + stats["pswpout"]
         assert (out > 0) == managed, f"{users}: {out} pages went out"
     wrong = subprocess.run(
-        [case.swaptide, "run", "--userfaultfd=none", "--", "true"],
+        case.command("true", ram=None, options=["--userfaultfd=none"]),
         capture_output=True,
         text=True,
     )
@@ -558,7 +546,7 @@ def test_security_reopened(case):
     ended(case, other)
     ended(case, program)
     assert target.stat().st_blocks == 0, "something was written to where the link leads"
-    assert names[0].is_symlink(), "somebody else's link was removed"
+    assert names[0].is_symlink(), "another's link was removed"
     daemon.process.terminate()
     daemon.process.wait(timeout=20)
 
@@ -604,8 +592,8 @@ def test_security_kept(case):
         until(case, "a daemon that answers", lambda: ask(case, "tiers", env=daemon.env)[0] == 0)
         held = {
             os.stat(fd).st_ino
-            for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir()
-            if "memfd:swaptide" in os.readlink(fd)
+            for fd, target in open_files(daemon.process.pid)
+            if "memfd:swaptide" in target
         }
         # This process has it open, too: what it was handed instead is not taken.
         assert held == {inode}, f"{held}, not {inode}; lie: {lie}"

@@ -34,8 +34,8 @@ def test_shared(case, mode):
 
 @pytest.mark.swaptide(budget=32, allowance=64, swaps=False, forks=True, native=False)
 def test_shared_run_killed(case):
-    """The supervisor is killed while it holds pages of shared memory: who needs them is stopped,
-    and says why.
+    """The supervisor is killed while it holds pages of shared memory: processes that need them
+    stop and say why.
     """
     program = case.start(
         [case.binary("shared"), 64, 60, case.seed, "hammer"],
@@ -69,4 +69,4 @@ def test_shared_run_killed(case):
         for line in (program.directory / "stdout").read_text().splitlines()
         if "FAILED" in line and "signal 6" not in line
     ]
-    assert not wrong, f"somebody saw wrong data: {wrong!r}"
+    assert not wrong, f"a process saw wrong data: {wrong!r}"

@@ -48,7 +48,7 @@ def long(*values, **options):
         # A budget of all that the cgroup has: what the kernel and others need of it goes off.
         param(10, python, ("walk.py", 512), id="whole", budget=128, allowance=4),
         param(11, sort, (192, 192), id="sort", budget=128, needs=("sort",), allowance=4),
-        # A dict that grows doubles in a mapping of 20 MiB that nobody has seen yet: with other
+        # A dict that grows doubles in a mapping of 20 MiB that is not managed yet: with other
         # programs on all CPUs its first pages may come before it is managed.
         long(python, ("structures.py", 80), id="python", budget=256, allowance=4),
         long(

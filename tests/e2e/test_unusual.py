@@ -61,17 +61,7 @@ os._exit(0)
 def test_unusual_said(case):
     """The summary of a run that went past its budget names the memory that cannot go out."""
     for kind in ("locked", "read-only"):
-        words = [
-            case.swaptide,
-            "run",
-            "--ram",
-            f"{case.budget}M",
-            "--",
-            case.python,
-            "-c",
-            STAYS,
-            kind,
-        ]
+        words = case.command(case.python, "-c", STAYS, kind)
         done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
         named = (
             f"M of {kind} memory cannot be swapped" in done.stderr

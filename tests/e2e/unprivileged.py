@@ -1,5 +1,5 @@
-"""What a process does to itself to be an ordinary user's, who has access to /dev/userfaultfd and no
-capability at all.
+"""How a process becomes that of an ordinary user with access to /dev/userfaultfd and without any
+capability.
 
 Only root can: the device is one of this process's own, in a mount namespace of its own, so that
 nothing changes for the machine.

@@ -202,8 +202,7 @@ fn prepare_engine(
     if files.is_some_and(|files| files < MIN_OPEN_FILES) {
         return Err(format!(
             "the limit on open files is below {MIN_OPEN_FILES}: this process is not managed \
-                (ulimit \
-            -n)"
+            (ulimit -n)"
         ));
     }
     if !references::look_at_inherited() {

@@ -24,8 +24,8 @@ pub fn read(addr: usize, buf: &mut [u8]) -> bool {
 }
 
 /// `N` words from `addr` on, an argument of a system call that the program is about to make; `None`
-/// where they cannot be read. Under a filter of system calls, which may forbid to ask, they are read
-/// as they are.
+/// where they cannot be read. Under a filter of system calls, which may forbid to ask, they are
+/// read as they are.
 pub fn read_words<const N: usize>(addr: usize) -> Option<[usize; N]> {
     if addr == 0 {
         return None;

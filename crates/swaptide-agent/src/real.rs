@@ -122,7 +122,8 @@ symbols! {
     SYSCALL: unsafe extern "C" fn() = c"syscall";
     MUTEX_INIT: unsafe extern "C" fn(*mut c_void, Bytes) -> c_int = c"pthread_mutex_init";
     MUTEX_DESTROY: unsafe extern "C" fn(*mut c_void) -> c_int = c"pthread_mutex_destroy";
-    KEY_CREATE: unsafe extern "C" fn(*mut c_uint, extern "C" fn(*mut c_void)) -> c_int = c"pthread_key_create";
+    KEY_CREATE: unsafe extern "C" fn(*mut c_uint, extern "C" fn(*mut c_void)) -> c_int =
+        c"pthread_key_create";
     SET_SPECIFIC: unsafe extern "C" fn(c_uint, Bytes) -> c_int = c"pthread_setspecific";
     RSEQ_OFFSET: *const isize = c"__rseq_offset";
     IOCTL: unsafe extern "C" fn(c_int, c_ulong, usize) -> c_int = c"ioctl";
@@ -188,7 +189,11 @@ pub fn thread_pointer() -> usize {
     let block: usize;
     // SAFETY: on x86-64 the first word of the control block is its own address.
     unsafe {
-        std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, preserves_flags, readonly))
+        std::arch::asm!(
+            "mov {}, fs:[0]",
+            out(reg) block,
+            options(nostack, preserves_flags, readonly)
+        )
     };
     block
 }

@@ -116,7 +116,8 @@ mod tests {
 
     #[test]
     fn lines_are_found_by_name() {
-        let old = b"NoNewPrivs:\t0\nSeccomp:\t2\nSpeculation_Store_Bypass:\tvulnerable\nCpus_allowed:\t3\n";
+        let old = b"NoNewPrivs:\t0\nSeccomp:\t2\n\
+            Speculation_Store_Bypass:\tvulnerable\nCpus_allowed:\t3\n";
         assert_eq!(
             (number_of(old, b"Seccomp:"), number_of(old, b"Seccomp_filters:")),
             (Some(2), None)

@@ -2,7 +2,8 @@
 //! "Exchanges of the swap cache")
 //!
 //! ```text
-//! free --alloc_folio--> folio, count 1 --folio_to_shadow--> shadow, count >= 1 --shadow_to_folio--> folio, count >= 1
+//! free --alloc_folio--> folio, count 1 --folio_to_shadow--> shadow, count >= 1
+//! shadow, count >= 1 --shadow_to_folio--> folio, count >= 1
 //! folio, count 1 --put--> folio, count 0 (cache only) --folio_release, folio_to_shadow--> free
 //! shadow, count 1 --put--> free          folio or shadow, count <= 1 --free--> free
 //! count n --dup--> count n + 1           folio --replace_folio--> folio          bad: for ever
@@ -240,8 +241,8 @@ impl SwapDevice {
         Mismatch { entry, cluster: off.cluster(), expected, found }
     }
 
-    // Inlined with `check` and `exchange`: a `SlotRun` handed over in memory costs a single slot more
-    // than its exchange.
+    // Inlined with `check` and `exchange`: a `SlotRun` handed over in memory costs a single slot
+    // more than its exchange.
     #[inline(always)]
     fn run(&self, off: SwapOffset, n: u32, expected: Expected) -> Result<SlotRun<'_>, Mismatch> {
         self.check_range(off, n)?;

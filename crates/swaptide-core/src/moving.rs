@@ -381,9 +381,9 @@ impl SwapSpace {
     /// be taken with [`SwapSpace::take`]. Other threads continue meanwhile.
     ///
     /// # Errors
-    /// [`SpaceError::NoRoom`]: the others have no room (checked first, and at every allocation); [`SpaceError::Refused`]: users or
-    /// folios could not be changed in several attempts. The device is open again in both cases;
-    /// what was moved stays where it is now.
+    /// [`SpaceError::NoRoom`]: the others have no room (checked first, and at every allocation);
+    /// [`SpaceError::Refused`]: users or folios could not be changed in several attempts. The
+    /// device is open again in both cases; what was moved stays where it is now.
     /// [`SpaceError::NoDevice`]: there is no such device.
     pub fn swapoff(
         &self,

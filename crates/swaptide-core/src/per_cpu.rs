@@ -269,7 +269,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slots_are_counted_one_by_one(capacity in 1u32..200, ops in prop::collection::vec((any::<bool>(), 0usize..4, 1u32..40), 1..200)) {
+        fn slots_are_counted_one_by_one(
+            capacity in 1u32..200,
+            ops in prop::collection::vec((any::<bool>(), 0usize..4, 1u32..40), 1..200),
+        ) {
             let lanes = PerCpu::<16>::new(4);
             let (mut used, mut capacity) = (0, capacity);
             for (takes, lane, n) in ops {

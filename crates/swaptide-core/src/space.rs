@@ -67,8 +67,8 @@ pub enum SpaceError {
     /// There is no device of that type.
     #[error("there is no swap device of {0}")]
     NoDevice(SwapType),
-    /// The number of slots that are still in use: swap them in, or move them to another device, then
-    /// try again.
+    /// The number of slots that are still in use: swap them in, or move them to another device,
+    /// then try again.
     #[error("{1} slots of swap {0} are in use: bring them back first")]
     InUse(SwapType, u32),
     /// The number of slots that find no room on the others: free some, or add a device.

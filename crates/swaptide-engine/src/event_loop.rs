@@ -405,8 +405,8 @@ impl Handler {
         }
         let began = now();
         while engine.awake.load(Relaxed) != 0 && now().since(began) < BUSY_WAIT {
-            if matches!(poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0)
-            {
+            let polled = poll_readable(&[self.uffd.as_fd()], Some(Duration::ZERO));
+            if polled.is_ok_and(|ready| ready != 0) {
                 self.cpu.later();
                 return true;
             }

@@ -34,7 +34,12 @@ pub struct LabArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: Option<u32>,
     /// zswapin: rounds of swap-out and touches in each run
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=100),
+    )]
     rounds: u32,
     /// zswapin: part of the published sizes; tiers, preload: of the whole size; 0.03 to 1 [default:
     /// 1; 0.125 with --quick, tiers 0.5]
@@ -122,7 +127,12 @@ fn of_engine(args: &LabArgs) -> Result<LabReport, String> {
 
 fn deliver(args: &LabArgs, report: &LabReport, machine: &serde_json::Value) -> Result<(), String> {
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
-    let value = json!({ "name": report.name, "machine": machine, "rows": report.rows, "notes": report.notes });
+    let value = json!({
+        "name": report.name,
+        "machine": machine,
+        "rows": report.rows,
+        "notes": report.notes,
+    });
     let text = format!("{value:#}\n");
     let shown =
         if to_stdout { text.clone() } else { format!("{}- machine: {machine}\n", report.text()) };

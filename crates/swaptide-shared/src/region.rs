@@ -337,7 +337,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slots_are_given_once(takes in proptest::collection::vec((1usize..3000, any::<bool>()), 1..60)) {
+        fn slots_are_given_once(
+            takes in proptest::collection::vec((1usize..3000, any::<bool>()), 1..60),
+        ) {
             let mut space = SlotSpace::default();
             let mut held: Vec<(u32, usize)> = Vec::new();
             for (pages, give) in takes {
@@ -345,7 +347,9 @@ mod tests {
                     let (base, pages) = held.swap_remove(pages % held.len());
                     space.give(base, pages);
                 } else if let Some(base) = space.take(pages, 1 << 16) {
-                    let clash = |(other, n): &(u32, usize)| base < other + *n as u32 && *other < base + pages as u32;
+                    let clash = |(other, n): &(u32, usize)| {
+                        base < other + *n as u32 && *other < base + pages as u32
+                    };
                     prop_assert!(!held.iter().any(clash) && base + pages as u32 <= 1 << 16);
                     held.push((base, pages));
                 }

@@ -18,7 +18,8 @@ pub unsafe fn syscall6(nr: u32, a: [usize; 6]) -> isize {
         core::arch::asm!(
             "syscall",
             inlateout("rax") nr as usize as isize => ret,
-            in("rdi") a[0], in("rsi") a[1], in("rdx") a[2], in("r10") a[3], in("r8") a[4], in("r9") a[5],
+            in("rdi") a[0], in("rsi") a[1], in("rdx") a[2],
+            in("r10") a[3], in("r8") a[4], in("r9") a[5],
             lateout("rcx") _, lateout("r11") _,
             options(nostack),
         );

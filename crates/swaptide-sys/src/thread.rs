@@ -138,9 +138,21 @@ mod arch {
         // SAFETY: on a thread of libc's or the engine's these three words of its control block are
         // readable.
         unsafe {
-            asm!("mov {}, fs:[0x08]", out(reg) dtv, options(nostack, readonly, preserves_flags));
-            asm!("mov {}, fs:[0x28]", out(reg) stack_guard, options(nostack, readonly, preserves_flags));
-            asm!("mov {}, fs:[0x30]", out(reg) pointer_guard, options(nostack, readonly, preserves_flags));
+            asm!(
+                "mov {}, fs:[0x08]",
+                out(reg) dtv,
+                options(nostack, readonly, preserves_flags)
+            );
+            asm!(
+                "mov {}, fs:[0x28]",
+                out(reg) stack_guard,
+                options(nostack, readonly, preserves_flags)
+            );
+            asm!(
+                "mov {}, fs:[0x30]",
+                out(reg) pointer_guard,
+                options(nostack, readonly, preserves_flags)
+            );
         }
         // SAFETY: the control page is ours to fill; all offsets lie in its first words.
         unsafe {
@@ -184,7 +196,8 @@ mod arch {
                 "ud2",
                 "2:",
                 inlateout("rax") linux_raw_sys::general::__NR_clone as usize as isize => ret,
-                in("rdi") flags, in("rsi") stack_top, in("rdx") 0usize, in("r10") 0usize, in("r8") tls,
+                in("rdi") flags, in("rsi") stack_top, in("rdx") 0usize,
+                in("r10") 0usize, in("r8") tls,
                 in("r12") entry, in("r13") arg,
                 lateout("rcx") _, lateout("r11") _,
                 options(nostack),

@@ -204,9 +204,10 @@ fn copies_zeros_and_poison() {
             let addr = page(&a, 1).start;
             // SAFETY: mapped memory of this test; the write waits for the protection to go.
             scope.spawn(move || unsafe { addr.as_ptr::<u8>().write_volatile(77) });
-            assert!(
-                matches!(next_event(&app), Event::Fault { wp: true, write: true, addr: at, .. } if at == addr)
-            );
+            let Event::Fault { wp: true, write: true, addr: at, .. } = next_event(&app) else {
+                panic!("no fault on a write-protected page");
+            };
+            assert_eq!(at, addr);
             assert_eq!(byte(addr), 2);
             app.write_protect(page(&a, 1), false).unwrap();
         });
@@ -358,9 +359,10 @@ fn a_forked_child_is_served_through_its_own_descriptor() {
             });
             let Event::Fork { uffd: child } = next_event(&app) else { panic!("not a fork") };
             let pid = forker.join().unwrap();
-            assert!(
-                matches!(next_event(&child), Event::Fault { addr, write: false, .. } if addr == want.start)
-            );
+            let Event::Fault { addr, write: false, .. } = next_event(&child) else {
+                panic!("no fault on a page that was read");
+            };
+            assert_eq!(addr, want.start);
             assert_eq!(child.coverage(want), Coverage::Whole);
             // SAFETY: the source is the staged page, present in this process.
             let copied = unsafe {

@@ -114,7 +114,12 @@ struct RunArgs {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Largest order of a swap-in (the baseline of `lab zswapin` has 0)
-    #[arg(long, value_name = "ORDER", hide = true, value_parser = clap::value_parser!(u8).range(0..=9))]
+    #[arg(
+        long,
+        value_name = "ORDER",
+        hide = true,
+        value_parser = clap::value_parser!(u8).range(0..=9),
+    )]
     largest_order: Option<u8>,
     /// Program and arguments
     #[arg(value_name = "CMD", trailing_var_arg = true, required = true)]

@@ -33,7 +33,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Show live statistics of a run, or of the daemon and all its runs
 #[derive(Args)]
 pub struct TopArgs {
-    /// The run, by the process you started or any other in it [default: the only run, or the daemon]
+    /// The run, by the process you started or any other in it [default: the only run, or the
+    /// daemon]
     #[arg(long)]
     pid: Option<u32>,
     /// Seconds between updates

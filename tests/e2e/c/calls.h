@@ -164,8 +164,8 @@ static void check_pattern(void) {
             if (at == piece->at) at += piece->size;
             if (at >= piece->page + piece->pages * PAGE) break;
             if (*at != PATTERN)
-                die("%s: byte %zu next to object %zu is %02x", test_name, (size_t)(at - piece->page),
-                    i, *at);
+                die("%s: byte %zu next to object %zu is %02x", test_name,
+                    (size_t)(at - piece->page), i, *at);
         }
     }
 }

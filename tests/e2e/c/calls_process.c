@@ -438,8 +438,8 @@ TEST(ptrace) {
     MUST(waitpid(child, &status, 0) == child && WIFSTOPPED(status));
     vector->iov_base = registers;
     vector->iov_len = sizeof *registers;
-    /* The tracer's memory is out. What of the tracee's is out cannot be read: docs/semantics.md. Here
-     * it was never out. */
+    /* The tracer's memory is out. What of the tracee's is out cannot be read: docs/semantics.md.
+     * Here it was never out. */
     out();
     answer("getregset", ptrace(PTRACE_GETREGSET, child, NT_PRSTATUS, vector));
     say(" size=%d", vector->iov_len == sizeof *registers);

@@ -1,9 +1,12 @@
-/* What every program here shares: arguments, a seeded generator, page contents that can be recomputed and so verified.
+/* What every program here shares: arguments, a seeded generator, page contents that can be
+ * recomputed and so verified.
  *
- * Each program is called MB SECONDS SEED [MODE], works on about MB megabytes for about SECONDS, verifies everything it
- * reads back, and ends with a line that begins with OK. A wrong word ends it with status 3 and says where it was.
- * A page's content follows from a 64-bit key alone. Keys choose among contents that compress differently, as real heaps do:
- * all zero, one word repeated, about 4 to 1, and random.
+ * Each program is called MB SECONDS SEED [MODE], works on about MB megabytes for about SECONDS,
+ * verifies everything it reads back, and ends with a line that begins with OK. A wrong word ends it
+ * with status 3 and says where it was.
+ *
+ * A page's content follows from a 64-bit key alone. Keys choose among contents that compress
+ * differently, as real heaps do: all zero, one word repeated, about 4 to 1, and random.
  */
 #ifndef SWAPTIDE_TEST_COMMON_H
 #define SWAPTIDE_TEST_COMMON_H

@@ -1,7 +1,9 @@
-/* A program that locks itself in: a filter of system calls, for all its threads or for the calling one, that ends every thread which makes another call
-   than a few. What is swapped must be there afterwards, or the process must end; it must never read zeros.
+/* A program that locks itself in: a filter of system calls, for all its threads or for the calling
+   one, that ends every thread which makes another call than a few. What is swapped must be there
+   afterwards, or the process must end; it must never read zeros.
 
-       confined MB SECONDS SEED MODE      MODE: threads (a filter for all threads), own (for the calling thread alone) */
+       confined MB SECONDS SEED MODE      MODE: threads (a filter for all threads), own (for the
+                                          calling thread alone) */
 #include "common.h"
 
 #include <linux/filter.h>

@@ -1,6 +1,8 @@
-/* Threads that each read pages of their own at random, in memory that for the most part lies on a server, and one that never reads any of it: it maps a
-   few fresh pages, writes and unmaps them, again and again, and tells how long that took at most. With a mode, all is forked a few times, and some of it read by the
-   child. The number of pages read, and the longest turn in milliseconds, stand before the last line. */
+/* Threads that each read pages of their own at random, in memory that for the most part lies on a
+   server, and one that never reads any of it: it maps a few fresh pages, writes and unmaps them,
+   again and again, and tells how long that took at most. With a mode, all is forked a few times,
+   and some of it read by the child. The number of pages read, and the longest turn in milliseconds,
+   stand before the last line. */
 #include "common.h"
 #include <sys/syscall.h>
 #include <sys/wait.h>

@@ -2,7 +2,8 @@
  * and nothing more: swaptide's hooks make none of theirs on it. Threads map, move, grow and give up
  * memory, with most of the program out; mode fork forks as well.
  *
- *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with another call), fork (as kill), strict */
+ *     filtered MB SECONDS SEED MODE      MODE: kill, trap, errno (what the filter does with other
+ *                                       calls), fork (as kill), strict */
 #include "common.h"
 
 #include <linux/filter.h>

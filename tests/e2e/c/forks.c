@@ -279,7 +279,7 @@ static void closefds(void) {
     }
 }
 
-/* A mapping grows, where it is or by moving, and nobody touches what has come before a child does. */
+/* A mapping grows, in place or by moving, and nobody touches the new part before a child does. */
 static void grown(void) {
     const size_t block = 256;
     size_t pages = block;

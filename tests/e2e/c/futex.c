@@ -9,7 +9,7 @@
  * churn    20,000 threads on stacks of their own: afterwards that memory can go out
  * files    a limit of 0, then 1, on open files
  * inode    writes to standard error, a file, what is out: it holds the file's inode lock meanwhile
- * bare     the same operations by a bare instruction: what happens is said, for docs/semantics.md */
+ * bare     the same operations by a bare instruction: what happens is in docs/semantics.md */
 #include "common.h"
 
 #include <fcntl.h>

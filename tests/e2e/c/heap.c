@@ -40,7 +40,7 @@ static void check(const struct block *block, size_t size, const char *what) {
             mismatch(block->data + at, byte_of(block->key, at), block->data[at], what);
 }
 
-/* Small blocks are many, large ones carry the bytes: 16 bytes to 2 MiB, the exponent drawn evenly. */
+/* Small blocks are many, large ones carry the bytes: 16 bytes to 2 MiB, exponents drawn evenly. */
 static size_t some_size(uint64_t *state) {
     size_t top = (size_t)16 << below(state, 18);
     return top / 2 + below(state, top / 2 + 1) + 1;
@@ -58,7 +58,7 @@ static void *work(void *given) {
         if (block->data == NULL) {
             size_t size = some_size(&self->state);
             if (live + size > self->most) {
-                /* Full: make room by dropping blocks, as a program under pressure of its own does. */
+                /* Full: drop blocks to make room, as a program under pressure of its own does. */
                 for (int i = 0; i < 64; i++) {
                     struct block *old = &blocks[below(&self->state, self->slots)];
                     if (old->data == NULL) continue;

@@ -1,9 +1,13 @@
-/* What a program that means harm does to its supervisor, or to the daemon, by the socket and by the shared segment. Modes:
- *     deputy VICTIM    writes the number of a process into a free slot and counts that swap space is out (--strict kills its members)
+/* What a program that means harm does to its supervisor, or to the daemon, by the socket and by the
+ * shared segment. Modes:
+ *     deputy VICTIM    writes the number of a process into a free slot and counts that swap space
+ *                      is out (--strict kills its members)
  *     mirror           gives area 0 a mirror that is not there, then every other number
  *     truncate         cuts the segment
- *     maps PROGRAM     asks for its own list of mappings, and is a set-uid program when the answer comes
- *     requests N       N requests from the wrong process, half, long, with descriptors, never sent, over and over
+ *     maps PROGRAM     asks for its own list of mappings, and is a set-uid program when the answer
+ *                      comes
+ *     requests N       N requests from the wrong process, half, long, with descriptors, never sent,
+ *                      over and over
  *     scribble SECONDS writes random words all over the segment
  *     ask SOCKET BYTE  asks at another run's socket, and says what it got
  *     fill MB          writes incompressible memory beyond its limit on the size of files
@@ -174,7 +178,7 @@ static int maps(const char *program) {
     return 2;
 }
 
-/* As `maps`, but the request is sent by this process itself right before it executes the program. */
+/* As `maps`, but this process itself sends the request right before it executes the program. */
 static int race(const char *program, int rounds) {
     setvbuf(stdout, NULL, _IONBF, 0);
     drop_privileges();

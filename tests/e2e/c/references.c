@@ -392,7 +392,7 @@ static void advised_from_outside(void) {
 int main(int count, char **words) {
     given = parse(count, words, "vmsplice");
     const char *mode = given.mode;
-    /* Before there is much to manage: one that was made past libc is found when management begins. */
+    /* Before there is much to manage: one made past libc is found when management begins. */
     if (!strncmp(mode, "uring", 5) && ring_open() < 0) {
         printf("no io_uring\n");
         return ok("references", mode);

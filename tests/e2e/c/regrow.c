@@ -11,7 +11,7 @@ enum { THREADS = 6, LARGEST = 640 };
 static struct arguments given;
 static double end;
 
-/* Blocks of realloc begin behind its own words: their pages are counted from the block's own start. */
+/* Blocks of realloc begin behind its own words: pages are counted from the block's own start. */
 static unsigned char *make(size_t pages) {
     if (strcmp(given.mode, "mremap") == 0) return map(pages * PAGE);
     unsigned char *block = malloc(pages * PAGE);

@@ -1,9 +1,12 @@
 /* What is at the edge of what a process may have or do, each with memory that must be right.
  *
- *     vmas      10,000 mappings, every second one with another protection, opened and closed, moved and filled
+ *     vmas      10,000 mappings, every second one with another protection, opened and closed, moved
+ *               and filled
  *     threads   500 threads that fill, leave and read what is theirs
- *     uring     io_uring reads into, and writes from, buffers that go out meanwhile: plain ones and registered ones
- *     limits    RLIMIT_AS, RLIMIT_DATA, RLIMIT_STACK, RLIMIT_MEMLOCK, RLIMIT_NOFILE lowered while memory is out
+ *     uring     io_uring reads into, and writes from, buffers that go out meanwhile: plain ones and
+ *               registered ones
+ *     limits    RLIMIT_AS, RLIMIT_DATA, RLIMIT_STACK, RLIMIT_MEMLOCK, RLIMIT_NOFILE lowered while
+ *               memory is out
  *     nothp     without huge pages, and again with them
  *     abort     ends by SIGABRT with most of it out: a core dump must not hang */
 #include "common.h"

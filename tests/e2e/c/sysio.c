@@ -37,7 +37,7 @@ static size_t apart(size_t from, size_t count) {
 }
 
 /* After a system call copied `count` pages from one place to another: both must hold the first
- * one's content. The second is then written afresh, so that every page keeps a content of its own. */
+ * one's content. The second is then written again, so that every page has a content of its own. */
 static void copied(size_t from, size_t to, size_t count, const char *what) {
     check(from, count, what);
     for (size_t i = 0; i < count; i++) {

@@ -5,6 +5,12 @@
  * An area is a mapping of some pages. A page holds what its key says, but for one word that may
  * have been written since: a page that came in and goes out changed by eight bytes. A key is never
  * used twice, so a word that is wrong tells whose it is. */
+#ifdef TORTURE_ENGINE
+#include "torture_engine.h"
+#else
+#define ALWAYS_QUIET 0
+#define FORKS 3 /* of 1000 steps */
+#endif
 #include "common.h"
 
 #include <fcntl.h>
@@ -349,7 +355,7 @@ static void fork_once(struct thread *self) {
         atomic_fetch_sub(&children, 1);
         return;
     }
-    int quiet = working == 1 || below(&self->random, 2) == 0;
+    int quiet = working == 1 || below(&self->random, 2) == 0 || ALWAYS_QUIET;
     uint64_t random = next(&self->random);
     if (quiet && working > 1) {
         pthread_rwlock_unlock(&world);
@@ -375,20 +381,24 @@ static void fork_once(struct thread *self) {
     atomic_fetch_sub(&children, 1);
 }
 
+#ifndef TORTURE_ENGINE
 #include "torture_actions_futex.h"
 #include "torture_actions_send.h"
 #include "torture_shapes.h"
+#endif
 
 static void step(struct thread *self) {
     struct area *area = &self->area[below(&self->random, AREAS)];
     unsigned choice = (unsigned)below(&self->random, 1000);
     size_t from, count;
     open_area(self, area);
+#ifndef TORTURE_ENGINE
     if (below(&self->random, 50) == 0) by_futex(self, area);
     if (below(&self->random, 40) == 0) {
         change_shape(self, area);
         return;
     }
+#endif
     if (choice < 200) {
         count = some_run(self, area, &from, 0);
         note(self, area, "written", from, count);
@@ -413,24 +423,33 @@ static void step(struct thread *self) {
     } else if (choice < 890) {
         protect(self, area);
     } else if (choice < 960) {
+#ifndef TORTURE_ENGINE
         if (sends && choice < 920)
             by_reference(self, area);
         else if (sends && choice < 923)
             by_others(self, area);
         else
+#endif
             by_calls(self, area);
     } else if (choice < 980) {
         count = some_run(self, area, &from, 0);
         note(self, area, "memset", from, count);
         memset(at_page(area, from), 0, count * PAGE);
         emptied(area, from, count);
-    } else if (choice < 983) {
+    } else if (choice < 980 + FORKS) {
         fork_once(self);
     } else {
         /* As a loop over all that changes a little of everything. */
         note(self, area, "every fourth page written", 0, area->pages);
         for (size_t page = below(&self->random, 4); page < area->pages; page += 4)
             write_word(self, area, page);
+    }
+}
+
+static void verify_all(struct thread *self, const char *what) {
+    for (size_t i = 0; i < AREAS; i++) {
+        open_area(self, &self->area[i]);
+        verify(self, &self->area[i], 0, self->area[i].pages, what);
     }
 }
 
@@ -442,35 +461,64 @@ static void *work(void *given) {
         self->rounds++;
         pthread_rwlock_unlock(&world);
     }
-    for (size_t i = 0; i < AREAS; i++) {
-        open_area(self, &self->area[i]);
-        verify(self, &self->area[i], 0, self->area[i].pages, "page at the end");
-    }
+    verify_all(self, "page at the end");
     return NULL;
 }
 
+static void set_up(size_t number, uint64_t seed, size_t pages) {
+    struct thread *self = &threads[number];
+    const char *directory = getenv("TMPDIR");
+    *self = (struct thread){.seed = seed, .random = mix(seed + number), .number = number};
+    self->file = open(directory ? directory : "/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    MUST(self->file >= 0);
+    self->buffer = map(BUFFER * PAGE);
+    for (size_t i = 0; i < AREAS; i++) {
+        struct area *area = &self->area[i];
+        /* On average an area is three quarters of what it may be. */
+        area->most = pages / working / AREAS * 4 / 3;
+        area->page = calloc(area->most + 1, sizeof *area->page);
+        MUST(area->page != NULL);
+        map_area(self, area);
+    }
+}
+
+/* Every page has something in it. */
+static void fill(struct thread *self) {
+    for (size_t i = 0; i < AREAS; i++)
+        for (size_t page = 0; page < self->area[i].pages; page++)
+            write_page(self, &self->area[i], page);
+}
+
+#ifdef TORTURE_ENGINE
+/* The areas of `count` threads, which have `pages` pages in all. */
+void torture_set_up(const struct torture_calls *given, size_t count, size_t pages, uint64_t seed) {
+    calls = *given;
+    working = count;
+    for (size_t number = 0; number < working; number++) set_up(number, seed, pages);
+}
+
+/* The life of a thread, or a part of it; how many steps it has made in all. */
+size_t torture_work(size_t number, double seconds) {
+    struct thread *self = &threads[number];
+    if (self->rounds == 0) fill(self);
+    self->end = now() + seconds;
+    work(self);
+    return self->rounds;
+}
+
+void torture_verify(void) {
+    for (size_t number = 0; number < working; number++)
+        verify_all(&threads[number], "page of a program that was let go");
+}
+#else
 int main(int count, char **words) {
     struct arguments given = parse(count, words, "threads");
     if (strcmp(given.mode, "single") == 0) working = 1;
     sends = strcmp(given.mode, "sends") == 0;
-    const char *directory = getenv("TMPDIR");
     for (size_t number = 0; number < working; number++) {
-        struct thread *self = &threads[number];
-        *self = (struct thread){
-            .seed = given.seed, .random = mix(given.seed + number), .number = number};
-        self->end = now() + given.seconds;
-        self->file = open(directory ? directory : "/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-        MUST(self->file >= 0);
-        self->buffer = map(BUFFER * PAGE);
-        for (size_t i = 0; i < AREAS; i++) {
-            struct area *area = &self->area[i];
-            /* On average an area is three quarters of what it may be. */
-            area->most = given.pages / working / AREAS * 4 / 3;
-            area->page = calloc(area->most + 1, sizeof *area->page);
-            MUST(area->page != NULL);
-            map_area(self, area);
-            for (size_t page = 0; page < area->pages; page++) write_page(self, area, page);
-        }
+        set_up(number, given.seed, given.pages);
+        fill(&threads[number]);
+        threads[number].end = now() + given.seconds;
     }
     pthread_t handle[THREADS];
     for (size_t number = 1; number < working; number++)
@@ -480,3 +528,4 @@ int main(int count, char **words) {
         MUST(pthread_join(handle[number], NULL) == 0);
     return ok("torture", given.mode);
 }
+#endif

@@ -1,5 +1,6 @@
-/* Memory that was read before it is written: the kernel answers the reads with its page of zeros, and the writes without a fault that swaptide would
-   see if it left those pages where they are. Two of three pages are written, upwards and at full speed; the third must stay zeros. */
+/* Memory that was read before it is written: the kernel answers the reads with its page of zeros,
+   and the writes without a fault that swaptide would see if it left those pages where they are. Two
+   of three pages are written, upwards and at full speed; the third must stay zeros. */
 #include "common.h"
 
 static int is_written(size_t page) {

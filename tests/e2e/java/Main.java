@@ -4,7 +4,8 @@ import java.util.List;
 import java.util.Map;
 import java.util.Random;
 
-/** A large heap of maps, lists and arrays that two threads build, change and walk; prints checksums. Main ENTRIES SEED */
+/** A large heap of maps, lists and arrays that two threads build, change and walk; prints
+ * checksums. Main ENTRIES SEED */
 public class Main {
     record Item(int id, String name, byte[] data) {}
 

@@ -16,7 +16,8 @@ function next(limit) {
 
 const all = new Array(nodes);
 for (let i = 0; i < nodes; i++) {
-  all[i] = { id: i, name: `node-${i}-${next(1e6)}`, links: [], data: { weight: next(1000), seen: 0 } };
+  const name = `node-${i}-${next(1e6)}`;
+  all[i] = { id: i, name, links: [], data: { weight: next(1000), seen: 0 } };
 }
 for (const node of all) for (let k = 0; k < 4; k++) node.links.push(all[next(nodes)]);
 const byName = new Map(all.map((node) => [node.name, node]));

@@ -4,7 +4,8 @@ import java.util.List;
 import java.util.concurrent.Callable;
 import java.util.concurrent.Executors;
 
-/** Threads with a live heap and much garbage, and children that are started meanwhile: all a collector moves must come out right. */
+/** Threads with a live heap and much garbage, and children that are started meanwhile: all that a
+ * collector moves must come out right. */
 public class Workers {
     static long mix(long v) {
         v += 0x9e3779b97f4a7c15L;
@@ -31,7 +32,8 @@ public class Workers {
                 long key = mix(worker * 1000003L + i);
                 int[] value = live.get(key);
                 for (int k = 0; k < value.length; k++) {
-                    if (value[k] != (int) (key >>> (k & 31)) + turn) throw new IllegalStateException("wrong word of entry " + i);
+                    if (value[k] != (int) (key >>> (k & 31)) + turn)
+                        throw new IllegalStateException("wrong word of entry " + i);
                     sum = sum * 31 + value[k];
                 }
             }

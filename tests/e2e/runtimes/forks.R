@@ -1,4 +1,5 @@
-# Vectors and lists larger than the budget, and forked children (mclapply) that compute on what they share.
+# Vectors and lists larger than the budget, and forked children (mclapply) that compute on what they
+# share.
 size <- as.integer(commandArgs(TRUE)[1])
 make <- function(worker) {
     set.seed(worker)

@@ -1,7 +1,9 @@
 # Threads over a large heap, and children forked by them that read and change all of it.
 ENTRIES = Integer(ARGV[0])
 
-def value(worker, i, turn) = [worker, i, turn, (i * 7919 + turn).to_s * 3, (i * 2654435761 + turn) & 0xffffffff]
+def value(worker, i, turn)
+  [worker, i, turn, (i * 7919 + turn).to_s * 3, (i * 2654435761 + turn) & 0xffffffff]
+end
 
 def child(data, worker, turn)
   right = (0...ENTRIES).all? { |i| data[i] == value(worker, i, turn) }

@@ -1,10 +1,13 @@
-;; A generational collector that protects pages and moves objects, several threads, and a program started meanwhile.
+;; A generational collector that protects pages and moves objects, several threads, and a program
+;; started meanwhile.
 (defun mix (v) (logand #xffffffff (logxor (* v 2654435761) (ash v -7))))
 (defun work (worker entries)
   (let ((table (make-hash-table)) (sum 0))
     (dotimes (turn 3)
       (dotimes (i entries)
-        (setf (gethash i table) (list worker i turn (format nil "~d-~d" i turn) (make-array 6 :initial-element (mix (+ i turn))))))
+        (setf (gethash i table) 
+              (list worker i turn (format nil "~d-~d" i turn)
+                    (make-array 6 :initial-element (mix (+ i turn))))))
       (dotimes (i entries)
         (destructuring-bind (w n at text numbers) (gethash i table)
           (unless (and (= w worker) (= n i) (= at turn) (string= text (format nil "~d-~d" i turn))
@@ -14,7 +17,9 @@
     (list worker sum (hash-table-count table))))
 (let* ((entries (parse-integer (car (last sb-ext:*posix-argv*))))
        (threads (loop for worker below 3 collect
-                  (let ((worker worker)) (sb-thread:make-thread (lambda () (work worker entries))))))
-       (said (with-output-to-string (text) (sb-ext:run-program "/bin/echo" '("child") :output text))))
+                  (let ((worker worker))
+                    (sb-thread:make-thread (lambda () (work worker entries))))))
+       (said (with-output-to-string (text)
+               (sb-ext:run-program "/bin/echo" '("child") :output text))))
   (gc :full t)
   (format t "~a ~a~%" (mapcar #'sb-thread:join-thread threads) said))

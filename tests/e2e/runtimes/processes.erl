@@ -1,4 +1,5 @@
-%% Thousands of processes with heaps of their own, messages between them, binaries that they share, and programs started meanwhile.
+%% Thousands of processes with heaps of their own, messages between them, binaries that they share,
+%% and programs started meanwhile.
 -module(processes).
 -export([main/1]).
 

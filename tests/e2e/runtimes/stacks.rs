@@ -28,12 +28,15 @@ impl Drop for Frame<'_> {
 }
 
 fn descend(key: u64, depth: u32, garbage: u64, unwound: &std::cell::Cell<u64>) -> u64 {
-    let frame = Frame { words: std::array::from_fn(|i| mix(key.wrapping_add(i as u64))), key, unwound };
+    let words = std::array::from_fn(|i| mix(key.wrapping_add(i as u64)));
+    let frame = Frame { words, key, unwound };
     if depth == 0 {
-        let pressure: BTreeMap<u64, String> = (0..garbage).map(|i| (mix(key.wrapping_add(i)), "x".repeat(200))).collect();
+        let piece = |i| (mix(key.wrapping_add(i)), "x".repeat(200));
+        let pressure: BTreeMap<u64, String> = (0..garbage).map(piece).collect();
         panic!("{}", pressure.keys().nth(pressure.len() / 2).unwrap());
     }
-    descend(mix(key), depth - 1, garbage, unwound).wrapping_add(std::hint::black_box(&frame.words)[7])
+    let below = descend(mix(key), depth - 1, garbage, unwound);
+    below.wrapping_add(std::hint::black_box(&frame.words)[7])
 }
 
 fn main() {
@@ -48,7 +51,8 @@ fn main() {
                 let unwound = std::cell::Cell::new(0);
                 let mut all = Vec::new();
                 for turn in 0..3 {
-                    let result = catch_unwind(AssertUnwindSafe(|| descend(worker * 1000 + turn, 4000, garbage, &unwound)));
+                    let start = || descend(worker * 1000 + turn, 4000, garbage, &unwound);
+                    let result = catch_unwind(AssertUnwindSafe(start));
                     all.push(result.unwrap_err().downcast::<String>().unwrap());
                 }
                 tell.send((worker, all, unwound.get())).unwrap();

@@ -1,4 +1,5 @@
-// Goroutines over a heap that is larger than the budget, C memory through cgo, and children that are forked meanwhile.
+// Goroutines over a heap that is larger than the budget, C memory through cgo, and children that
+// are forked meanwhile.
 package main
 
 /*

@@ -1,4 +1,5 @@
-// Worker threads, each with a heap of its own, a buffer that all share, and children that are started meanwhile.
+// Worker threads, each with a heap of its own, a buffer that all share, and children that are
+// started meanwhile.
 const { Worker, isMainThread, parentPort, workerData } = require("node:worker_threads");
 const { spawnSync } = require("node:child_process");
 
@@ -26,13 +27,16 @@ if (isMainThread) {
     for (let i = 0; i < entries; i++) {
       const key = `${worker}:${i}`;
       const old = map.get(key);
-      if (turn > 0 && (old.turn !== turn - 1 || old.values[7] !== i * 7 + turn - 1)) throw new Error(`wrong entry ${key}`);
-      map.set(key, { turn, values: Array.from({ length: 12 }, (_, k) => i * k + turn), text: key.repeat(3) });
+      if (turn > 0 && (old.turn !== turn - 1 || old.values[7] !== i * 7 + turn - 1))
+        throw new Error(`wrong entry ${key}`);
+      const values = Array.from({ length: 12 }, (_, k) => i * k + turn);
+      map.set(key, { turn, values, text: key.repeat(3) });
       sum = (sum * 31 + key.length + map.get(key).text.charCodeAt(i % 5)) % 1000000007;
     }
     sum += spawnSync("/bin/echo", ["child", String(worker)]).stdout.length;
   }
   const words = new Uint32Array(shared);
-  for (let i = 0; i < words.length; i++) if (words[i] !== Math.imul(i, 2654435761) >>> 0) throw new Error(`wrong word ${i}`);
+  for (let i = 0; i < words.length; i++)
+    if (words[i] !== Math.imul(i, 2654435761) >>> 0) throw new Error(`wrong word ${i}`);
   parentPort.postMessage(`${worker} ${sum} ${map.size}`);
 }

@@ -14,8 +14,8 @@ unsafe extern "C" {
     static environ: Texts;
 }
 
-/// Calls `f` with an environment that has what a program of this tree needs, and returns its result;
-/// with `None` for the function, the result of a function that this libc does not have.
+/// Calls `f` with an environment that has what a program of this tree needs, and returns its
+/// result; with `None` for the function, the result of a function that this libc does not have.
 unsafe fn exec_with<F>(real: Option<F>, envp: Texts, f: impl Fn(F, Texts) -> c_int) -> c_int
 where
     F: Copy,

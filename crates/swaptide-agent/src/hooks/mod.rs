@@ -1,7 +1,7 @@
 //! The functions that stand in front of libc's, and the ways past them.
 //!
-//! They must work at any moment of a program's life, in a signal handler and in a vforked child too:
-//! they allocate nothing and take no lock.
+//! They must work at any moment of a program's life, in a signal handler and in a vforked child
+//! too: they allocate nothing and take no lock.
 
 pub(crate) mod environment;
 pub(crate) mod exec;

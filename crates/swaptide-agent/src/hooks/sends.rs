@@ -191,8 +191,18 @@ macro_rules! changes_flags {
 changes_flags!(fcntl, FCNTL);
 changes_flags!(fcntl64, FCNTL64);
 
-in_front!(vmsplice, VMSPLICE, (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize, REFERENCES.note());
-in_front!(send, SEND, (fd: c_int, bytes: Bytes, len: usize, flags: c_int) -> isize, with_flags(flags));
+in_front!(
+    vmsplice,
+    VMSPLICE,
+    (fd: c_int, parts: Bytes, count: usize, flags: c_uint) -> isize,
+    REFERENCES.note()
+);
+in_front!(
+    send,
+    SEND,
+    (fd: c_int, bytes: Bytes, len: usize, flags: c_int) -> isize,
+    with_flags(flags)
+);
 in_front!(
     sendto,
     SENDTO,
@@ -200,7 +210,12 @@ in_front!(
     with_flags(flags)
 );
 in_front!(sendmsg, SENDMSG, (fd: c_int, message: Bytes, flags: c_int) -> isize, with_flags(flags));
-in_front!(sendmmsg, SENDMMSG, (fd: c_int, messages: Bytes, count: c_uint, flags: c_int) -> c_int, with_flags(flags));
+in_front!(
+    sendmmsg,
+    SENDMMSG,
+    (fd: c_int, messages: Bytes, count: c_uint, flags: c_int) -> c_int,
+    with_flags(flags)
+);
 in_front!(
     setsockopt,
     SETSOCKOPT,

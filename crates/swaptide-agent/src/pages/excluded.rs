@@ -11,7 +11,7 @@ use std::sync::atomic::{
 };
 
 use swaptide_engine::mm::types::MANAGED_END;
-use swaptide_sys::maps::MapsFile;
+use swaptide_sys::maps::{MapsFile, VmaInfo};
 use swaptide_sys::page::{VirtAddr, VirtRange};
 
 /// Ranges that are kept out at a time. More of them are joined with their neighbours.
@@ -70,7 +70,8 @@ impl ExcludedRange {
         let word = self.end.load(Acquire);
         let Some(range) = self.range() else { return };
         let next = maps.vma_at_or_next(range.start);
-        let is_unmapped = matches!(&next, Ok(next) if next.as_ref().is_none_or(|info| info.vma().range.start >= range.end));
+        let is_behind = |info: &VmaInfo| info.vma().range.start >= range.end;
+        let is_unmapped = next.as_ref().is_ok_and(|next| next.as_ref().is_none_or(is_behind));
         if is_unmapped {
             let _ = self.end.compare_exchange(word, 0, AcqRel, Relaxed);
         }

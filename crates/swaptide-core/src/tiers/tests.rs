@@ -330,7 +330,10 @@ fn separator() -> impl Strategy<Value = &'static str> {
 proptest! {
     #[test]
     fn tiers_are_what_a_map_of_every_priority_says(
-        writes in proptest::collection::vec(proptest::collection::vec((op(), separator()), 1..6), 1..10),
+        writes in proptest::collection::vec(
+            proptest::collection::vec((op(), separator()), 1..6),
+            1..10,
+        ),
         devices in proptest::collection::vec(-1..14i32, 0..3),
     ) {
         let (mut tiers, mut naive) = (Tiers::new(), Naive::new());
@@ -350,23 +353,35 @@ proptest! {
                     }
                     prop_assert_eq!(tiers, before);
                 }
-                (found, expected) => prop_assert!(false, "{text}: {found:?}, the map says \
-                    {expected:?}"),
+                (found, expected) => prop_assert!(
+                    false,
+                    "{text}: {found:?}, the map says \
+                    {expected:?}"
+                ),
             }
             let mut painted = vec![None; 32769];
             for tier in tiers.iter() {
                 for priority in tier.start.get()..=tier.end.get() {
-                    prop_assert!(painted[(priority + 1) as usize].replace(tier.index.get() as usize).is_none());
+                    prop_assert!(
+                        painted[(priority + 1) as usize]
+                            .replace(tier.index.get() as usize)
+                            .is_none()
+                    );
                 }
                 prop_assert_eq!(naive.names[tier.index.get() as usize].as_deref(), Some(tier.name));
             }
             prop_assert!(painted == naive.map, "{}", text);
             for priority in (-1..20).chain([32766, 32767]) {
-                prop_assert_eq!(tiers.tier_of(at(priority)).map(|tier| tier.get() as usize), naive.of(priority));
+                prop_assert_eq!(
+                    tiers.tier_of(at(priority)).map(|tier| tier.get() as usize),
+                    naive.of(priority)
+                );
             }
             let mut again = Tiers::new();
             again.apply(&tiers.spec(), &in_use).expect("what is written out can be read");
-            let named = |tiers: &Tiers| tiers.iter().map(|t| (t.name.to_owned(), t.start, t.end)).collect::<Vec<_>>();
+            let named = |tiers: &Tiers| {
+                tiers.iter().map(|t| (t.name.to_owned(), t.start, t.end)).collect::<Vec<_>>()
+            };
             prop_assert_eq!(named(&again), named(&tiers));
         }
     }
@@ -378,7 +393,10 @@ proptest! {
         if tiers.apply(&text, &[at(3)]).is_err() {
             prop_assert_eq!(tiers, before);
         }
-        prop_assert!(tiers.is_empty() || tiers.iter().last().is_some_and(|lowest| lowest.start == Priority::MIN));
+        prop_assert!(
+            tiers.is_empty()
+                || tiers.iter().last().is_some_and(|lowest| lowest.start == Priority::MIN)
+        );
         let mut mask = TierMask::ALL;
         if mask.apply(&text, &before).is_err() {
             prop_assert_eq!(mask, TierMask::ALL);

@@ -449,7 +449,10 @@ impl Handler {
     /// it or its chunk: the first, and how many.
     fn around_in_file(&self, page: PageNo, most: usize) -> (PageNo, usize) {
         let mm = self.engine.mm.lock();
-        let there = |page: usize| matches!(mm.table.get(PageNo(page)), PageState::Swapped(entry) if entry.ty() != POOL);
+        let there = |page: usize| match mm.table.get(PageNo(page)) {
+            PageState::Swapped(entry) => entry.ty() != POOL,
+            _ => false,
+        };
         let block = 1 << most.min(PAGES_PER_CHUNK).ilog2();
         let first = page.0 / block * block;
         let start = (first..page.0).rev().take_while(|p| there(*p)).last().unwrap_or(page.0);

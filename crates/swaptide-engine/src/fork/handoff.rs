@@ -104,7 +104,10 @@ impl Handler {
             for child in &mut children {
                 self.read_child(child, &mut served);
             }
-            let knocks = |conn: &Conn| matches!(poll_readable(&[conn.as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+            let knocks = |conn: &Conn| {
+                let polled = poll_readable(&[conn.as_fd()], Some(Duration::ZERO));
+                polled.is_ok_and(|ready| ready != 0)
+            };
             if let Some(conn) = door.take_if(|conn| knocks(conn)) {
                 match self.send(&conn, &mut children, &served) {
                     Ok(()) => return,

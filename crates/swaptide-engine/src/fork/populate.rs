@@ -140,7 +140,10 @@ impl UnmanagedChild {
             _ => {}
         }
         let Some(change) = VmaChange::of(&event) else { return };
-        let ends_a_move = |c: &VmaChange| matches!((c, change), (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) if *from == range.start);
+        let ends_a_move = |c: &VmaChange| match (c, change) {
+            (VmaChange::Moved { from, .. }, VmaChange::Gone(range)) => *from == range.start,
+            _ => false,
+        };
         if !self.own.iter().any(ends_a_move) {
             self.own.push(change);
             self.since.changed(change);

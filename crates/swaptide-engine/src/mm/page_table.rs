@@ -382,13 +382,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_is_a_map_and_its_masks_and_sums_agree(ops in prop::collection::vec((0usize..3000, 0u32..9), 1..400)) {
+        fn the_table_is_a_map_and_its_masks_and_sums_agree(
+            ops in prop::collection::vec((0usize..3000, 0u32..9), 1..400),
+        ) {
             let mut table = PageTable::new();
             let mut model = BTreeMap::new();
             let mut shared = std::collections::BTreeSet::new();
             let mut own = std::collections::BTreeSet::new();
             for (page, kind) in ops {
-                let is_present = matches!(model.get(&page), Some(PageState::Present | PageState::PresentClean(_)));
+                let is_present = matches!(
+                    model.get(&page),
+                    Some(PageState::Present | PageState::PresentClean(_))
+                );
                 if kind >= 7 {
                     table.make_own(PageNo(page).chunk(), 1 << PageNo(page).in_chunk());
                     own.extend(is_present.then_some(page));
@@ -404,7 +409,12 @@ mod tests {
                     if kind == 6 {
                         let were = table.unshare(PageNo(page).chunk());
                         let chunk = page / 16 * 16;
-                        prop_assert_eq!(were, (0..16).filter(|i| shared.contains(&(chunk + i))).fold(0u16, |m, i| m | 1 << i));
+                        prop_assert_eq!(
+                            were,
+                            (0..16)
+                                .filter(|i| shared.contains(&(chunk + i)))
+                                .fold(0u16, |m, i| m | 1 << i)
+                        );
                         shared.retain(|page| !(chunk..chunk + 16).contains(page));
                     }
                     continue;
@@ -413,32 +423,70 @@ mod tests {
                     0 => PageState::Empty,
                     1 => PageState::Present,
                     2 => PageState::Poisoned,
-                    3 => PageState::PresentClean(SwapEntry::from_raw(page as u32 * 5).expect("an entry")),
-                    _ => PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry")),
+                    3 => PageState::PresentClean(
+                        SwapEntry::from_raw(page as u32 * 5).expect("an entry"),
+                    ),
+                    _ => {
+                        PageState::Swapped(SwapEntry::from_raw(page as u32 * 7).expect("an entry"))
+                    }
                 };
                 let old = table.set(PageNo(page), state);
                 if is_present && !matches!(state, PageState::Present | PageState::PresentClean(_)) {
                     shared.remove(&page);
                     own.remove(&page);
                 }
-                let expected = if state == PageState::Empty { model.remove(&page) } else { model.insert(page, state) };
+                let expected = if state == PageState::Empty {
+                    model.remove(&page)
+                } else {
+                    model.insert(page, state)
+                };
                 prop_assert_eq!(old, expected.unwrap_or(PageState::Empty));
             }
             for page in 0..3000 {
-                prop_assert_eq!(table.get(PageNo(page)), model.get(&page).copied().unwrap_or(PageState::Empty));
+                prop_assert_eq!(
+                    table.get(PageNo(page)),
+                    model.get(&page).copied().unwrap_or(PageState::Empty)
+                );
             }
             prop_assert_eq!(table.shared(), shared.len());
             for chunk in 0..3000 / 16 {
                 let info = table.chunk(ChunkNo(chunk));
-                let mask_of = |set: &std::collections::BTreeSet<usize>| (0..16).filter(|i| set.contains(&(chunk * 16 + i))).fold(0u16, |m, i| m | 1 << i);
+                let mask_of = |set: &std::collections::BTreeSet<usize>| {
+                    (0..16)
+                        .filter(|i| set.contains(&(chunk * 16 + i)))
+                        .fold(0u16, |m, i| m | 1 << i)
+                };
                 let mask = mask_of(&shared);
-                prop_assert!(info.shared == mask && info.movable() == info.present & !mask && info.own == mask_of(&own));
+                prop_assert!(
+                    info.shared == mask
+                        && info.movable() == info.present & !mask
+                        && info.own == mask_of(&own)
+                );
             }
-            prop_assert_eq!(table.present(), model.values().filter(|s| matches!(s, PageState::Present | PageState::PresentClean(_))).count());
-            prop_assert_eq!(table.clean_copies(), model.values().filter(|s| matches!(s, PageState::PresentClean(_))).count());
-            prop_assert_eq!(table.swapped(), model.values().filter(|s| matches!(s, PageState::Swapped(_))).count());
+            prop_assert_eq!(
+                table.present(),
+                model
+                    .values()
+                    .filter(|s| matches!(s, PageState::Present | PageState::PresentClean(_)))
+                    .count()
+            );
+            prop_assert_eq!(
+                table.clean_copies(),
+                model.values().filter(|s| matches!(s, PageState::PresentClean(_))).count()
+            );
+            prop_assert_eq!(
+                table.swapped(),
+                model.values().filter(|s| matches!(s, PageState::Swapped(_))).count()
+            );
             for chunk in 0..3000 / 16 {
-                let mask = (0..16).filter(|i| matches!(model.get(&(chunk * 16 + i)), Some(PageState::Present | PageState::PresentClean(_)))).fold(0u16, |m, i| m | 1 << i);
+                let mask = (0..16)
+                    .filter(|i| {
+                        matches!(
+                            model.get(&(chunk * 16 + i)),
+                            Some(PageState::Present | PageState::PresentClean(_))
+                        )
+                    })
+                    .fold(0u16, |m, i| m | 1 << i);
                 prop_assert_eq!(table.chunk(ChunkNo(chunk)).present, mask);
             }
             let mut at = PageNo(0);

@@ -101,12 +101,21 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_list_is_a_set_of_pages(ops in prop::collection::vec((any::<bool>(), 0usize..60, 1usize..20), 1..60)) {
+        fn the_list_is_a_set_of_pages(
+            ops in prop::collection::vec((any::<bool>(), 0usize..60, 1usize..20), 1..60),
+        ) {
             let mut regions = VmaSet::default();
             let mut model = [false; 80];
             for (insert, start, len) in ops {
-                let range = VirtRange { start: VirtAddr(start * 4096), end: VirtAddr((start + len) * 4096) };
-                if insert { regions.insert(range) } else { regions.remove(range) }
+                let range = VirtRange {
+                    start: VirtAddr(start * 4096),
+                    end: VirtAddr((start + len) * 4096),
+                };
+                if insert {
+                    regions.insert(range)
+                } else {
+                    regions.remove(range)
+                }
                 model[start..start + len].fill(insert);
             }
             for (page, inside) in model.iter().enumerate() {
@@ -114,15 +123,22 @@ mod tests {
             }
             let all: Vec<_> = regions.iter().collect();
             prop_assert!(all.windows(2).all(|w| w[0].end < w[1].start), "disjoint, sorted, joined");
-            let managed = |from: usize, to: usize| VirtRange { start: VirtAddr(from * 4096), end: VirtAddr(to * 4096) };
+            let managed = |from: usize, to: usize| VirtRange {
+                start: VirtAddr(from * 4096),
+                end: VirtAddr(to * 4096),
+            };
             for from in 0..80 {
                 let within = from..(from + 13).min(80);
                 let first = within.clone().find(|page| model[*page]);
-                let extent = first.map(|first| managed(first, 1 + within.clone().rfind(|page| model[*page]).unwrap_or(first)));
+                let extent = first.map(|first| {
+                    managed(first, 1 + within.clone().rfind(|page| model[*page]).unwrap_or(first))
+                });
                 prop_assert_eq!(regions.extent(managed(within.start, within.end)), extent);
             }
             let mut outside = 0;
-            regions.gaps(VirtRange { start: VirtAddr(0), end: VirtAddr(80 * 4096) }, |gap| outside += gap.len() / 4096);
+            regions.gaps(VirtRange { start: VirtAddr(0), end: VirtAddr(80 * 4096) }, |gap| {
+                outside += gap.len() / 4096
+            });
             prop_assert_eq!(outside, model.iter().filter(|inside| !**inside).count());
         }
     }

@@ -542,7 +542,10 @@ impl Housekeeping {
     /// lock: the handler may hold it.
     fn watch(&mut self, engine: &Engine) {
         let turns = engine.turns.load(Relaxed);
-        let is_unread = || matches!(poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO)), Ok(ready) if ready != 0);
+        let is_unread = || {
+            let polled = poll_readable(&[engine.uffd().as_fd()], Some(Duration::ZERO));
+            polled.is_ok_and(|ready| ready != 0)
+        };
         if !handler_cpu::may_starve() || !turns.is_multiple_of(2) && !is_unread() {
             self.still = None;
             return;

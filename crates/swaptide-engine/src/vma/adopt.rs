@@ -212,7 +212,10 @@ impl Handler {
         // What follows a file's pages may be the zero-initialised data of a library: the look at
         // all mappings tells.
         let follows_file = vma.range.start.0 > 0
-            && matches!(self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)), Ok(Some(before)) if before.vma().inode != 0);
+            && match self.maps.vma_at(VirtAddr(vma.range.start.0 - 1)) {
+                Ok(Some(before)) => before.vma().inode != 0,
+                _ => false,
+            };
         let small = self.engine.small.are_managed() && is_small(&vma);
         if follows_file || !(eligible(&vma) || small) || (self.engine.start.excluded)(vma.range) {
             return;

@@ -117,7 +117,12 @@ fn must_wait(mm: &Mm, event: &Event, late: &[Event]) -> bool {
         return false;
     }
     if let Event::Unmap(range) = event {
-        let begins = |e: &&Event| matches!(e, Event::Remap { from, len, .. } if from.offset(*len) == range.end && *from == range.start);
+        let begins = |e: &&Event| match e {
+            Event::Remap { from, len, .. } => {
+                *from == range.start && from.offset(*len) == range.end
+            }
+            _ => false,
+        };
         let ends = |e: &&Event| matches!(e, Event::Unmap(other) if other == range);
         if late.iter().filter(begins).count() > late.iter().filter(ends).count() {
             return true;

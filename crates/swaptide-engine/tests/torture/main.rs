@@ -1,17 +1,14 @@
 //! The engine as a library of this process, under a program that does to its memory what programs
-//! do, by several threads at once: for tools that a preloaded
-//! library keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program
-//! is `tests/e2e/c/torture.c` over again; what the preloaded library does for it there (hints,
-//! fences, forks) it does here by itself.
+//! do, by several threads at once: for tools that see into a process and that a preloaded library
+//! keeps out, the address and thread sanitizers above all (`tests/sanitize`). The program is
+//! `tests/e2e/c/torture.c`, loaded here; what the preloaded library does for it in the end-to-end
+//! cases (hints, fences, forks) this test does by itself.
 //!
 //! Everything else of this process is as it would be without the engine: its threads are ordinary
-//! ones, and nothing is managed but the program's areas, in a stretch of addresses that is kept for
-//! them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What the
-//! process takes besides is not known before: a thread that stands for the supervisor sets the
+//! ones, and nothing is managed but the program's mappings, in a stretch of addresses that is kept
+//! for them. So what belongs to a sanitizer (its shadow, its allocator) is never taken out. What
+//! else the process takes is not known before: a thread that stands for the supervisor sets the
 //! limit to that and a little more, again and again.
-//!
-//! A page holds what its key says, but for one word that may have been written since. A key is
-//! never used twice.
 //!
 //! `SWAPTIDE_STRESS_SECONDS`: how long (3).
 
@@ -20,7 +17,6 @@ mod common;
 mod program;
 
 use std::fs::File;
-use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::AsFd;
 use std::ptr;
 use std::sync::atomic::{
@@ -46,15 +42,11 @@ use swaptide_sys::sock::Conn;
 use swaptide_sys::thread::{exit_group, getpid, gettid, now};
 use swaptide_sys::{Errno, OwnedFd};
 
-use program::{Area, EMPTY, MMAP, PROT_NONE, Random, SHARED, Thread, call, map_anew, mix};
+use program::{Program, is_outside, mix};
 
-/// Threads of the program, the areas of each, and the places that those may lie in.
+/// Threads of the program, and pages of all their areas, of which each has three.
 const THREADS: usize = 3;
-const AREAS: usize = 2;
-const PLACES: usize = 4;
-/// Pages of an area at most, and of a place: places are further apart than areas are long.
-const MOST: usize = 512;
-const PLACE_PAGES: usize = 1024;
+const PAGES: usize = THREADS * 3 * 256;
 /// What of the areas may be in memory: less than half.
 const LEAST_ROOM: u64 = 1 << 20;
 const MOST_ROOM: u64 = 5 << 20;
@@ -62,7 +54,6 @@ const MOST_ROOM: u64 = 5 << 20;
 const POOL_CAP: u64 = 512 << 10;
 /// The swap file, in extents of 2 MiB.
 const EXTENTS: u32 = 128;
-const WORDS: usize = PAGE_SIZE / 8;
 /// What is waited for that has not happened in the time given.
 const LONGER: Duration = Duration::from_secs(60);
 /// A child that lives longer hangs.
@@ -78,8 +69,8 @@ static OVER: AtomicBool = AtomicBool::new(false);
 static FORKS: AtomicU64 = AtomicU64::new(0);
 static DECLINED: AtomicU64 = AtomicU64::new(0);
 
-/// Held by a thread that does something; for writing by one that forks while no other does
-/// anything.
+/// Held by the supervisor while it does something; for writing by a fork while nothing else is
+/// done.
 static WORLD: RwLock<()> = RwLock::new(());
 
 unsafe extern "C" {
@@ -111,7 +102,7 @@ static IS_CHILD: AtomicBool = AtomicBool::new(false);
 fn begin_in_child() {
     #[cfg(tsan)]
     if IS_CHILD.load(Relaxed) {
-        // SAFETY: the strings are only for those who look for forgotten calls, and these threads
+        // SAFETY: the strings only help to find forgotten calls, and these threads
         // end with the process.
         unsafe {
             AnnotateIgnoreReadsBegin(c"".as_ptr(), 0);
@@ -136,17 +127,6 @@ fn segment() -> &'static Segment {
 
 fn open_area(_: AreaId) -> Option<OwnedFd> {
     SWAP_FILE.get()?.try_clone().ok().map(OwnedFd::from)
-}
-
-/// Where the areas are: what somebody else maps into a place that one has just left is not to be
-/// managed.
-static LIVE: [(AtomicUsize, AtomicUsize); THREADS * AREAS] =
-    [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; THREADS * AREAS];
-
-fn is_outside(range: VirtRange) -> bool {
-    !LIVE.iter().any(|(start, end)| {
-        range.start.0 >= start.load(Acquire) && range.end.0 <= end.load(Acquire)
-    })
 }
 
 fn salt() -> u64 {
@@ -179,11 +159,11 @@ fn serve(engine: &Engine, handler: &mut Handler) {
     }
 }
 
-/// The supervisor, as far as there is one: the limit follows what the process takes in addition to
-/// its managed memory.
+/// The supervisor, as far as there is one: the limit follows what the process takes besides its
+/// managed memory.
 fn supervise(engine: &Engine, world: &RwLock<()>) {
     begin_in_child();
-    let mut random = Random(now().0);
+    let mut random = now().0;
     let mut room = MOST_ROOM;
     while !OVER.load(Acquire) {
         let among = world.read();
@@ -192,8 +172,9 @@ fn supervise(engine: &Engine, world: &RwLock<()>) {
             .iter()
             .map(|bytes| bytes.load(Relaxed))
             .sum();
-        if random.below(20) == 0 {
-            room = LEAST_ROOM + random.below((MOST_ROOM - LEAST_ROOM) as usize) as u64;
+        random = mix(random + 1);
+        if random.is_multiple_of(20) {
+            room = LEAST_ROOM + random / 20 % (MOST_ROOM - LEAST_ROOM);
         }
         if let Some(anon) = anon_rss(getpid().0) {
             slot.limit_bytes.store(anon.saturating_sub(kept) + room, Relaxed);
@@ -260,7 +241,7 @@ fn temporary_file() -> File {
 /// areas. Noted when half of the time is over: both ways are gone, and the change.
 static REFERENCES: swaptide_engine::References = swaptide_engine::References::new();
 
-fn set_up() -> (Start, Vec<Thread>) {
+fn set_up() -> (Start, Program) {
     let fd = memfd_create(c"torture", Segment::BYTES as u64).expect("memfd");
     let segment =
         Segment::raw(SharedMap::map(fd.as_fd(), Segment::BYTES).expect("map")).expect("segment");
@@ -283,28 +264,7 @@ fn set_up() -> (Start, Vec<Thread>) {
         .limit_bytes
         .store(anon_rss(getpid().0).expect("statm") + MOST_ROOM, Relaxed);
 
-    let pages = THREADS * PLACES * PLACE_PAGES;
-    let at = call(MMAP, [0, pages * PAGE_SIZE, PROT_NONE, SHARED, usize::MAX])
-        .expect("addresses for the areas");
-    let thread = |number: usize| {
-        let first = at.offset(number * PLACES * PLACE_PAGES * PAGE_SIZE);
-        let places: Vec<_> =
-            (0..PLACES).map(|place| first.offset(place * PLACE_PAGES * PAGE_SIZE)).collect();
-        let area = |place: usize| {
-            map_anew(places[place], MOST * 3 / 4);
-            Area { base: places[place], pages: vec![EMPTY; MOST * 3 / 4], place, open: true }
-        };
-        Thread {
-            areas: (0..AREAS).map(area).collect(),
-            places: places.iter().copied().map(Some).collect(),
-            random: Random(mix(now().0 + number as u64)),
-            number: number as u64 + 1,
-            serial: 0,
-            file: temporary_file(),
-            acts: Vec::new(),
-        }
-    };
-    let threads = (0..THREADS).map(thread).collect();
+    let program = Program::load(THREADS, PAGES);
     let start = Start {
         segment,
         index,
@@ -318,13 +278,13 @@ fn set_up() -> (Start, Vec<Thread>) {
         release_hold: || true,
         references: &REFERENCES,
     };
-    (start, threads)
+    (start, program)
 }
 
 #[test]
 fn torture_reads_what_it_wrote() {
     common::in_child("torture_reads_what_it_wrote", || {
-        let (start, mut threads) = set_up();
+        let (start, program) = set_up();
         let engine: &'static Engine = Box::leak(Box::new(Engine::new(start).expect("an engine")));
         ENGINE.store(ptr::from_ref(engine).cast_mut(), Release);
         let mut handler = Handler::new(engine).expect("a handler");
@@ -335,14 +295,15 @@ fn torture_reads_what_it_wrote() {
         start_workers(engine);
         let supervisor = std::thread::spawn(move || supervise(engine, &WORLD));
 
-        let end = Instant::now() + Duration::from_secs_f64(seconds());
-        let steps: u64 = std::thread::scope(|scope| {
+        let time = Duration::from_secs_f64(seconds());
+        let steps: usize = std::thread::scope(|scope| {
             scope.spawn(|| {
-                std::thread::sleep(Duration::from_secs_f64(seconds() / 2.0));
+                std::thread::sleep(time / 2);
                 REFERENCES.note();
             });
+            let program = &program;
             let running: Vec<_> =
-                threads.iter_mut().map(|thread| scope.spawn(move || thread.run(end))).collect();
+                (0..THREADS).map(|number| scope.spawn(move || program.run(number, time))).collect();
             running
                 .into_iter()
                 .map(|thread| {
@@ -356,9 +317,7 @@ fn torture_reads_what_it_wrote() {
         slot.limit_bytes.store(NO_LIMIT, Relaxed);
         slot.detach.store(1, Release);
         handler.join().expect("the program is let go");
-        threads
-            .iter_mut()
-            .for_each(|thread| thread.verify_all("page of a program that was let go"));
+        program.verify();
         println!(
             "{steps} steps; out, in from memory, written back, in from the file, forks, declined: \
             {:?}",

@@ -146,7 +146,8 @@ mod tests {
     #[test]
     fn the_memory_controller_decides_or_else_version_2() {
         assert_eq!(memory_cgroup("0::/user.slice/a\n"), Some("/user.slice/a"));
-        let mixed = "12:cpu,cpuacct:/x\n4:memory:/docker/abc:1\n1:name=systemd:/init.scope\n0::/init.scope\n";
+        let mixed = "12:cpu,cpuacct:/x\n4:memory:/docker/abc:1\n\
+            1:name=systemd:/init.scope\n0::/init.scope\n";
         assert_eq!(memory_cgroup(mixed), Some("/docker/abc:1"));
         assert_eq!(memory_cgroup("1:name=systemd:/x\n"), None);
         assert_eq!(memory_cgroup(""), None);

@@ -302,7 +302,8 @@ mod tests {
         fn a_protection_that_fits_is_honoured((nodes, claims) in tree()) {
             // Under caps that leave room for it: here there are none, and the budget holds all
             // floors and all protections.
-            let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { cap: u64::MAX, ..node }).collect();
+            let nodes: Vec<Node> =
+                nodes.into_iter().map(|node| Node { cap: u64::MAX, ..node }).collect();
             let used: Vec<u64> = claims.iter().map(|claim| claim.used).collect();
             let lows: u64 = nodes.iter().map(|node| node.low).sum();
             let floors: u64 = claims.iter().map(|claim| claim.floor).sum();
@@ -316,29 +317,48 @@ mod tests {
 
         #[test]
         fn everybody_has_a_fair_share_by_demand((nodes, claims) in tree(), budget in 400..8000u64) {
-            let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { cap: u64::MAX, low: 0, ..node }).collect();
+            let nodes: Vec<Node> =
+                nodes.into_iter().map(|node| Node { cap: u64::MAX, low: 0, ..node }).collect();
             let budget = budget * MIB;
             let shares = divide(budget, &nodes, &claims);
             let floors: u64 = claims.iter().map(|claim| claim.floor).sum();
             let demanded: u64 = claims.iter().map(|claim| claim.demand).sum();
             for (claim, share) in claims.iter().zip(&shares) {
-                let fair = claim.floor as f64 + (budget - floors) as f64 * claim.demand as f64 / demanded.max(1) as f64;
-                prop_assert!((*share as f64 - fair).abs() <= fair / 10.0 + 64.0, "{share} of \
-                    {fair}");
+                let fair = claim.floor as f64
+                    + (budget - floors) as f64 * claim.demand as f64 / demanded.max(1) as f64;
+                prop_assert!(
+                    (*share as f64 - fair).abs() <= fair / 10.0 + 64.0,
+                    "{share} of \
+                    {fair}"
+                );
             }
         }
 
         #[test]
-        fn neighbours_below_their_caps_have_equal_shares_of_their_demand((nodes, claims) in tree(), budget in 0..8000u64) {
+        fn neighbours_below_their_caps_have_equal_shares_of_their_demand(
+            (nodes, claims) in tree(),
+            budget in 0..8000u64,
+        ) {
             let nodes: Vec<Node> = nodes.into_iter().map(|node| Node { low: 0, ..node }).collect();
             let shares = divide(budget * MIB, &nodes, &claims);
             // Processes of one group have no caps of their own: each has the same part of its
             // demand, if all have their floors.
             for (a, x) in claims.iter().zip(&shares) {
                 for (b, y) in claims.iter().zip(&shares) {
-                    if a.node == b.node && *x > a.floor && *y > b.floor && a.demand > 0 && b.demand > 0 {
-                        let (one, other) = ((x - a.floor) as f64 / a.demand as f64, (y - b.floor) as f64 / b.demand as f64);
-                        prop_assert!((one - other).abs() <= one.max(other) / 10.0 + 1e-4, "{one} and {other}");
+                    if a.node == b.node
+                        && *x > a.floor
+                        && *y > b.floor
+                        && a.demand > 0
+                        && b.demand > 0
+                    {
+                        let (one, other) = (
+                            (x - a.floor) as f64 / a.demand as f64,
+                            (y - b.floor) as f64 / b.demand as f64,
+                        );
+                        prop_assert!(
+                            (one - other).abs() <= one.max(other) / 10.0 + 1e-4,
+                            "{one} and {other}"
+                        );
                     }
                 }
             }

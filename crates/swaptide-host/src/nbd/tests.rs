@@ -383,8 +383,11 @@ proptest! {
 
     /// Whatever a server sends in any step, connecting ends in time, without a panic.
     #[test]
-    fn noise_is_survived(steps in 0..3usize, kinds in prop::collection::vec((any::<u8>(), any::<u32>(), 0..300usize), 0..20),
-                         noise in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn noise_is_survived(
+        steps in 0..3usize,
+        kinds in prop::collection::vec((any::<u8>(), any::<u32>(), 0..300usize), 0..20),
+        noise in prop::collection::vec(any::<u8>(), 0..200),
+    ) {
         let lab = Lab::new("nbd", "disk", Duration::from_millis(500), move |peer| {
             if steps > 0 {
                 peer.hello(3);
@@ -394,7 +397,11 @@ proptest! {
                 peer.reply(STRUCTURED_REPLY, ACK, &[]);
                 for (option, kind, len) in kinds {
                     let kind = if kind % 3 == 0 { kind % 16 } else { ERROR + kind % 12 };
-                    peer.reply(if option < 200 { GO } else { option.into() }, kind, &vec![option; len]);
+                    peer.reply(
+                        if option < 200 { GO } else { option.into() },
+                        kind,
+                        &vec![option; len],
+                    );
                 }
             }
             peer.send(&noise);

@@ -3,7 +3,8 @@
 //! ```text
 //! nbd://HOST[:PORT][/EXPORT]            nbd+unix:///[EXPORT]?socket=PATH
 //! nbds://...  nbds+unix://...           with TLS or not at all
-//! ?ca=PATH            the authority that the server's certificate must be from, instead of the machine's
+//! ?ca=PATH            the authority that the server's certificate must be from (default: the
+//!                     machine's)
 //! &cert=PATH&key=PATH our own certificate, where the server wants one
 //! &tls-hostname=NAME  the name in the server's certificate, instead of HOST
 //! &connections=N      connections of one process

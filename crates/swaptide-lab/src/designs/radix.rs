@@ -467,15 +467,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_tree_is_a_map(ops in prop::collection::vec((prop_oneof![0..300u64, 0..1u64 << 30], 1..130u64, 0..3u64), 1..200)) {
+        fn a_tree_is_a_map(
+            ops in prop::collection::vec(
+                (prop_oneof![0..300u64, 0..1u64 << 30], 1..130u64, 0..3u64),
+                1..200,
+            ),
+        ) {
             let tree = Tree::default();
             let mut map = BTreeMap::new();
             for (first, n, value) in ops {
                 prop_assert!(tree.update(first, n, |_| true, |_| value * 8));
                 for index in first..first + n {
-                    if value == 0 { map.remove(&index) } else { map.insert(index, value * 8) };
+                    if value == 0 {
+                        map.remove(&index)
+                    } else {
+                        map.insert(index, value * 8)
+                    };
                 }
-                for index in [first, first + n - 1, first + n, first.saturating_sub(1), first ^ 64] {
+                for index in [first, first + n - 1, first + n, first.saturating_sub(1), first ^ 64]
+                {
                     prop_assert_eq!(tree.load(index), map.get(&index).copied().unwrap_or(0));
                     prop_assert_eq!(tree.load_locked(index), tree.load(index));
                 }

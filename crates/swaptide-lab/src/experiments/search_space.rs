@@ -360,7 +360,7 @@ pub fn measure(quick: bool) -> LabReport {
             whose one lock guards look-ups too. Offsets \
              are in random order; what they are read from is the same for all. 'each waits': the \
              next offset depends on the answer, as a \
-             chain of faults does; 'none waits': as a walk over a page table does. CacheTimes are this \
+             chain of faults does; 'none waits': as a walk over a page table does. Times are this \
              thread's CPU time, medians, less what the loop takes without a look-up. Neither side \
              takes a reference on the folio."
                 .into(),

@@ -239,14 +239,21 @@ fn every_period_and_every_end() {
 proptest! {
     /// One unpacker for all codecs, whatever came before.
     #[test]
-    fn every_codec_gives_back_what_was_compressed(pages in prop::collection::vec((pages(), 0..CODECS.len()), 1..6)) {
-        let (mut compressors, mut unpacker) = (CODECS.map(|(choice, _)| Compressor::new(choice)), Unpacker::new());
+    fn every_codec_gives_back_what_was_compressed(
+        pages in prop::collection::vec((pages(), 0..CODECS.len()), 1..6),
+    ) {
+        let (mut compressors, mut unpacker) =
+            (CODECS.map(|(choice, _)| Compressor::new(choice)), Unpacker::new());
         for (page, which) in &pages {
             if let Packed::Bytes(bytes) = compressors[*which].compress(page) {
                 prop_assert_eq!(Codec::of(bytes), CODECS[*which].1);
-                prop_assert!(guarded(&mut unpacker, bytes, PAGE_SIZE).as_deref() == Some(&page[..]));
+                prop_assert!(
+                    guarded(&mut unpacker, bytes, PAGE_SIZE).as_deref() == Some(&page[..])
+                );
                 prop_assert!(guarded(&mut unpacker, bytes, PAGE_SIZE - 1).is_none());
-                prop_assert!(guarded(&mut unpacker, &bytes[..bytes.len() - 1], PAGE_SIZE).is_none());
+                prop_assert!(
+                    guarded(&mut unpacker, &bytes[..bytes.len() - 1], PAGE_SIZE).is_none()
+                );
             }
         }
     }
@@ -276,7 +283,11 @@ proptest! {
     }
 
     #[test]
-    fn survives_arbitrary_bytes(bytes in prop::collection::vec(any::<u8>(), 0..300), mark in 0..=SNAPPY_MARK.len(), len in 1usize..5000) {
+    fn survives_arbitrary_bytes(
+        bytes in prop::collection::vec(any::<u8>(), 0..300),
+        mark in 0..=SNAPPY_MARK.len(),
+        len in 1usize..5000,
+    ) {
         let bytes = [&SNAPPY_MARK[..mark], &bytes].concat();
         let _ = guarded(&mut Unpacker::new(), &bytes, len);
     }

@@ -427,7 +427,9 @@ fn ops() -> impl Strategy<Value = Op> {
         .prop_map(|(slot, n)| (slot..(slot + n).min(1400)).collect::<Vec<_>>());
     prop_oneof![
         4 => (batch.clone(), any::<u32>())
-            .prop_map(|(slots, seed)| Op::Write(slots.into_iter().map(|slot| (slot, seed ^ slot)).collect())),
+            .prop_map(|(slots, seed)| {
+                Op::Write(slots.into_iter().map(|slot| (slot, seed ^ slot)).collect())
+            }),
         3 => prop::collection::vec(slot.clone(), 1..20).prop_map(Op::Read),
         1 => batch.clone().prop_map(Op::Read),
         3 => batch.prop_map(Op::Free),
@@ -453,17 +455,17 @@ proptest! {
         let mut torn_possible = false;
         for op in ops {
             match op {
-                Op::Write(pages) => {
-                    match write(&device, &pages) {
-                        Ok(()) => {
-                            for (slot, seed) in pages {
-                                model.insert(slot, seed);
-                                history.entry(slot).or_default().push(seed);
-                            }
+                Op::Write(pages) => match write(&device, &pages) {
+                    Ok(()) => {
+                        for (slot, seed) in pages {
+                            model.insert(slot, seed);
+                            history.entry(slot).or_default().push(seed);
                         }
-                        Err(error) => prop_assert!(pages.iter().any(|&(slot, _)| Slot(slot) == error.slot)),
                     }
-                }
+                    Err(error) => {
+                        prop_assert!(pages.iter().any(|&(slot, _)| Slot(slot) == error.slot))
+                    }
+                },
                 Op::Read(slots) => match read(&device, &slots) {
                     Ok(pages) => {
                         for (slot, mut page) in slots.iter().zip(pages) {
@@ -476,7 +478,9 @@ proptest! {
                     Err(error) => {
                         prop_assert!(slots.contains(&error.slot.0));
                         match error.kind {
-                            ReadErrorKind::NoSuchSlot => prop_assert!(!model.contains_key(&error.slot.0)),
+                            ReadErrorKind::NoSuchSlot => {
+                                prop_assert!(!model.contains_key(&error.slot.0))
+                            }
                             _ => prop_assert!(model.contains_key(&error.slot.0)),
                         }
                     }
@@ -493,7 +497,9 @@ proptest! {
                 Op::Fork if children.len() < 2 => {
                     device.freeze_all();
                     source.share(&device);
-                    device.leased(|extent| { disk.0.lock().unwrap().frozen.insert(extent.0); });
+                    device.leased(|extent| {
+                        disk.0.lock().unwrap().frozen.insert(extent.0);
+                    });
                     let child = forked(&device, &disk, &source);
                     child.rekey_salt(100 + children.len() as u64);
                     children.push((child, model.clone()));
@@ -512,7 +518,9 @@ proptest! {
                 let now = model.get(slot).map(|&seed| page_of(seed));
                 for &seed in seeds.iter().rev().take(3) {
                     let page = page_of(seed);
-                    prop_assert!(now.as_ref() == Some(&page) || !device.unchanged(Slot(*slot), &page));
+                    prop_assert!(
+                        now.as_ref() == Some(&page) || !device.unchanged(Slot(*slot), &page)
+                    );
                 }
             }
             check(&device);

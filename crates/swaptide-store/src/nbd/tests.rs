@@ -700,8 +700,13 @@ proptest! {
     /// Whatever comes, the call ends, nothing outside of its buffers changes, and success means
     /// that every byte came.
     #[test]
-    fn noise_is_survived(pieces in prop::collection::vec((0..8u8, any::<u64>(), any::<u16>(), any::<u32>(), 0..6000usize), 1..12),
-                         cut in any::<prop::sample::Index>()) {
+    fn noise_is_survived(
+        pieces in prop::collection::vec(
+            (0..8u8, any::<u64>(), any::<u16>(), any::<u32>(), 0..6000usize),
+            1..12,
+        ),
+        cut in any::<prop::sample::Index>(),
+    ) {
         let lab = Lab::new(move |peer| {
             let Some(asked) = peer.ask() else { return };
             if peer.number > 0 {
@@ -714,9 +719,19 @@ proptest! {
                 bytes.extend(match shape {
                     0 => simple(asked.cookie, long % 3, &vec![0x66; len]),
                     1 => simple(number, long, &[]),
-                    2 => chunk(small & 1, small % 3, asked.cookie, &[&near.to_be_bytes()[..], &vec![0x66; len]].concat()),
+                    2 => chunk(
+                        small & 1,
+                        small % 3,
+                        asked.cookie,
+                        &[&near.to_be_bytes()[..], &vec![0x66; len]].concat(),
+                    ),
                     3 => chunk(small, small >> 8, asked.cookie, &vec![small as u8; len]),
-                    4 => chunk(0, wire::CHUNK_HOLE, asked.cookie, &[&near.to_be_bytes()[..], &(long % 8192).to_be_bytes()].concat()),
+                    4 => chunk(
+                        0,
+                        wire::CHUNK_HOLE,
+                        asked.cookie,
+                        &[&near.to_be_bytes()[..], &(long % 8192).to_be_bytes()].concat(),
+                    ),
                     5 => error_chunk(asked.cookie, long % 120, &vec![b'x'; len % 300]),
                     6 => chunk(1, wire::CHUNK_NONE, asked.cookie, &[]),
                     _ => number.to_be_bytes().to_vec(),
@@ -725,7 +740,8 @@ proptest! {
             bytes.truncate(cut.index(bytes.len() + 1));
             peer.send(&bytes);
         });
-        let nbd = lab.client(export(), Options { request_limit: Duration::from_millis(100), ..options() });
+        let nbd = lab
+            .client(export(), Options { request_limit: Duration::from_millis(100), ..options() });
         let (answer, data) = guarded_read(&nbd, 16 * PAGE, 3 * PAGE_SIZE);
         match answer {
             Ok(n) => {
@@ -733,7 +749,12 @@ proptest! {
                 // All of it came from the second connection, or all of it from the first, holes and
                 // lies.
                 let good = lab.on_disk(16 * PAGE, 3 * PAGE_SIZE);
-                prop_assert!(data == good || data.iter().all(|byte| [0, 0x66].contains(byte) || lab.dialed.load(SeqCst) == 1));
+                prop_assert!(
+                    data == good
+                        || data
+                            .iter()
+                            .all(|byte| [0, 0x66].contains(byte) || lab.dialed.load(SeqCst) == 1)
+                );
             }
             Err(errno) => prop_assert!(nbd.stats().refused == 1, "{:?}", errno),
         }

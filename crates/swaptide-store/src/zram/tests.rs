@@ -91,13 +91,18 @@ proptest! {
                     let page = page_of(random, seed);
                     let codec = if zstd { &mut zstd_codec } else { &mut codec };
                     match zram.insert(Slot(slot), &codec.compress(&page)) {
-                        Ok(()) => { model.insert(slot, page); }
+                        Ok(()) => {
+                            model.insert(slot, page);
+                        }
                         Err(PoolFull) => prop_assert!(zram.limit() < usize::MAX && random > 1),
                     }
                 }
                 Op::InsertUnit { slot, n, random, seed } => {
-                    let pages: Vec<_> = (0..n as u64).map(|i| page_of(random, if random == 1 { seed } else { seed * 100 + i })).collect();
-                    let bytes: Vec<u8> = pages.iter().flat_map(|page| page.iter().copied()).collect();
+                    let pages: Vec<_> = (0..n as u64)
+                        .map(|i| page_of(random, if random == 1 { seed } else { seed * 100 + i }))
+                        .collect();
+                    let bytes: Vec<u8> =
+                        pages.iter().flat_map(|page| page.iter().copied()).collect();
                     match zram.insert_unit(Slot(slot), n, &codec.compress_unit(&bytes)) {
                         Ok(()) => model.extend((slot..).zip(pages)),
                         Err(PoolFull) => prop_assert!(zram.limit() < usize::MAX && random > 1),
@@ -112,7 +117,10 @@ proptest! {
                 Op::LoadRange { slot, n } => {
                     let mut out = vec![9; n * PAGE_SIZE];
                     let answer = zram.load_range(Slot(slot), n, &mut out, &mut Unpacker::new());
-                    prop_assert_eq!(answer.is_ok(), (slot..slot + n as u32).all(|slot| model.contains_key(&slot)));
+                    prop_assert_eq!(
+                        answer.is_ok(),
+                        (slot..slot + n as u32).all(|slot| model.contains_key(&slot))
+                    );
                     if answer.is_ok() {
                         for (slot, page) in (slot..).zip(out.chunks(PAGE_SIZE)) {
                             prop_assert!(page == &model[&slot][..]);
@@ -130,7 +138,10 @@ proptest! {
                         match zram.replace_recompressed(Slot(slot), tight) {
                             Ok(saved) => {
                                 prop_assert_eq!(saved, before - zram.stored_bytes());
-                                prop_assert!(!zram.not_recompressed(Slot(slot), &mut bytes), "tried twice");
+                                prop_assert!(
+                                    !zram.not_recompressed(Slot(slot), &mut bytes),
+                                    "tried twice"
+                                );
                             }
                             Err(PoolFull) => prop_assert!(zram.limit() < usize::MAX),
                         }
@@ -154,7 +165,9 @@ proptest! {
                         prop_assert_eq!(matches!(kind, PackedKind::Zero), out == [0; PAGE_SIZE]);
                     }
                 }
-                Op::Free { slot } => prop_assert_eq!(zram.free(Slot(slot)), model.remove(&slot).is_some()),
+                Op::Free { slot } => {
+                    prop_assert_eq!(zram.free(Slot(slot)), model.remove(&slot).is_some())
+                }
                 Op::FreeRange { slot, n } => {
                     for slot in slot..slot + n as u32 {
                         prop_assert_eq!(zram.free(Slot(slot)), model.remove(&slot).is_some());
@@ -178,7 +191,10 @@ proptest! {
         }
         zram.trim();
         let stats = zram.stats();
-        prop_assert_eq!((stats.pages, stats.objects, stats.stored_bytes, stats.pool_bytes, stats.same_filled), (0, 0, 0, 0, 0));
+        prop_assert_eq!(
+            (stats.pages, stats.objects, stats.stored_bytes, stats.pool_bytes, stats.same_filled),
+            (0, 0, 0, 0, 0)
+        );
     }
 }
 

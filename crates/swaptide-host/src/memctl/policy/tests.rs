@@ -342,11 +342,16 @@ proptest! {
             }
         }
         for (at, group) in groups.iter().enumerate() {
-            let within: Vec<&Process> = tree.iter().filter(|p| is_in(&groups, p.group, at)).collect();
+            let within: Vec<&Process> =
+                tree.iter().filter(|p| is_in(&groups, p.group, at)).collect();
             let sum: u64 = within.iter().map(|p| p.limit).sum();
             let floors = within.len() as u64 * CROWDED_FLOOR_BYTES;
-            prop_assert!(sum <= group.most().max(floors).saturating_add(1), "group {at}: {sum} of \
-                {}", group.most());
+            prop_assert!(
+                sum <= group.most().max(floors).saturating_add(1),
+                "group {at}: {sum} of \
+                {}",
+                group.most()
+            );
         }
     }
 
@@ -355,14 +360,19 @@ proptest! {
         let limits = decide(&groups, &tree, TICK).limits;
         for (at, group) in groups.iter().enumerate() {
             let within = limits.iter().filter(|(p, _)| is_in(&groups, tree[*p].group, at));
-            let rises = within.clone().any(|(p, limit)| tree[*p].limit != 0 && *limit > tree[*p].limit.max(tree[*p].used));
+            let rises = within.clone().any(|(p, limit)| {
+                tree[*p].limit != 0 && *limit > tree[*p].limit.max(tree[*p].used)
+            });
             let sum: u64 = within.map(|(p, limit)| (*limit).max(tree[*p].used)).sum();
             prop_assert!(!rises || sum <= group.most(), "group {at}");
         }
     }
 
     #[test]
-    fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(share in 0u64..8192 * MIB, group in any_group()) {
+    fn limits_exceed_the_share_only_where_floors_or_older_limits_force_it(
+        share in 0u64..8192 * MIB,
+        group in any_group(),
+    ) {
         let given = limits(&whole(share), &group, YIELD_TIME);
         let sum: u64 = given.iter().sum();
         let least = floor_of(share, group.len());
@@ -394,10 +404,25 @@ proptest! {
     }
 
     #[test]
-    fn deciding_never_panics_and_engages_only_over_the_trigger(budget in 16 * MIB..1 << 45, uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40)) {
-        let tree: Vec<Process> = uses.iter().map(|(used, kind)| Process {
-            group: 0, standing: [Standing::Watching, Standing::Engaged, Standing::Unmanaged][*kind as usize], used: *used, pressure: 0, fixed: 0, swapped: 0, limit: 0, growth: 0, kept: 0,
-        }).collect();
+    fn deciding_never_panics_and_engages_only_over_the_trigger(
+        budget in 16 * MIB..1 << 45,
+        uses in proptest::collection::vec((0u64..1 << 44, 0u8..3), 0..40),
+    ) {
+        let tree: Vec<Process> = uses
+            .iter()
+            .map(|(used, kind)| Process {
+                group: 0,
+                standing: [Standing::Watching, Standing::Engaged, Standing::Unmanaged]
+                    [*kind as usize],
+                used: *used,
+                pressure: 0,
+                fixed: 0,
+                swapped: 0,
+                limit: 0,
+                growth: 0,
+                kept: 0,
+            })
+            .collect();
         let decision = decide(&whole(budget), &tree, TICK);
         let total: u64 = tree.iter().map(|p| p.used).sum();
         prop_assert!(decision.engage.is_empty() || total > trigger(budget));

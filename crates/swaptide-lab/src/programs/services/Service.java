@@ -10,7 +10,8 @@ import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
 
-/** A service with tables in memory: reads a file of rows, keeps them by key and by word, then answers requests on a socket. */
+/** A service with tables in memory: reads a file of rows, keeps them by key and by word, then
+ * answers requests on a socket. */
 public class Service {
     record Row(String name, int number, String[] text) {}
 
@@ -35,7 +36,8 @@ public class Service {
                 String[] parts = line.split(",", 4);
                 Row row = new Row(parts[1], Integer.parseInt(parts[2]), parts[3].split(" "));
                 rows.put(Integer.parseInt(parts[0]), row);
-                words.computeIfAbsent(row.text[0], word -> new ArrayList<>()).add(Integer.parseInt(parts[0]));
+                words.computeIfAbsent(row.text[0], word -> new ArrayList<>())
+                    .add(Integer.parseInt(parts[0]));
             }
         }
         keys = rows.keySet().stream().mapToInt(Integer::intValue).sorted().toArray();

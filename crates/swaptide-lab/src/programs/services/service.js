@@ -1,4 +1,5 @@
-// A service with tables in memory: reads a file of rows, keeps them by key and by word, then answers requests on a socket.
+// A service with tables in memory: reads a file of rows, keeps them by key and by word, then
+// answers requests on a socket.
 const fs = require("fs");
 const net = require("net");
 const [path, address] = process.argv.slice(2);

@@ -173,7 +173,8 @@ fn steps() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => run().prop_map(|(slot, n)| Step::Write(slot, n)),
         2 => run().prop_map(|(slot, n)| Step::Free(slot, n)),
-        12 => (0u32..600, 1u32..7, 1usize..600).prop_map(|(slot, n, most)| Step::Read((slot..slot + n).collect(), most)),
+        12 => (0u32..600, 1u32..7, 1usize..600)
+            .prop_map(|(slot, n, most)| Step::Read((slot..slot + n).collect(), most)),
         12 => (0u32..600, 1usize..600).prop_map(|(slot, most)| Step::Read(vec![slot], most)),
         20 => (0u32..90, 8usize..40).prop_map(|(slot, most)| Step::Read(vec![slot], most)),
         1 => (0u32..4).prop_map(|n| Step::Fault(Some(Fault::Fails(n, Errno::IO)))),
@@ -198,7 +199,8 @@ proptest! {
         for (seed, step) in steps.into_iter().enumerate() {
             match step {
                 Step::Write(first, n) => {
-                    let pages: Vec<_> = (first..first + n).map(|slot| (slot, seed as u32 * 1000 + slot)).collect();
+                    let pages: Vec<_> =
+                        (first..first + n).map(|slot| (slot, seed as u32 * 1000 + slot)).collect();
                     if write(&device, &pages).is_ok() {
                         model.extend(pages);
                     }
@@ -208,15 +210,29 @@ proptest! {
                     model.remove(&slot);
                 }),
                 Step::Read(slots, most) => {
-                    let mut pages: Vec<_> = slots.iter().map(|_| Box::new([0xee; PAGE_SIZE])).collect();
-                    let mut reqs: Vec<_> = slots.iter().zip(&mut pages).map(|(slot, page)| (Slot(*slot), &mut **page)).collect();
+                    let mut pages: Vec<_> =
+                        slots.iter().map(|_| Box::new([0xee; PAGE_SIZE])).collect();
+                    let mut reqs: Vec<_> = slots
+                        .iter()
+                        .zip(&mut pages)
+                        .map(|(slot, page)| (Slot(*slot), &mut **page))
+                        .collect();
                     match ahead.read(&device, &mut reqs, most) {
-                        Ok(_) => for (slot, page) in slots.iter().zip(&pages) {
-                            prop_assert!(**page == *page_of(model[slot]), "slot {}", slot);
-                        },
-                        Err(error) if error.kind == ReadErrorKind::NoSuchSlot => prop_assert!(!model.contains_key(&error.slot.0)),
-                        Err(error) => prop_assert!(slots.contains(&error.slot.0) && (disk.0.lock().unwrap().fault.is_some()
-                            || error.kind == ReadErrorKind::Authentication), "{}", error),
+                        Ok(_) => {
+                            for (slot, page) in slots.iter().zip(&pages) {
+                                prop_assert!(**page == *page_of(model[slot]), "slot {}", slot);
+                            }
+                        }
+                        Err(error) if error.kind == ReadErrorKind::NoSuchSlot => {
+                            prop_assert!(!model.contains_key(&error.slot.0))
+                        }
+                        Err(error) => prop_assert!(
+                            slots.contains(&error.slot.0)
+                                && (disk.0.lock().unwrap().fault.is_some()
+                                    || error.kind == ReadErrorKind::Authentication),
+                            "{}",
+                            error
+                        ),
                     }
                 }
                 Step::Fault(fault) => disk.set_fault(fault),
